@@ -24,7 +24,7 @@ from pagedcli.layers.basic import (
     split_gate,
     split_heads,
 )
-from pagedcli.layers.parallel import ParallelContext
+from pagedcli.layers.parallel import ParallelContext, VocabularyEmbedding
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import layer_groups
@@ -310,7 +310,7 @@ class VariedAttention:
 class LayerInputs:
     """What each layer gets for a token: a row of a table, and a projection of the token's embedding."""
 
-    table: Tensor  # [V, L * P]
+    table: VocabularyEmbedding  # [V, L * P]
     projection: Callable[[Tensor], Tensor]  # E -> L * P
     norm: Tensor  # [P]
     eps: float
@@ -318,7 +318,7 @@ class LayerInputs:
     def __call__(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
         """Shapes: input_ids [T]; embedded [T, E] -> [T, L, P]."""
         size = self.norm.shape[0]
-        rows = self.table.index_select(0, input_ids) * torch.tensor(size**0.5, dtype=self.table.dtype)
+        rows = self.table(input_ids) * torch.tensor(size**0.5, dtype=embedded.dtype)
         projected = self.projection(embedded) * embedded.shape[1] ** -0.5
         projected = rms_norm(projected.view(projected.shape[0], -1, size), self.norm, self.eps)
         return (projected + rows.view(projected.shape)) * 2**-0.5

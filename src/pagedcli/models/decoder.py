@@ -246,7 +246,8 @@ class _Builder(Parts):
         if table is None or norm is None:
             return None
         self.linear_bytes += table.nbytes
-        return LayerInputs(table, self._unquantized("layer_projection"), norm, self._spec.rms_norm_eps)
+        rows = VocabularyEmbedding(table, self._spec.layer_vocab, self._request.parallel)
+        return LayerInputs(rows, self._unquantized("layer_projection"), norm, self._spec.rms_norm_eps)
 
     def branches(self) -> tuple[list[Branch | LayerScalar], Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""

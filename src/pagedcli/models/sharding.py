@@ -39,8 +39,8 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
         numbers["columns of an expert"] = spec.experts.intermediate_size
         numbers["columns of the shared expert"] = spec.experts.shared_intermediate_size or 0
     wrong = [f"{number} {what}" for what, number in numbers.items() if number % size]
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        wrong.append(f"{spec.num_kv_heads} key/value heads")
+    kinds = dict.fromkeys(num_heads for num_heads, _ in spec.layer_heads or (spec.heads_of(0),))
+    wrong += [f"{num_heads} key/value heads" for num_heads in kinds if num_heads % size and size % num_heads]
     if wrong:
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide the model's {', '.join(wrong)}",
@@ -50,18 +50,14 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
         spec,
         num_heads=spec.num_heads // size,
         num_kv_heads=max(1, spec.num_kv_heads // size),
+        layer_heads=tuple((max(1, num_heads // size), head_dim) for num_heads, head_dim in spec.layer_heads),
         intermediate_size=spec.intermediate_size // size,
+        layer_widths=tuple(width // size for width in spec.layer_widths),
     )
 
 
 def _why_whole(spec: ModelSpec) -> str | None:
     """What of a model keeps it from being split, in a few words; None: nothing."""
-    if spec.kv_sources:
-        return "has layers that read the K and V of others"
-    if spec.layer_heads:
-        return "has layers that differ in their key/value heads"
-    if spec.layer_inputs is not None:
-        return "has embeddings for each layer"
     if spec.recurrent is not None:
         return "keeps states of its sequences"
     projections = [spec.names.projections]
@@ -83,14 +79,17 @@ def shard_parameters(
 
 def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, Part]:
     stored, layer = parameter.stored, key.split(".")[-2].split("[")[0] if "." in key else key
-    if layer in ("embedding", "lm_head"):
-        return {name: Part(0, *parallel.part_of(spec.vocab_size)) for name in parameter.shapes}
+    if layer in ("embedding", "lm_head", "layer_table"):
+        num_rows = spec.layer_vocab if layer == "layer_table" else spec.vocab_size
+        return {name: Part(0, *parallel.part_of(num_rows)) for name in parameter.shapes}
     out_dim, out_per = stored.out_dim, stored.out_per
     in_dim, in_per = stored.in_dim, stored.in_per
     if key.endswith(".sinks"):
         return {name: Part(0, *parallel.part_of(spec.num_heads)) for name in parameter.shapes}
     if layer == "qkv" and out_dim is not None and out_per is not None:
-        heads = {name: _head_rows(name, spec, parallel) for name in parameter.shapes}
+        num_kv_heads, head_dim = spec.heads_of(int(key.split(".")[1]))
+        counts = {name: spec.num_heads if ".q_proj." in name else num_kv_heads for name in parameter.shapes}
+        heads = {name: _head_rows(count, head_dim, parallel) for name, count in counts.items()}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
     if layer == "gate_up" and out_dim is not None and out_per is not None:
         sizes = {name: shape[out_dim] * out_per for name, shape in parameter.shapes.items()}
@@ -114,9 +113,8 @@ def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -
     return Part(dim, first // per, end // per)
 
 
-def _head_rows(name: str, spec: ModelSpec, parallel: ParallelContext) -> tuple[int, int]:
+def _head_rows(num_heads: int, head_dim: int, parallel: ParallelContext) -> tuple[int, int]:
     """The rows of whole heads; if there are fewer key/value heads than ranks, neighbouring ranks share one."""
-    num_heads = spec.num_heads if ".q_proj." in name else spec.num_kv_heads
     share = max(1, num_heads // parallel.size)
     first = parallel.rank * num_heads // parallel.size
-    return first * spec.head_dim, (first + share) * spec.head_dim
+    return first * head_dim, (first + share) * head_dim
