@@ -148,7 +148,7 @@ def test_forecast_of_kept_bytes_is_what_is_kept(twins):
 
 
 SCRIPT = """
-import sys, torch
+import resource, sys, torch
 from pathlib import Path
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import load as load_cpu
@@ -161,13 +161,15 @@ backend = load_cpu(AttentionSpec(cpu, torch.bfloat16, 16, spec.num_heads, spec.n
 before = process_memory()
 options = dict(backend=backend, dtype=torch.bfloat16, device=cpu, max_model_len=64, load_format="dummy")
 model = load_model(Path(sys.argv[1]), spec, **options)
-print(process_memory() - before, model.weight_bytes)
+most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(process_memory() - before, most - before, model.weight_bytes)
 """
 
 
 @pytest.mark.slow
 def test_packed_experts_leave_no_copy_in_memory(tmp_path):
-    """Of tensors of 4 MiB, which malloc takes from its heap after the first ones: freed, they stayed in memory."""
+    """Nor while the model is loaded. Of tensors of 4 MiB, which malloc takes from its heap after the first ones: freed,
+    they stayed in memory."""
     config = {"hidden_size": 2048, "intermediate_size": 1440, "num_hidden_layers": 4, "num_local_experts": 32}
     spec = {
         "model_type": "gpt_oss",
@@ -182,6 +184,7 @@ def test_packed_experts_leave_no_copy_in_memory(tmp_path):
     made = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, check=True, timeout=300
     )
-    grown, weights = map(int, made.stdout.split())
-    assert weights > 500 * 2**20
-    assert grown < 1.4 * weights
+    grown, most, weights = map(int, made.stdout.split())
+    assert weights > 480 * 2**20
+    assert grown < 1.1 * weights
+    assert most < 1.2 * weights

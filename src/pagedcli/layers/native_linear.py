@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
-from pagedcli.layers.quantized import E2M1, GroupedWeight, QuantizedWeight, chunk_columns
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, GroupedWeight, QuantizedWeight, chunk_columns
 from pagedcli.native import NativeLibrary
 from pagedcli.native.structs import (
     CODES4,
@@ -163,9 +163,10 @@ class NativeLinear:
         self.struct.scale_type = DTYPE_CODES[kept_dtype]
         if num_groups > 1 and weight.group_size % 32:
             raise BackendError(f"no native kernel for groups of {weight.group_size}")
-        self.struct.chunk, self.struct.zero = chunk_columns(columns, None if num_groups == 1 else weight.group_size), -1
+        self.struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
+        self.struct.zero = E2M1_ZERO if weight.levels else -1
         packed = self._empty()
-        scales, zeros = weight.scales.to(kept_dtype).contiguous(), weight.zeros.contiguous()
+        scales, zeros = weight.scales.to(kept_dtype).contiguous(), 0 if weight.levels else weight.zeros.contiguous()
         self._call("linear_pack_codes", weight.codes.contiguous(), scales, zeros, weight.group_size, packed)
         if order is None:
             return (packed,)

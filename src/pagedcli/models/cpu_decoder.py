@@ -4,7 +4,8 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_i
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import ExpertsSpec, layer_groups
+from pagedcli.models.stacking import UnreadTensors
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import (
@@ -62,9 +64,8 @@ _NORMS = (
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
-    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], formats: Mapping[str, LayerFormat]) -> None:
-        """Packs the weights and removes each from `tensors`, so that memory holds only one copy. `formats`: see
-        parameters.linear_formats."""
+    def __init__(self, request: DecoderRequest, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]) -> None:
+        """Packs the weights and removes each from `tensors`. `formats`: see parameters.linear_formats."""
         spec = request.spec
         self.spec = spec
         note = request.weight_format.note(request.dtype, "cpu")
@@ -137,7 +138,7 @@ class CpuDecoder:
 class _Builder(Parts):
     """Builds the structs."""
 
-    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], formats: Mapping[str, LayerFormat]) -> None:
+    def __init__(self, request: DecoderRequest, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]) -> None:
         super().__init__(request, request.spec, tensors, formats)
         self.kept: list[object] = []  # what the structs point into
         self.weight_bytes = 0
@@ -236,14 +237,13 @@ class _Builder(Parts):
             layer.router_norm = self._address(self.router_norm(key))
         if experts is not None:
             layer.experts = ctypes.addressof(self._experts(experts, key))
-            release_free_memory()  # thousands of tensors of one expert each: freed, they would still fill the memory
         return layer
 
     def _experts(self, experts: ExpertsSpec, key: str) -> ExpertsStruct:
         numbers, count = range(experts.num_experts), experts.num_experts
         gate_up, down = (
             (LinearStruct * count)(
-                *_side_by_side([self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers])
+                *_side_by_side((self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers), count)
             )
             for name, gated in (("gate_up", True), ("down", False))
         )
@@ -354,14 +354,18 @@ class _StateArguments:
         )
 
 
-def _side_by_side(linears: list[NativeLinear]) -> list[LinearStruct]:
-    """The structs of layers whose packed weights are moved side by side: each alone may be too small for huge pages."""
-    room = empty_in_huge_pages(sum(linear.packed_bytes for linear in linears), torch.uint8)
-    start = 0
-    for linear in linears:
-        linear.move_weight(room[start : start + linear.packed_bytes])
-        start += linear.packed_bytes
-    return [linear.struct for linear in linears]
+def _side_by_side(linears: Iterator[NativeLinear], count: int) -> list[LinearStruct]:
+    """The structs of `count` layers. Their packed weights, if of the size of the first one's, are moved side by side as
+    soon as they are made: each alone may be too small for huge pages."""
+    first = next(linears)
+    rooms = empty_in_huge_pages(count * first.packed_bytes, torch.uint8).view(count, -1)
+    structs = []
+    for linear, room in zip(chain((first,), linears), rooms, strict=True):
+        if linear.packed_bytes == len(room):
+            linear.move_weight(room)
+        structs.append(linear.struct)
+        release_free_memory()  # thousands of tensors of one expert each: freed, they would still fill the memory
+    return structs
 
 
 def refusal(needs: DecoderNeeds) -> str | None:

@@ -3,6 +3,7 @@
 One of the decoders of models.loading. If attention runs on the project's CPU kernels, the linear layers do, too.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,20 @@ from pagedcli.models.blocks import (
     rope_table,
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
-from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input, take_linear, unread_tensors
+from pagedcli.models.parameters import (
+    Parameter,
+    decoder_parameters,
+    linear_formats,
+    mlp_input,
+    take_linear,
+    unread_tensors,
+)
 from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
 from pagedcli.models.recurrent_spec import Mamba2, ShortConv
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
+from pagedcli.models.stacking import UnreadTensors, kept_dtype
 from pagedcli.models.weights import open_weights
 
 if TYPE_CHECKING:
@@ -68,22 +77,20 @@ class Decoder:
         self,
         request: DecoderRequest,
         spec: ModelSpec,
-        tensors: dict[str, Tensor],
-        formats: Mapping[str, LayerFormat],
+        tensors: UnreadTensors,
+        parameters: Mapping[str, Parameter],
     ) -> None:
-        """`spec` and `tensors` are those of this rank; `tensors` is emptied, so that memory holds only one copy.
-        `formats`: see parameters.linear_formats."""
-        build = _Builder(request, spec, tensors, formats)
+        """`spec`, `tensors` and `parameters` are those of this rank; `tensors` is emptied."""
+        build = _Builder(request, spec, tensors, linear_formats(parameters))
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
         if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
             self.notes += (note,)
         self.notes += rope_notes(spec.rope, request.max_model_len)
-        linear = ("embedding", "lm_head")
         vectors = sum(
-            tensor.nbytes
-            for key, tensor in tensors.items()
-            if tensor.dim() != 2 and "[" not in key and key not in linear
+            math.prod(parameter.shape) * (kept_dtype(parameter, request.dtype) or request.dtype).itemsize
+            for key, parameter in parameters.items()
+            if len(parameter.shape) != 2 and "[" not in key and key not in ("embedding", "lm_head")
         )
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
@@ -128,14 +135,13 @@ def scaled_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
 
 
 class Parts:
-    """The named parts of a model's layers, from a spec and tensors. Each tensor is removed from the dict when it is
-    taken, so that memory holds only one copy."""
+    """The named parts of a model's layers, from a spec and tensors, from which each is removed when it is taken."""
 
     def __init__(
         self,
         request: DecoderRequest,
         spec: ModelSpec,
-        tensors: dict[str, Tensor],
+        tensors: UnreadTensors,
         formats: Mapping[str, LayerFormat],
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
@@ -207,7 +213,7 @@ class _Builder(Parts):
         self,
         request: DecoderRequest,
         spec: ModelSpec,
-        tensors: dict[str, Tensor],
+        tensors: UnreadTensors,
         formats: Mapping[str, LayerFormat],
     ) -> None:
         super().__init__(request, spec, tensors, formats)
@@ -487,6 +493,6 @@ def load(request: DecoderRequest) -> Decoder:
     parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
     source = open_weights(request.path, request.load_format, request.seed, spec)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
-    decoder = Decoder(request, shard_spec(spec, request.parallel), tensors, linear_formats(parameters))
+    decoder = Decoder(request, shard_spec(spec, request.parallel), tensors, parameters)
     decoder.notes += source.notes
     return decoder

@@ -116,8 +116,8 @@ class Packed:
         if stored.bits == 8 and stored.group_size is None and stored.symmetric:
             return -(-num_columns // 4) * 4 + 8  # with a scale and a sum
         chunk = chunk_columns(num_columns, stored.group_size)
-        scale_bytes = 2 if stored.bits == 4 else 4
-        return -(-num_columns // chunk) * (chunk * stored.bits // 8 + scale_bytes + 1)
+        header = 2 if stored.layout == "mxfp4" else 3 if stored.bits == 4 else 5  # a scale, and mostly a zero point
+        return -(-num_columns // chunk) * (chunk * stored.bits // 8 + header)
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         read = _READERS[self.quantization.layout]

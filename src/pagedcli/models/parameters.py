@@ -1,11 +1,11 @@
 """The decoder's tensors: stacked checkpoint tensors, or a rank's part of them. Free of torch: dtypes are names."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagedcli.errors import ModelError
-from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, MixedLayer, StoredTensor, WeightFormat
+from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, MixedLayer, Modules, StoredTensor, WeightFormat
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
 
@@ -370,7 +370,7 @@ def linear_formats(parameters: Mapping[str, Parameter]) -> dict[str, LayerFormat
     return formats
 
 
-def take_linear(tensors: "dict[str, Tensor]", key: str, layer_format: LayerFormat) -> "list[dict[str, Tensor]]":
+def take_linear(tensors: "MutableMapping[str, Tensor]", key: str, layer_format: LayerFormat) -> "Modules":
     """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
     if layer_format.stacks:
         return [{"weight": tensors.pop(f"{key}.weight")}]

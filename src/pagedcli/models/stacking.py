@@ -1,12 +1,39 @@
-"""Stacks checkpoint tensors to the decoder's: used by every source of weights."""
+"""A decoder's tensors, made of those of a checkpoint: used by every source of weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.models.parameters import Parameter
+
+
+class UnreadTensors(MutableMapping[str, Tensor]):
+    """The tensors of a decoder by their keys. Each is made when it is asked for and not kept, so that a model which
+    packs its weights one after the other never has two copies of all in memory."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._reads = dict(reads)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Raises: ModelError for one that is damaged."""
+        return self._reads[key]()
+
+    def __setitem__(self, key: str, tensor: Tensor) -> None:
+        self._reads[key] = lambda: tensor
+
+    def __delitem__(self, key: str) -> None:
+        del self._reads[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._reads  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reads)
+
+    def __len__(self) -> int:
+        return len(self._reads)
 
 
 def kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
@@ -16,8 +43,7 @@ def kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """The parts, stacked. A single matrix that needs no conversion stays in the mapped file: it is only read, so a
-    model that packs its weights never holds two copies."""
+    """The parts, stacked. A single matrix that needs no conversion stays in the mapped file: it is only read."""
     if len(parameter.shapes) == 1 and not parameter.stored.converts:
         return next(parts).to(device=device, dtype=dtype)
     if len(parameter.shapes) == 1 and len(parameter.shape) == 2:

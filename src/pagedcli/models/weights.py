@@ -4,8 +4,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.parameters import Parameter
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.stacking import kept_dtype, stacked
+from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
 
 # rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
 _UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".activation_scale", ".input_zero_point")
@@ -34,8 +34,8 @@ class WeightSource(Protocol):
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        """The tensors by the keys of `parameters`.
+    ) -> UnreadTensors:
+        """The tensors by the keys of `parameters`, the names of which are checked at once.
 
         `ignored`: checkpoint tensors that are allowed but not needed (a tied lm_head, rotary buffers).
         """
@@ -71,41 +71,50 @@ class DummyWeights:
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
+    ) -> UnreadTensors:
         """See WeightSource."""
-        generator = torch.Generator().manual_seed(self._seed)
-        pool = torch.empty(self._POOL * self._BLOCK).normal_(0.0, DEVIATION, generator=generator).to(device, dtype)
-        num_places, num_blocks = (self._POOL - 1) * self._BLOCK, 0
-        tensors = {}
+        generator, size = torch.Generator().manual_seed(self._seed), self._POOL * self._BLOCK
+        noise = torch.empty(size).normal_(0.0, DEVIATION, generator=generator).to(device, dtype)
+        bits = torch.randint(256, (size,), generator=generator, dtype=torch.uint8).to(device)
+        reads, first = {}, 0  # the blocks of a tensor follow those of the one before it
         for key, parameter in parameters.items():
-            init = parameter.stored.init if parameter.init is None else parameter.init
-            own_dtype = kept_dtype(parameter, dtype) or torch.float32
             if parameter.stored.optional or parameter.stored.out_dim is None:  # the order of groups: neighbours
                 continue
+            init = parameter.stored.init if parameter.init is None else parameter.init
+            own_dtype, whole = kept_dtype(parameter, dtype) or torch.float32, replace(parameter, parts={})
             if isinstance(init, int | float):
-                tensors[key] = torch.full(parameter.shape, init, dtype=own_dtype, device=device)
+                reads[key] = partial(torch.full, parameter.shape, init, dtype=own_dtype, device=device)
                 continue
-            whole = replace(parameter, parts={})
+            count = math.prod(whole.shape)
             if init == "bits":
-                num_bytes = math.prod(whole.shape) * own_dtype.itemsize
-                bits = torch.randint(256, (num_bytes,), generator=generator, dtype=torch.uint8)
-                tensor = bits.view(own_dtype).view(whole.shape).to(device)
-                [name] = parameter.shapes
-                tensors[key] = parameter.kept(name, tensor)
-                continue
-            tensor = torch.empty(whole.shape, dtype=dtype, device=device)
-            for block in torch.split(tensor.view(-1), self._BLOCK):
-                place = num_blocks * self._STRIDE % num_places
-                block.copy_(pool[place : place + block.numel()])
-                num_blocks += 1
-            if parameter.parts:  # the same noise for any number of ranks
-                sizes = [shape[parameter.dim] for shape in parameter.shapes.values()]
-                stacked = zip(parameter.shapes, torch.split(tensor, sizes, parameter.dim), strict=True)
-                tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
-            if own_dtype == torch.float8_e4m3fn:
-                tensor = (tensor.float() * (FLOAT8_DEVIATION / DEVIATION)).to(own_dtype)
-            tensors[key] = tensor if parameter.dtype is None else tensor.to(own_dtype)
-        return tensors
+                count *= own_dtype.itemsize
+                reads[key] = partial(self._bits, bits, parameter, first, count, own_dtype)
+            else:
+                reads[key] = partial(self._numbers, noise, parameter, first, count, own_dtype)
+            first += -(-count // self._BLOCK)
+        return UnreadTensors(reads)
+
+    def _bits(self, pool: Tensor, parameter: Parameter, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        [(name, shape)] = parameter.shapes.items()
+        return parameter.kept(name, self._drawn(pool, first, count).view(dtype).view(shape))
+
+    def _numbers(self, pool: Tensor, parameter: Parameter, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        tensor = self._drawn(pool, first, count).view(replace(parameter, parts={}).shape)
+        if parameter.parts:  # the same noise for any number of ranks
+            sizes = [shape[parameter.dim] for shape in parameter.shapes.values()]
+            stacked = zip(parameter.shapes, torch.split(tensor, sizes, parameter.dim), strict=True)
+            tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
+        if dtype == torch.float8_e4m3fn:
+            tensor = (tensor.float() * (FLOAT8_DEVIATION / DEVIATION)).to(dtype)
+        return tensor if parameter.dtype is None else tensor.to(dtype)
+
+    def _drawn(self, pool: Tensor, first: int, count: int) -> Tensor:
+        """`count` values of the pool, [count], from the block `first` of the model on."""
+        values, num_places = torch.empty(count, dtype=pool.dtype, device=pool.device), (self._POOL - 1) * self._BLOCK
+        for number, block in enumerate(torch.split(values, self._BLOCK), first):
+            place = number * self._STRIDE % num_places
+            block.copy_(pool[place : place + block.numel()])
+        return values
 
 
 class CheckpointWeights:
@@ -118,30 +127,33 @@ class CheckpointWeights:
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        """See WeightSource.
+    ) -> UnreadTensors:
+        """See WeightSource. Files stay open until the last tensor is read.
 
-        Changes: memory grows by the result plus one checkpoint tensor, also for stacked parts.
         Raises:  ModelError naming file and tensor: missing, unexpected, of another shape, not floating point, damaged.
         """
-        with ExitStack() as stack:
-            files = {name: _Renamed(stack.enter_context(_open(self._path / name))) for name in self._file_names()}
-            where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
-            self._skip(where)
-            views = _expert_views(files, where, alternating=self._alternating)
-            expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
-            optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
-            self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
-            tensors = {}
-            for key, parameter in parameters.items():
-                if parameter.stored.optional and not where.keys() >= parameter.shapes.keys():
-                    continue
-                parts = (
-                    parameter.kept(name, self._read(files[where[name]], where[name], name, parameter, views))
-                    for name in parameter.shapes
-                )
-                tensors[key] = stacked(parts, parameter, kept_dtype(parameter, dtype), device)
-        return tensors
+        files = {name: _Renamed(_open(self._path / name)) for name in self._file_names()}
+        where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
+        self._skip(where)
+        views = _expert_views(files, where, alternating=self._alternating)
+        expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
+        optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
+        self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
+
+        def read(parameter: Parameter) -> Tensor:
+            parts = (
+                parameter.kept(name, self._read(files[where[name]], where[name], name, parameter, views))
+                for name in parameter.shapes
+            )
+            return stacked(parts, parameter, kept_dtype(parameter, dtype), device)
+
+        return UnreadTensors(
+            {
+                key: partial(read, parameter)
+                for key, parameter in parameters.items()
+                if not parameter.stored.optional or where.keys() >= parameter.shapes.keys()
+            }
+        )
 
     def _file_names(self) -> list[str]:
         """The weight files, in the folder's order; each exists."""

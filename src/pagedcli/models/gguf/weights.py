@@ -1,6 +1,7 @@
 """The weights of a GGUF file: a WeightSource."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from pagedcli.models.gguf.description import reordered_heads
 from pagedcli.models.gguf.header import Header, StoredTensor
 from pagedcli.models.gguf.names import stored_tensor
 from pagedcli.models.parameters import Parameter
-from pagedcli.models.stacking import kept_dtype, stacked
+from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
 
 # used by the rotary embedding, or by nothing
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "attn_rot_embd.weight")
@@ -30,7 +31,7 @@ class GgufWeights:
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
+    ) -> UnreadTensors:
         """See WeightSource. Quantized linear layers stay views of the file.
 
         Raises: ModelError naming the tensor: missing, unexpected, or of another shape.
@@ -38,15 +39,16 @@ class GgufWeights:
         names = [name for parameter in parameters.values() for name in parameter.shapes]
         stored = {name: stored_tensor(name, normed_before=self._normed_before) for name in names}
         self._check_names({name for name, _ in stored.values()})
-        tensors = {}
-        for key, parameter in parameters.items():
+
+        def read(parameter: Parameter) -> Tensor:
             own_dtype = kept_dtype(parameter, dtype)
             parts = (
                 parameter.kept(name, self._read(name, *stored[name], parameter, own_dtype or torch.float32))
                 for name in parameter.shapes
             )
-            tensors[key] = stacked(parts, parameter, own_dtype, device)
-        return tensors
+            return stacked(parts, parameter, own_dtype, device)
+
+        return UnreadTensors({key: partial(read, parameter) for key, parameter in parameters.items()})
 
     def _check_names(self, expected: set[str]) -> None:
         found = self._header.tensors
