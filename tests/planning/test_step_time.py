@@ -69,14 +69,24 @@ def test_layers_are_weighted_by_their_number():
     assert {(each.window, each.share) for each in layers} == {(4, 4 / 6), (None, 2 / 6)}
 
 
-def test_between_knots_time_grows_evenly_and_after_the_last_as_before_it():
+def test_between_knots_time_grows_evenly_and_after_the_last_as_since_half_its_number():
     knots = ((2, 1.0), (4, 3.0), (8, 5.0))
     assert [between(knots, number) for number in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
+    assert between((*knots, (9, 5.0)), 14) == pytest.approx(5.0 + 5 * (5.0 - 3.0) / (9 - 4))
+
+
+def test_a_slow_step_by_chance_makes_no_larger_step_shorter():
+    """A prompt of 128 tokens took 580 ms and one of 177 took 420 on a busy machine: 512 tokens were below zero."""
+    works = [StepWork(number, 1, num_chunks=1, attended_by_prompts=number) for number in (64, 128, 177)]
+    steps = [(StepWork(1, 1), 0.034), *zip(works, (0.145, 0.580, 0.420), strict=True)]
+    found = made_of(steps, TRUE.layers)
+    assert dict(found.prompts)[128] == dict(found.prompts)[177] == pytest.approx(0.5)
+    assert found.seconds(StepWork(512, 1, num_chunks=1)) > 1.0
 
 
 def test_a_mixed_step_pays_for_its_tokens_and_for_each_that_is_sampled():
     work = StepWork(64, 8, num_chunks=3, attended_by_prompts=100)
-    assert TRUE.seconds(work) == pytest.approx(9.0 + (3.0 - 2.0) + 2 * 0.5 + 0.1)
+    assert TRUE.seconds(work) == pytest.approx(9.0 + (3.0 - 2.0) + 3 * 0.5 + 0.1)
 
 
 def test_a_record_is_found_again_from_the_steps_that_it_predicts():

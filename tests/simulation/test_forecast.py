@@ -1,7 +1,6 @@
 """A forecast has the counts of the run, and its time is the sum of the steps' times."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from cli_harness import pagedcli, rows_of
@@ -12,13 +11,14 @@ from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import model_folder
 from pagedcli.planning.expected import expected_plan
 from pagedcli.planning.machine import this_machine
-from pagedcli.planning.step_time import StepTime
+from pagedcli.planning.step_time import HostWork, StepTime
 from pagedcli.simulation.forecast import MOST_SIMULATED, forecast, in_prefix_order
 from pagedcli.simulation.sources import PromptRequests, read_prompts
 
 CLOCK = StepTime(
     prompts=((1, 0.01), (512, 0.5)), decodes=((1, 0.01), (64, 0.1)), attended_by_prompts_s=1e-6,
-    attended_by_decodes_s=1e-6, row_s=0.001, prompt_token_s=1e-5, output_token_s=1e-5,
+    attended_by_decodes_s=1e-6, row_s=0.001, between_s=1e-4, prompt_token_s=1e-5, text_token_s=1e-4,
+    output_token_s=1e-5,
 )  # fmt: skip
 
 
@@ -83,6 +83,17 @@ def test_time_is_what_its_parts_take(tmp_path):
     assert found.tokens_per_s == pytest.approx(found.num_generated_tokens / found.seconds)
 
 
+def test_only_texts_take_the_time_of_a_tokenizer(tmp_path):
+    """Rows of token ids were predicted to be tokenized: five times their real time, next to a fast model."""
+    path, found = tmp_path / "prompts.jsonl", []
+    for prompt in ("Once upon a time there was a fox", [5] * 40):
+        path.write_text(json.dumps({"prompt": prompt, "max_tokens": 3, "ignore_eos": True}) + "\n")
+        found.append(predicted(path, {}))
+    text, ids = (each.parts["rows"] for each in found)
+    num_text, num_ids = (each.num_prompt_tokens for each in found)
+    assert text - ids == pytest.approx(CLOCK.text_token_s * num_text + CLOCK.prompt_token_s * (num_text - num_ids))
+
+
 def test_of_much_work_the_beginning_is_simulated(tmp_path):
     path = file_of(tmp_path / "prompts.jsonl", 240)
     whole, part = predicted(path, {}), predicted(path, {}, most_tokens=1500)
@@ -94,7 +105,8 @@ def test_of_much_work_the_beginning_is_simulated(tmp_path):
 def test_a_slower_machine_takes_longer_by_the_same_factor(tmp_path):
     path = file_of(tmp_path / "prompts.jsonl", 10)
     before = predicted(path, {})
-    assert replace(CLOCK.scaled(2.0), error=CLOCK.error).host_s(3, 5, 7) == pytest.approx(2 * CLOCK.host_s(3, 5, 7))
+    rows = HostWork(3, 2, 5, 4, 7)
+    assert CLOCK.scaled(2.0).host_s(rows) == pytest.approx(2 * CLOCK.host_s(rows))
     assert before.num_refused == 0
 
 

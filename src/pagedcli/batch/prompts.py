@@ -185,6 +185,7 @@ class PreparedPrompt:
     token_ids: list[int]
     params: SamplingParams
     is_chat: bool = False  # the chat template has written it
+    is_text: bool = False  # it has been tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,12 @@ class Intake:
         except RequestError as error:
             return None if done else Refused(line, head, error)
         prepared = [
-            PreparedPrompt(ids, self._final_params(request, len(ids), line.index, place), is_chat)
+            PreparedPrompt(
+                ids,
+                self._final_params(request, len(ids), line.index, place),
+                is_chat,
+                is_text=is_chat or isinstance(request.prompts[place], str),
+            )
             for place, (ids, is_chat) in enumerate(prompts)
         ]
         salt = request.cache_salt

@@ -9,25 +9,28 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import msgspec
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.prompts import BatchOptions, open_tokenizer
+from pagedcli.batch.prompts import BatchOptions, Prepared, Prompts, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.bench.rates import timed_seconds
 from pagedcli.config import Config, EngineConfig
 from pagedcli.core.plan import Plan
+from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import weight_files
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.decide import model_folder
 from pagedcli.planning.expected import time_key
 from pagedcli.planning.step_time import (
+    HostWork,
     StepTime,
     StepWork,
     attended_layers,
@@ -43,11 +46,14 @@ BUDGET_S = 10.0
 LONG_CONTEXT = 2048  # tokens of the sequences that show what attention takes
 NUM_LONG = 4  # sequences of a quarter of that
 NUM_SHARING = 16  # sequences with one prompt of that length
-REPEATS, QUICK_S = 5, 0.2  # steps of one kind, if one takes at most so long
+REPEATS, QUICK = 10, 0.1  # times that prompts are served again, if that takes at most this share of the budget
 RANDOM = 32  # sequences whose tokens are drawn
 ALIKE = 64  # tokens of context that make no difference to a decode
 _SHORT = 4  # tokens of prompts whose decodes are measured
 _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks were striking thirteen. "
+_MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
+_MOST_STEPS, _STEPS_S = 32, 0.3  # of a run for what passes between steps
+_TIMES = 5  # that something outside of steps is done
 _SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
 
 
@@ -116,12 +122,23 @@ def _kind(work: StepWork) -> Kind:
     return (*counts, int(work.attended_by_prompts), *map(int, contexts))
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Prompts that are served together."""
+
+    lengths: tuple[int, ...]  # tokens
+    num_tokens: int  # that each generates
+    temperature: float = 0.0
+    alike: bool = False  # equal up to their last tokens
+
+
 @dataclass(slots=True)
 class _Measurement:
     engine: LLMEngine
     budget_s: float
     on_progress: Callable[[float], None]
     steps: dict[Kind, list[tuple[StepWork, float]]] = field(default_factory=dict)
+    _took_s: dict[_Prompts, float] = field(default_factory=dict)
     _started: float = field(default_factory=time.perf_counter)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _num_requests: int = 0
@@ -136,22 +153,26 @@ class _Measurement:
         return (time.perf_counter() - self._started) / self.budget_s
 
     def run_steps(self) -> None:
+        """Each kind of step once, as far as the budget allows; then again and again the quick ones, so that what else
+        the machine does for a moment falls on few steps of many kinds."""
         limits = self.engine.limits
         most_tokens = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
-        self._run([_SHORT], 2)  # threads, libraries and kernels start
+        self._run(_Prompts((_SHORT,), 2))  # threads, libraries and kernels start
         self.steps.clear()
+        self._took_s.clear()
         self._started = time.perf_counter()
         for number in _doublings(1, most_tokens):  # small ones first: they are what most steps of a run are
             if number > 1 and self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
                 break
-            self._repeat([number], 1)
+            self._run(_Prompts((number,), 1))
         for number in _doublings(1, min(limits.max_num_seqs, limits.max_num_batched_tokens)):
             if number > 1 and 3 * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
                 break
-            self._repeat([min(_SHORT, max(1, most_tokens // number))] * number, 4)
+            self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, 4))
         self._measure_attention(most_tokens)
         for number in sorted({1, min(RANDOM, limits.max_num_seqs)}):
-            self._repeat([_SHORT] * number, 4, temperature=1.0)
+            self._run(_Prompts((_SHORT,) * number, 4, temperature=1.0))
+        self._repeat()
 
     def _measure_attention(self, most_tokens: int) -> None:
         """Long prompts, in chunks, and decodes after them, each as long as the budget allows."""
@@ -161,10 +182,16 @@ class _Measurement:
         longest = min(LONG_CONTEXT, limits.max_model_len - 8, int(0.3 * self._left(1.0) / second))
         longest -= longest % most_tokens if longest > most_tokens else 0  # the last chunk is as large as the others
         if longest > 2 * _SHORT:
-            self._run([longest], 6)
+            self._run(_Prompts((longest,), 6))
         if (each := longest // NUM_LONG) > 2 * _SHORT and limits.max_num_seqs >= NUM_LONG:
-            self._run([each] * NUM_LONG, 6)
-            self._run([each] * NUM_SHARING, 6, alike=True)
+            self._run(_Prompts((each,) * NUM_LONG, 6))
+            self._run(_Prompts((each,) * NUM_SHARING, 6, alike=True))
+
+    def _repeat(self) -> None:
+        for _ in range(REPEATS):
+            for prompts, took_s in list(self._took_s.items()):
+                if took_s < min(QUICK * self.budget_s, self._left(1.0)):
+                    self._run(prompts)
 
     def _last(self, *, prompts: bool) -> float:
         """Seconds of the largest step so far."""
@@ -175,38 +202,40 @@ class _Measurement:
         """Seconds until this share of the budget is used."""
         return (share - self._used) * self.budget_s
 
-    def _repeat(self, lengths: list[int], num_tokens: int, temperature: float = 0.0) -> None:
-        for _ in range(REPEATS):
-            before = time.perf_counter()
-            self._run(lengths, num_tokens, temperature=temperature)
-            if time.perf_counter() - before > QUICK_S * num_tokens or self._used > _SHARE_OF_KNOTS:
-                break
-
-    def _run(self, lengths: list[int], num_tokens: int, *, temperature: float = 0.0, alike: bool = False) -> None:
-        """Generate for random prompts of these lengths, and time every step. `alike`: prompts are equal up to their
-        last tokens."""
-        engine = self.engine
-        params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=0)
+    def _run(self, prompts: _Prompts) -> None:
+        """Generate for random prompts of these lengths, and time every step."""
+        engine, before = self.engine, time.perf_counter()
+        params = SamplingParams(
+            temperature=prompts.temperature, max_tokens=prompts.num_tokens, ignore_eos=True, seed=self._num_requests
+        )
         tokens: list[int] = []
-        for length in lengths:
+        for length in prompts.lengths:
             self._num_requests += 1
-            if not (alike and tokens):
+            if not (prompts.alike and tokens):
                 tokens = [self._draw.randrange(engine.spec.vocab_size) for _ in range(length)]
             engine.add_request(str(self._num_requests), tokens, params)
         for work, seconds in timed_steps(engine):
             self.steps.setdefault(_kind(work), []).append((work, seconds))
+        self._took_s[prompts] = time.perf_counter() - before
         self.on_progress(min(1.0, self._used))
 
 
 def timed_steps(engine: LLMEngine) -> Iterator[tuple[StepWork, float]]:
-    """Run an engine until it is idle: the work and the seconds of each step."""
-    layers, works = attended_layers(engine.plan.groups), list[StepWork]()
-    engine.observe_work = lambda work: works.append(StepWork.of(work, engine.scheduler, layers))
+    """Run an engine until it is idle: the work and the seconds of each step, as the engine counts them."""
+    layers, works, observed_ns = attended_layers(engine.plan.groups), list[StepWork](), 0
+
+    def observe(work: ScheduledStep) -> None:
+        nonlocal observed_ns
+        started_ns = engine.clock_ns()
+        works.append(StepWork.of(work, engine.scheduler, layers))
+        observed_ns += engine.clock_ns() - started_ns
+
+    engine.observe_work = observe
     try:
         while engine.has_unfinished_requests():
-            before_ns = engine.clock_ns()
+            before_ns, observed_ns = engine.stats.steps_ns, 0
             engine.step()
-            seconds = 1e-9 * (engine.clock_ns() - before_ns)
+            seconds = 1e-9 * (engine.stats.steps_ns - before_ns - observed_ns)
             if works:
                 yield works.pop(), seconds
             works.clear()
@@ -225,24 +254,67 @@ def _doublings(first: int, last: int) -> list[int]:
 
 
 def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) -> StepTime:
-    """Measure what rows take next to the steps: a small batch run, without the time of its steps."""
-    text = _ROW_TEXT * 8
+    """Measure what rows take next to the steps, by texts, by prompts of token ids, and by small batch runs without the
+    time of their steps."""
+    text, clock_ns = _ROW_TEXT * 8, engine.clock_ns
     ids = tokenizer.encode(text)
-    encode_s = timed_seconds(lambda: tokenizer.encode(text), min_calls=3, min_seconds=0).min
-    decode_s = timed_seconds(lambda: tokenizer.decode(ids, skip_special_tokens=True), min_calls=3, min_seconds=0).min
-    contents = [json.dumps({"prompt": f"{index} {_ROW_TEXT}"}).encode() for index in range(_NUM_ROWS)]
-    lines = [Line(index, index + 1, content, index) for index, content in enumerate(contents)]
-    options = BatchOptions(defaults=SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    encode_s = _typical_s(lambda: tokenizer.encode(text), clock_ns)
+    decode_s = _typical_s(lambda: tokenizer.decode(ids, skip_special_tokens=True), clock_ns)
+    num_long = min(_MANY_IDS, engine.limits.max_model_len - 2)
+    long_s = _typical_s(lambda: _submit(engine, tokenizer, num_long), clock_ns)
+    short_s = _typical_s(lambda: _submit(engine, tokenizer, 1), clock_ns)
+    each = 1 / len(ids) if ids else 0.0  # a folder without a tokenizer has one of no words
+    found = replace(
+        found,
+        prompt_token_s=max(0.0, long_s - short_s) / max(1, num_long - 1),
+        text_token_s=encode_s * each,
+        output_token_s=decode_s * each,
+    )
+    num_steps = min(_MOST_STEPS, max(2, int(_STEPS_S / found.decodes[0][1])), engine.limits.max_model_len // 2)
+    runs = [_outside_of_steps(engine, tokenizer, found, [_ROW_TEXT[:8]], num_steps) for _ in range(_TIMES)]
+    found = replace(found, between_s=max(0.0, median(runs)) / num_steps)
+    texts = [f"{index} {_ROW_TEXT}" for index in range(_NUM_ROWS)]
+    runs = [_outside_of_steps(engine, tokenizer, found, texts, 2) for _ in range(_TIMES)]
+    return replace(found, row_s=max(0.0, median(runs)) / _NUM_ROWS)
+
+
+def _typical_s(call: Callable[[], object], clock_ns: Callable[[], int]) -> float:
+    """The median of some calls."""
+    seconds = []
+    for _ in range(_TIMES):
+        started_ns = clock_ns()
+        call()
+        seconds.append(1e-9 * (clock_ns() - started_ns))
+    return median(seconds)
+
+
+def _submit(engine: LLMEngine, tokenizer: Tokenizer, num_ids: int) -> None:
+    """Read a row of so many token ids, and submit it; nothing is computed."""
+    line = Line(0, 1, json.dumps({"prompt": [_ID] * num_ids}).encode(), 0)
+    options = BatchOptions(defaults=SamplingParams(max_tokens=1, temperature=0))
+    for row in Prompts([line], tokenizer, options, engine.limits):
+        assert isinstance(row, Prepared), "a row of token ids that fit"
+        engine.add_request("calibration", row.prompts[0].token_ids, row.prompts[0].params)
+        engine.abort("calibration")
+
+
+def _outside_of_steps(
+    engine: LLMEngine, tokenizer: Tokenizer, known: StepTime, texts: Items[str], num_tokens: int
+) -> float:
+    """Seconds of a batch run without those of its steps, and without what is known of the rest."""
+    lines = [Line(index, index + 1, json.dumps({"prompt": text}).encode(), index) for index, text in enumerate(texts)]
+    options = BatchOptions(defaults=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
     sink = StreamSink(io.BytesIO(), order="completion")
-    rows = RowWriter(tokenizer, "model", "calibration", 0)
-    run = BatchRun(engine, tokenizer, lines, sink, rows, options)
+    run = BatchRun(engine, tokenizer, lines, sink, RowWriter(tokenizer, "model", "calibration", 0), options)
     before = copy.copy(engine.stats)
     started_ns = engine.clock_ns()
     run.run()
     elapsed_s = 1e-9 * (engine.clock_ns() - started_ns - engine.stats.steps_ns + before.steps_ns)
     num_prompt = engine.stats.num_prompt_tokens - before.num_prompt_tokens
-    num_output = engine.stats.num_generated_tokens - before.num_generated_tokens
-    each = 1 / max(1, len(ids))  # a folder without a tokenizer has one of no words
-    found = replace(found, prompt_token_s=encode_s * each, output_token_s=decode_s * each)
-    row_s = (elapsed_s - found.host_s(0, num_prompt, num_output)) / _NUM_ROWS
-    return replace(found, row_s=max(0.0, row_s))
+    done = HostWork(
+        num_steps=engine.stats.num_steps - before.num_steps,
+        num_prompt_tokens=num_prompt,
+        num_text_tokens=num_prompt,
+        num_output_tokens=engine.stats.num_generated_tokens - before.num_generated_tokens,
+    )
+    return elapsed_s - known.host_s(done)

@@ -17,7 +17,7 @@ from pagedcli.native.system import usable_cores
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Machine, processor_name
 from pagedcli.planning.memory import Pool, engine_footprint, expected_pool
-from pagedcli.planning.step_time import TimeKey
+from pagedcli.planning.step_time import FORM, TimeKey
 
 
 def expected_plan(config: EngineConfig, spec: ModelSpec, machine: Machine) -> tuple[Plan, Pool | None]:
@@ -47,7 +47,7 @@ def time_key(config: EngineConfig, spec: ModelSpec, plan: Plan) -> TimeKey:
     )  # fmt: skip
     num_bytes = 0 if spec.is_fallback else engine_footprint(config, spec, plan).num_bytes
     return TimeKey(
-        version=f"{__version__} {_kernels_version()}",
+        version=f"{__version__} {_kernels_version()} {FORM}",
         processor=torch.cuda.get_device_name(plan.device) if on_gpu else processor_name(),
         threads=0 if on_gpu else min(torch.get_num_threads(), usable_cores()),
         device=plan.device,

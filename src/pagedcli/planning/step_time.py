@@ -17,6 +17,7 @@ from pagedcli.core.groups import CacheGroup
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.files import whole_file
 
+FORM = 2  # of what a calibration measures: records of another form are not read
 FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
 _LEAST_ERROR = 0.03
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
@@ -96,14 +97,29 @@ def _attended_once(starts: list[int], layers: AttendedLayers) -> float:
 
 
 Knots = tuple[tuple[int, float], ...]
-"""(number, seconds), ascending: between two of them time grows evenly, after the last one as before it."""
+"""(number, seconds), ascending: between two of them time grows evenly, after the last one as since the one of half its
+number."""
 
 
 def between(knots: Knots, number: float) -> float:
     """Seconds at a number; there are at least two knots."""
-    place = min(max(bisect_right(knots, number, key=lambda knot: knot[0]), 1), len(knots) - 1)
+    last = len(knots) - 1
+    place = min(max(bisect_right(knots, number, key=lambda knot: knot[0]), 1), last)
     (low, low_s), (high, high_s) = knots[place - 1 : place + 1]
+    if number > high:
+        low, low_s = next((knot for knot in knots[last - 1 :: -1] if 2 * knot[0] <= high), knots[0])
     return low_s + (number - low) * (high_s - low_s) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """What the time outside of steps depends on."""
+
+    num_rows: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_text_tokens: int = 0  # of these, those that are read as text
+    num_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +129,17 @@ class StepTime:
     A step is what `EngineCore.step` does: scheduling, building its input, the model, sampling, and reading the tokens.
     """
 
-    prompts: Knots  # of one prompt, by its tokens: without what attention to each token adds
-    decodes: Knots  # of sequences with one token each, by their number; as above
+    prompts: Knots  # of the tokens of prompts, one of which is sampled: without attention and what each prompt adds
+    decodes: Knots  # of sequences with one token each, by their number: without what attention to each token adds
     attended_by_prompts_s: float  # for each attended token
     attended_by_decodes_s: float
     distinct_s: float = 0.0  # more for each different token that decodes attend to: it comes from memory
-    chunk_s: float = 0.0  # for each sequence after the first that starts or continues a prompt
+    chunk_s: float = 0.0  # for each sequence that starts or continues a prompt
     randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
     row_s: float = 0.0  # outside of steps: to read, submit and write a row
-    prompt_token_s: float = 0.0  # outside of steps: to tokenize
+    between_s: float = 0.0  # from each step to the next one
+    prompt_token_s: float = 0.0  # outside of steps: to read and submit
+    text_token_s: float = 0.0  # outside of steps: more if it is read as text: to tokenize
     output_token_s: float = 0.0  # outside of steps: to make text of it
     layers: tuple[AttendedLayers, ...] = EVERYTHING
     error: float = FIRST_ERROR  # by which a predicted time is off, as a share of it
@@ -144,7 +162,7 @@ class StepTime:
             return {"generation": tokens_s, "attention": attention, "sampling": random_s}
         prompts_s, generating = between(self.prompts, work.num_tokens), work.num_sampled / work.num_tokens
         return {
-            "prompts": prompts_s * (1 - generating) + self.chunk_s * max(0, work.num_chunks - 1),
+            "prompts": prompts_s * (1 - generating) + self.chunk_s * work.num_chunks,
             "generation": prompts_s * generating,
             "attention": attention,
             "sampling": self.sampling_s(work.num_sampled) + random_s,
@@ -156,9 +174,15 @@ class StepTime:
             return 0.0
         return max(0.0, between(self.decodes, num_sampled) - between(self.prompts, num_sampled))
 
-    def host_s(self, num_rows: int, num_prompt_tokens: int, num_output_tokens: int) -> float:
+    def host_s(self, rows: "HostWork") -> float:
         """What rows take outside of steps."""
-        return num_rows * self.row_s + num_prompt_tokens * self.prompt_token_s + num_output_tokens * self.output_token_s
+        return (
+            rows.num_rows * self.row_s
+            + rows.num_steps * self.between_s
+            + rows.num_prompt_tokens * self.prompt_token_s
+            + rows.num_text_tokens * self.text_token_s
+            + rows.num_output_tokens * self.output_token_s
+        )
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
         """Nanoseconds of a scheduled step, as simulations ask for them."""
@@ -180,7 +204,9 @@ class StepTime:
             distinct_s=factor * self.distinct_s,
             chunk_s=factor * self.chunk_s,
             row_s=factor * self.row_s,
+            between_s=factor * self.between_s,
             prompt_token_s=factor * self.prompt_token_s,
+            text_token_s=factor * self.text_token_s,
             output_token_s=factor * self.output_token_s,
         )
 
@@ -202,19 +228,28 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
     alone = [(work, seconds) for work, seconds in plain if work.num_chunks == 1 and not work.attended_by_decodes]
     [by_prompts] = _slopes(alone, ("attended_by_prompts",))
     by_decodes, distinct = _slopes(decodes, ("attended_by_decodes", "distinct"))
-    found = StepTime(
-        prompts=((1, _LEAST_S), (2, _LEAST_S)),
-        decodes=((1, _LEAST_S), (2, _LEAST_S)),
-        attended_by_prompts_s=by_prompts,
-        attended_by_decodes_s=by_decodes,
-        distinct_s=distinct,
-        layers=layers,
-    )
     ones = [(work, seconds) for work, seconds in decodes if work.num_tokens == 1]
-    found = replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, decodes))
-    several = [(work, seconds) for work, seconds in plain if work.num_chunks >= _MANY]
-    extra = [(seconds - found.seconds(work)) / (work.num_chunks - 1) for work, seconds in several]
-    found = replace(found, chunk_s=max(0.0, float(np.median(extra))) if extra else 0.0)
+    flat = ((1, _LEAST_S), (2, _LEAST_S))
+
+    def with_chunks(chunk_s: float) -> StepTime:
+        found = StepTime(
+            prompts=flat,
+            decodes=flat,
+            attended_by_prompts_s=by_prompts,
+            attended_by_decodes_s=by_decodes,
+            distinct_s=distinct,
+            chunk_s=chunk_s,
+            layers=layers,
+        )
+        return replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, decodes))
+
+    found, chunk_s = with_chunks(0.0), 0.0
+    several = [step for step in plain if step[0].num_chunks >= _MANY and not step[0].attended_by_decodes]
+    most_s = max(0.0, min(seconds for _, seconds in found.prompts[1:]) - found.prompts[0][1])  # time grows with tokens
+    for _ in range(_ROUNDS if several else 0):
+        missing = np.median([(seconds - found.seconds(work)) / work.num_chunks for work, seconds in several])
+        chunk_s = min(max(0.0, chunk_s + float(missing)), most_s)
+        found = with_chunks(chunk_s)
     randoms: dict[int, list[float]] = {}
     for work, seconds in samples:
         if work.num_random and work.is_decode:
@@ -224,19 +259,31 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
 
 _LEAST_S = 1e-6  # of a knot
 _MANY = 4  # chunks, whose time differs by more than chance from that of one
+_ROUNDS = 12  # each leaves a quarter of what is missing at most, as the rest of a prompt's knots changes with it
 
 
 def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
-    """What steps of each size take without attention."""
+    """What steps of each size take without attention and without what each prompt adds."""
     assert samples, "a calibration measures steps of each kind"
     rest: dict[int, list[float]] = {}
     for work, seconds in samples:
-        rest.setdefault(work.num_tokens, []).append(max(_LEAST_S, seconds - found.split(work)["attention"]))
+        own = seconds - found.split(work)["attention"] - work.num_chunks * found.chunk_s
+        rest.setdefault(work.num_tokens, []).append(max(_LEAST_S, own))
     return _means(rest)
 
 
 def _means(times: dict[int, list[float]]) -> Knots:
-    knots = [(number, sum(seconds) / len(seconds)) for number, seconds in sorted(times.items())]
+    """The mean of each number. Where a larger number took less, both get their common mean: that is chance, and after
+    the last knot it would make times fall without end."""
+    pools: list[tuple[list[int], float]] = []  # (numbers, their seconds)
+    for number, seconds in sorted(times.items()):
+        numbers, mean = [number], sum(seconds) / len(seconds)
+        while pools and pools[-1][1] > mean:
+            earlier, earlier_s = pools.pop()
+            mean = (len(earlier) * earlier_s + len(numbers) * mean) / (len(earlier) + len(numbers))
+            numbers = earlier + numbers
+        pools.append((numbers, mean))
+    knots = [(number, mean) for numbers, mean in pools for number in numbers]
     return tuple(knots) if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
 
 

@@ -6,10 +6,13 @@ Counts are those of the run wherever output lengths are known. Used by `plan`, `
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from pagedcli.batch.run import PrefixWindow
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.planning.step_time import StepTime, StepWork
+from pagedcli.planning.step_time import HostWork, StepTime, StepWork
+from pagedcli.simulation.caches import Bools
 from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
@@ -68,7 +71,8 @@ def forecast(
     timer = None if step_time is None else _Timer(step_time)
     schedule = Schedule(step_time=timer, read_ahead=read_ahead)
     run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
-    return _forecast(run, step_time, timer, share)
+    texts = np.fromiter((request.is_text for request in requests), np.bool_, len(requests))
+    return _forecast(run, texts, step_time, timer, share)
 
 
 class _Timer:
@@ -85,17 +89,20 @@ class _Timer:
         return round(1e9 * self._step_time.seconds(done))
 
 
-def _forecast(run: RunResult, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:
+def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:
     served = run.served()
     num_prompt, num_cached = int(run.prompt_tokens[served].sum()), run.hit_tokens()[0]
     seconds = first_row_s = None
     parts: dict[str, float] = {}
     if step_time is not None and timer is not None:
         num_rows = run.num_requests - run.num_refused
-        rows_s = step_time.host_s(num_rows, num_prompt, run.num_generated_tokens)
+        num_text = int(run.prompt_tokens[served & texts].sum())
+        host = HostWork(num_rows, run.num_steps, num_prompt, num_text, run.num_generated_tokens)
+        rows_s = step_time.host_s(host)
         parts = {**timer.parts, "rows": rows_s}
         seconds = (run.total_s + rows_s) / share
-        first_row_s = run.first_s + step_time.host_s(1, num_prompt // max(1, num_rows), 0)
+        each = max(1, num_rows)
+        first_row_s = run.first_s + step_time.host_s(HostWork(1, 0, num_prompt // each, num_text // each))
         parts = {name: each / share for name, each in parts.items()}
 
     def whole(count: int) -> int:

@@ -68,7 +68,11 @@ def forecast_table(
         ("preemptions", f"{found.num_preemptions:,}, {plural(found.num_recomputed_tokens, 'token')} computed again"),
     ]
     notes = ["the real scheduler with the settings that generate uses here, without the model", *notes]
-    notes.append(f"time: {source}" if found.seconds is None else f"time: {source}; without loading the model")
+    notes.append(
+        f"time: {source}"
+        if found.seconds is None
+        else f"time: {source}; that of the summary of generate, without loading"
+    )
     if found.num_refused:
         notes.append(f"{plural(found.num_refused, 'request')} that the pool cannot hold: left out")
     if found.share < 1:

@@ -32,6 +32,7 @@ class TraceRequest:
     num_samples: int = 1
     cache_salt: str | None = None
     is_random: bool = False  # tokens are drawn at random, which takes longer than the likeliest one
+    is_text: bool = False  # the prompt is given as text, which has to be tokenized
 
 
 class Chains:

@@ -293,6 +293,7 @@ def _request(
         num_samples=num_samples,
         cache_salt=cache_salt,
         is_random=not prompt.params.greedy,
+        is_text=prompt.is_text,
     )
     if output is not None:
         request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)
