@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +15,13 @@ plain = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 
 
 def run_interpreted(*arguments, at_least, **variables):
-    """Run tests there, by pytest's arguments and environment variables: all pass, and so many at least."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)]
+    """Run tests there, by pytest's arguments and environment variables: all pass, and so many at least.
+
+    Returns the tests passed by the last two parts of their file's path."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rp", *map(str, arguments)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert passed is not None
-    assert int(passed[1]) >= at_least, done.stdout[-2000:]
+    passed = Counter("/".join(Path(file).parts[-2:]) for file in re.findall(r"^PASSED (.+?)::", done.stdout, re.M))
+    assert passed.total() >= at_least, done.stdout[-2000:]
+    return passed

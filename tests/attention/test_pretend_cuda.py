@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_harness import ragged_prompts, run
-from interpreter import INTERPRETED, interpreted, plain, run_interpreted
+from interpreter import INTERPRETED, interpreted, plain
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -23,17 +23,6 @@ from pagedcli.runner.memory import Holder
 from pagedcli.sampling_params import SamplingParams
 
 pytest.importorskip("triton")
-
-
-@plain
-def test_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "not slow", at_least=12)
-
-
-@plain
-@pytest.mark.slow
-def test_more_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "slow", at_least=8)
 
 
 @pytest.fixture(scope="module")

@@ -6,24 +6,13 @@ The interpreter must be chosen before triton is imported, so those tests run in 
 
 import pytest
 import torch
-from interpreter import interpreted, plain, run_interpreted
+from interpreter import interpreted, plain
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 SLOW_ENGINES = ("gemma2", "olmo2", "phi3-longrope", "granite", "smollm3", "glm4", "ministral3")
-
-
-@plain
-def test_equality_through_the_interpreter():
-    run_interpreted(__file__, "-m", "not slow", at_least=40)
-
-
-@plain
-@pytest.mark.slow
-def test_engines_of_more_families_through_the_interpreter():
-    run_interpreted(__file__, "-m", "slow", at_least=7)
 
 
 def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from interpreter import interpreted, plain, run_interpreted
+from interpreter import interpreted
 
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import recurrent_blocks
@@ -93,17 +93,6 @@ def run_layer(layer, x, sequences, pools, monkeypatch, *, fused):
 
     monkeypatch.setattr(recurrent_blocks, "triton_kernels", lambda _: triton_recurrent if fused else None)
     return layer(x, step_of(sequences, pools))
-
-
-@plain
-def test_equality_through_the_interpreter():
-    run_interpreted(__file__, "-m", "not slow", at_least=4)
-
-
-@plain
-@pytest.mark.slow
-def test_more_equality_through_the_interpreter():
-    run_interpreted(__file__, "-m", "slow", at_least=30)
 
 
 def check_equality(name, sequences, monkeypatch, dtype=torch.float32):

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from interpreter import INTERPRETED, interpreted, plain, run_interpreted
+from interpreter import INTERPRETED, interpreted, plain
 
 from pagedcli.layers import sampling
 from pagedcli.layers.sampling import Limits
@@ -20,17 +20,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def slow(*cases):
     """For pytest.mark.parametrize."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
-
-
-@plain
-def test_equality_through_the_interpreter():
-    run_interpreted(__file__, "-m", "not slow", at_least=14)
-
-
-@plain
-@pytest.mark.slow
-def test_more_through_the_interpreter():
-    run_interpreted(__file__, "-m", "slow", at_least=25)
 
 
 def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import interpreted, plain, run_interpreted
+from interpreter import interpreted, plain
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
@@ -13,11 +13,6 @@ from pagedcli.layers.quantized import E2M1
 
 pytest.importorskip("triton")
 FP8 = torch.float8_e4m3fn
-
-
-@plain
-def test_equality_through_the_interpreter():
-    run_interpreted(__file__, at_least=20)
 
 
 @interpreted

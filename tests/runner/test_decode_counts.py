@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 from decode_counts import FAMILIES, KINDS, counts_of_a_family, counts_of_a_step
-from interpreter import interpreted, plain, run_interpreted
+from interpreter import interpreted
 from model_zoo import tiny_model
 
 pytest.importorskip("triton")
 DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
-
-
-@plain
-def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=5)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ every family, kind of sampling and kind of weights, with kernels that are launch
 
 import pytest
 from engine_harness import ragged_prompts
-from interpreter import interpreted, plain, run_interpreted
+from interpreter import interpreted
 from model_zoo import tiny_model
 from quantized_zoo import FORMATS, quantized_twins
 
@@ -30,17 +30,6 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=3, beam_width=2),
     SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, ignore_eos=True),
 ]
-
-
-@plain
-def test_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "not slow", at_least=len(QUICK) + 7)
-
-
-@plain
-@pytest.mark.slow
-def test_hybrids_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "slow", at_least=len(FAMILIES) - len(QUICK) + len(HYBRIDS))
 
 
 @pytest.fixture
