@@ -34,7 +34,7 @@ class Compiled:
         )
         options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        self.ptx = compiled.asm["ptx"]
+        self.ptx, self.ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
         self.shared_bytes = compiled.metadata.shared
         ptx_file = tmp_path / "kernel.ptx"
         ptx_file.write_text(self.ptx)
@@ -47,6 +47,11 @@ class Compiled:
     def copy_widths(self):
         """Bytes of each asynchronous copy to shared memory."""
         return [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", self.ptx)]
+
+    def rings(self):
+        """Tiles in each ring of asynchronous copies in shared memory."""
+        shapes = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?!i)", self.ttgir)
+        return [int(tiles) for tiles in shapes]
 
 
 def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed=False):

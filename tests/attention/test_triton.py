@@ -96,7 +96,10 @@ def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *, w
         assert programs * decode.registers * 128 <= 65536 * 4 // 3
     assert decode.copy_widths()
     assert set(decode.copy_widths()) == {16}
-    assert 16 in prefill.copy_widths() or head_dim < 64  # a small tile has less than 16 bytes per thread
+    # Prefill looks up its pages one tile ahead: no look-up among the copies, and all stages hold tiles of K and V.
+    assert set(prefill.copy_widths()) == {16} or head_dim < 64  # a small tile has less than 16 bytes per thread
+    assert prefill.rings()
+    assert dtype == torch.float32 or min(prefill.rings()) >= 2
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

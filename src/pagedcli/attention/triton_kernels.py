@@ -256,12 +256,29 @@ def combine_kernel(
 
 
 @triton.jit
-def _prefill_tile(
+def _page_ids(table_row, start, first_seen, total, S: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Blocks of the tile of keys from `start` on, 0 for tokens that no row sees: one id if one block holds the tile."""
+    if S % BLOCK_N == 0:
+        token = start
+        seen = start < total
+        if WINDOWED:
+            seen &= start + BLOCK_N > first_seen
+    else:
+        token = start + tl.arange(0, BLOCK_N)
+        seen = token < total
+        if WINDOWED:
+            seen &= token >= first_seen
+    return tl.load(table_row + token // S, mask=seen, other=0)
+
+
+@triton.jit
+def _prefill_tiles(
     q,
     k_cache_ptr,
     v_cache_ptr,
     table_row,
-    start,
+    begin,
+    end,
     head,
     position,
     first_seen,
@@ -277,47 +294,47 @@ def _prefill_tile(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
     MASK: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """One tile of keys for one tile of queries. Without MASK every row sees every key of it."""
-    token = start + tl.arange(0, BLOCK_N)
+    """The keys from `begin` to `end`, by tiles, for one tile of queries. Without MASK every row sees all of them."""
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < D
-    owned = token < total
-    if WINDOWED:
-        owned &= token >= first_seen
-    if S % BLOCK_N == 0:
-        block = tl.load(table_row + start // S).to(tl.int64)
-    elif MASK:
-        block = tl.load(table_row + token // S, mask=owned, other=0).to(tl.int64)
-    else:
-        block = tl.load(table_row + token // S).to(tl.int64)
-    offset = ((block * G + head) * S + token % S) * D
-    k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
-    if MASK:
-        k = tl.load(k_cache_ptr + k_at, mask=owned[None, :] & in_head[:, None], other=0.0)
-    elif D == BLOCK_D:
-        k = tl.load(k_cache_ptr + k_at)
-    else:
-        k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
-    scores = _dot(q, k.to(q.dtype), UPCAST) * factor
-    if CAPPED:
-        scores = _capped(scores, cap)
-    if MASK:
-        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+    # Looked up one tile ahead: as a load of the same round, the look-up would take the stages of the copies of K and V,
+    # and the compiler would keep one tile of them in flight.
+    block = _page_ids(table_row, begin, first_seen, total, S, BLOCK_N, WINDOWED)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK_N)
+        owned = token < total
         if WINDOWED:
-            scores = tl.where(token[None, :] > position[:, None] - window, scores, float("-inf"))
-    weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
-    if MASK:
-        v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
-    elif D == BLOCK_D:
-        v = tl.load(v_cache_ptr + v_at)
-    else:
-        v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
-    acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), UPCAST)
+            owned &= token >= first_seen
+        offset = ((block.to(tl.int64) * G + head) * S + token % S) * D
+        block = _page_ids(table_row, start + BLOCK_N, first_seen, total, S, BLOCK_N, WINDOWED)
+        k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
+        if MASK:
+            k = tl.load(k_cache_ptr + k_at, mask=owned[None, :] & in_head[:, None], other=0.0)
+        elif D == BLOCK_D:
+            k = tl.load(k_cache_ptr + k_at)
+        else:
+            k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
+        scores = _dot(q, k.to(q.dtype), UPCAST) * factor
+        if CAPPED:
+            scores = _capped(scores, cap)
+        if MASK:
+            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+            if WINDOWED:
+                scores = tl.where(token[None, :] > position[:, None] - window, scores, float("-inf"))
+        weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
+        if MASK:
+            v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
+        elif D == BLOCK_D:
+            v = tl.load(v_cache_ptr + v_at)
+        else:
+            v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
+        acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), UPCAST)
     return top, weight_sum, acc
 
 
@@ -383,21 +400,20 @@ def prefill_kernel(
     if WINDOWED:
         first_of_last = _first_seen(end - 1, window, WINDOWED)
         in_all_windows = tl.minimum((first_of_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N, all_see)
-        for start in tl.range(first_seen // BLOCK_N * BLOCK_N, in_all_windows, BLOCK_N, num_stages=STAGES):
-            top, weight_sum, acc = _prefill_tile(
-                q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
-                top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED, WINDOWED,
-            )  # fmt: skip
-    for start in tl.range(in_all_windows, all_see, BLOCK_N, num_stages=STAGES):
-        top, weight_sum, acc = _prefill_tile(
-            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
-            top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, False, UPCAST, CAPPED, WINDOWED,
+        first_tile = first_seen // BLOCK_N * BLOCK_N
+        top, weight_sum, acc = _prefill_tiles(
+            q, k_cache_ptr, v_cache_ptr, table_row, first_tile, in_all_windows, head, position, first_seen, total,
+            factor, cap, window, top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, STAGES, True, UPCAST, CAPPED,
+            WINDOWED,
         )  # fmt: skip
-    for start in tl.range(all_see, end, BLOCK_N, num_stages=STAGES):
-        top, weight_sum, acc = _prefill_tile(
-            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
-            top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED, WINDOWED,
-        )  # fmt: skip
+    top, weight_sum, acc = _prefill_tiles(
+        q, k_cache_ptr, v_cache_ptr, table_row, in_all_windows, all_see, head, position, first_seen, total, factor,
+        cap, window, top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, STAGES, False, UPCAST, CAPPED, WINDOWED,
+    )  # fmt: skip
+    top, weight_sum, acc = _prefill_tiles(
+        q, k_cache_ptr, v_cache_ptr, table_row, all_see, end, head, position, first_seen, total, factor,
+        cap, window, top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, STAGES, True, UPCAST, CAPPED, WINDOWED,
+    )  # fmt: skip
     if SINKS:
         weight_sum += _sink_weights(sinks_ptr, heads, top)
     result = (acc * v_scale / weight_sum[:, None]).to(out_ptr.dtype.element_ty)

@@ -455,22 +455,26 @@ DECODE_CONFIGS = (
     (4, 128, TileConfig(MIN_ROWS, 32, 4, 3)),
     (4, 256, TileConfig(MIN_ROWS, 16, 4, 3)),
 )
+# float32 has no tensor cores and computes longer than it loads; more tiles in flight spill registers.
 PREFILL_CONFIGS = (
     (2, 64, TileConfig(128, 64, 8, 3)),
     (2, 128, TileConfig(64, 64, 8, 3)),
     (2, 256, TileConfig(64, 32, 8, 3)),
-    (4, 64, TileConfig(32, 16, 4, 3)),
-    (4, 128, TileConfig(32, 16, 4, 3)),
-    (4, 256, TileConfig(16, 16, 4, 3)),
+    (4, 64, TileConfig(32, 16, 4, 2)),
+    (4, 128, TileConfig(32, 16, 8, 2)),
+    (4, 256, TileConfig(16, 16, 4, 2)),
 )
 # sm_90 keeps the operands of a product in shared memory, so more rows fit its registers.
 PREFILL_CONFIGS_SM90 = ((2, 128, TileConfig(128, 64, 8, 3)), *PREFILL_CONFIGS)
+# 99 KiB of shared memory (sm_86, sm_89, sm_12x) do not hold two tiles of K and V of such heads next to the queries.
+PREFILL_CONFIGS_SMALL = (*PREFILL_CONFIGS[:2], (2, 256, TileConfig(64, 32, 8, 2)), *PREFILL_CONFIGS[3:])
 ConfigTable = tuple[tuple[int, int, TileConfig], ...]
 
 
 def tile_configs(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> tuple[TileConfig, TileConfig]:
     """Tiling of the decode and prefill kernels for a padded head size and compute capability."""
-    prefill = PREFILL_CONFIGS_SM90 if capability == (9, 0) else PREFILL_CONFIGS
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    prefill = PREFILL_CONFIGS_SM90 if capability == (9, 0) else PREFILL_CONFIGS_SMALL if small else PREFILL_CONFIGS
     return config_for(DECODE_CONFIGS, dtype.itemsize, block_d), config_for(prefill, dtype.itemsize, block_d)
 
 
