@@ -149,6 +149,32 @@ template <class A, class T> struct Attention {
         return true;
     }
 
+    // What the rows of an item see of the split that begins with token t.
+    void look(const Item& it, int64_t t, Sight* sees) const {
+        for (const Part* part = &work.parts[it.first]; part < &work.parts[it.first] + it.count; part++)
+            for (int64_t token = work.begin(*part) + 1 - t, r = 0; r < part->num_rows(g); r += g.group(), token++)
+                for (int64_t j = 0; j < g.group(); j++) *sees++ = {work.window ? token - work.window : 0, token};
+    }
+
+    // Softmax and weighted values of one split for rows of an item.
+    void attend_split(Registers<T>& registers, const Buffers<T>& w, int64_t rows, const Sight* sees, Tiles<T>& tiles,
+                      const Tiles<T>& ahead, const State& state) const {
+        const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
+        const Values<T> values(w, tiles, ahead, width);
+        for (int64_t r = 0; r < rows; r += PASS_ROWS<T>) {
+            const Buffers<T> pass = w.from(r);
+            const State of_pass = state.from(r, width);
+            const int64_t count = std::min(rows - r, PASS_ROWS<T>);
+            tiles.first_row = r, tiles.last_pass = r + count == rows;
+            all_scores(registers, pass, count, tiles, ahead, steps);
+            for (int64_t j = 0; j < count; j += SOFTMAX_ROWS)
+                with_constant<SOFTMAX_ROWS>(count - j, [&](auto R) {
+                    softmax_rows<T, R()>(pass, of_pass, j, sees + r + j, tiles, factor, cap);
+                });
+            add_values(registers, pass, count, tiles, ahead, values, width, of_pass.out);
+        }
+    }
+
     // What a row's weighted values are multiplied with: 1 / the sum of its weights, and that of its head's sink.
     float inverse_sum(const State& s, int64_t row, int64_t head) const {
         if (!sinks) return 1.f / s.sum[row];
@@ -180,7 +206,7 @@ template <class A, class T> struct Attention {
         static thread_local Arena arena;
         Buffers<T> w(arena, g, work.max_rows);
         const Part *parts = &work.parts[it.first], &first = parts[0];
-        const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
+        const int64_t width = g.width();
         const bool joined = g.packed() || g.block_size % (2 * VL) == 0;
         // what is read lies in blocks of seen tokens: a tile, or two that are read at once, never crosses blocks
         const int64_t step = joined ? 2 * VL : VL;
@@ -189,6 +215,7 @@ template <class A, class T> struct Attention {
         const bool keep = first.partial >= 0;  // for others to add up
         int64_t rows = 0;
         for (int32_t n = 0; n < it.count; n++) rows += parts[n].num_rows(g);
+        Registers<T> registers;
         Tiles<T> tiles, ahead;
         tiles.joined = joined;
         Upcoming next{work.table + first.b * work.table_stride, begin, end, it.head_end, it.head_begin, begin};
@@ -207,15 +234,8 @@ template <class A, class T> struct Attention {
                 tiles.group = g.group(), tiles.first_sees = it.count > 1 ? tokens : work.begin(first) + 1 - t;
                 end_values(w, std::min<int64_t>(VL, work.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
                 const State& state = split == it.split_begin && !keep ? w.total : w.split;
-                all_scores(w, rows, tiles, ahead, steps);
-                for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
-                    for (int64_t r = 0; r < parts[n].num_rows(g); r += g.group()) {
-                        const int64_t visible = work.begin(parts[n]) + r / g.group() + 1 - t;
-                        const int64_t hidden = work.window ? visible - work.window : 0;
-                        for (int64_t j = row + r; j < row + r + g.group(); j++)
-                            softmax_row<T>(w, state, j, hidden, visible, tiles, factor, cap);
-                    }
-                add_values(w, rows, tiles, ahead, width, state.out);
+                look(it, t, w.sees);
+                attend_split(registers, w, rows, w.sees, tiles, ahead, state);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))
                     copy(partial(parts[n], head, split), state.from(row, width), parts[n].num_rows(g), width);
                 if (!keep && split > it.split_begin) merge(w.total, w.split, rows, width);

@@ -14,17 +14,31 @@ struct State {
     State from(int64_t row, int64_t width) const { return {max + row, sum + row, out + row * width}; }
 };
 
+// The tokens of a split that a row sees: number `hidden` to `visible` - 1. Either number may lie outside of the split.
+struct Sight {
+    int64_t hidden, visible;
+    int64_t tiles(int64_t most) const { return visible <= 0 ? 0 : std::min(most, (visible + VL - 1) / VL); }
+    vi in_tile(int64_t t) const {
+        const vi number = iota() + (int32_t)(t * VL);
+        return (number >= (vi{} + (int32_t)hidden)) & (number < (vi{} + (int32_t)visible));
+    }
+};
+
+// Rows whose scores and weights exist at a time: those of a pass stay in the L1 cache, or nearly.
+template <class T> constexpr int64_t PASS_ROWS = std::is_same_v<T, BF16Tiles> ? 32 : 48;
+
 template <class T> struct Buffers {
-    typename T::Op *q, *weights;
-    float* scores;
+    typename T::Op *q, *weights;  // of all rows; of a pass
+    float* scores;                // of a pass
     float *q_steps, *weight_steps;  // what one unit of a row's q and weights stands for, if they are whole numbers
+    Sight* sees;  // of all rows
     State split, total;
     typename T::Elem *key_pack, *value_pack;
     typename T::Elem* value_copy;  // V that tile registers cannot read as it lies
     int64_t q_stride, rows;
 
     static size_t bytes(const Geometry& g, int64_t rows) {
-        return 4096 + rows * (4 * (g.width() + 2) + 8 * KEYS + 4 * (2 * g.width() + 10)) +
+        return 4096 + rows * (4 * (g.width() + 2) + 4 * (2 * g.width() + 10) + sizeof(Sight)) + PASS_ROWS<T> * 8 * KEYS +
                (3 * g.width() + 2 * (2 + SCALE<T>)) * KEYS * sizeof(typename T::Elem);
     }
     Buffers(Arena& arena, const Geometry& g, int64_t max_rows) : rows(max_rows) {
@@ -32,15 +46,22 @@ template <class T> struct Buffers {
         int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
         q_stride = T::SCALED ? g.width() : steps * T::OPS;
         q = arena.take<typename T::Op>(rows * q_stride);
-        scores = arena.take<float>(rows * KEYS);
-        weights = arena.take<typename T::Op>(rows * KEYS / T::PAIR * T::OPS);
+        scores = arena.take<float>(PASS_ROWS<T> * KEYS);
+        weights = arena.take<typename T::Op>(PASS_ROWS<T> * KEYS / T::PAIR * T::OPS);
         q_steps = arena.take<float>(rows);
-        weight_steps = arena.take<float>(rows);
+        weight_steps = arena.take<float>(PASS_ROWS<T>);
+        sees = arena.take<Sight>(rows);
         for (State* s : {&split, &total})
             *s = {arena.take<float>(rows), arena.take<float>(rows), arena.take<float>(rows * g.width())};
         key_pack = arena.take<typename T::Elem>(KEYS * (g.head_dim + 1 + SCALE<T>));
         value_pack = arena.take<typename T::Elem>(KEYS * (g.width() + SCALE<T>));
         value_copy = arena.take<typename T::Elem>(KEYS * g.width());
+    }
+    // The same for a pass whose first row is this.
+    Buffers from(int64_t row) const {
+        Buffers pass = *this;
+        pass.q += row * q_stride, pass.q_steps += row;
+        return pass;
     }
 };
 
@@ -54,11 +75,13 @@ template <class T> struct Tiles {
     bool odd = false;     // the first one is the second of such two, counted from position 0
     const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, next to zeros: [width][PAIR]
     int64_t first_sees = 0, group = 1;  // tokens up to the last one that row 0 sees; every `group` rows see one more
+    int64_t first_row = 0;              // of the pass
+    bool last_pass = true;
 
-    // Tiles that a row and those before it see at most: the others are not computed for them.
+    // Tiles that a row of the pass and those before it see at most: the others are not computed for them.
     int64_t seen(int64_t row) const {
         if (first_sees >= count * VL) return count;
-        return std::clamp<int64_t>((first_sees + row / group + VL - 1) / VL, 0, count);
+        return std::clamp<int64_t>((first_sees + (first_row + row) / group + VL - 1) / VL, 0, count);
     }
 };
 
@@ -76,6 +99,14 @@ template <class T> struct Tiles {
 
 // Into the L2 cache: what is fetched this far ahead would push what is being read out of the L1 cache.
 static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// What an item's passes have in common besides its tiles.
+template <class T> struct Registers {};
+
+// V of a split, where a pass cannot read it as it lies.
+template <class T> struct Values {
+    Values(const Buffers<T>&, const Tiles<T>&, const Tiles<T>&, int64_t) {}
+};
 
 // scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
 template <class T, int R, int N>
@@ -165,7 +196,8 @@ inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles
             });
 }
 
-template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
+template <class T>
+void all_scores(Registers<T>&, const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
     int64_t t = 0;
     // with few rows only more tiles at a time give each sum the time to arrive before the next one needs it
     if (VL == 16 && rows <= 2) some_scores<T, 8, 2>(w, rows, tiles, ahead, steps, t);
@@ -174,7 +206,9 @@ template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tile
     some_scores<T, 1, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
 }
 
-template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width, float* out) {
+template <class T>
+void add_values(Registers<T>&, const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, const Values<T>&,
+                int64_t width, float* out) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
     // few rows leave registers for whole lines of a tile, so that it is read in one stream
     if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {

@@ -3,73 +3,76 @@
 
 #include "paged_kernels.h"
 
-// The lanes of a row's tile t that come after its first `hidden` tokens.
-inline vi after_hidden(int64_t hidden, int64_t t) { return iota() >= (vi{} + (int32_t)(hidden - t * VL)); }
-
-// The weights p of one row's tile, times the scales of V, as whole numbers. Up to the tile number `used` there are tokens
-// that the row sees: all after the first `hidden`, and `seen_last` of the last tile. The others' scales may be anything.
-inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t hidden, int64_t used, vi seen_last) {
+// The weights p of one row's tiles, times the scales of V, as whole numbers. The scales of tokens that the row does not see
+// may be anything.
+inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, const Sight& sees) {
     float* p = w.scores + r * KEYS;
+    const int64_t used = sees.tiles(tiles.count);
     Largest largest;
     for (int64_t t = 0; t < used; t++) {
         vf scales = load_any<vf>(tiles.values[t]);
-        if (t == used - 1) scales = select_of(seen_last, scales, vf{});
-        if (t * VL < hidden) scales = select_of(after_hidden(hidden, t), scales, vf{});
+        if (t * VL < sees.hidden || (t + 1) * VL > sees.visible) scales = select_of(sees.in_tile(t), scales, vf{});
         const vf scaled = loadf(p + t * VL) * scales;
         largest.put(scaled);
         storef(p + t * VL, scaled);
     }
     const float top = largest.get(), inverse = steps_per_unit(top, 32767.f);
     for (int64_t t = 0; t < used; t++) store_whole(w.weights + r * KEYS + t * VL, loadf(p + t * VL) * inverse);
+    memset(w.weights + r * KEYS + used * VL, 0, (tiles.count - used) * VL * sizeof *w.weights);
     w.weight_steps[r] = top / 32767.f;
 }
 
-// One row: scores -> weights of the tiles' tokens, of which the row sees number `hidden` to `visible` - 1; their maximum and
-// sum. Either number may lie outside of the tiles.
+// Rows [row, row + R), whose sums do not wait for each other: scores -> weights of the tiles' tokens, their maximum and sum.
 // factor is positive, so the largest score has the largest weight. With a cap other than 0, the products of factor and
 // score are capped: both in units of log2.
-template <class T>
-inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t hidden, int64_t visible,
-                        const Tiles<T>& tiles, float factor, float cap) {
-    const int64_t num_tiles = tiles.count;
-    float* scores = w.scores + r * KEYS;
-    auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
+template <class T, int R>
+inline void softmax_rows(const Buffers<T>& w, const State& state, int64_t row, const Sight* sees, const Tiles<T>& tiles,
+                         float factor, float cap) {
+    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
+    float* scores = w.scores + row * KEYS;
+    auto* weights = w.weights + row * STRIDE;
     const vf low = splat(-INFINITY);
-    vf top = low;
-    const int64_t used = visible <= 0 ? 0 : std::min<int64_t>(num_tiles, (visible + VL - 1) / VL);
+    int64_t used = 0;  // tiles that any of the rows sees
+    for (int r = 0; r < R; r++) used = std::max(used, sees[r].tiles(tiles.count));
     if (cap != 0) {
-        for (int64_t t = 0; t < used; t++) storef(scores + t * VL, tanh_of(loadf(scores + t * VL) * (factor / cap)) * cap);
+        for (int r = 0; r < R; r++)
+            for (float* s = scores + r * KEYS; s < scores + r * KEYS + used * VL; s += VL)
+                storef(s, tanh_of(loadf(s) * (factor / cap)) * cap);
         factor = 1;
     }
-    vi seen = ~vi{};  // of the last used tile
-    if (used * VL > visible && used) {
-        float* last = scores + (used - 1) * VL;
-        seen = iota() < (vi{} + (int32_t)(visible - (used - 1) * VL));
-        storef(last, select_of(seen, loadf(last), low));
+    for (int r = 0; r < R; r++)
+        for (int64_t t = 0; t < used; t++) {
+            if (t * VL >= sees[r].hidden) t = std::max(t, sees[r].visible / VL);  // those before it are seen as a whole
+            if (t >= used) break;
+            float* s = scores + r * KEYS + t * VL;
+            storef(s, select_of(sees[r].in_tile(t), loadf(s), low));
+        }
+    vf top[R], base[R], sum[R] = {};
+    for (int r = 0; r < R; r++) top[r] = low;
+    for (int64_t t = 0; t < used; t++)
+        for (int r = 0; r < R; r++) top[r] = max_of(top[r], loadf(scores + r * KEYS + t * VL));
+    for (int r = 0; r < R; r++) {
+        const float largest = max_in(top[r]) * factor;
+        base[r] = splat(largest == -INFINITY ? 0.f : largest);
+        state.max[row + r] = largest;
     }
-    for (int64_t t = 0; t < used && t * VL < hidden; t++)
-        storef(scores + t * VL, select_of(after_hidden(hidden, t), loadf(scores + t * VL), low));
-    for (int64_t t = 0; t < used; t++) top = max_of(top, loadf(scores + t * VL));
-    const float largest = max_in(top) * factor;
-    const vf base = splat(largest == -INFINITY ? 0.f : largest);
-    vf sum = {};
-    for (int64_t t = 0; t < used; t++) {
-        const vf power = loadf(scores + t * VL) * factor - base;
-        const vf p = std::is_base_of_v<BF16Pairs, T> ? short_exp2_of(power) : exp2_of(power);
-        sum += p;
+    for (int64_t t = 0; t < used; t++)
+        for (int r = 0; r < R; r++) {
+            const vf power = loadf(scores + r * KEYS + t * VL) * factor - base[r];
+            const vf p = std::is_base_of_v<BF16Pairs, T> ? short_exp2_of(power) : exp2_of(power);
+            sum[r] += p;
+            if constexpr (T::SCALED)
+                storef(scores + r * KEYS + t * VL, p);
+            else
+                T::put_ops(weights + r * STRIDE, (int)(t * VL), p);
+        }
+    for (int r = 0; r < R; r++) {
+        state.sum[row + r] = sum_of(sum[r]);
         if constexpr (T::SCALED)
-            storef(scores + t * VL, p);
+            whole_weights(w, row + r, tiles, sees[r]);
         else
-            T::put_ops(weights, (int)(t * VL), p);
+            for (int64_t t = used; t < tiles.count; t++) T::put_ops(weights + r * STRIDE, (int)(t * VL), vf{});
     }
-    if constexpr (T::SCALED) {
-        whole_weights(w, r, tiles, hidden, used, seen);
-        memset(weights + used * VL, 0, (num_tiles - used) * VL * sizeof *weights);
-    } else {
-        for (int64_t t = used; t < num_tiles; t++) T::put_ops(weights, (int)(t * VL), vf{});
-    }
-    state.max[r] = largest;
-    state.sum[r] = sum_of(sum);
 }
 
 // into = both together. A row that saw nothing in `from` leaves `into` as it is.

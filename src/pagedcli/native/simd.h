@@ -34,6 +34,7 @@ constexpr int VL = 4;
 constexpr int SCORE_ROWS = 6, SCORE_TILES = 2;
 constexpr int VALUE_ROWS = 3, VALUE_COLS = 4;
 #endif
+constexpr int SOFTMAX_ROWS = VL == 16 ? 4 : 2;  // a maximum, a sum and a base of each
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
