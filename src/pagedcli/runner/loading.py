@@ -27,6 +27,7 @@ from pagedcli.native.system import limit_threads
 from pagedcli.planning.decide import attention_spec, choose_pool, decide, model_folder
 from pagedcli.planning.machine import Machine, available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal
+from pagedcli.runner.early_cache import EarlyCache, begin_early_cache
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
@@ -53,11 +54,13 @@ def load_engine(
     parallel: ParallelContext = SINGLE,
     on_weights: Callable[[], None] = lambda: None,
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
+    expected_tokens: int = 0,
 ) -> LoadedEngine:
     """Load what a configuration asks for, or one rank's part of it.
 
     `on_weights` is called once the weights are loaded, before anything runs; `agree` receives the number of blocks, or
-    of slots of recurrent state, that fit here and returns the number that all ranks use.
+    of slots of recurrent state, that fit here and returns the number that all ranks use. `expected_tokens`: of requests
+    that wait already, 0 if unknown; see early_cache.
     Raises:  ConfigError, ModelError, BackendError.
     """
     path = model_folder(config)
@@ -72,7 +75,8 @@ def load_engine(
     else:
         torch.cuda.set_device(device)  # Triton launches on the current device
     backend = load_backend(plan.backend, attention)
-    with _room_for("the weights", device):
+    early = begin_early_cache(config, spec, plan, backend, machine, expected_tokens=expected_tokens)
+    with _room_for("the weights", device), _ended(early):
         model = load_model(
             path,
             spec,
@@ -97,12 +101,13 @@ def load_engine(
         memory = measure_device(runner_spec, config.gpu_memory_utilization)
     if memory is not None and plan.no_graphs is None:
         memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
-    pool = choose_pool(config, plan, available=available_memory(), terms=memory)
+    available = available_memory() + (0 if early is None else early.num_bytes)
+    pool = choose_pool(config, plan, available=available, terms=memory)
     num_slots = None if pool.num_state_slots is None else agree(pool.num_state_slots)
     limits = plan.limits.with_pool(agree(pool.num_blocks), num_state_slots=num_slots)
     num_bytes = limits.pool_bytes(plan.block_bytes)
     with _room_for(f"a KV cache of {num_bytes / 2**30:,.2f} GiB ({pool.reason})", device):
-        runner = ModelRunner(replace(runner_spec, limits=limits))
+        runner = ModelRunner(replace(runner_spec, limits=limits, early=early))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
@@ -115,6 +120,16 @@ def load_engine(
         notes=model.notes,
     )
     return LoadedEngine(path, spec, model, plan, runner)
+
+
+@contextmanager
+def _ended(early: EarlyCache | None) -> Iterator[None]:
+    """Ends the thread of an early cache, however the block ends."""
+    try:
+        yield
+    finally:
+        if early is not None:
+            early.end()
 
 
 def _check_weights(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> None:
