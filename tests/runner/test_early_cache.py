@@ -60,7 +60,9 @@ def test_only_the_first_blocks_of_each_layer_are_touched():
 
 
 def test_the_engine_takes_the_memory_that_was_touched(tmp_path, two_cores, begun):
-    config = EngineConfig(model=str(tiny_model("qwen3", tmp_path)), device="cpu", num_gpu_blocks_override=24, block_size=4)
+    config = EngineConfig(
+        model=str(tiny_model("qwen3", tmp_path)), device="cpu", num_gpu_blocks_override=24, block_size=4
+    )
     loaded = load_engine(config, expected_tokens=17)
     assert [(cache.num_blocks, cache.memory.data_ptr()) for cache in begun] == [(5, loaded.runner.kv_cache.data_ptr())]
     assert loaded.plan.limits.num_blocks == 24
@@ -72,7 +74,9 @@ def test_no_memory_is_touched_without_known_requests(tmp_path, two_cores, begun)
 
 
 def test_no_more_blocks_are_touched_than_the_pool_has(tmp_path, two_cores, begun):
-    config = EngineConfig(model=str(tiny_model("qwen3", tmp_path)), device="cpu", num_gpu_blocks_override=24, block_size=4)
+    config = EngineConfig(
+        model=str(tiny_model("qwen3", tmp_path)), device="cpu", num_gpu_blocks_override=24, block_size=4
+    )
     load_engine(config, expected_tokens=10_000)
     assert [cache.num_blocks for cache in begun] == [24]
 

@@ -67,15 +67,15 @@ def begin_early_cache(
     expected_tokens: int,
 ) -> EarlyCache | None:
     """The cache for requests of this many tokens in all. None where nothing would be gained (one core, no requests
-    known, a GPU) or the memory may not suffice for it while weights are packed, which holds them twice.
+    known, a GPU) or the memory may not suffice for it next to the weights.
     """
     if not plan.on_cpu or spec.is_fallback or expected_tokens < 1 or usable_cores() < 2:
         return None
-    free = machine.available_bytes - 2 * predict_terms(config, spec, plan, machine).weights
+    free = machine.available_bytes - predict_terms(config, spec, plan, machine).weights
     try:
         num_blocks = choose_pool(config, plan, available=free, terms=None).num_blocks
     except ConfigError:
-        return None  # there may be room once the weights are packed; otherwise load_engine says the same
+        return None  # load_engine says so if the memory does not suffice once the weights are there, either
     own = spec.num_kv_heads, spec.head_dim
     shape = pool_shape(plan.groups, own, backend, num_blocks, plan.limits.block_size)
     memory = torch.empty(shape, dtype=named_dtype(plan.kv_dtype))
