@@ -84,6 +84,6 @@ def test_no_more_blocks_are_touched_than_the_pool_has(tmp_path, two_cores, begun
 def test_weights_that_cannot_be_loaded_end_the_thread(tmp_path, two_cores, begun):
     folder = tiny_model("qwen3", tmp_path)
     (folder / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(Exception, match="model.safetensors"):
+    with pytest.raises(Exception, match=r"model\.safetensors"):
         load_engine(EngineConfig(model=str(folder), device="cpu"), expected_tokens=100)
     assert [(cache.stop.is_set(), cache.thread.is_alive()) for cache in begun] == [(True, False)]
