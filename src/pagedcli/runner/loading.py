@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagedcli.attention.base import named_dtype
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.plan import Plan
@@ -77,20 +77,7 @@ def load_engine(
     backend = load_backend(plan.backend, attention)
     early = begin_early_cache(config, spec, plan, backend, machine, expected_tokens=expected_tokens)
     with _room_for("the weights", device), _ended(early):
-        model = load_model(
-            path,
-            spec,
-            backend=backend,
-            dtype=dtype,
-            device=device,
-            load_format=config.load_format,
-            quantization=config.quantization,
-            seed=config.seed,
-            trust_remote_code=config.trust_remote_code,
-            max_model_len=plan.limits.max_model_len,
-            parallel=parallel,
-            decoder=plan.decoder,
-        )
+        model = _load_weights(config, path, spec, plan, attention, backend, parallel)
     on_weights()
     kv_dtype = named_dtype(plan.kv_dtype)
     runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits, dtype)
@@ -120,6 +107,31 @@ def load_engine(
         notes=model.notes,
     )
     return LoadedEngine(path, spec, model, plan, runner)
+
+
+def _load_weights(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    plan: Plan,
+    attention: AttentionSpec,
+    backend: AttentionBackend,
+    parallel: ParallelContext,
+) -> CausalLM:
+    return load_model(
+        path,
+        spec,
+        backend=backend,
+        dtype=attention.dtype,
+        device=attention.device,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        max_model_len=plan.limits.max_model_len,
+        parallel=parallel,
+        decoder=plan.decoder,
+    )
 
 
 @contextmanager
