@@ -1,11 +1,12 @@
 """Predicted against measured: 20 jobs of three models, each forecast as `plan` does and then run as `generate` does.
 python scripts/check_forecasts.py [--seconds 8] [--models builtin,dense,moe]
 
-The models are the built-in one, the shape of Qwen3-0.6B and a mixture of experts, the last two with random weights;
-nothing is downloaded. Each model is calibrated first. Jobs have short and long prompts, shared prefixes, sampled
-tokens, several samples, and pools that force preemptions; the number of rows is chosen so that a job takes about
---seconds. Prints both times, how far they are apart, and whether steps, hits, preemptions and peak blocks are equal.
-Exit code 1 if counts differ, or if the median error is 10 % or more, or the largest 25 % or more.
+The models are the built-in one, the shape of Qwen3-0.6B and a mixture of experts, the last two with random weights
+(those of the mixture such that each token picks its own experts); nothing is downloaded. Each model is calibrated
+first. Jobs have short and long prompts, shared prefixes, sampled tokens, several samples, and pools that force
+preemptions; the number of rows is chosen so that a job takes about --seconds. Prints both times, how far they are
+apart, and whether steps, hits, preemptions and peak blocks are equal. Exit code 1 if counts differ, or if the median
+error is 10 % or more, or the largest 25 % or more.
 
 --processor-time compares times of one thread that other work does not change much, for machines that are busy.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 
 from pagedcli.batch.prompts import BatchOptions, open_prompts, open_source, open_tokenizer
 from pagedcli.batch.rows import RowWriter
@@ -47,7 +49,7 @@ MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32000, "hidden_size": 512,
     "intermediate_size": 1536, "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4,
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
+    "rope_theta": 1000000.0, "max_position_embeddings": 8192, "tie_word_embeddings": False, "attention_bias": False,
     "hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "eos_token_id": 1,
     "bos_token_id": 2, "dtype": "bfloat16",
 }  # fmt: skip
@@ -106,8 +108,38 @@ def model_config(name: str, folder: Path) -> EngineConfig:
         return EngineConfig(model=BUILTIN_MODEL)
     if name == "dense":
         return EngineConfig(model=str(shape_folder("qwen3-0.6b")), load_format="dummy", max_model_len=4096)
+    write_experts(folder)
+    return EngineConfig(model=str(folder))
+
+
+def write_experts(folder: Path) -> None:
+    """The mixture of experts with random weights. Its embeddings are much larger than what layers add to them, so that
+    each token picks its own experts, as in a trained model, and leads to another token: where all weights are drawn
+    alike, the mean of the earlier tokens prevails, sequences with a common beginning generate the same token, and steps
+    read few experts."""
     (folder / "config.json").write_text(json.dumps(MOE))
-    return EngineConfig(model=str(folder), load_format="dummy")
+    hidden, head, inner = MOE["hidden_size"], MOE["head_dim"], MOE["moe_intermediate_size"]
+    query, key = MOE["num_attention_heads"] * head, MOE["num_key_value_heads"] * head
+    sizes = {"self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden), "self_attn.v_proj": (key, hidden),
+             "self_attn.o_proj": (hidden, query), "mlp.gate": (MOE["num_experts"], hidden)}  # fmt: skip
+    for expert in range(MOE["num_experts"]):
+        sizes |= {f"mlp.experts.{expert}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        sizes[f"mlp.experts.{expert}.down_proj"] = hidden, inner
+    draw = torch.Generator().manual_seed(0)
+
+    def random_weight(*size: int, scale: float) -> torch.Tensor:
+        return (scale * torch.randn(*size, generator=draw)).to(torch.bfloat16)
+
+    weights = {"model.embed_tokens.weight": random_weight(MOE["vocab_size"], hidden, scale=1.0),
+               "lm_head.weight": random_weight(MOE["vocab_size"], hidden, scale=0.02),
+               "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)}  # fmt: skip
+    for layer in range(MOE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "self_attn.q_norm": head,
+                 "self_attn.k_norm": head}  # fmt: skip
+        weights |= {f"{prefix}.{name}.weight": torch.ones(size, dtype=torch.bfloat16) for name, size in norms.items()}
+        weights |= {f"{prefix}.{name}.weight": random_weight(*size, scale=0.02) for name, size in sizes.items()}
+    save_file(weights, folder / "model.safetensors")
 
 
 def calibrated(config: EngineConfig, clock_ns) -> Model:

@@ -129,7 +129,7 @@ class _Prompts:
     lengths: tuple[int, ...]  # tokens
     num_tokens: int  # that each generates
     temperature: float = 0.0
-    alike: bool = False  # equal up to their last tokens
+    alike: bool = False  # equal up to their last tokens, so that they generate different ones: by other experts
 
 
 @dataclass(slots=True)
@@ -211,8 +211,8 @@ class _Measurement:
         tokens: list[int] = []
         for length in prompts.lengths:
             self._num_requests += 1
-            if not (prompts.alike and tokens):
-                tokens = [self._draw.randrange(engine.spec.vocab_size) for _ in range(length)]
+            same = tokens[:-_SHORT] if prompts.alike else []
+            tokens = same + [self._draw.randrange(engine.spec.vocab_size) for _ in range(length - len(same))]
             engine.add_request(str(self._num_requests), tokens, params)
         for work, seconds in timed_steps(engine):
             self.steps.setdefault(_kind(work), []).append((work, seconds))
