@@ -24,6 +24,7 @@ MAMBA = {
 SHAPES = {
     "gated delta": GatedDelta(**DELTA),
     "gated delta, interleaved": GatedDelta(**DELTA, interleaved=True),
+    "gated delta, tiled": GatedDelta(**DELTA, tiled=True),
     "gated delta, wide": GatedDelta(**{**DELTA, "num_value_heads": 2, "value_dim": 40, "kernel": 3}),
     "gated delta, small": GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=12, kernel=2),
     "mamba": Mamba2(**MAMBA),

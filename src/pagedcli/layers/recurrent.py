@@ -22,11 +22,12 @@ class StateHeads:
     """The heads of a recurrence, and how its inputs lie in a projected row."""
 
     num_heads: int  # H
-    num_key_heads: int  # of k and q, or of B and C; each serves neighbouring heads
+    num_key_heads: int  # of k and q, or of B and C; each serves neighbouring heads, if not `tiled`
     key_dim: int  # N
     value_dim: int  # P
     corrects: bool  # a gated delta rule; False: a selective scan
     interleaved: bool = False  # key head by key head: q, k, v, z; and b, a
+    tiled: bool = False  # a key head serves not neighbours, but every num_key_heads-th head
     limits: tuple[float, float] = (0.0, 0.0)  # of a step of a selective scan
 
     @property

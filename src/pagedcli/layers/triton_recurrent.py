@@ -143,6 +143,7 @@ def recurrence(
     out = mixed.new_empty((mixed.shape[0], heads.num_heads * heads.value_dim), dtype=dtype)
     tensors: dict[str, Any] = {"mixed_ptr": mixed, "gates_ptr": gates, "decay_ptr": decay, "bias_ptr": step_bias}
     tensors |= {"gates_stride": gates.stride(0), "least": heads.limits[0], "most": heads.limits[1]}
+    tensors |= {"TILED": heads.tiled}
     states = {"pool_ptr": pool, "reads_ptr": step.reads, "writes_ptr": step.writes, "spare": pool.shape[0] - 1}
     sizes = {"H": heads.num_heads, "G": heads.num_key_heads, "N": heads.key_dim, "P": heads.value_dim}
     sizes |= {"DELTA": heads.corrects, "INTERLEAVED": heads.interleaved}
@@ -349,9 +350,10 @@ def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, mas
 
 
 @triton.jit
-def _columns(head, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DELTA: tl.constexpr):
+def _columns(head, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DELTA: tl.constexpr,
+             TILED: tl.constexpr):  # fmt: skip
     """Where a head's q, k and v lie in a row after the convolution; of Mamba-2 its C, B and x."""
-    of_key = head // (H // G) * N
+    of_key = (head % G if TILED else head // (H // G)) * N
     if DELTA:
         return of_key, G * N + of_key, 2 * G * N + head * P
     return H * P + G * N + of_key, H * P + of_key, head * P
@@ -405,6 +407,7 @@ def step_kernel(
     BLOCK_P: tl.constexpr,
     DELTA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TILED: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
     """One program per (sequence, head): one token of the recurrence, unless the sequence has several new ones."""
@@ -418,7 +421,7 @@ def step_kernel(
         C: tl.constexpr = 2 * G * N + H * P
         key, value = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
         in_key, in_value = key < N, value < P
-        q_column, k_column, v_column = _columns(head, H, G, N, P, DELTA)
+        q_column, k_column, v_column = _columns(head, H, G, N, P, DELTA, TILED)
         row = mixed_ptr + token.to(tl.int64) * C
         q = tl.load(row + q_column + key, mask=in_key, other=0.0).to(tl.float32)
         k = tl.load(row + k_column + key, mask=in_key, other=0.0).to(tl.float32)
@@ -490,6 +493,7 @@ def inverse_kernel(
     BLOCK_N: tl.constexpr,
     DELTA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TILED: tl.constexpr,
     LEVELS: tl.constexpr,  # log2(CHUNK) - 1
     PRECISION: tl.constexpr,
 ):
@@ -511,7 +515,7 @@ def inverse_kernel(
         gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, mask, head, H, G, DELTA, INTERLEAVED
     )
     kept, _ = _decays(log_decay, CHUNK)
-    _, k_column, _ = _columns(head, H, G, N, P, DELTA)
+    _, k_column, _ = _columns(head, H, G, N, P, DELTA, TILED)
     row = mixed_ptr + token.to(tl.int64) * C
     k = _keys(row, k_column, mask, N, BLOCK_N, DELTA)
     t, i = place[:, None], place[None, :]
@@ -552,6 +556,7 @@ def chunk_kernel(
     BLOCK_P: tl.constexpr,
     DELTA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TILED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per (BLOCK_P columns of the state, head, sequence with several new tokens): chunk after chunk.
@@ -569,7 +574,7 @@ def chunk_kernel(
         key = tl.arange(0, BLOCK_N)[None, :]
         value = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
         in_value = value < P
-        q_column, k_column, v_column = _columns(head, H, G, N, P, DELTA)
+        q_column, k_column, v_column = _columns(head, H, G, N, P, DELTA, TILED)
         read, write = tl.load(reads_ptr + seq).to(tl.int64), tl.load(writes_ptr + seq).to(tl.int64)
         inside = (key < N) & in_value
         state_place = head * N * P + key * P + value

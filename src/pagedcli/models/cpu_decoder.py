@@ -292,7 +292,7 @@ class _Builder(Parts):
             struct.kind, struct.gates = GATED_DELTA, self._unquantized(f"{key}.gates")
             struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_value_heads
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
-            struct.interleaved = shape.interleaved
+            struct.interleaved, struct.tiled = shape.interleaved, shape.tiled
         if isinstance(shape, Mamba2):
             struct.kind, struct.norm_group = MAMBA2, shape.norm_group
             struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads

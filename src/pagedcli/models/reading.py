@@ -14,7 +14,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.family import ATTENDS, Family, FamilyConfig, OptionalInt
-from pagedcli.models.gguf.description import describe, frequency_factors
+from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import read_quantization, refusal
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, Recurrent
@@ -49,7 +49,7 @@ def _gguf_spec(path: Path) -> ModelSpec:
     header = read_header(path)
     found = describe(header)
     check_supported(found.config, path)
-    spec = replace(native_spec(path, found.config, found.model_type, where=path), **found.traits)
+    spec = as_stored(native_spec(path, found.config, found.model_type, where=path), header)
     divisors = frequency_factors(header)
 
     def divided(rope: RopeSpec | None) -> RopeSpec | None:

@@ -59,6 +59,7 @@ class GatedDeltaNet:
             value_dim=shape.value_dim,
             corrects=True,
             interleaved=shape.interleaved,
+            tiled=shape.tiled,
         )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
@@ -81,7 +82,11 @@ class GatedDeltaNet:
         q, k, v = torch.split(mixed, [keys, keys, shape.inner], dim=1)
         q, k = (l2_norm(_heads(y, shape.key_dim)) for y in (q, k))
         repeats = shape.num_value_heads // shape.num_key_heads
-        q, k = (y.repeat_interleave(repeats, dim=1) for y in (q * shape.key_dim**-0.5, k))
+        q *= shape.key_dim**-0.5
+        if shape.tiled:
+            q, k = (y.repeat(1, repeats, 1) for y in (q, k))
+        else:
+            q, k = (y.repeat_interleave(repeats, dim=1) for y in (q, k))
         b, a = gates.chunk(2, dim=1)
         decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()
         values = _heads(v, shape.value_dim).float()

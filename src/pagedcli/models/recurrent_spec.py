@@ -28,12 +28,13 @@ class GatedDelta:
     """A gated delta net: a convolution over q, k and v, then a matrix per value head that forgets and is corrected."""
 
     name: ClassVar[str] = "gated delta nets"
-    num_key_heads: int  # of q and k; each serves neighbouring value heads
+    num_key_heads: int  # of q and k; each serves neighbouring value heads, if not `tiled`
     num_value_heads: int
     key_dim: int
     value_dim: int
     kernel: int  # inputs that the convolution sees, the current one included
     interleaved: bool = False  # the projections list, key head by key head, what flat ones list tensor by tensor
+    tiled: bool = False  # a key head serves every num_key_heads-th value head, as in llama.cpp's files
 
     @property
     def channels(self) -> int:

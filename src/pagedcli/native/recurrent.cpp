@@ -256,7 +256,8 @@ template <class T> void delta_head(const Mixer<T>& layer, const Sequence& seq, i
     const Recurrent& r = layer.r;
     const Columns at(r);
     const int64_t N = r.key_dim, P = r.value_dim, H = r.num_heads, C = r.channels, repeats = H / r.num_key_heads;
-    const int64_t key_head = head / repeats, within = head % repeats, all = r.num_key_heads * N;
+    const int64_t key_head = r.tiled ? head % r.num_key_heads : head / repeats, within = head % repeats;
+    const int64_t all = r.num_key_heads * N, z_at = at.z + (r.interleaved ? key_head * at.value_stride + within * P : head * P);
     const int64_t b = r.interleaved ? key_head * 2 * repeats + within : head, a = r.interleaved ? b + repeats : H + head;
     HeadBlock block = memory.take(r);
     auto prepare = [&](int64_t first, int64_t count) {
@@ -273,7 +274,7 @@ template <class T> void delta_head(const Mixer<T>& layer, const Sequence& seq, i
     };
     auto finish = [&](int64_t first, int64_t count) {
         for (int64_t i = 0; i < count; i++) {
-            const auto* z = layer.projected + (first + i) * layer.width + at.z + key_head * at.value_stride + within * P;
+            const auto* z = layer.projected + (first + i) * layer.width + z_at;
             norm_then_gate<T>(block.o + i * block.P, (const typename T::Elem*)r.norm, z, P, (float)r.eps,
                               out + (first + i) * H * P + head * P);
         }

@@ -14,6 +14,7 @@ struct Recurrent {
     int64_t kind, kernel, channels;  // of the convolution
     int64_t num_key_heads, num_heads, key_dim, value_dim;  // Mamba-2: groups that share B and C; 0 without a matrix
     int64_t interleaved;      // the projections list key head by key head
+    int64_t tiled;            // a key head serves every num_key_heads-th head instead of neighbours
     int64_t norm_group;       // elements that a gated norm of Mamba-2 norms together
     double eps, least_step, most_step;
     const float *conv, *conv_bias;           // [kernel][channels]; [channels] or null

@@ -65,7 +65,7 @@ class RecurrentStruct(ctypes.Structure):
             (name, _int64)
             for name in ("kind", "kernel", "channels", "num_key_heads", "num_heads", "key_dim", "value_dim")
         ),
-        *((name, _int64) for name in ("interleaved", "norm_group")),
+        *((name, _int64) for name in ("interleaved", "tiled", "norm_group")),
         *((name, ctypes.c_double) for name in ("eps", "least_step", "most_step")),
         *((name, _pointer) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm")),
         *((name, LinearStruct) for name in ("inner", "gates", "out")),

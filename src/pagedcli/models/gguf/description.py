@@ -1,16 +1,18 @@
-"""The metadata of a GGUF file -> what its config.json would say, which models.reading makes a ModelSpec of.
-Free of torch."""
+"""The metadata of a GGUF file -> what its config.json would say, which models.reading makes a ModelSpec of, and how the
+file's tensors differ from those of that model. Free of torch."""
 
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedcli.models.gguf.header import Header
 from pagedcli.models.gguf.quantization import GgufQuantization
+from pagedcli.models.recurrent_spec import GatedDelta
+from pagedcli.models.spec import ExpertNames, ModelSpec, TensorNames
 
-# general.architecture -> model_type of transformers, if there are no experts
+# general.architecture -> model_type of transformers; _model_type has the exceptions
 FAMILIES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -21,15 +23,34 @@ FAMILIES = {
     "gemma3": "gemma3_text",
     "phi3": "phi3",
     "granite": "granite",
+    "granitemoe": "granitemoe",
+    "granitehybrid": "granitemoehybrid",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
     "smollm3": "smollm3",
     "gpt-oss": "gpt_oss",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "glm4": "glm4",
+    "exaone4": "exaone4",
+    "ernie4_5": "ernie4_5",
+    "seed_oss": "seed_oss",
+}
+# (general.architecture, what its metadata say) -> model_type
+EXCEPTIONS = {
+    ("llama", "expert_count"): "mixtral",
+    ("olmo2", "attention.sliding_window"): "olmo3",
+    ("mistral3", "attention.temperature_scale"): "ministral3",
 }
 # Rotary embedding there turns neighbouring elements, so the rows of q and k are stored in another order.
-_REORDERED = ("llama", "granite", "smollm3")
+_REORDERED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3")
+# A key head serves every n-th value head there, elsewhere n neighbours.
+_TILED = ("qwen35", "qwen35moe")
 # Tokens that end an answer, whatever the file calls them: files name one, and chats end with another.
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
@@ -37,6 +58,7 @@ _ENDS = (
 )
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scores are scaled by hidden_size / num_heads
 _LARGEST_FACTORS = 2**16
+_STILL = 1e29  # a frequency that is divided by so much does not turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +67,6 @@ class Description:
 
     model_type: str
     config: dict[str, Any]  # as config.json would have it
-    traits: dict[str, Any]  # fields of ModelSpec that differ from what the config leads to
 
 
 def describe(header: Header) -> Description:
@@ -59,16 +80,39 @@ def describe(header: Header) -> Description:
         known = ", ".join(FAMILIES)
         raise header.error(f"general.architecture is {architecture!r:.40}; from GGUF files these run: {known}")
     fields.prefix = architecture
-    model_type = "mixtral" if architecture == "llama" and fields.number("expert_count", 0) else FAMILIES[architecture]
-    config = _common(fields) | _rope(fields) | (_OWN[architecture](fields) if architecture in _OWN else {})
-    traits = {
-        "qkv_bias": fields.has("blk.0.attn_q.bias") or fields.has("blk.0.attn_qkv.bias"),
-        "attention_out_bias": fields.has("blk.0.attn_output.bias"),
-        "mlp_bias": fields.has("blk.0.ffn_down.bias"),
-        "norm_offset": False,  # added to the stored weights
-        "quantization": quantization(header),
-    }
-    return Description(model_type, config, traits)
+    special = [model_type for (name, key), model_type in EXCEPTIONS.items() if name == architecture and fields.get(key)]
+    own = _OWN[architecture](fields) if architecture in _OWN else {}
+    config = _common(fields, own) | _rope(fields) | own
+    return Description(special[0] if special else FAMILIES[architecture], config)
+
+
+def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
+    """The spec of a file's model with names and orders of tensors that lead to the file's, and only its biases."""
+    tensors = header.tensors
+    fused_mlp = not any(".ffn_gate." in name for name in tensors) and len(spec.names.projections) == 2
+    projections = ("gate_up_proj", "down_proj") if fused_mlp else TensorNames().projections
+    recurrent = spec.recurrent
+    if isinstance(recurrent, GatedDelta):
+        recurrent = replace(
+            recurrent,
+            interleaved=any(name.endswith(".ssm_in.weight") for name in tensors),
+            tiled=header.metadata["general.architecture"] in _TILED,
+        )
+
+    def has(part: str) -> bool:
+        return any(name.endswith(f".{part}.bias") for name in tensors)
+
+    return replace(
+        spec,
+        names=TensorNames(recurrent=spec.names.recurrent, projections=projections),
+        experts=None if spec.experts is None else replace(spec.experts, names=ExpertNames()),
+        recurrent=recurrent,
+        qkv_bias=has("attn_q") or has("attn_qkv"),
+        attention_out_bias=has("attn_output"),
+        mlp_bias=has("ffn_down"),
+        norm_offset=False,  # added to the stored weights
+        quantization=quantization(header),
+    )
 
 
 def quantization(header: Header) -> GgufQuantization | None:
@@ -80,15 +124,25 @@ def quantization(header: Header) -> GgufQuantization | None:
     return GgufQuantization(types, sizes)
 
 
+def num_layers(header: Header) -> int:
+    """Layers of the model, without those that only predict further tokens."""
+    return _Fields(header).of_architecture().layers()
+
+
+def halved_groups(header: Header, name: str) -> int:
+    """How often the two halves of a tensor's rows alternate."""
+    return _Fields(header).of_architecture().number("ssm.group_count") if ".ssm_ba." in name else 1
+
+
 def reordered_heads(header: Header, name: str) -> int | None:
     """Heads whose rows a tensor of q or k stores in another order; None if it does not."""
-    fields = _Fields(header)
-    architecture = fields.prefix = fields.text("general.architecture")
+    fields = _Fields(header).of_architecture()
+    architecture = fields.prefix
     part = name.rpartition(".")[0].rpartition(".")[2]
     if architecture not in _REORDERED or part not in ("attn_q", "attn_k"):
         return None
     heads = fields.number("attention.head_count")
-    return heads if part == "attn_q" else fields.number("attention.head_count_kv", heads)
+    return heads if part == "attn_q" else fields.kv_heads(heads)
 
 
 class _Fields:
@@ -97,8 +151,19 @@ class _Fields:
     def __init__(self, header: Header) -> None:
         self.header, self.prefix = header, ""
 
+    def of_architecture(self) -> "_Fields":
+        self.prefix = self.text("general.architecture")
+        return self
+
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
+
+    def layers(self) -> int:
+        return self.number("block_count") - self.number("nextn_predict_layers", 0)
+
+    def with_tensor(self, name: str) -> list[bool]:
+        """Of each layer: whether it has a tensor."""
+        return [self.has(f"blk.{i}.{name}") for i in range(min(self.layers(), 2**12))]
 
     def get(self, name: str) -> Any:
         return self.header.metadata.get(f"{self.prefix}.{name}")
@@ -120,6 +185,14 @@ class _Fields:
             what = "missing" if value is None else f"{value!r:.40}, not one whole number"
             raise self.header.error(f"{self.prefix}.{name} is {what}")
         return value
+
+    def of_layers(self, name: str, kinds: list[str] | None = None, kind: str | None = None) -> list[int]:
+        """Whole numbers of the layers, or those of one kind of them."""
+        value, layers = self.get(name), self.layers()
+        values = value if isinstance(value, list) else [value] * min(layers, 2**12)
+        if len(values) < layers or not values or any(type(each) is not int or each < 1 for each in values):
+            raise self.header.error(f"{self.prefix}.{name} is {value!r:.40}, not a whole number for each layer")
+        return [each for i, each in enumerate(values[:layers]) if kinds is None or kinds[i] == kind]
 
     def kv_heads(self, default: int) -> int:
         """Those of layers that attend; others of the list have none."""
@@ -144,7 +217,8 @@ def _shortest(value: float) -> float:
     return float(shown) if struct.pack("f", float(shown)) == struct.pack("f", value) else float(value)
 
 
-def _common(fields: _Fields) -> dict[str, Any]:
+def _common(fields: _Fields, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What all architectures call the same. `own`: what this one calls otherwise, and is not read again."""
     header = fields.header
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
@@ -156,10 +230,11 @@ def _common(fields: _Fields) -> dict[str, Any]:
     config: dict[str, Any] = {
         "vocab_size": table.shape[0],
         "hidden_size": fields.number("embedding_length"),
-        "intermediate_size": fields.number("feed_forward_length"),
-        "num_hidden_layers": fields.number("block_count"),
+        "intermediate_size": own.get("intermediate_size")
+        or fields.number("feed_forward_length", fields.get("expert_feed_forward_length")),
+        "num_hidden_layers": fields.layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.kv_heads(heads),
+        "num_key_value_heads": own.get("num_key_value_heads") or fields.kv_heads(heads),
         "head_dim": head_dim,
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-6),
         "max_position_embeddings": fields.number("context_length"),
@@ -221,7 +296,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
 
 
 def _gemma(fields: _Fields) -> dict[str, Any]:
-    layers, width = fields.number("block_count"), fields.number("embedding_length")
+    layers, width = fields.layers(), fields.number("embedding_length")
     heads = max(1, fields.number("attention.head_count"))
     head_dim = fields.number("attention.key_length", width // heads)
     is_largest = layers == _GEMMA_27B[fields.prefix]
@@ -238,7 +313,7 @@ def _gemma(fields: _Fields) -> dict[str, Any]:
 
 def _windows(fields: _Fields, default: int) -> dict[str, Any]:
     """Which layers have a sliding window: every one but the last of each `default` layers, or as listed."""
-    layers, window = fields.number("block_count"), fields.number("attention.sliding_window", 0)
+    layers, window = fields.layers(), fields.number("attention.sliding_window", 0)
     pattern = fields.get("attention.sliding_window_pattern")
     if pattern is None:
         pattern = default
@@ -280,10 +355,114 @@ def _granite(fields: _Fields) -> dict[str, Any]:
     return {name: value for name, key in names.items() if (value := fields.real(key)) is not None}
 
 
-def _olmo2(fields: _Fields) -> dict[str, Any]:
-    if fields.get("attention.sliding_window"):
-        raise fields.header.error("it is an OLMo 3 model with sliding windows, which is not supported")
-    return {}
+def _granite_hybrid(fields: _Fields) -> dict[str, Any]:
+    heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    attends = fields.with_tensor("attn_q.weight")
+    first = attends.index(False) if False in attends else 0
+    return {
+        **_granite(fields),
+        "layer_types": ["attention" if each else "mamba" for each in attends],
+        "num_local_experts": fields.number("expert_count", 0),
+        "shared_intermediate_size": fields.number(
+            "expert_shared_feed_forward_length", fields.get("feed_forward_length")
+        ),
+        "position_embedding_type": "rope" if fields.get("rope.scaling.finetuned") else None,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(1, heads),
+        "mamba_n_groups": fields.number("ssm.group_count"),
+        "mamba_d_state": fields.number("ssm.state_size"),
+        "mamba_d_conv": fields.number("ssm.conv_kernel"),
+        "mamba_conv_bias": fields.has(f"blk.{first}.ssm_conv1d.bias"),
+        "mamba_proj_bias": fields.has(f"blk.{first}.ssm_in.bias"),
+    }
+
+
+def _gated_delta(fields: _Fields) -> dict[str, Any]:
+    heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    config = {
+        "layer_types": [
+            "full_attention" if each else "linear_attention" for each in fields.with_tensor("attn_q.weight")
+        ],
+        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.number("ssm.state_size"),
+        "linear_value_head_dim": inner // max(1, heads),
+        "linear_num_key_heads": fields.number("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "partial_rotary_factor": _rotated(fields),
+    }
+    if fields.prefix != "qwen35":
+        shared = fields.get("expert_feed_forward_length")
+        config |= {
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length", shared),
+        }
+    return config
+
+
+def _rotated(fields: _Fields) -> float:
+    """The part of each head that is rotated."""
+    heads = max(1, fields.number("attention.head_count"))
+    head_dim = fields.number("attention.key_length", fields.number("embedding_length") // heads)
+    return fields.number("rope.dimension_count", head_dim) / max(1, head_dim)
+
+
+def _gemma4(fields: _Fields) -> dict[str, Any]:
+    """Heads, widths and rotary embeddings that differ by layer."""
+    windows, table = _windows(fields, 6), fields.header.tensors.get("per_layer_token_embd.weight")
+    kinds = windows["layer_types"]
+    own = len(kinds) - fields.number("attention.shared_kv_layers", 0)
+    full = [i for i, kind in enumerate(kinds[: max(0, own)]) if kind == "full_attention"]
+    kv_heads = {kind: fields.of_layers("attention.head_count_kv", kinds, kind) for kind in kinds}
+    widths = fields.of_layers("feed_forward_length")
+    turned = sum(factor < _STILL for factor in _factors(fields.header, "rope_freqs.weight"))
+    head_dim = fields.number("attention.key_length")
+    return {
+        **windows,
+        "head_dim": fields.number("attention.key_length_swa"),
+        "global_head_dim": head_dim,
+        "num_key_value_heads": kv_heads.get("sliding_attention", kv_heads.get("full_attention"))[0],
+        "num_global_key_value_heads": kv_heads.get("full_attention", [None])[0],
+        "attention_k_eq_v": bool(full) and not fields.has(f"blk.{full[0]}.attn_v.weight"),
+        "num_kv_shared_layers": fields.number("attention.shared_kv_layers", 0),
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": max(widths) > min(widths),
+        "hidden_size_per_layer_input": fields.number("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": None if table is None else table.shape[0],
+        "enable_moe_block": fields.number("expert_count", 0) > 0,
+        "final_logit_softcapping": fields.real("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": fields.real("rope.freq_base", 1e6),
+                "partial_rotary_factor": 2 * turned / max(1, head_dim) or 1.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": fields.real("rope.freq_base_swa", 1e4)},
+        },
+    }
+
+
+def _olmo(fields: _Fields) -> dict[str, Any]:
+    """OLMo 3 has windows, whose rotary embedding is never stretched."""
+    if not fields.get("attention.sliding_window"):
+        return {}
+    theta = fields.real("rope.freq_base", 10000.0)
+    return _windows(fields, 4) | {"rope_local_base_freq": fields.real("rope.freq_base_swa", theta)}
+
+
+def _mistral3(fields: _Fields) -> dict[str, Any]:
+    """Ministral 3 where queries grow with their position, otherwise Mistral."""
+    growth = fields.real("attention.temperature_scale")
+    rope = _rope(fields)
+    if not growth:
+        return {"sliding_window": None}
+    scaling = rope.get("rope_scaling")
+    if scaling is None:
+        raise fields.header.error("it has attention.temperature_scale, but no rope.scaling")
+    mscale = fields.real("rope.scaling.yarn_log_multiplier", 1.0)
+    return {
+        "sliding_window": None,
+        "rope_scaling": scaling | {"mscale": mscale, "mscale_all_dim": mscale, "llama_4_scaling_beta": growth},
+    }
 
 
 def _gpt_oss(fields: _Fields) -> dict[str, Any]:
@@ -294,8 +473,8 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 
 def _lfm2(fields: _Fields) -> dict[str, Any]:
     """Layers without heads of K and V are convolutions."""
-    layers, kv_heads = fields.number("block_count"), fields.get("attention.head_count_kv")
-    counts = kv_heads if isinstance(kv_heads, list) else [kv_heads] * min(layers, 2**12)
+    kv_heads = fields.get("attention.head_count_kv")
+    counts = kv_heads if isinstance(kv_heads, list) else [kv_heads] * min(fields.layers(), 2**12)
     convolves = [count == 0 for count in counts]
     first = convolves.index(True) if True in convolves else 0
     config: dict[str, Any] = {
@@ -318,7 +497,12 @@ _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "gemma3": _gemma,
     "phi3": _phi3,
     "granite": _granite,
-    "olmo2": _olmo2,
+    "granitemoe": lambda fields: {
+        **_granite(fields),
+        "shared_intermediate_size": fields.number("expert_shared_feed_forward_length", 0),
+    },
+    "granitehybrid": _granite_hybrid,
+    "olmo2": _olmo,
     "qwen3moe": lambda _: {"norm_topk_prob": True},
     "qwen2moe": lambda fields: {
         "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
@@ -328,12 +512,20 @@ _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "qwen3next": _gated_delta,
+    "qwen35": _gated_delta,
+    "qwen35moe": _gated_delta,
+    "gemma4": _gemma4,
+    "mistral3": _mistral3,
+    "glm4": lambda fields: {"partial_rotary_factor": _rotated(fields)},
+    "exaone4": lambda fields: _windows(fields, 4),
 }
 
 
 def frequency_factors(header: Header) -> tuple[float, ...]:
-    """What each rotary frequency is divided by (Llama 3.1 and later); empty if nothing."""
-    return tuple(_factors(header, "rope_freqs.weight"))
+    """What each rotary frequency is divided by (Llama 3.1 and later); empty if nothing. Gemma 4's say which turn."""
+    factors = _factors(header, "rope_freqs.weight")
+    return () if any(factor >= _STILL for factor in factors) else tuple(factors)
 
 
 def _factors(header: Header, name: str) -> list[float]:

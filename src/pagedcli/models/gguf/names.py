@@ -1,14 +1,18 @@
-"""The names that GGUF files give to a decoder's tensors. Free of torch."""
+"""Where GGUF files keep a decoder's tensors. Free of torch."""
 
 import re
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 _TOP = {
     "model.embed_tokens": "token_embd",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "model.norm": "output_norm",
-    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
 }
-LAYER = {
+_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -16,12 +20,28 @@ LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.v_norm": "attn_v_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -29,56 +49,79 @@ LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.gate": "ffn_gate_inp",
-    "feed_forward.experts.w1": "ffn_gate_exps",
-    "feed_forward.experts.w3": "ffn_up_exps",
-    "feed_forward.experts.w2": "ffn_down_exps",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
 # Tensors that transformers gives no name of a module and a suffix.
-_WHOLE = {"self_attn.sinks": "attn_sinks.weight", "feed_forward.expert_bias": "exp_probs_b.bias"}
+_WHOLE = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.expert_bias": "exp_probs_b.bias",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.D": "ssm_d",
+}
+# What some files call otherwise: a norm before the MLP of a model without one after attention, and LFM2's last norm.
+_OTHERWISE = {"post_attention_norm": "ffn_norm", "output_norm": "token_embd_norm"}
+# Two modules that some files keep as one: which half of its rows each is.
+_HALVES = {
+    "ffn_gate_exps": ("ffn_gate_up_exps", 0),
+    "ffn_up_exps": ("ffn_gate_up_exps", 1),
+    "ssm_beta": ("ssm_ba", 0),
+    "ssm_alpha": ("ssm_ba", 1),
+}
 _PARTS = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
-def stored_tensor(name: str, *, normed_before: bool) -> tuple[str, int | None]:
-    """The same as stored_module of a tensor."""
-    if (found := _PARTS.fullmatch(name)) is not None and found[2] in _WHOLE:
-        return f"blk.{found[1]}.{_WHOLE[found[2]]}", None
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in a file."""
+
+    name: str
+    expert: int | None = None  # which of the stacked ones
+    half: int | None = None  # the first or second half of the rows
+
+
+def stored_tensor(name: str, found: Container[str]) -> Place:
+    """The place of a tensor, named as the parameters of a spec from a GGUF file are. `found`: the file's tensors."""
+    if (parts := _PARTS.fullmatch(name)) is not None and parts[2] in _WHOLE:
+        return Place(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
     module, _, suffix = name.rpartition(".")
-    stored, expert = stored_module(module, normed_before=normed_before)
-    return f"{stored}.{suffix}", expert
+    place = _stored_module(module, suffix, found)
+    return replace(place, name=f"{place.name}.{suffix}")
 
 
-def stored_module(module: str, *, normed_before: bool = True) -> tuple[str, int | None]:
-    """The name in the file of a module that transformers names so, and which of the stacked experts it is.
-
-    `normed_before`: the model norms only before attention and MLP, so the second norm of a layer is that of the MLP.
-    """
+def _stored_module(module: str, suffix: str, found: Container[str]) -> Place:
     if module in _TOP:
-        return _TOP[module], None
-    found = _PARTS.fullmatch(module)
-    assert found is not None, f"{module} is no part of a layer"
-    layer, inner = found[1], found[2]
-    if inner == "post_attention_layernorm":
-        return f"blk.{layer}.{'ffn_norm' if normed_before else 'post_attention_norm'}", None
-    if (expert := _EXPERT.fullmatch(inner)) is None:
-        return f"blk.{layer}.{LAYER[inner]}", None
-    return f"blk.{layer}.{LAYER[f'{expert[1]}.{expert[3]}']}", int(expert[2])
+        return Place(_present("", _TOP[module], suffix, found))
+    parts = _PARTS.fullmatch(module)
+    assert parts is not None, f"{module} is no part of a layer"
+    prefix, inner, expert = f"blk.{parts[1]}.", parts[2], None
+    if (numbered := _EXPERT.fullmatch(inner)) is not None:
+        inner, expert = f"{numbered[1]}.{numbered[3]}", int(numbered[2])
+    own = _LAYER[inner]
+    if own in _HALVES and f"{prefix}{own}.{suffix}" not in found:
+        both, half = _HALVES[own]
+        if f"{prefix}{both}.{suffix}" in found:
+            return Place(prefix + both, expert, half)
+    return Place(_present(prefix, own, suffix, found), expert)
+
+
+def _present(prefix: str, own: str, suffix: str, found: Container[str]) -> str:
+    """The name by which the file has it, the usual one if by none."""
+    other = _OTHERWISE.get(own)
+    uses_other = other is not None and f"{prefix}{own}.{suffix}" not in found and f"{prefix}{other}.{suffix}" in found
+    return f"{prefix}{other if uses_other else own}"

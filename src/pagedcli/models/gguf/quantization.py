@@ -4,9 +4,21 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pagedcli.models.gguf.names import stored_module
+from pagedcli.models.gguf.names import stored_tensor
 from pagedcli.models.gguf.types import BY_NAME, GgmlType
 from pagedcli.printable import plural
+
+
+# what is computed with as numbers, and the last parts of its tensors' names
+_WIDENED = {
+    "routers": ("ffn_gate_inp", "ffn_gate_inp_shexp"),
+    "the inputs of layers": ("per_layer_token_embd", "per_layer_model_proj", "inp_gate", "proj"),
+    "gates of states": ("ssm_ba", "ssm_alpha", "ssm_beta"),
+}
+
+
+def _part(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,9 @@ class GgufQuantization:
         """What CPU kernels do not keep as stored, e.g. "the embedding, gate and up of 2 layers"; empty if nothing."""
         embedding = self.types.get("token_embd.weight", "F32")
         parts = ["the embedding"] if self.output == "lm_head" and not BY_NAME[embedding].is_float else []
+        for what, names in _WIDENED.items():
+            if any(not BY_NAME[kind].is_float and _part(name) in names for name, kind in self.types.items()):
+                parts.append(what)
         differing = set()
         for name, kind in self.types.items():
             up = self.types.get(name.replace("ffn_gate", "ffn_up"))
@@ -50,8 +65,7 @@ class GgufQuantization:
 
     def type_of(self, module: str) -> GgmlType:
         """The type of a linear layer, by the name that transformers gives it; F32 if the file lacks it."""
-        name, _ = stored_module(module)
-        return BY_NAME[self.types.get(f"{name}.weight", "F32")]
+        return BY_NAME[self.types.get(stored_tensor(f"{module}.weight", self.types).name, "F32")]
 
     def covers(self, module: str) -> bool:
         """Whether a linear layer is stored quantized."""

@@ -1,5 +1,6 @@
 """The weights of a GGUF file: a WeightSource."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,14 +10,19 @@ import torch
 from torch import Tensor
 
 from pagedcli.models.gguf.blocks import numbers
-from pagedcli.models.gguf.description import reordered_heads
+from pagedcli.models.gguf.description import halved_groups, num_layers, reordered_heads
 from pagedcli.models.gguf.header import Header, StoredTensor
-from pagedcli.models.gguf.names import stored_tensor
+from pagedcli.models.gguf.names import Place, stored_tensor
 from pagedcli.models.parameters import Parameter
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
 
 # used by the rotary embedding, or by nothing
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "attn_rot_embd.weight")
+
+
+def _layer(name: str) -> int:
+    number = name.split(".")[1]
+    return int(number) if number.isdecimal() else -1
 
 
 class GgufWeights:
@@ -26,7 +32,6 @@ class GgufWeights:
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._normed_before = "blk.0.post_attention_norm.weight" not in header.tensors
         self._maps: dict[Path, np.ndarray] = {}
 
     def load(
@@ -37,47 +42,70 @@ class GgufWeights:
         Raises: ModelError naming the tensor: missing, unexpected, or of another shape.
         """
         names = [name for parameter in parameters.values() for name in parameter.shapes]
-        stored = {name: stored_tensor(name, normed_before=self._normed_before) for name in names}
-        self._check_names({name for name, _ in stored.values()})
+        places = {name: stored_tensor(name, self._header.tensors) for name in names}
+        self._check_names(
+            {place.name for place in places.values()},
+            allowed={stored_tensor(name, self._header.tensors).name for name in ignored},
+        )
 
         def read(parameter: Parameter) -> Tensor:
             own_dtype = kept_dtype(parameter, dtype)
             parts = (
-                parameter.kept(name, self._read(name, *stored[name], parameter, own_dtype or torch.float32))
+                parameter.kept(name, self._read(name, places[name], parameter, own_dtype or torch.float32))
                 for name in parameter.shapes
             )
             return stacked(parts, parameter, own_dtype, device)
 
         return UnreadTensors({key: partial(read, parameter) for key, parameter in parameters.items()})
 
-    def _check_names(self, expected: set[str]) -> None:
-        found = self._header.tensors
-        if missing := sorted(expected - found.keys()):
+    def _check_names(self, expected: set[str], allowed: set[str]) -> None:
+        """Layers after the last one only predict further tokens."""
+        layers = num_layers(self._header)
+        found = {name for name in self._header.tensors if not name.startswith("blk.") or _layer(name) < layers}
+        if missing := sorted(expected - found):
             others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise self._header.error(f"tensor {missing[0]!r} is missing{others}", "download the file again")
-        extra = sorted(name for name in found.keys() - expected if not name.endswith(_UNUSED))
+        extra = sorted(name for name in found - expected - allowed if not name.endswith(_UNUSED))
         if extra:
             others = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
             raise self._header.error(f"tensor {extra[0]!r:.80} is not part of this architecture{others}")
 
-    def _read(
-        self, name: str, stored_name: str, expert: int | None, parameter: Parameter, dtype: torch.dtype
-    ) -> Tensor:
+    def _read(self, name: str, place: Place, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         """The numbers of a tensor, or its blocks if the parameter keeps them."""
-        stored, shape = self._header.tensors[stored_name], parameter.shapes[name]
+        stored, shape = self._header.tensors[place.name], parameter.shapes[name]
         keeps_blocks = parameter.stored.dtype == "uint8"
         blocks = self._blocks(stored)
-        if expert is not None and blocks.dim() == len(shape) + 2 and expert < len(blocks):
-            blocks = blocks[expert]
+        if place.expert is not None and blocks.dim() == len(shape) + 2 and place.expert < len(blocks):
+            blocks = blocks[place.expert]
+        if place.half is not None:
+            blocks = self._half(place, blocks)
         found = (*blocks.shape[:-2], blocks.shape[-2] if keeps_blocks else blocks.shape[-2] * stored.type.block)
+        if len(shape) == 1:  # a norm of groups is a matrix there
+            found = (math.prod(found),)
         if [size for size in found if size != 1] != [size for size in shape if size != 1]:
             raise self._header.error(
-                f"tensor {stored_name!r} has shape {list(stored.shape)}, which its metadata do not lead to"
+                f"tensor {place.name!r} has shape {list(stored.shape)}, which its metadata do not lead to"
             )
-        blocks = blocks.reshape(*shape[:-1], *blocks.shape[-2:])
-        if (heads := reordered_heads(self._header, stored_name)) is not None and not len(blocks) % (2 * heads):
+        blocks = blocks.reshape(*shape[:-1], -1, blocks.shape[-1])
+        if (heads := reordered_heads(self._header, place.name)) is not None and not len(blocks) % (2 * heads):
             blocks = blocks.reshape(heads, -1, 2, *blocks.shape[1:]).transpose(1, 2).flatten(0, 2)
-        return blocks if keeps_blocks else numbers(blocks, stored.type, dtype).reshape(shape)
+        if keeps_blocks:
+            return blocks
+        values = numbers(blocks, stored.type, dtype).reshape(shape)
+        return self._logarithms(place, values) if place.name.endswith(".ssm_a") else values
+
+    def _logarithms(self, place: Place, values: Tensor) -> Tensor:
+        """The file has -exp(A_log)."""
+        if not bool((values < 0).all()):
+            raise self._header.error(f"tensor {place.name!r} has numbers that are not below 0")
+        return values.neg().double().log().to(values.dtype)
+
+    def _half(self, place: Place, blocks: Tensor) -> Tensor:
+        """The rows of one of two modules that the file keeps as one."""
+        groups = halved_groups(self._header, place.name)
+        if groups < 1 or len(blocks) % (2 * groups):
+            raise self._header.error(f"tensor {place.name!r} has {len(blocks)} rows, which its metadata do not lead to")
+        return blocks.reshape(groups, 2, -1, *blocks.shape[1:])[:, place.half].flatten(0, 1)
 
     def _blocks(self, stored: StoredTensor) -> Tensor:
         """The bytes of a tensor: [..., blocks of a row, bytes of a block] uint8."""
