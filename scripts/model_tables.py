@@ -27,6 +27,7 @@ from pagedcli.models.fallback_spec import spec_of
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS
+from pagedcli.models.gguf.description import EXCEPTIONS as GGUF_EXCEPTIONS
 from pagedcli.models.gguf.description import FAMILIES as GGUF_FAMILIES
 from pagedcli.models.gguf.types import REFUSED as GGML_REFUSED
 from pagedcli.models.gguf.types import TYPES as GGML_TYPES
@@ -252,7 +253,8 @@ def gguf_families() -> str:
     names = defaultdict(list)
     for name, model_type in GGUF_FAMILIES.items():
         names[model_type].append(f"`{name}`")
-    names["mixtral"] = [f"{names['llama'][0]} with experts"]
+    for (name, key), model_type in GGUF_EXCEPTIONS.items():
+        names[model_type].append(f"`{name}` with `{key}`")
     return _table(("general.architecture", "runs as"), [(", ".join(names[each]), f"`{each}`") for each in names])
 
 

@@ -412,7 +412,7 @@ def _gemma4(fields: _Fields) -> dict[str, Any]:
     kinds = windows["layer_types"]
     own = len(kinds) - fields.number("attention.shared_kv_layers", 0)
     full = [i for i, kind in enumerate(kinds[: max(0, own)]) if kind == "full_attention"]
-    kv_heads = {kind: fields.of_layers("attention.head_count_kv", kinds, kind) for kind in kinds}
+    kv_heads = {kind: fields.of_layers("attention.head_count_kv", kinds, kind)[0] for kind in kinds}
     widths = fields.of_layers("feed_forward_length")
     turned = sum(factor < _STILL for factor in _factors(fields.header, "rope_freqs.weight"))
     head_dim = fields.number("attention.key_length")
@@ -420,8 +420,8 @@ def _gemma4(fields: _Fields) -> dict[str, Any]:
         **windows,
         "head_dim": fields.number("attention.key_length_swa"),
         "global_head_dim": head_dim,
-        "num_key_value_heads": kv_heads.get("sliding_attention", kv_heads.get("full_attention"))[0],
-        "num_global_key_value_heads": kv_heads.get("full_attention", [None])[0],
+        "num_key_value_heads": kv_heads.get("sliding_attention", kv_heads.get("full_attention")),
+        "num_global_key_value_heads": kv_heads.get("full_attention"),
         "attention_k_eq_v": bool(full) and not fields.has(f"blk.{full[0]}.attn_v.weight"),
         "num_kv_shared_layers": fields.number("attention.shared_kv_layers", 0),
         "intermediate_size": min(widths),

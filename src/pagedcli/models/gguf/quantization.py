@@ -8,7 +8,6 @@ from pagedcli.models.gguf.names import stored_tensor
 from pagedcli.models.gguf.types import BY_NAME, GgmlType
 from pagedcli.printable import plural
 
-
 # what is computed with as numbers, and the last parts of its tensors' names
 _WIDENED = {
     "routers": ("ffn_gate_inp", "ffn_gate_inp_shexp"),

@@ -1,0 +1,258 @@
+"""Tiny models as GGUF files of architectures whose tensors are split, joined or reordered, by llama.cpp's rules.
+
+The rules are those of its conversion from safetensors, written out here apart from the code under test.
+"""
+
+import json
+import re
+
+import numpy as np
+from gguf_files import gguf, reordered
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {
+    "qwen3_next": "QWEN3NEXT",
+    "qwen3_5_text": "QWEN35",
+    "qwen3_5_moe_text": "QWEN35MOE",
+    "granitemoe": "GRANITE_MOE",
+    "granitemoeshared": "GRANITE_MOE",
+    "granitemoehybrid": "GRANITE_HYBRID",
+    "gemma4_text": "GEMMA4",
+    "ministral3": "MISTRAL3",
+    "glm4": "GLM4",
+    "exaone4": "EXAONE4",
+    "ernie4_5": "ERNIE4_5",
+    "seed_oss": "SEED_OSS",
+    "olmo3": "OLMO2",
+}
+
+
+def tiled(rows, key_heads, value_heads):
+    """Value heads along the first dimension in the order of their numbers within a key head."""
+    shape = key_heads, value_heads // key_heads, -1, *rows.shape[1:]
+    return np.ascontiguousarray(rows.reshape(shape).swapaxes(0, 1)).reshape(rows.shape)
+
+
+def _of_experts(stack):
+    """Gate and up of stacked experts [experts, 2 * inner, width]."""
+    inner = stack.shape[1] // 2
+    return stack[:, :inner], stack[:, inner:]
+
+
+class Conversion:
+    """The tensors of a checkpoint by the file's names, and the file's metadata."""
+
+    def __init__(self, source):
+        self.config = json.loads((source / "config.json").read_text())
+        self.model_type = self.config["model_type"]
+        self.arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[self.model_type])
+        self._names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
+        self._stored = load_file(source / "model.safetensors")
+
+    def tensors(self):
+        """File's name -> values."""
+        found, experts = {}, {}
+        for name, values in self._stored.items():
+            if (parts := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", name)) is not None:
+                experts.setdefault(f"{parts[1]}.{parts[3]}", {})[int(parts[2])] = values
+                continue
+            for new_name, new in self._converted(name, values.astype(np.float32)):
+                found[new_name] = np.ascontiguousarray(new)
+        for name, numbered in experts.items():
+            found[self._mapped(name)] = np.stack([numbered[i] for i in range(len(numbered))]).astype(np.float32)
+        return found | self._frequencies()
+
+    def _mapped(self, name):
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return found
+
+    def _converted(self, name, values):
+        config, layer = self.config, "".join(re.findall(r"layers\.(\d+)", name))
+        if name.endswith(".A_log"):
+            values = -np.exp(values)
+        name = name.replace(".dt_bias", ".dt_proj.bias").replace(".layer_scalar", ".layer_scalar.weight")
+        if "linear_attn." in name and self.model_type.startswith("qwen3_5"):
+            values = self._tiled(name, values)
+        if "conv1d.weight" in name:
+            values = values.squeeze(1)
+        if self.model_type.startswith("qwen3") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
+            values = values + 1
+        if self.arch.name in ("GRANITE_MOE", "GRANITE_HYBRID", "MISTRAL3"):
+            heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+            if (part := name.split(".")[-2]) in heads:
+                values = reordered(values, config[heads[part]])
+        if "in_proj_qkvz" in name:
+            yield from self._flat(layer, values)
+        elif "mixer" in name or name.endswith((".A_log", ".D")):
+            yield self._mapped(name), values[:, None] if "mamba" in name else values
+        elif name.endswith("mamba.norm.weight"):
+            yield self._mapped(name), values.reshape(config["mamba_n_groups"], -1)
+        elif name.endswith("_moe.input_linear.weight"):
+            gate, up = _of_experts(values)
+            yield from ((f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up))
+        elif "shared_mlp" in name:
+            suffix = "_shexp.weight" if config["num_local_experts"] else ".weight"
+            kinds = ("gate", "up") if "input_linear" in name else ("down",)
+            for kind, part in zip(kinds, np.split(values, len(kinds)), strict=True):
+                yield f"blk.{layer}.ffn_{kind}{suffix}", part
+        elif name.endswith("router.scale"):
+            yield f"blk.{layer}.ffn_gate_inp.scale", values
+        elif name.endswith("per_expert_scale"):
+            yield f"blk.{layer}.ffn_down_exps.scale", values
+        else:
+            whole = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+            mapped = self._mapped(f"{name}.weight" if whole else name)
+            yield mapped, values[0] if mapped.endswith("inp_shexp.weight") else values
+
+    def _tiled(self, name, values):
+        config = self.config
+        heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        if "in_proj_qkv" in name or "conv1d" in name:
+            keys = 2 * heads[0] * config["linear_key_head_dim"]
+            return np.concatenate([values[:keys], tiled(values[keys:], *heads)])
+        if "out_proj" in name:
+            return tiled(values.T, *heads).T
+        return values if "linear_attn.norm" in name else tiled(values, *heads)
+
+    def _flat(self, layer, values):
+        """q, k, v and z, which the checkpoint lists key head by key head."""
+        config = self.config
+        groups, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        served = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+        rows = values.reshape(groups, -1, values.shape[1])
+        *qkv, z = np.split(rows, np.cumsum([size, size, served]), axis=1)
+        yield f"blk.{layer}.attn_qkv.weight", np.concatenate([part.reshape(-1, values.shape[1]) for part in qkv])
+        yield f"blk.{layer}.attn_gate.weight", z.reshape(-1, values.shape[1])
+
+    def _frequencies(self):
+        """Gemma 4's frequencies that do not turn are divided by a huge number."""
+        if self.model_type != "gemma4_text":
+            return {}
+        pairs = self._of_full_attention("head_dim") // 2
+        turned = int(pairs * self.config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)}
+
+    def _of_full_attention(self, name):
+        """Gemma 4's number for the layers without a window."""
+        layer = self.config["layer_types"].index("full_attention")
+        return self.config["per_layer_config"][str(layer)].get(name, self.config[name])
+
+    def describe(self, w):
+        """The metadata, by a GGUFWriter."""
+        config = self.config
+        rope = config.get("rope_parameters") or {}
+        full = rope.get("full_attention", rope)
+        w.add_context_length(config["max_position_embeddings"])
+        w.add_embedding_length(config["hidden_size"])
+        w.add_block_count(config["num_hidden_layers"])
+        w.add_head_count(config["num_attention_heads"])
+        w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        w.add_rope_freq_base(full.get("rope_theta", 10000.0))
+        if "sliding_attention" in rope:
+            w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if full.get("rope_type") == "yarn":
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            w.add_rope_scaling_factor(full["factor"])
+            w.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        w.add_bos_token_id(config["bos_token_id"])
+        w.add_eos_token_id(config["eos_token_id"])
+        if count := config.get("num_local_experts") or config.get("num_experts"):
+            w.add_expert_count(count)
+            w.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
+        if self.model_type == "gemma4_text":
+            self._gemma4(w)
+        else:
+            self._sizes(w)
+        if "linear_num_key_heads" in config:
+            self._gated_delta(w)
+        if self.arch.name.startswith("GRANITE"):
+            self._granite(w)
+        if config.get("sliding_window") and "layer_types" in config:
+            w.add_sliding_window(config["sliding_window"])
+            w.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+        if self.model_type == "ministral3":
+            w.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+            w.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+        if self.model_type == "glm4":
+            w.add_rope_dimension_count(int(config["head_dim"] * full["partial_rotary_factor"]))
+
+    def _sizes(self, w):
+        config = self.config
+        if config.get("intermediate_size"):
+            w.add_feed_forward_length(config["intermediate_size"])
+        if config.get("moe_intermediate_size"):
+            w.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+            if config.get(key):
+                w.add_expert_shared_feed_forward_length(config[key])
+        if config.get("head_dim") and not self.arch.name.startswith("GRANITE"):
+            w.add_key_length(config["head_dim"])
+            w.add_value_length(config["head_dim"])
+        heads = config["num_key_value_heads"]
+        if self.model_type == "granitemoehybrid":
+            heads = [heads if each in ("attention", "full_attention") else 0 for each in config["layer_types"]]
+        w.add_head_count_kv(heads)
+
+    def _gated_delta(self, w):
+        config = self.config
+        w.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        w.add_ssm_state_size(config["linear_key_head_dim"])
+        w.add_ssm_group_count(config["linear_num_key_heads"])
+        w.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        w.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        w.add_full_attention_interval(4)
+        w.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
+
+    def _granite(self, w):
+        config = self.config
+        w.add_attention_scale(config["attention_multiplier"])
+        w.add_embedding_scale(config["embedding_multiplier"])
+        w.add_residual_scale(config["residual_multiplier"])
+        w.add_logit_scale(config["logits_scaling"])
+        if self.model_type == "granitemoehybrid":
+            w.add_ssm_conv_kernel(config["mamba_d_conv"])
+            w.add_ssm_state_size(config["mamba_d_state"])
+            w.add_ssm_group_count(config["mamba_n_groups"])
+            w.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+            w.add_ssm_time_step_rank(config["mamba_n_heads"])
+            w.add_rope_scaling_finetuned(False)
+
+    def _gemma4(self, w):
+        config, layers, head_dim = self.config, self.config["num_hidden_layers"], self._of_full_attention("head_dim")
+        own = layers - config["num_kv_shared_layers"]
+        widths = [config["intermediate_size"] * (1 if i < own else 2) for i in range(layers)]
+        w.add_feed_forward_length(widths if config["use_double_wide_mlp"] else config["intermediate_size"])
+        kinds, kv_heads = config["layer_types"], config["num_key_value_heads"]
+        global_heads = self._of_full_attention("num_key_value_heads")
+        listed = [kv_heads if each == "sliding_attention" else global_heads for each in kinds]
+        w.add_head_count_kv(kv_heads if kv_heads == global_heads else listed)
+        if config["moe_intermediate_size"]:
+            w.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        w.add_shared_kv_layers(config["num_kv_shared_layers"])
+        w.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+        w.add_key_length(head_dim)
+        w.add_value_length(head_dim)
+        w.add_key_length_swa(config["head_dim"])
+        w.add_value_length_swa(config["head_dim"])
+        w.add_final_logit_softcapping(config["final_logit_softcapping"])
+        w.add_rope_dimension_count(head_dim)
+        w.add_rope_dimension_count_swa(config["head_dim"])
+
+
+def converted(source, path, *, type_of=lambda name: "F32", change=lambda tensors, writer: None):
+    """Writes the GGUF file of the model at `source` to `path`. `type_of`: the type of a tensor by the file's name."""
+    conversion = Conversion(source)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[conversion.arch])
+    conversion.describe(writer)
+    tensors = conversion.tensors()
+    change(tensors, writer)
+    for name, values in tensors.items():
+        kind = gguf.GGMLQuantizationType[type_of(name)] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        raw = gguf.quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=None if raw.dtype == np.float32 else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

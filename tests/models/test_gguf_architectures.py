@@ -1,0 +1,119 @@
+"""GGUF files whose tensors are split, joined or reordered: the tokens of the models they were made from."""
+
+import re
+import shutil
+
+import pytest
+from engine_harness import make_engine, ragged_prompts, run
+from gguf_conversions import converted
+from gguf_files import gguf
+from model_zoo import cached_model, tiny_model
+from safetensors.numpy import load_file, save_file
+
+from pagedcli.errors import ModelError
+from pagedcli.models.reading import read_spec
+from pagedcli.sampling_params import SamplingParams
+
+FAMILIES = (
+    *("qwen3_5", "qwen3_5-moe", "qwen3_next", "granite-hybrid", "granite-hybrid-moe"),
+    *("gemma4-e2b", "gemma4-26b", "gemma4-31b", "ministral3", "glm4"),
+)
+OF_DATA = ("granitemoe", "granitemoeshared", "exaone4", "exaone4-global", "ernie4_5", "seed_oss", "olmo3")
+THREE_VALUES = {"linear_num_value_heads": 6}  # of a key head: two orders of 2 x 2 heads would be the same backwards
+GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+OVERRIDES = dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_next"), THREE_VALUES) | {
+    "ministral3": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}}
+}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def check_tokens(source, path, **options):
+    prompts = ragged_prompts(4)
+    assert run(make_engine(path, **options), prompts, PARAMS) == run(make_engine(source, **options), prompts, PARAMS)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(each, marks=pytest.mark.slow) for each in OF_DATA)])
+def test_a_file_gives_the_tokens_of_the_folder_it_was_made_from(family, tmp_path_factory, tmp_path):
+    source = cached_model(family, tmp_path_factory)
+    if family in OVERRIDES:
+        source = tiny_model(family, tmp_path / "source", **OVERRIDES[family])
+    check_tokens(source, converted(source, tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_value_heads_are_in_order_without_the_cpu_kernels(family, tmp_path):
+    source = tiny_model(family, tmp_path / "source", **THREE_VALUES)
+    path = converted(source, tmp_path / "model.gguf")
+    check_tokens(source, path, attention_backend="sdpa")
+    assert read_spec(path).recurrent.tiled == (family == "qwen3_5")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_quantized_tensors_are_split_and_reordered_as_blocks(backend, tmp_path):
+    """Rounded in the folder, so that rounding again for the file changes nothing."""
+
+    def rounded(values):
+        return gguf.dequantize(gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0)
+
+    linear = re.compile(r"(in_proj_\w+|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj)\.weight$")
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "moe_intermediate_size": 64}
+    source = tiny_model("qwen3_5-moe", tmp_path / "source", **THREE_VALUES, **sizes)
+    shutil.copytree(source, tmp_path / "rounded")
+    values = load_file(source / "model.safetensors")
+    rounds = {name for name, each in values.items() if linear.search(name) and each.shape[-1] % 32 == 0}
+    twins = {name: rounded(each) if name in rounds else each for name, each in values.items()}
+    save_file(twins, tmp_path / "rounded" / "model.safetensors", metadata={"format": "pt"})
+    quantized = ("attn_", "ssm_out", "ssm_alpha", "ssm_beta", "_exps", "ffn_gate_shexp", "ffn_up_shexp")
+
+    def type_of(name):
+        return "Q8_0" if any(part in name for part in quantized) and "norm" not in name else "F32"
+
+    path = converted(tmp_path / "rounded", tmp_path / "model.gguf", type_of=type_of)
+    if backend == "sdpa":
+        check_tokens(tmp_path / "rounded", path, attention_backend=backend)
+        return
+    assert "apart from gates of states, widened" in make_engine(path, attention_backend=backend).model.notes[0]
+
+
+def test_layers_that_only_predict_further_tokens_are_not_read(tmp_path_factory, tmp_path):
+    def with_prediction(tensors, writer):
+        layers = 4
+        writer.add_nextn_predict_layers(1)
+        tensors |= {f"blk.{layers}.nextn.eh_proj.weight": tensors["output_norm.weight"][None].repeat(2, 0)}
+        tensors |= {f"blk.{layers}.attn_norm.weight": tensors["blk.0.attn_norm.weight"]}
+        writer.kv_data[0]["qwen35.block_count"].value = layers + 1
+
+    source = cached_model("qwen3_5", tmp_path_factory)
+    check_tokens(source, converted(source, tmp_path / "model.gguf", change=with_prediction))
+
+
+def test_experts_whose_gate_and_up_are_one_tensor_are_read_as_halves(tmp_path_factory, tmp_path):
+    import numpy as np
+
+    def joined(tensors, writer):
+        for i in range(4):
+            parts = [tensors.pop(f"blk.{i}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
+            tensors[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
+
+    source = cached_model("qwen3_next", tmp_path_factory)
+    check_tokens(source, converted(source, tmp_path / "model.gguf", change=joined))
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "message"),
+    [
+        ("qwen3_5", "blk.0.ssm_a", "not below 0"),
+        ("qwen3_next", "blk.0.ssm_ba.weight", "rows, which its metadata do not lead to"),
+        ("gemma4-31b", "blk.0.layer_output_scale.weight", "missing"),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(family, tensor, message, tmp_path_factory, tmp_path):
+    def damaged(tensors, writer):
+        if message == "missing":
+            del tensors[tensor]
+        else:
+            tensors[tensor] = -tensors[tensor] if tensor.endswith("ssm_a") else tensors[tensor][:-1]
+
+    path = converted(cached_model(family, tmp_path_factory), tmp_path / "model.gguf", change=damaged)
+    with pytest.raises(ModelError, match=message):
+        make_engine(path)
