@@ -33,8 +33,10 @@ class PagedHarness:
         self.num_steps = [0] * len(lengths)
 
     @torch.inference_mode()
-    def step(self, work):
-        """Logits [tokens of the sequence, V] per sequence; `work` lists (sequence, start, token ids)."""
+    def step(self, work, rows=None):
+        """Logits [tokens of the sequence, V] per sequence; `work` lists (sequence, start, token ids). With `rows` those
+        of these new tokens alone, together."""
+        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long)
         spans = [(row, start, start + len(ids)) for row, start, ids in work]
         counts = [end - start for _, start, end in spans]
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
@@ -53,6 +55,7 @@ class PagedHarness:
                 max_total=max(ends),
                 cu_q_host=cu_q,
                 num_tokens_host=ends,
+                logits_rows=wanted,
             )
             for table, of_group in zip(self.tables, slots, strict=True)
         )
@@ -61,7 +64,8 @@ class PagedHarness:
             batch.state_reads, batch.state_writes = self._state_slots([row for row, _, _ in spans])
         ids = torch.tensor([token for _, _, ids in work for token in ids])
         hidden = self.model.forward(ids, positions, batch, self.kv_cache)
-        return self.model.compute_logits(hidden).split(counts)
+        logits = self.model.compute_logits(hidden)
+        return logits.split(counts) if rows is None else logits
 
     def _state_slots(self, rows):
         reads = [2 * row + self.num_steps[row] % 2 if self.num_steps[row] else -1 for row in rows]

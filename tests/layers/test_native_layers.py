@@ -11,8 +11,9 @@ from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_
 from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import gptq, quantized_twins
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import load as load_cpu
+from pagedcli.attention.select import select_backend
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
 from pagedcli.models.cpu_decoder import CpuDecoder
 from pagedcli.models.formats import FORMATS
@@ -130,25 +131,28 @@ def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
         torch.set_num_threads(1)
 
 
-def test_only_the_rows_that_are_asked_for_come_back(tmp_path_factory):
-    path = cached_model("llama", tmp_path_factory)
-    model, backend = load(path)
-    ids, harness = list(range(3, 23)), None
-    results = []
-    for rows in (None, [4, 19], []):
-        harness = PagedHarness(model, backend, lengths=[20], block_size=16)
-        batch = PagedBatch(
-            cu_q=torch.tensor([0, 20], dtype=torch.int32),
-            num_tokens=torch.tensor([20], dtype=torch.int32),
-            block_table=harness.table,
-            slots=(harness.table[0].repeat_interleave(16)[:20] * 16 + torch.arange(20) % 16).int(),
-            max_new=20,
-            max_total=20,
-            logits_rows=None if rows is None else torch.tensor(rows, dtype=torch.long),
-        )
-        results.append(model.forward(torch.tensor(ids), torch.arange(20), batch, harness.kv_cache))
-    assert torch.equal(results[1], results[0][[4, 19]])
-    assert results[2].shape == (0, model.spec.hidden_size)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4-e2b", "gemma4-12b", "qwen3_5", "lfm2"])
+def test_tokens_that_nobody_asks_for_change_no_bit(family, tmp_path_factory):
+    """They end at the last layer that keeps K and V or a state; the cache and the tokens asked for are the same."""
+    path = cached_model(family, tmp_path_factory)
+    spec = read_spec(path)
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    options = {"device": CPU, "dtype": torch.float32}
+    backend = select_backend("cpu", block_size=4, layers=spec.attention_layers, **options, **sizes).backend
+    model = load_model(path, spec, backend=backend, max_model_len=256, **options)
+    first = [(0, 0, list(range(3, 23))), (1, 0, [7]), (2, 0, list(range(9, 42)))]
+    then = [(0, 20, [5, 6, 7]), (1, 1, [8]), (2, 33, [4, 4])]
+
+    def steps(rows_of_first, rows_of_then):
+        harness = PagedHarness(model, backend, lengths=[23, 2, 35], block_size=4)
+        return harness.step(first, rows_of_first), harness.step(then, rows_of_then), harness.kv_cache.nan_to_num()
+
+    *logits, cache = steps(range(54), range(6))
+    for pair in ([[], [2, 3, 5]], [[20], [3]], [[19, 20, 53], []], [[5, 6, 9, 30, 31, 53], [0, 5]]):
+        *found, kept = steps(*pair)
+        assert torch.equal(kept, cache)
+        for whole, rows, some in zip(logits, pair, found, strict=True):
+            assert torch.equal(some, whole[rows])
 
 
 def test_tied_embedding_is_kept_once(tmp_path_factory):

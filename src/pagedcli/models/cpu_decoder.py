@@ -5,6 +5,7 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 
 import ctypes
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -84,26 +85,17 @@ class CpuDecoder:
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
-        """See CausalLM.forward. The last layer computes only the rows in batch.logits_rows."""
+        """See CausalLM.forward. Only the rows in batch.logits_rows are returned, and only LateTokens run through all
+        layers."""
         rows, embedding = batch.logits_rows, self._embedding
-        prepared = (batch, *batch.others)
-        slots = [of_group.slots.contiguous() for of_group in prepared]
-        backends = self._backends
-        layer_bytes = [self._layer_bytes(kv_cache, *each) for each in zip(self._groups, backends, strict=True)]
-        for group, of_group, backend in zip(self._groups, prepared, backends, strict=True):
-            of_group.window = group.window
-            backend.prepare(of_group)
+        late = None if rows is None or rows.shape[0] == input_ids.shape[0] else LateTokens.of(batch.cu_q, rows)
+        groups, _kept = self._group_steps(batch, late, kv_cache)
         residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
         residual = scaled_embedding(residual, self.spec)
         out = residual if rows is None else torch.empty((rows.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
+        late_positions = positions if late is None else positions.index_select(0, late.tokens)
         states = None if self.spec.recurrent is None else _StateArguments(batch)
-        groups = (GroupStepStruct * len(prepared))(
-            *(
-                GroupStepStruct(each.data_ptr(), of_group.work.address, backend.geometry_address, num_bytes)
-                for each, of_group, backend, num_bytes in zip(slots, prepared, backends, layer_bytes, strict=True)
-            )
-        )
         input_ids = input_ids.contiguous()
         step = StepStruct(
             num_tokens=input_ids.shape[0],
@@ -114,7 +106,10 @@ class CpuDecoder:
             groups=ctypes.addressof(groups),
             k_cache=kv_cache[0].data_ptr(),
             v_cache=kv_cache[1].data_ptr(),
-            rows=None if rows is None else rows.data_ptr(),
+            late=None if late is None else late.tokens.data_ptr(),
+            late_positions=late_positions.data_ptr(),
+            num_late=late_positions.shape[0],
+            rows=None if late is None else late.wanted.data_ptr(),
             num_rows=out.shape[0],
             out=out.data_ptr(),
             state_step=None if states is None else ctypes.addressof(states.step),
@@ -123,6 +118,23 @@ class CpuDecoder:
         if self._functions.decoder_forward(ctypes.byref(self._model), ctypes.byref(step)):
             raise BackendError(f"a block table names a block outside the cache of {kv_cache.shape[2]} blocks")
         return out
+
+    def _group_steps(
+        self, batch: PagedBatch, late: "LateTokens | None", kv_cache: Tensor
+    ) -> tuple[ctypes.Array[GroupStepStruct], list[object]]:
+        """The step as each group of layers sees it, and what that points into. Changes: batch, which is prepared."""
+        structs, kept = [], []
+        for group, backend, of_all in zip(self._groups, self._backends, (batch, *batch.others), strict=True):
+            layer_bytes, slots = self._layer_bytes(kv_cache, group, backend), of_all.slots.contiguous()
+            of_all.window = group.window
+            of_late = of_all if late is None else replace(of_all, cu_q=late.cu_q)
+            backend.prepare(of_all)
+            if late is not None:
+                backend.prepare(of_late)
+            works = of_all.work.address, of_late.work.address
+            structs.append(GroupStepStruct(slots.data_ptr(), *works, backend.geometry_address, layer_bytes))
+            kept += [slots, of_late.work]
+        return (GroupStepStruct * len(structs))(*structs), kept
 
     def _layer_bytes(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
         """Bytes from one layer's cache to the next one's of its group. Raises: BackendError for another cache."""
@@ -173,6 +185,7 @@ class _Builder(Parts):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             num_heads=spec.num_heads,
+            last_keeper=spec.last_keeper,
             qkv_size=spec.widest_qkv,
             head_size=spec.num_heads * max(head_dim for _, head_dim in map(spec.heads_of, attending)),
             inner_size=max(spec.widest_mlp, shared or 0, spec.recurrent.inner if spec.recurrent else 0),
@@ -335,6 +348,27 @@ class _Builder(Parts):
         self.kept.append(weight)
         self.weight_bytes += weight.nbytes
         return weight.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class LateTokens:
+    """The new tokens of each sequence from the first one on whose hidden state is wanted. They alone go beyond the last
+    layer that keeps K and V or a state (ModelSpec.last_keeper): there nobody looks at the others."""
+
+    tokens: Tensor  # [R'] int64, rows of the step, ascending
+    cu_q: Tensor  # [B+1] int32, see PagedBatch
+    wanted: Tensor  # [R] int64, which of them are wanted, ascending
+
+    @classmethod
+    def of(cls, cu_q: Tensor, rows: Tensor) -> "LateTokens":
+        """Of a step in which the hidden states of `rows` [R] int64, ascending, are wanted."""
+        starts, ends = cu_q[:-1].long(), cu_q[1:].long()
+        wanted = torch.cat((rows, ends[-1:]))
+        counts = (ends - wanted[torch.searchsorted(rows, starts)]).clamp(min=0)
+        late_ends = counts.cumsum(0)
+        tokens = torch.arange(int(late_ends[-1])) + (ends - late_ends).repeat_interleave(counts)
+        cu_late = torch.cat((cu_q[:1], late_ends.int()))
+        return cls(tokens, cu_late, torch.searchsorted(tokens, rows))
 
 
 class _StateArguments:

@@ -151,6 +151,12 @@ class ModelSpec:
         """Whether a layer has K and V of its own."""
         return not self.kv_sources or self.kv_sources[layer] is None
 
+    @property
+    def last_keeper(self) -> int:
+        """The last layer with K and V of its own or a state. In those after it no token looks at another's residual, so
+        that a prompt's tokens without logits need not run through them."""
+        return max(filter(self.keeps, range(self.num_layers)))
+
     def shape_of(self, layer: int) -> tuple[object, ...]:
         """What decides the shapes of a layer's weights, where layers differ."""
         attention = self.heads_of(layer), self.keeps(layer), layer in self.keys_as_values

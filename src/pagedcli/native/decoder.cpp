@@ -24,14 +24,16 @@ template <class T> struct Forward {
     const Model& m;
     const Step& step;
     int64_t tokens, E_, H, Q;  // Q: heads of queries and of their gates
+    const int64_t* positions;
     int threads;
+    bool late = false;  // whether only the late tokens are left
     E *residual, *x, *qkv, *wide;  // [T][E], [T][E], [T][Q + 2G][D], [T][the widest of what lies between products]
     E* inputs;                     // [T][L][P]
     E *routed, *mixed;             // [T][E] each, of experts besides an MLP
 
     Forward(const Model& m, const Step& step, Arena& arena)
         : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), H(m.num_heads), Q(m.output_gate ? 2 * H : H),
-          threads((int)step.threads), residual((E*)step.residual) {
+          positions(step.positions), threads((int)step.threads), residual((E*)step.residual) {
         const int64_t widest = std::max({m.head_size, m.inner_size, E_, m.input_size}), rows = Matrix<E>::size(tokens, 1);
         const int64_t all_inputs = m.num_layers * m.input_size, beside = m.layers[0].router_norm ? E_ : 0;
         // each begins in a line of its own
@@ -58,8 +60,9 @@ template <class T> struct Forward {
         if (!plain) add_rows<T>(m, x, norm, tokens, residual, threads);
     }
 
-    // Writes `wide` in `order`. False if the block table names a block that does not exist.
-    bool attend(const Layer& layer, Order order) const {
+    // Writes `wide` in `order`, of the late tokens alone if it `ends` with the others. False if the block table names a block
+    // that does not exist.
+    bool attend(const Layer& layer, bool ends, Order& order) {
         const GroupStep& group = step.groups[layer.group];
         const int64_t D = layer.head_dim, G = layer.num_kv_heads, width = qkv_width(m, layer), head_stride = Q / H * D;
         char* k_cache = (char*)step.k_cache + layer.place * group.layer_bytes;
@@ -74,25 +77,29 @@ template <class T> struct Forward {
                 memcpy(values + t * value_stride, qkv + t * width + Q * D, G * D * sizeof(E));
             });
         }
-        norm_and_rotate<T>(m, layer, step, qkv);
+        norm_and_rotate<T>(m, layer, tokens, positions, qkv, threads);
         if (!layer.reads) {
             if (m.value_norm) norm_heads<T>(values, value_stride, tokens, G, D, (float)m.eps, threads);
             const int64_t strides[4] = {width, D, value_stride, D};
             paged_write((int)m.dtype, group.geometry, tokens, threads, qkv + Q * D, values, strides, k_cache, v_cache,
                         group.slots);
         }
-        if (paged_attend((int)m.dtype, group.geometry, group.work, qkv, width, head_stride, k_cache, v_cache, wide,
+        if (ends) keep_late(qkv, width);
+        order = D % VL ? BY_ROWS : order_for(layer.attention_out);
+        const StepWork* work = late ? group.late_work : group.work;
+        if (tokens && paged_attend((int)m.dtype, group.geometry, work, qkv, width, head_stride, k_cache, v_cache, wide,
                          (float)m.attention_scale, (float)m.soft_cap, layer.sinks, order))
             return false;
         if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv, tokens, H, D, width, threads);
         return true;
     }
 
-    void keep_wanted(int64_t size) {
-        keep_rows(wide, size, step.rows, step.num_rows);
-        keep_rows(residual, E_, step.rows, step.num_rows);
-        if (m.input_size) keep_rows(inputs, m.num_layers * m.input_size, step.rows, step.num_rows);
-        tokens = step.num_rows;
+    // The late tokens alone, also of x [T][width].
+    void keep_late(E* x, int64_t width) {
+        keep_rows(x, width, step.late, step.num_late);
+        keep_rows(residual, E_, step.late, step.num_late);
+        if (m.input_size) keep_rows(inputs, m.num_layers * m.input_size, step.late, step.num_late);
+        tokens = step.num_late, positions = step.late_positions, late = true;
     }
 
     // An MLP and experts, each between norms of its own, then a norm of their sum.
@@ -153,21 +160,23 @@ template <class T> struct Forward {
         for (int64_t i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
             const Recurrent* recurrent = layer.recurrent;
-            const bool keeps_some = i == m.num_layers - 1 && step.num_rows < tokens;  // after it no token looks at another
-            const Order order = recurrent || keeps_some || layer.head_dim % VL ? BY_ROWS : order_for(layer.attention_out);
-            if (recurrent)
+            const bool ends = i == m.last_keeper && step.num_late < tokens;
+            Order order = BY_ROWS;
+            if (recurrent) {
                 recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm).base, tokens, *step.state_step,
                                   step.states[layer.place], wide, threads);
-            else if (!attend(layer, order))
+                if (ends) keep_late(wide, inner_of(*recurrent));
+            } else if (!attend(layer, ends, order)) {
                 return 1;
-            if (keeps_some) keep_wanted(recurrent ? inner_of(*recurrent) : H * layer.head_dim);
+            }
             if (!tokens) return 0;
             add(recurrent ? recurrent->out : layer.attention_out, order, layer.input_norm_after);
             mlp(layer);
             if (layer.layer_input_after) add_input(layer, i);
             if (layer.scalar != 1) scale_rows<T>((float)layer.scalar, tokens, E_, residual, threads);
         }
-        norm_rows<T>(residual, m.final_norm, m.float_norms, tokens, E_, (float)m.eps, step.out, threads);
+        if (step.num_rows < tokens) keep_rows(residual, E_, step.rows, step.num_rows);
+        norm_rows<T>(residual, m.final_norm, m.float_norms, step.num_rows, E_, (float)m.eps, step.out, threads);
         return 0;
     }
 };

@@ -32,6 +32,7 @@ struct Layer {
 
 struct Model {
     int64_t dtype, num_layers, hidden_size, num_heads;
+    int64_t last_keeper;          // the last layer with K and V of its own or a state: see Step::late
     int64_t qkv_size, head_size;  // the largest widths of a layer's qkv, and of all its query heads
     int64_t inner_size;   // the largest width of a gated MLP
     int64_t output_gate;  // qkv lists after the query of each head a gate of its result
@@ -59,7 +60,7 @@ inline int64_t qkv_width(const Model& m, const Layer& layer) {
 // A step as the layers of one group see it.
 struct GroupStep {
     const int32_t* slots;
-    const StepWork* work;
+    const StepWork *work, *late_work;  // of all tokens, of Step::late alone
     const Geometry* geometry;
     int64_t layer_bytes;  // from one place's cache to the next
 };
@@ -70,7 +71,11 @@ struct Step {
     const int64_t *positions, *ids;
     const GroupStep* groups;
     void *k_cache, *v_cache;  // of the first place
-    const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are
+    // Tokens from the first one of their sequence whose hidden state is wanted on, ascending, and their positions. No other
+    // goes further than the K and V of the last layer that keeps any: nobody looks at it. Not read if all are.
+    const int64_t *late, *late_positions;
+    int64_t num_late;
+    const int64_t* rows;  // which of these tokens' hidden states are wanted, ascending; not read if all are
     int64_t num_rows;
     void* out;  // [num_rows][E]
     const StateStep* state_step;

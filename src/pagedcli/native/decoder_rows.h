@@ -108,7 +108,8 @@ template <class T> void gelu_times(typename T::Elem* x, const typename T::Elem* 
 }
 
 // q and k of each token, where they lie in qkv [T][H + 2G][D]; a layer without K has q alone.
-template <class T> void norm_and_rotate(const Model& m, const Layer& layer, const Step& step, typename T::Elem* qkv) {
+template <class T> void norm_and_rotate(const Model& m, const Layer& layer, int64_t num_tokens, const int64_t* positions,
+                                        typename T::Elem* qkv, int threads) {
     using E = typename T::Elem;
     if (!layer.q_norm && !layer.rope_table) return;
     const int64_t D = layer.head_dim, H = m.num_heads, G = layer.reads ? 0 : layer.num_kv_heads, each = m.output_gate ? 2 : 1;
@@ -116,7 +117,7 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, cons
     auto norm = [&](E* x, const void* weight, int64_t size) {
         rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps);
     };
-    for_rows((int)step.threads, step.num_tokens, width, 4, [&](int64_t t) {
+    for_rows(threads, num_tokens, width, 4, [&](int64_t t) {
         E* row = qkv + t * width;
         if (layer.q_norm && m.norms_heads) norm(row, layer.q_norm, H * D), norm(row + H * D, layer.k_norm, G * D);
         for (int64_t h = 0; h < H + G; h++) {
@@ -124,9 +125,9 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, cons
             if (layer.q_norm && !m.norms_heads) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
             if (!layer.rope_table) continue;
             if (layer.neighbours) part_neighbours(head, layer.rotated);
-            rotate<T>(head, (const E*)layer.rope_table + step.positions[t] * layer.rotated, layer.rotated);
+            rotate<T>(head, (const E*)layer.rope_table + positions[t] * layer.rotated, layer.rotated);
             if (!layer.query_scales || h >= H) continue;
-            const vf scale = splat(Rows<T>::load_one((const E*)layer.query_scales + step.positions[t]));
+            const vf scale = splat(Rows<T>::load_one((const E*)layer.query_scales + positions[t]));
             for (int64_t i = 0; i < D; i += VL) store_some<T>(head + i, load_some<T>(head + i, D - i) * scale, D - i);
         }
     });

@@ -88,7 +88,8 @@ class ModelStruct(ctypes.Structure):
     """struct Model"""
 
     _fields_ = [
-        *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "qkv_size", "head_size")),
+        *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "last_keeper")),
+        *((name, _int64) for name in ("qkv_size", "head_size")),
         *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
         *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
         *((name, _pointer) for name in ("layers", "final_norm")),
@@ -102,7 +103,7 @@ class ModelStruct(ctypes.Structure):
 class GroupStepStruct(ctypes.Structure):
     """struct GroupStep"""
 
-    _fields_ = [*((name, _pointer) for name in ("slots", "work", "geometry")), ("layer_bytes", _int64)]
+    _fields_ = [*((name, _pointer) for name in ("slots", "work", "late_work", "geometry")), ("layer_bytes", _int64)]
 
 
 class StepStruct(ctypes.Structure):
@@ -110,7 +111,10 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("num_tokens", "threads")),
-        *((name, _pointer) for name in ("residual", "positions", "ids", "groups", "k_cache", "v_cache", "rows")),
+        *((name, _pointer) for name in ("residual", "positions", "ids", "groups", "k_cache", "v_cache")),
+        *((name, _pointer) for name in ("late", "late_positions")),
+        ("num_late", _int64),
+        ("rows", _pointer),
         ("num_rows", _int64),
         *((name, _pointer) for name in ("out", "state_step", "states")),
     ]
