@@ -65,7 +65,7 @@ class PagedHarness:
         ids = torch.tensor([token for _, _, ids in work for token in ids])
         hidden = self.model.forward(ids, positions, batch, self.kv_cache)
         logits = self.model.compute_logits(hidden)
-        return logits.split(counts) if rows is None else logits
+        return logits.split(counts) if wanted is None else logits
 
     def _state_slots(self, rows):
         reads = [2 * row + self.num_steps[row] % 2 if self.num_steps[row] else -1 for row in rows]
