@@ -32,6 +32,7 @@ class Case:
     device: str = "cpu"
     seed: int = 0
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
+    num_others: int = 0  # layers whose K and V are in each block, too, half of them before this one's
     # sequence: (an earlier one, how many leading tokens and their blocks it has from there)
     shared: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -122,7 +123,10 @@ def fill_cache(
     shape = backend.kv_shape(num_blocks, size, case.num_kv_heads, case.head_dim)
     dtype = case.kv_dtype or case.dtype
     poison = -1 if dtype == torch.int8 else float("nan")  # bytes 0xff are NaN as a float32
-    k_cache, v_cache = (torch.full(shape, poison, dtype=dtype, device=case.device) for _ in range(2))
+    layers = shape[0], case.num_others + 1, *shape[1:]
+    k_cache, v_cache = (
+        torch.full(layers, poison, dtype=dtype, device=case.device)[:, case.num_others // 2] for _ in range(2)
+    )
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed + 1 + len(members))).tolist()
     table = torch.full((len(members), max(needed) + 2), GARBAGE_BLOCK, dtype=torch.int32)
     early: list[int] = []

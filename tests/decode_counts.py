@@ -39,17 +39,21 @@ FAMILIES = {
     "Qwen3-MoE": ("qwen3-moe", {"mlp_only_layers": []}),
     "Qwen2-MoE": ("qwen2-moe", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "Gemma 4 12B, 31B": ("gemma4-31b", {}),
+    "Gemma 4 E2B, E4B": ("gemma4-e2b", {"num_kv_shared_layers": 0}),
+    "Gemma 4 26B-A4B": ("gemma4-26b", {}),
 }
 
 
 def counts_of_a_family(gpu, make_model, name):
     """Kernels and operations of one layer and those of the rest of a step, as text, and uploads of the step."""
-    family, options = FAMILIES[name]
+    family, given = FAMILIES[name]
     one, two = (
         counts_of_a_step(
             gpu, make_model(family, num_hidden_layers=layers, **options), enforce_eager=True, dtype="bfloat16"
         )
         for layers in (1, 2)
+        for options in [given | ({"layer_types": ["full_attention"] * layers} if "gemma4" in family else {})]
     )
     layer = {name: two[name] - one[name] for name in ("kernels", "operations")}
     rest = [one[name] - layer[name] for name in layer]

@@ -47,7 +47,8 @@ class PretendGpu(TorchFunctionMode):
     """Use as a context; `install` replaces what is asked of torch.cuda and of triton.
 
     `runs_kernels` False: kernels change nothing and fresh memory is zero. The interpreter is slow, and what a step asks
-    of the device does not depend on what its kernels compute. `memory` "meta": tensors have a shape and no content.
+    of the device does not depend on what its kernels compute. `memory` "meta": tensors have a shape and no content, and
+    any number that is read is 0.5.
     """
 
     def __init__(self, *, runs_kernels=True, memory="cpu"):
@@ -93,6 +94,8 @@ class PretendGpu(TorchFunctionMode):
             return self._pin(result) if pin else result
         elif name in UPLOADS:
             self._upload(torch.as_tensor(args[0]), non_blocking=False)
+        if self.memory == "meta" and name == "item":
+            return 0.5
         if self.memory == "meta":  # its operations ask for the device
             args, kwargs = tree_map(plain, (args, kwargs))
         result = func(*args, **kwargs)

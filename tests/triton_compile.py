@@ -78,6 +78,7 @@ def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed
         "G": 8,
         "S": block_size,
         "D": head_dim,
+        "BLOCK_STRIDE": 8 * block_size * head_dim,
         "BLOCK_D": block_d,
         "UPCAST": False,
         "CAPPED": False,

@@ -8,7 +8,9 @@ from pretend_cuda import GPU, PretendGpu
 from triton_compile import NAMES, Compiled
 
 from pagedcli.attention.base import PagedBatch, named_dtype
+from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
+from pagedcli.models.base import cache_shape
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import layer_groups
@@ -97,15 +99,14 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
         patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         patched.setattr(triton_paged, "launch_problem", lambda: None)
         patched.setattr(product_kernels, "_num_processors", lambda _: 132)
-        backend = triton_paged.TritonAttention(attention_spec(engine, spec, gpu))
+        backend = load_backend("triton", attention_spec(engine, spec, gpu))
         model = load_model(
             folder, spec, backend=backend, dtype=named_dtype(decided.dtype), device=GPU, load_format="dummy",
             decoder=decided.decoder, max_model_len=1024,
         )  # fmt: skip
-        own = model.spec
-        shape = backend.kv_shape(64, decided.limits.block_size, own.num_kv_heads, own.head_dim)
         num_groups = len(layer_groups(model.attention_layers))
-        cache = torch.empty((2, own.num_layers, *shape), dtype=named_dtype(decided.kv_dtype), device=GPU)
+        shape = cache_shape(model, backend, 64, decided.limits.block_size)
+        cache = torch.empty(shape, dtype=named_dtype(decided.kv_dtype), device=GPU)
         states = state_pools(model, 300, named_dtype(decided.dtype), GPU)
         for lengths in steps:
             batch, num_tokens = _batch(lengths, decided.limits.block_size, num_groups)

@@ -46,6 +46,7 @@ SHAPES = [
     (16, 2, 8, 96),
     (20, 1, 4, 80),
     (16, 1, 4, 256),
+    (16, 1, 2, 512),
     (48, 2, 2, 64),
     (256, 2, 4, 8),
     (256, 1, 8, 128),
@@ -53,6 +54,7 @@ SHAPES = [
     (256, 1, 2, 256),
 ]
 INTERPRETED_SHAPES = [(16, 2, 2, 8), (16, 1, 16, 64), (48, 1, 3, 96), (256, 2, 2, 128), (32, 1, 1, 256)]
+INTERPRETED_SHAPES += [(16, 1, 1, 512)]
 INTERPRETED_RAGGED = [(1, 1), (17, 1), (258, 3), (20, 20), (60, 33)]
 
 
@@ -99,6 +101,16 @@ def test_ragged_step_is_exact_attention(name, shape, dtype):
     result = run(backend_for(name, case), case)
     assert result.dtype == dtype
     assert worst_error(result, case.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_that_lie_apart_give_the_bits_of_those_that_follow_each_other(name):
+    lengths = [(40, 1), (20, 18)] if INTERPRETED else [(290, 1), (40, 30)]
+    case = replace(make_case(lengths, (16, 2, 2, 16), F32), num_others=3)
+    backend = backend_for(name, case)
+    if not backend.capabilities.apart:
+        pytest.skip(f"{name} does not take them")
+    assert torch.equal(run(backend, case), run(backend, replace(case, num_others=0)))
 
 
 @pytest.mark.parametrize("lengths", [DECODE, CHUNKS, PROMPTS], ids=["decode", "chunks", "prompts"])

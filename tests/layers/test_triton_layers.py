@@ -50,15 +50,19 @@ def test_activations_equal_their_twins(num_tokens, width, dtype, activation):
     found, expected = triton_layers.activate_and_mul(gate_up, activation), basic.ACTIVATIONS[activation](gate_up)
     tolerance = 3 * TOLERANCE[dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+    gate, up = gate_up[:, :width].contiguous(), gate_up[:, width:]  # rows of up are strided
+    assert torch.equal(triton_layers.activate_and_mul(gate, activation, up).nan_to_num(7), found.nan_to_num(7))
+    apart = basic.ACTIVATIONS[activation](gate, up)
+    torch.testing.assert_close(apart, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("normed", "added", "multiplier"),
-    [("same", "same", 1.0), ("wide", "wide", 0.3), (None, "wide", 1.0), (None, None, 2.5)],
+    ("normed", "added", "multiplier", "factor"),
+    [("same", "same", 1.0, 0.7), ("wide", "wide", 0.3, 1.0), (None, "wide", 1.0, 1.3), (None, None, 2.5, 1.0)],
 )
-def test_what_is_added_may_be_normed_and_multiplied_first(normed, added, multiplier, dtype):
+def test_what_is_added_may_be_normed_and_multiplied_first_and_the_sum_after(normed, added, multiplier, factor, dtype):
     from pagedcli.layers import basic, triton_layers
 
     x, residual = noise(3, 96, dtype=dtype), noise(3, 96, dtype=dtype, seed=1, scale=3.0)
@@ -67,7 +71,7 @@ def test_what_is_added_may_be_normed_and_multiplied_first(normed, added, multipl
         None if kind is None else noise(96, dtype=dtypes[kind], seed=seed) for seed, kind in ((2, normed), (3, added))
     )
     expected_residual, ours = residual.clone(), residual.clone()
-    options = {"norm_added": norm_added, "multiplier": multiplier}
+    options = {"norm_added": norm_added, "multiplier": multiplier, "factor": factor}
     expected = basic.add_rms_norm(x.clone(), expected_residual, weight, 1e-6, **options)
     result = triton_layers.add_rms_norm(x, ours, weight, 1e-6, **options)
     tolerance = TOLERANCE[dtype] * 3
@@ -134,6 +138,48 @@ def test_rotate_and_store_equals_split_heads_and_write(
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "has_values"), [(4, 2, True), (8, 1, False), (9, 0, False)])
+def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_heads, num_kv_heads, has_values, dtype):
+    """In a cache whose blocks hold two more layers."""
+    from pagedcli.attention.base import AttentionSpec, PagedBatch
+    from pagedcli.attention.layer import AttentionLayer
+    from pagedcli.attention.sdpa import SdpaAttention
+    from pagedcli.models.blocks import LayerStep, Step, VariedAttention
+
+    num_tokens, head_dim, kept = 5, 24, max(1, num_kv_heads)
+    num_columns = (num_heads + (2 if has_values else 1) * num_kv_heads) * head_dim
+    projected = noise(num_tokens, num_columns, dtype=dtype, scale=3.0)
+    angles = noise(40, head_dim // 2, seed=4) * 3
+    layer = VariedAttention(
+        index=0,
+        backend=SdpaAttention(AttentionSpec(torch.device("cpu"), dtype, 16, num_heads, kept, head_dim)),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        projected=None,
+        norm=noise(num_heads + num_kv_heads, head_dim, seed=3),
+        value_norm=torch.ones(head_dim),
+        eps=1e-6,
+        table=torch.cat((angles.cos(), angles.sin()), 1).to(dtype),
+        out=None,
+        fused_store=True,
+    )
+    slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
+    batch = PagedBatch(None, None, None, slots, 1, 1)
+    found = []
+    for store in (layer._rotate_and_store, layer._write):
+        caches = torch.full((2, 3, 3, kept, 16, head_dim), float("nan"), dtype=dtype)
+        of_layer = LayerStep(AttentionLayer(scale=1.0), batch, *caches[:, :, 1])
+        step = Step(torch.tensor([0, 7, 39, 7, 20]), [of_layer])
+        found.append((store(projected, step, of_layer), caches))
+    tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3, "equal_nan": True}
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    assert found[0][1].isnan().all() == (num_kv_heads == 0)
+
+
+@interpreted
 def test_no_tokens_touch_nothing():
     from pagedcli.layers import triton_layers
 
@@ -183,31 +229,36 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
 
     data, short = f"*{NAMES[dtype]}", "*i32"
     norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
-    norm |= {"added_weight_ptr": "*fp32", "multiplier": "fp32"}
-    plain_rope = {"NEIGHBOURS": False, "SCALED": False}
-    joins = {"ADD": True, "MULTIPLY": True, "NORM": True}
+    norm |= {"added_weight_ptr": "*fp32", "multiplier": "fp32", "factor": "fp32"}
+    plain_rope = {"NEIGHBOURS": False, "SCALED": False, "NORM_VALUES": False}
+    joins = {"ADD": True, "MULTIPLY": True, "SCALE": True, "NORM": True}
     rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "scales_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
     rotate = {**dict.fromkeys(rotated, data), "positions_ptr": "*i64", "slots_ptr": short}
     rotate |= dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32")
-    both = {"gate_up_ptr": data, "out_ptr": data}
+    both = {"gate_ptr": data, "up_ptr": data, "out_ptr": data}
+    columns = {"WIDTH": 3072, "GATE_STRIDE": 6144, "UP_STRIDE": 6144, "FIRST_UP": 3072, "BLOCK": 1024}
     cases = [
         *(
             (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, **joins, "NORM_ADDED": added}, 32)
             for added in (False, True)
         ),
         *(
-            (kernels.gated_kernel, both, {"WIDTH": 3072, "ACTIVATION": name, "BLOCK": 1024}, 4)
+            (kernels.gated_kernel, both, {**columns, "ACTIVATION": name}, 4)
             for name in ("silu", "gelu_pytorch_tanh", "clamped_silu")
         ),
     ]
     for heads, head_dim in (((16, 8), 128), ((8, 4), 256), ((12, 2), 96)):
-        sizes = {**triton_layers.rotate_constants(*heads, 16, head_dim), **plain_rope, "FP8": False}
+        cache = torch.empty(2, heads[1], 16, head_dim, device="meta")
+        sizes = {**triton_layers.rotate_constants(*heads, cache), **plain_rope, "FIRST_V": sum(heads), "FP8": False}
         constants = {**sizes, "NORM": "heads", "ROTATED": head_dim}
         cases.append((kernels.rotate_and_store_kernel, rotate, constants, 4))
     cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, "NORM": None, "ROTATED": 72}, 4))
     turned = {"NORM": None, "NEIGHBOURS": True, "SCALED": True}
     cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, **turned}, 4))
     cases.append((kernels.rotate_and_store_kernel, {**rotate, "norm_ptr": "*fp32"}, {**constants, "NORM": "all"}, 4))
+    keys_as_values = triton_layers.rotate_constants(16, 2, torch.empty(5, 2, 16, 512, device="meta"))
+    keys_as_values |= {**plain_rope, "FIRST_V": 16, "NORM": "heads", "NORM_VALUES": True, "ROTATED": 512, "FP8": False}
+    cases.append((kernels.rotate_and_store_kernel, {**rotate, "norm_ptr": "*fp32"}, keys_as_values, 4))
     if capability == 90:
         fp8 = {**rotate, "k_cache_ptr": "*fp8e4nv", "v_cache_ptr": "*fp8e4nv"}
         cases.append((kernels.rotate_and_store_kernel, fp8, {**constants, "FP8": True}, 4))

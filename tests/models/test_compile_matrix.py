@@ -100,6 +100,32 @@ MODELS = {
     ),
     "llama-3-8b awq": model(*LLAMA, **packed(4, 128, quant_method="awq", version="gemm", zero_point=True)),
 }  # fmt: skip
+HEADS = {
+    "num_hidden_layers": 2, "layer_types": LAYERS["layer_types"], "global_head_dim": 512,
+    "sliding_window": 512,  # within what the launches allow
+    **GELU,
+}  # fmt: skip
+KEYS_AS_VALUES = {**HEADS, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+GEMMA4 = {
+    "gemma-4-e2b": model(
+        "Gemma4ForCausalLM", "gemma4_text", 262144, 1536, 6144, 8, 1, 256,
+        **{**HEADS, "num_hidden_layers": 3, "layer_types": [*LAYERS["layer_types"], "full_attention"]},
+        hidden_size_per_layer_input=256, num_kv_shared_layers=1, use_double_wide_mlp=True,
+    ),
+    "gemma-4-12b": model(
+        "Gemma4UnifiedForCausalLM", "gemma4_unified_text", 262144, 3840, 15360, 16, 8, 256, **KEYS_AS_VALUES,
+        num_global_key_value_heads=1,
+    ),
+    "gemma-4-26b-a4b": model(
+        "Gemma4ForCausalLM", "gemma4_text", 262144, 2816, 2112, 16, 8, 256, **KEYS_AS_VALUES,
+        num_global_key_value_heads=2, enable_moe_block=True, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": model(
+        "Gemma4ForCausalLM", "gemma4_text", 262144, 5376, 21504, 32, 16, 256, **KEYS_AS_VALUES,
+        num_global_key_value_heads=4,
+    ),
+}  # fmt: skip
 # decode of few and of many sequences, over one split and several; prompts with decodes among them
 STEPS = [[(300, 1)] * 3, [(20, 1)] * 40, [(1000, 1)] * 300, [(500, 500), (300, 1), (40, 3)]]
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)]
@@ -150,7 +176,7 @@ def test_a_kernel_that_does_not_fit_is_found(fault, capability, num_warps, found
 def check(name, capability, tmp_path, monkeypatch, **options):
     from triton_launches import launches_of
 
-    config = (MODELS | FP8_MODELS | HYBRIDS)[name]
+    config = (MODELS | FP8_MODELS | HYBRIDS | GEMMA4)[name]
     launches = launches_of(config, tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
     number = capability[0] * 10 + capability[1]
     for launch in launches:
@@ -162,7 +188,7 @@ def check(name, capability, tmp_path, monkeypatch, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS, *GEMMA4])
 def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
     check(name, capability, tmp_path, monkeypatch)
 
@@ -176,7 +202,7 @@ def test_every_kernel_of_an_fp8_model_compiles_within_the_card(name, capability,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", WITH_FP8, ids=str)
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini", *GEMMA4])
 def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
     check(name, capability, tmp_path, monkeypatch, kv_cache_dtype="fp8")
 
@@ -198,13 +224,15 @@ def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capabilit
         ),
         ("llama-3-8b gptq 128", {"linear_kernel", "gated_kernel", "sample_rows_kernel"}),
         ("qwen3.5-0.8b", {"conv_kernel", "step_kernel", "inverse_kernel", "chunk_kernel", "norm_then_gate_kernel"}),
+        ("gemma-4-26b-a4b", {"rotate_and_store_kernel", "route_kernel", "experts_kernel", "decode_kernel"}),
         ("bamba-9b", {"conv_kernel", "conv_state_kernel", "step_kernel", "chunk_kernel", "gate_then_norm_kernel"}),
     ],
 )
 def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name, expected, tmp_path, monkeypatch):
     from triton_launches import launches_of
 
-    launches = launches_of((MODELS | HYBRIDS)[name], tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
+    config = (MODELS | HYBRIDS | GEMMA4)[name]
+    launches = launches_of(config, tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
     assert expected <= {launch.function.__name__ for launch in launches}
     assert all(
         type_name in ("*bf16", "*fp8e4nv") for launch in launches for key, type_name in launch.types if "cache" in key

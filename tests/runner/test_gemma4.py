@@ -192,10 +192,14 @@ def test_configs_that_cannot_be_are_refused(models, tmp_path, changes, message):
         read_spec(tmp_path)
 
 
-def test_backends_that_cannot_run_it_say_so(models):
+def test_on_cuda_it_runs_on_triton_and_backends_that_cannot_run_it_say_so(models):
     path, _ = models("gemma4-26b")
     spec = read_spec(path)
     gpu = described_gpu(80 * 2**30, capability=(9, 0))
     plan = decide(EngineConfig(model=str(path), device="cuda", dtype="bfloat16"), spec, gpu)
-    assert plan.backend == "sdpa"
-    assert "triton: does not support layers that differ in their key/value heads (1 of 64, 2 of 32)" in plan.refused
+    assert (plan.backend, plan.refused, plan.no_graphs) == ("triton", (), None)
+    refusals = {"flash": "layers that differ in their key/value heads (1 of 64, 2 of 32)", "varlen": "sliding windows"}
+    for name, reason in refusals.items():
+        config = EngineConfig(model=str(path), device="cuda", dtype="bfloat16", attention_backend=name, block_size=256)
+        with pytest.raises(BackendError, match=re.escape(reason)):
+            decide(config, spec, gpu)

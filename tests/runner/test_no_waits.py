@@ -4,7 +4,7 @@ every family, kind of sampling and kind of weights, with kernels that are launch
 import pytest
 from engine_harness import ragged_prompts
 from interpreter import interpreted
-from model_zoo import tiny_model
+from model_zoo import GEMMA4_FAMILIES, tiny_model
 from quantized_zoo import FORMATS, quantized_twins
 
 from pagedcli.config import EngineConfig
@@ -14,12 +14,17 @@ from pagedcli.sampling_params import SamplingParams
 pytest.importorskip("triton")
 
 FAMILIES = ("qwen3", "llama-untied", "gemma2", "gemma3", "phi3-longrope", "olmo2", "granite", "smollm3")
-QUICK = ("qwen3", "gemma3", "phi3-longrope", "qwen2-moe")
-FAMILIES += ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe")
+QUICK = ("qwen3", "gemma3", "phi3-longrope", "qwen2-moe", "gemma4-26b")
+FAMILIES += ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", *GEMMA4_FAMILIES)
 HYBRIDS = ("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "lfm2-moe", "bamba", "granite-hybrid")
 # windows shorter than the prompts, several groups of layers
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES = {"gemma2": WINDOWS, "gemma3": WINDOWS}
+SIZES |= {family: {**WINDOWS, "num_hidden_layers": 2} for family in GEMMA4_FAMILIES}
+SIZES["gemma4-e2b"] = {
+    **WINDOWS, "num_hidden_layers": 3, "layer_types": [*WINDOWS["layer_types"], "full_attention"],
+    "num_kv_shared_layers": 1,
+}  # fmt: skip
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
     SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True, seed=3),

@@ -1,8 +1,9 @@
 """The Triton kernels of paged attention. Used by triton_paged.py only; imported only where triton is installed.
 
-K and V cache: [N, G, S, D]. All softmax arithmetic is float32 in units of log2, with scale * log2(e) folded into one
-factor. UPCAST makes tl.dot use float32: triton's interpreter computes bfloat16 incorrectly. Arguments whose alignment
-changes from step to step are not specialized on, because each kernel variant would be compiled during the run.
+K and V cache: [N, G, S, D], with BLOCK_STRIDE elements from one block to the next. All softmax arithmetic is float32 in
+units of log2, with scale * log2(e) folded into one factor. UPCAST makes tl.dot use float32: triton's interpreter
+computes bfloat16 incorrectly. Arguments whose alignment changes from step to step are not specialized on, because each
+kernel variant would be compiled during the run.
 """
 
 import triton
@@ -23,6 +24,7 @@ def store_kvcache_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
@@ -35,7 +37,7 @@ def store_kvcache_kernel(
         dims = tl.arange(0, BLOCK_D)[None, :]
         mask = (heads < G) & (dims < D)
         source = heads * D + dims
-        target = ((slot // S * G + heads) * S + slot % S) * D + dims
+        target = slot // S * BLOCK_STRIDE + (heads * S + slot % S) * D + dims
         k = tl.load(k_ptr + token * k_stride + source, mask=mask)
         v = tl.load(v_ptr + token * v_stride + source, mask=mask)
         if FP8:
@@ -112,6 +114,7 @@ def decode_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGES: tl.constexpr,
@@ -163,7 +166,7 @@ def decode_kernel(
                 block = tl.broadcast_to(page_ids, [BLOCK_N])
             else:
                 block = tl.gather(page_ids, token // S - first_page, 0)
-            offset = ((block.to(tl.int64) * G + head) * S + token % S) * D
+            offset = block.to(tl.int64) * BLOCK_STRIDE + (head * S + token % S) * D
             owned = token < total
             if WINDOWED:
                 owned &= token >= first_seen
@@ -292,6 +295,7 @@ def _prefill_tiles(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
@@ -311,7 +315,7 @@ def _prefill_tiles(
         owned = token < total
         if WINDOWED:
             owned &= token >= first_seen
-        offset = ((block.to(tl.int64) * G + head) * S + token % S) * D
+        offset = block.to(tl.int64) * BLOCK_STRIDE + (head * S + token % S) * D
         block = _page_ids(table_row, start + BLOCK_N, first_seen, total, S, BLOCK_N, WINDOWED)
         k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
         if MASK:
@@ -360,6 +364,7 @@ def prefill_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -403,16 +408,18 @@ def prefill_kernel(
         first_tile = first_seen // BLOCK_N * BLOCK_N
         top, weight_sum, acc = _prefill_tiles(
             q, k_cache_ptr, v_cache_ptr, table_row, first_tile, in_all_windows, head, position, first_seen, total,
-            factor, cap, window, top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, STAGES, True, UPCAST, CAPPED,
-            WINDOWED,
+            factor, cap, window, top, weight_sum, acc, G, S, D, BLOCK_STRIDE, BLOCK_N, BLOCK_D, STAGES, True, UPCAST,
+            CAPPED, WINDOWED,
         )  # fmt: skip
     top, weight_sum, acc = _prefill_tiles(
         q, k_cache_ptr, v_cache_ptr, table_row, in_all_windows, all_see, head, position, first_seen, total, factor,
-        cap, window, top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, STAGES, False, UPCAST, CAPPED, WINDOWED,
+        cap, window, top, weight_sum, acc, G, S, D, BLOCK_STRIDE, BLOCK_N, BLOCK_D, STAGES, False, UPCAST, CAPPED,
+        WINDOWED,
     )  # fmt: skip
     top, weight_sum, acc = _prefill_tiles(
         q, k_cache_ptr, v_cache_ptr, table_row, all_see, end, head, position, first_seen, total, factor,
-        cap, window, top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, STAGES, True, UPCAST, CAPPED, WINDOWED,
+        cap, window, top, weight_sum, acc, G, S, D, BLOCK_STRIDE, BLOCK_N, BLOCK_D, STAGES, True, UPCAST, CAPPED,
+        WINDOWED,
     )  # fmt: skip
     if SINKS:
         weight_sum += _sink_weights(sinks_ptr, heads, top)

@@ -30,9 +30,8 @@ except ImportError as error:
 
 LOG2E = 1.4426950408889634
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
-MAX_QUERY_BYTES = (
-    2**14
-)  # of a decode item; with more the kernel spills, and exceeds the shared memory of sm_86 and sm_89
+# of a decode item of more than MIN_ROWS: above, the kernel spills, and exceeds the shared memory of sm_86 and sm_89
+MAX_QUERY_BYTES = 2**14
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # the most that a CUDA graph needs; longer work lists are counted on the host
 PROGRAMS_PER_SM = 3
 
@@ -66,14 +65,14 @@ class _StepWork:
 
 
 class TritonAttention(AttentionBackend):
-    """The project's own CUDA kernels. K and V cache: [N, G, S, D]."""
+    """The project's own CUDA kernels. K and V cache: [N, G, S, D], of equal strides; blocks may lie apart."""
 
     name = "triton"
     capabilities = Capabilities(
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         kv_dtypes=frozenset({torch.float8_e4m3fn}),
         block_size_multiple=16,
-        max_head_dim=256,
+        max_head_dim=512,
         max_group=64,
         windows=True,
         soft_cap=True,
@@ -81,6 +80,7 @@ class TritonAttention(AttentionBackend):
         batch_invariant=True,
         graph_safe=True,
         fused_store=True,
+        apart=True,
     )
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -156,6 +156,7 @@ class TritonAttention(AttentionBackend):
             G=spec.num_kv_heads,
             S=spec.block_size,
             D=spec.head_dim,
+            BLOCK_STRIDE=k_cache.stride(0),
             BLOCK_G=_power_of_2(spec.num_kv_heads),
             BLOCK_D=self._block_d,
             FP8=k_cache.dtype == torch.float8_e4m3fn,
@@ -227,6 +228,7 @@ class TritonAttention(AttentionBackend):
             **self._of_layer(layer),
             **shape,
             S=spec.block_size,
+            BLOCK_STRIDE=k_cache.stride(0),
             ROWS=self._rows,
             SPLIT=SPLIT,
             PAGES=pages_per_split(spec.block_size),
@@ -281,6 +283,7 @@ class TritonAttention(AttentionBackend):
             G=spec.num_kv_heads,
             S=spec.block_size,
             D=spec.head_dim,
+            BLOCK_STRIDE=k_cache.stride(0),
             BLOCK_M=self._prefill_rows,
             TOKENS=self._prefill_rows // self._group,
             BLOCK_N=self._prefill.block_n,
@@ -415,7 +418,7 @@ def check(spec: AttentionSpec) -> type[TritonAttention]:
     if spec.device.type == "cuda" and (spec.capability or (0, 0)) < (8, 0):
         raise BackendError("needs compute capability 8.0 or newer")
     rows, block_d = _decode_shape(spec)
-    if rows * block_d * spec.dtype.itemsize > MAX_QUERY_BYTES:
+    if rows > MIN_ROWS and rows * block_d * spec.dtype.itemsize > MAX_QUERY_BYTES:
         group = spec.num_heads // spec.num_kv_heads
         raise BackendError(
             f"{group} query heads of {spec.head_dim} {dtype_name(spec.dtype)} per key/value head are too many"
@@ -451,23 +454,37 @@ DECODE_CONFIGS = (
     (2, 64, TileConfig(MIN_ROWS, 128, 4, 3)),
     (2, 128, TileConfig(MIN_ROWS, 64, 4, 3)),
     (2, 256, TileConfig(MIN_ROWS, 32, 4, 3)),
+    (2, 512, TileConfig(MIN_ROWS, 16, 4, 3)),
     (4, 64, TileConfig(MIN_ROWS, 64, 4, 3)),
     (4, 128, TileConfig(MIN_ROWS, 32, 4, 3)),
     (4, 256, TileConfig(MIN_ROWS, 16, 4, 3)),
+    (4, 512, TileConfig(MIN_ROWS, 16, 4, 2)),
 )
 # float32 has no tensor cores and computes longer than it loads; more tiles in flight spill registers.
 PREFILL_CONFIGS = (
     (2, 64, TileConfig(128, 64, 8, 3)),
     (2, 128, TileConfig(64, 64, 8, 3)),
     (2, 256, TileConfig(64, 32, 8, 3)),
+    (2, 512, TileConfig(64, 16, 8, 3)),
     (4, 64, TileConfig(32, 16, 4, 2)),
     (4, 128, TileConfig(32, 16, 8, 2)),
     (4, 256, TileConfig(16, 16, 4, 2)),
+    (4, 512, TileConfig(16, 16, 4, 2)),
 )
-# sm_90 keeps the operands of a product in shared memory, so more rows fit its registers.
-PREFILL_CONFIGS_SM90 = ((2, 128, TileConfig(128, 64, 8, 3)), *PREFILL_CONFIGS)
+# sm_90 keeps the operands of a product in shared memory, so more rows fit its registers; not those of heads of 512.
+PREFILL_CONFIGS_SM90 = (
+    (2, 128, TileConfig(128, 64, 8, 3)),
+    (2, 256, TileConfig(64, 32, 8, 3)),
+    (2, 512, TileConfig(32, 32, 8, 2)),
+    *PREFILL_CONFIGS,
+)
 # 99 KiB of shared memory (sm_86, sm_89, sm_12x) do not hold two tiles of K and V of such heads next to the queries.
-PREFILL_CONFIGS_SMALL = (*PREFILL_CONFIGS[:2], (2, 256, TileConfig(64, 32, 8, 2)), *PREFILL_CONFIGS[3:])
+PREFILL_CONFIGS_SMALL = (
+    *PREFILL_CONFIGS[:2],
+    (2, 256, TileConfig(64, 32, 8, 2)),
+    (2, 512, TileConfig(64, 16, 8, 2)),
+    *PREFILL_CONFIGS[4:],
+)
 ConfigTable = tuple[tuple[int, int, TileConfig], ...]
 
 

@@ -36,8 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
     """
-    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and (fused := fused_layers()):
-        return cast(Tensor, fused.add_rms_norm(None, x.contiguous(), weight, eps))
+    if x.is_cuda and weight.dim() == 1 and (fused := fused_layers()):
+        return cast(Tensor, fused.add_rms_norm(None, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape))
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     if weight.dtype != x.dtype:
@@ -53,19 +53,22 @@ def add_rms_norm(
     *,
     norm_added: Tensor | None = None,
     multiplier: float = 1.0,
+    factor: float = 1.0,
 ) -> Tensor:
     """rms_norm of residual + x, or without a weight the sum itself. `norm_added` is the weight of a norm of x and
-    `multiplier` multiplies it, both before it is added.
+    `multiplier` multiplies it, both before it is added; `factor` multiplies the sum.
 
     Shapes:  x, residual [T, E]; weight, norm_added [E]; returns [T, E].
     Changes: residual, which becomes the sum, and x.
     """
     if residual.is_cuda and residual.is_contiguous() and (fused := fused_layers()):
-        options = {"norm_added": norm_added, "multiplier": multiplier}
+        options = {"norm_added": norm_added, "multiplier": multiplier, "factor": factor}
         return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps, **options))
     if norm_added is not None:
         x = rms_norm(x, norm_added, eps)
     residual.add_(x if multiplier == 1 else x.mul_(multiplier))
+    if factor != 1:
+        residual.mul_(factor)
     return residual if weight is None else rms_norm(residual, weight, eps)
 
 
@@ -147,29 +150,37 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> T
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. Shapes: gate_up [T, 2I], gate first; returns [T, I]."""
+def silu_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up. Shapes: gate_up [T, 2I], gate first, or with `up` [T, I] the gate alone; returns [T, I]."""
     if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "silu"))
-    gate, up = gate_up.chunk(2, dim=-1)
+        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "silu", up))
+    gate, up = _halves(gate_up, up)
     return F.silu(gate).mul_(up)
 
 
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+def gelu_tanh_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     """gelu(gate) * up, with the tanh approximation of gelu. Shapes: as silu_and_mul."""
     if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "gelu_pytorch_tanh"))
-    gate, up = gate_up.chunk(2, dim=-1)
+        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "gelu_pytorch_tanh", up))
+    gate, up = _halves(gate_up, up)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def clamped_silu_and_mul(gate_up: Tensor) -> Tensor:
+def clamped_silu_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     """(up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped. Shapes: as silu_and_mul. Source: gpt-oss."""
     if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "clamped_silu"))
-    gate, up = gate_up.chunk(2, dim=-1)
+        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "clamped_silu", up))
+    gate, up = _halves(gate_up, up)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def _halves(gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up [T, I]."""
+    if up is not None:
+        return gate_up, up
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up
 
 
 def squared_relu(up: Tensor) -> Tensor:
@@ -178,7 +189,7 @@ def squared_relu(up: Tensor) -> Tensor:
 
 
 # by ModelSpec.hidden_act
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,

@@ -35,7 +35,17 @@ class Tile:
 class GroupedExperts:
     """Gated MLPs of equal sizes with a router. Keeps its own copy of their weights, in the format in which they are."""
 
-    __slots__ = ("_activation", "_down", "_down_bias", "_gate_up", "_gate_up_bias", "_preference", "_routing", "nbytes")
+    __slots__ = (
+        "_activation",
+        "_down",
+        "_down_bias",
+        "_gains",
+        "_gate_up",
+        "_gate_up_bias",
+        "_preference",
+        "_routing",
+        "nbytes",
+    )
 
     def __init__(
         self,
@@ -46,16 +56,17 @@ class GroupedExperts:
         activation: str,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
         preference: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> None:
         """`activation` is one of layers.basic.ACTIVATIONS; both lists are emptied.
 
         Shapes: of each expert gate_up [2I, E], gate first, and down [E, I]; biases [X, 2I] and [X, E] or None each;
-                preference [X] float32, see route.
+                preference, gains [X] float32, see layers.basic.route.
         Raises: ModelError if the formats of gate_up differ, or those of down.
         """
         self._gate_up, self._down = kernel_weight(gate_up), kernel_weight(down)
         self._gate_up_bias, self._down_bias = biases
-        self._routing, self._preference, self._activation = routing, preference, activation
+        self._routing, self._preference, self._gains, self._activation = routing, preference, gains, activation
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -65,7 +76,7 @@ class GroupedExperts:
         out = x.new_empty((num_tokens, self._down.num_out))
         if not num_tokens:
             return out
-        weights, chosen = route(logits, self._routing, self._preference)
+        weights, chosen = route(logits, self._routing, self._preference, self._gains)
         num_rows = num_tokens * num_picked
         starts, rows, places = (chosen.new_empty(size) for size in (num_experts + 1, num_rows, num_rows))
         factors = weights.new_empty(num_rows)
@@ -100,15 +111,18 @@ class GroupedExperts:
         return out
 
 
-def route(logits: Tensor, routing: Routing, preference: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, preference: Tensor | None = None, gains: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """layers.basic.route, the experts of a token ascending and int32."""
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, routing.num_per_token))
     chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)
     route_kernel[(num_tokens,)](
-        logits.contiguous(), logits if preference is None else preference, weights, chosen, routing.scale,
-        X=num_experts, K=routing.num_per_token, BLOCK_X=power_of_2(num_experts), num_warps=1,
-        SIGMOID=routing.sigmoid, PREFERS=preference is not None, RENORMALIZE=routing.renormalize,
+        logits.contiguous(), logits if preference is None else preference, logits if gains is None else gains,
+        weights, chosen, routing.scale,
+        X=num_experts, K=routing.num_per_token, BLOCK_X=power_of_2(num_experts), num_warps=1, SIGMOID=routing.sigmoid,
+        PREFERS=preference is not None, RENORMALIZE=routing.renormalize, GAINS=gains is not None,
     )  # fmt: skip
     return weights, chosen
 
@@ -136,6 +150,7 @@ def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) 
 def route_kernel(
     logits_ptr,  # [T, X]
     preference_ptr,  # [X] float32, with PREFERS
+    gains_ptr,  # [X] float32, with GAINS: multiply the scores
     weights_ptr,  # [T, K]
     experts_ptr,  # [T, K] int32
     factor,
@@ -144,6 +159,7 @@ def route_kernel(
     SIGMOID: tl.constexpr,
     PREFERS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GAINS: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
     """One program per token: the experts with the largest scores, of equals the first, and their weights."""
@@ -170,6 +186,8 @@ def route_kernel(
         wanted = tl.where(expert == first, -float("inf"), wanted)
     if RENORMALIZE:
         scores /= tl.sum(tl.where(picked > 0, scores, 0.0), 0) + (1e-6 if SIGMOID else 0.0)
+    if GAINS:
+        scores *= tl.load(gains_ptr + expert, mask=inside, other=0.0)
     place = token * K + tl.cumsum(picked, 0) - 1
     tl.store(weights_ptr + place, (scores * factor).to(dtype), mask=picked > 0)
     tl.store(experts_ptr + place, expert, mask=picked > 0)

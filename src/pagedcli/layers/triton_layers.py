@@ -24,11 +24,12 @@ def add_rms_norm(
     *,
     norm_added: Tensor | None = None,
     multiplier: float = 1.0,
+    factor: float = 1.0,
 ) -> Tensor:
     """rms_norm of residual + x, or of residual alone; arguments and result of layers.basic.add_rms_norm.
 
     Shapes:  x, residual [T, E] contiguous; weight, norm_added [E], of their dtype or float32; returns [T, E].
-    Changes: residual, which becomes residual + x.
+    Changes: residual, which becomes the sum.
     """
     out = residual if weight is None else torch.empty_like(residual)
     num_tokens, width = residual.shape
@@ -42,26 +43,34 @@ def add_rms_norm(
             out,
             eps,
             float(multiplier),
+            float(factor),
             E=width,
             BLOCK_E=block,
             ADD=x is not None,
             NORM_ADDED=x is not None and norm_added is not None,
             MULTIPLY=multiplier != 1,
+            SCALE=factor != 1,
             NORM=weight is not None,
             num_warps=_warps(block),
         )
     return out
 
 
-def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, by one of layers.basic.ACTIVATIONS. Shapes: gate_up [T, 2I] contiguous, gate first;
-    returns [T, I]."""
-    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+def activate_and_mul(gate_up: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
+    """activation(gate) * up, by one of layers.basic.ACTIVATIONS.
+
+    Shapes:  gate_up [T, 2I] contiguous, gate first; or with `up` [T, I], whose rows may be strided, gate [T, I] alone;
+             returns [T, I].
+    """
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // (2 if up is None else 1)
     out = gate_up.new_empty((num_tokens, width))
     if num_tokens:
         block = min(1024, power_of_2(width))
-        grid = (num_tokens, -(-width // block))
-        gated_kernel[grid](gate_up, out, WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=_warps(block))
+        strides = {"GATE_STRIDE": gate_up.shape[1], "UP_STRIDE": gate_up.shape[1] if up is None else up.stride(0)}
+        gated_kernel[num_tokens, -(-width // block)](
+            gate_up, gate_up if up is None else up, out, WIDTH=width, **strides, FIRST_UP=width if up is None else 0,
+            ACTIVATION=activation, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
     return out
 
 
@@ -72,6 +81,7 @@ def rotate_and_store(
     *,
     norm: tuple[Tensor, float] | None,
     norms_all: bool = False,
+    norms_values: bool = False,
     table: Tensor | None,
     neighbours: bool = False,
     query_scales: Tensor | None = None,
@@ -84,13 +94,15 @@ def rotate_and_store(
     """Split, norm, rotary embedding, and K and V into the cache: what layers.basic.norm_all and split_heads and a
     backend's write do for a cache of the layout [N, G, S, D].
 
-    Shapes:  qkv [T, (H + 2G) * D] contiguous, q heads first; norm None or (weight [H + G, D], eps), of each head or
-             with norms_all of all of q and all of k; table [P, R], see rotary_rows, or None: no rotation; positions
-             [T] int64; query_scales [P], which multiply q after the rotation, or None; slots [T] int32; k_cache,
-             v_cache [N, G, S, D]; kv_scales: scales of K and V in an fp8 cache; returns q [T, H, D].
+    Shapes:  qkv [T, (H + 2G) * D] contiguous, q heads first, or [T, (H + G) * D]: K, before it is normed and rotated,
+             is V, too. G may be 0: nothing is stored. norm None or (weight [H + G, D], eps), of each head or with
+             norms_all of all of q and all of k, with norms_values of each head of V, too, by no weights; table [P, R],
+             see rotary_rows, or None: no rotation; positions [T] int64; query_scales [P], which multiply q after the
+             rotation, or None; slots [T] int32; k_cache, v_cache [N, G, S, D], of equal strides, whose blocks may lie
+             apart; kv_scales: scales of K and V in an fp8 cache; returns q [T, H, D].
     Changes: the cache at every slot that is not -1.
     """
-    head_dim, block_size = k_cache.shape[3], k_cache.shape[2]
+    head_dim = k_cache.shape[3]
     q = qkv.new_empty((qkv.shape[0], num_heads, head_dim))
     if qkv.shape[0]:
         weight, eps = norm if norm is not None else (qkv, 0.0)
@@ -108,8 +120,10 @@ def rotate_and_store(
             eps,
             1 / kv_scales[0],
             1 / kv_scales[1],
-            **rotate_constants(num_heads, num_kv_heads, block_size, head_dim),
+            **rotate_constants(num_heads, num_kv_heads, k_cache),
+            FIRST_V=qkv.shape[1] // head_dim - num_kv_heads,
             NORM=None if norm is None else "all" if norms_all else "heads",
+            NORM_VALUES=norms_values,
             ROTATED=0 if table is None else table.shape[1],
             NEIGHBOURS=neighbours,
             SCALED=query_scales is not None,
@@ -119,12 +133,12 @@ def rotate_and_store(
     return q
 
 
-def rotate_constants(num_heads: int, num_kv_heads: int, block_size: int, head_dim: int) -> dict[str, Any]:
-    """Compile-time values of rotate_and_store_kernel."""
-    half = power_of_2(head_dim // 2)
-    heads = {"H": num_heads, "G": num_kv_heads, "S": block_size, "D": head_dim}
+def rotate_constants(num_heads: int, num_kv_heads: int, cache: Tensor) -> dict[str, Any]:
+    """Compile-time values of rotate_and_store_kernel for a cache of K or V."""
+    block_size, head_dim = cache.shape[2:]
+    heads = {"H": num_heads, "G": num_kv_heads, "S": block_size, "D": head_dim, "BLOCK_STRIDE": cache.stride(0)}
     whole = {"BLOCK_Q": power_of_2(num_heads * head_dim), "BLOCK_K": power_of_2(num_kv_heads * head_dim)}
-    return {**heads, **whole, "HEADS": _HEADS_PER_PROGRAM, "BLOCK_HALF": half}
+    return {**heads, **whole, "HEADS": _HEADS_PER_PROGRAM, "BLOCK_HALF": power_of_2(head_dim // 2)}
 
 
 def power_of_2(n: int) -> int:
@@ -157,15 +171,18 @@ def add_rms_norm_kernel(
     out_ptr,
     eps,
     multiplier,
+    factor,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ADD: tl.constexpr,
     NORM_ADDED: tl.constexpr,
     MULTIPLY: tl.constexpr,
+    SCALE: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """One program per token: residual += x (with ADD), out = residual / rms(residual) * weight (with NORM). With
-    NORM_ADDED x / rms(x) * added_weight is added instead of x, with MULTIPLY multiplier times that."""
+    NORM_ADDED x / rms(x) * added_weight is added instead of x, with MULTIPLY multiplier times that. With SCALE the sum
+    becomes factor times itself."""
     row = tl.program_id(0).to(tl.int64) * E
     column = tl.arange(0, BLOCK_E)
     inside = column < E
@@ -180,6 +197,8 @@ def add_rms_norm_kernel(
         if MULTIPLY:
             added = (added * multiplier).to(dtype).to(tl.float32)
         rounded = (wide + added).to(dtype)
+        if SCALE:
+            rounded = (rounded.to(tl.float32) * factor).to(dtype)
         tl.store(residual_ptr + row + column, rounded, mask=inside)
         wide = rounded.to(tl.float32)
     if NORM:
@@ -206,13 +225,23 @@ def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,  # elements from one token to the next
+    UP_STRIDE: tl.constexpr,
+    FIRST_UP: tl.constexpr,  # column
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per (token, BLOCK columns): ACTIVATION(gate) * up."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    gate = tl.load(gate_up_ptr + token * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + token * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * GATE_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + token * UP_STRIDE + FIRST_UP + column, mask=inside, other=0.0).to(tl.float32)
     product = gated(gate, up, out_ptr.dtype.element_ty, ACTIVATION)
     tl.store(out_ptr + token * WIDTH + column, product, mask=inside)
 
@@ -226,7 +255,7 @@ def rotate_and_store_kernel(
     positions_ptr,
     slots_ptr,
     q_out_ptr,  # [T, H, D]
-    k_cache_ptr,  # [N, G, S, D]
+    k_cache_ptr,  # [N, G, S, D], from one block to the next BLOCK_STRIDE elements
     v_cache_ptr,
     eps,
     k_inverse,  # 1 / scale of an fp8 cache
@@ -235,11 +264,14 @@ def rotate_and_store_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    FIRST_V: tl.constexpr,  # heads before those of V: H + G, or H where K is V
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,  # of each of the "heads", of "all" heads of q and all of k, or None
+    NORM_VALUES: tl.constexpr,  # with NORM of the "heads"
     ROTATED: tl.constexpr,  # R, the first elements of each head; the others stay as they are
     NEIGHBOURS: tl.constexpr,  # the pairs (2i, 2i + 1) are rotated, and become (i, i + R/2)
     SCALED: tl.constexpr,
@@ -262,9 +294,10 @@ def rotate_and_store_kernel(
     if NEIGHBOURS:
         moves = (half < TURNED) & (head < H + G)
         at, partner = tl.where(moves, 2 * half, here), tl.where(moves, 2 * half + 1, there)
-    row = qkv_ptr + token * (H + 2 * G) * D
-    first = tl.load(row + head * D + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(row + head * D + partner, mask=inside, other=0.0).to(tl.float32)
+    row = qkv_ptr + token * (FIRST_V + G) * D
+    source = row + tl.where(is_v, head - (H + G) + FIRST_V, head) * D
+    first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
     rotated = inside & (head < H + G)
     x, y = first, second
     if NORM is not None:
@@ -279,6 +312,8 @@ def rotate_and_store_kernel(
         weight = norm_ptr + head * D
         x = _weighted(x * scale, tl.load(weight + at, mask=rotated, other=0.0), dtype).to(tl.float32)
         y = _weighted(y * scale, tl.load(weight + partner, mask=rotated, other=0.0), dtype).to(tl.float32)
+        if NORM_VALUES:
+            first, second = first * scale, second * scale
     if ROTATED:
         angle = table_ptr + tl.load(positions_ptr + token) * ROTATED + half
         cos = tl.load(angle, mask=half < TURNED, other=1.0).to(tl.float32)
@@ -293,10 +328,10 @@ def rotate_and_store_kernel(
     q_out = q_out_ptr + (token * H + head) * D
     tl.store(q_out + here, x.to(dtype), mask=inside & (head < H))
     tl.store(q_out + there, y.to(dtype), mask=inside & (head < H))
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64) if G > 0 else -1
     if slot >= 0:
         kv_head = tl.where(is_v, head - H - G, head - H)
-        place = ((slot // S * G + kv_head) * S + slot % S) * D
+        place = slot // S * BLOCK_STRIDE + (kv_head * S + slot % S) * D
         # through the model's dtype, so that every way of filling the cache leaves the same in it
         kept_x, kept_y = x.to(dtype), y.to(dtype)
         if FP8:

@@ -7,6 +7,7 @@ would double that."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,20 @@ class LayerStep:
     def attend(self, backend: AttentionBackend, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention of the new tokens: q [T, H, D] -> [T, H, D]; sinks [H] or None."""
         return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer, sinks)
+
+    def rotate_and_store(self, qkv: Tensor, num_heads: int, num_kv_heads: int, **options: Any) -> Tensor:
+        """layers.triton_layers.rotate_and_store into the layer's cache."""
+        q: Tensor = fused_layers().rotate_and_store(
+            qkv,
+            num_heads,
+            num_kv_heads,
+            slots=self.batch.slots,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            kv_scales=(self.layer.k_scale, self.layer.v_scale),
+            **options,
+        )
+        return q
 
 
 def layer_steps(
@@ -191,14 +206,23 @@ class Join:
     norm_added: Tensor | None  # [E], of what the branch before computed
     norm: Tensor | None  # [E], of the residual
     multiplier: float  # of what is added
+    factor: float  # of the sum
     eps: float
 
     def __call__(self, hidden: Tensor | None, residual: Tensor) -> Tensor:
-        """The norm of residual + hidden; without one the sum. Changes: residual, which becomes the sum, and hidden."""
+        """The norm of factor * (residual + hidden); without one that sum. Changes: residual, which becomes the sum, and
+        hidden."""
         if hidden is None:
             return residual if self.norm is None else rms_norm(residual, self.norm, self.eps)
-        norm_added, multiplier = self.norm_added, self.multiplier
-        return add_rms_norm(hidden, residual, self.norm, self.eps, norm_added=norm_added, multiplier=multiplier)
+        return add_rms_norm(
+            hidden,
+            residual,
+            self.norm,
+            self.eps,
+            norm_added=self.norm_added,
+            multiplier=self.multiplier,
+            factor=self.factor,
+        )
 
 
 @dataclass(slots=True)
@@ -258,7 +282,7 @@ class Attention:
         return q, k, v
 
     def _rotate_and_store(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
-        q: Tensor = fused_layers().rotate_and_store(
+        return layer.rotate_and_store(
             qkv,
             self.num_heads,
             self.num_kv_heads,
@@ -268,12 +292,7 @@ class Attention:
             neighbours=self.neighbours,
             query_scales=self.query_scales,
             positions=step.positions,
-            slots=layer.batch.slots,
-            k_cache=layer.k_cache,
-            v_cache=layer.v_cache,
-            kv_scales=(layer.layer.k_scale, layer.layer.v_scale),
         )
-        return q
 
 
 @dataclass(slots=True)
@@ -292,18 +311,34 @@ class VariedAttention:
     eps: float
     table: Tensor  # [P, R] of rope_table
     out: Callable[[Tensor], Tensor]  # H * D -> E
+    fused_store: bool  # as of Attention
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache, if it has one."""
-        layer, num_heads, num_kept = step.layers[self.index], self.num_heads, self.num_kv_heads
-        heads = self.projected(x).view(x.shape[0], -1, self.head_dim)
+        layer, projected = step.layers[self.index], self.projected(x)
+        q = (self._rotate_and_store if self.fused_store else self._write)(projected, step, layer)
+        return self.out(layer.attend(self.backend, q).flatten(1))
+
+    def _rotate_and_store(self, projected: Tensor, step: Step, layer: LayerStep) -> Tensor:
+        return layer.rotate_and_store(
+            projected,
+            self.num_heads,
+            self.num_kv_heads,
+            norm=(self.norm, self.eps),
+            norms_values=True,
+            table=self.table,
+            positions=step.positions,
+        )
+
+    def _write(self, projected: Tensor, step: Step, layer: LayerStep) -> Tensor:
+        num_heads, num_kept = self.num_heads, self.num_kv_heads
+        heads = projected.view(projected.shape[0], -1, self.head_dim)
         normed = rms_norm(heads[:, : num_heads + num_kept], self.norm, self.eps)
         turned = rotate(normed, *step.angles_of(self.table))
         if num_kept:
             values = rms_norm(heads[:, -num_kept:], self.value_norm, self.eps)  # without V these are K
             layer.write(self.backend, turned[:, num_heads:], values)
-        out = layer.attend(self.backend, turned[:, :num_heads].contiguous())
-        return self.out(out.flatten(1))
+        return turned[:, :num_heads].contiguous()
 
 
 @dataclass(slots=True)
@@ -330,27 +365,13 @@ class LayerInput:
 
     index: int
     gate: Callable[[Tensor], Tensor]  # E -> P
-    activation: Callable[[Tensor], Tensor]  # of layers.basic
+    activation: Callable[[Tensor, Tensor], Tensor]  # of layers.basic
     out: Callable[[Tensor], Tensor]  # P -> E
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         assert step.layer_inputs is not None, "the decoder computes them first"
-        gated = torch.cat((self.gate(x), step.layer_inputs[:, self.index]), dim=-1)
-        return self.out(self.activation(gated))
-
-
-@dataclass(slots=True)
-class LayerScalar:
-    """The end of a layer: multiplies the residual by a number."""
-
-    join: Join  # before it
-    factor: float
-
-    def __call__(self, hidden: Tensor | None, residual: Tensor, _step: Step) -> None:
-        """Adds nothing. Changes: see Join."""
-        self.join(hidden, residual)
-        residual.mul_(self.factor)
+        return self.out(self.activation(self.gate(x), step.layer_inputs[:, self.index]))
 
 
 @dataclass(slots=True)
@@ -413,4 +434,4 @@ class ExpertsBesideMlp:
         out = rms_norm(self.mlp(rms_norm(x, before, self.eps)), after, self.eps)
         routed = rms_norm(x, self.router_norm, self.eps)
         mixed = self.experts(rms_norm(x, experts_before, self.eps), step, routed=routed)
-        return out + rms_norm(mixed, experts_after, self.eps)
+        return add_rms_norm(mixed, out, None, self.eps, norm_added=experts_after)

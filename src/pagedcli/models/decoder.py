@@ -28,7 +28,6 @@ from pagedcli.models.blocks import (
     Join,
     LayerInput,
     LayerInputs,
-    LayerScalar,
     Mlp,
     Step,
     VariedAttention,
@@ -255,10 +254,10 @@ class _Builder(Parts):
         rows = VocabularyEmbedding(table, self._spec.layer_vocab, self._request.parallel)
         return LayerInputs(rows, self._unquantized("layer_projection"), norm, self._spec.rms_norm_eps)
 
-    def branches(self) -> tuple[list[Branch | LayerScalar], Join]:
+    def branches(self) -> tuple[list[Branch], Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
-        spec, norm_after = self._spec, None
-        branches: list[Branch | LayerScalar] = []
+        spec, norm_after, factor = self._spec, None, 1.0
+        branches: list[Branch] = []
         for index in range(spec.num_layers):
             key = f"layers.{index}"
             bodies = {"input_norm": self._mixer(index, key)}
@@ -268,19 +267,18 @@ class _Builder(Parts):
                 bodies["layer_input"] = self._layer_input(index, key)
             for name, body in bodies.items():
                 norm = f"{key}.{name}"
-                branches.append(Branch(self._join(norm_after, norm), body))
-                norm_after = self.norm(f"{norm}_after")
-            if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:
-                branches.append(LayerScalar(self._join(norm_after, f"{key}.scalar_norm"), scalar.item()))
-                norm_after = None
-        return branches, self._join(norm_after, "final_norm")
+                branches.append(Branch(self._join(norm_after, factor, norm), body))
+                norm_after, factor = self.norm(f"{norm}_after"), 1.0
+            if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:  # of the residual after the layer
+                factor = scalar.item()
+        return branches, self._join(norm_after, factor, "final_norm")
 
     def _layer_input(self, index: int, key: str) -> LayerInput:
         gate, out = self._unquantized(f"{key}.input_gate"), self._unquantized(f"{key}.input_out")
         return LayerInput(index, gate, self._activation, out)
 
-    def _join(self, norm_after: Tensor | None, norm: str) -> Join:
-        return Join(norm_after, self.norm(norm), self._spec.residual_multiplier, self._spec.rms_norm_eps)
+    def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
+        return Join(norm_after, self.norm(norm), self._spec.residual_multiplier, factor, self._spec.rms_norm_eps)
 
     def _mixer(self, index: int, key: str) -> Callable[[Tensor, Step], Tensor]:
         recurrent = self._spec.recurrent_layers
@@ -331,6 +329,7 @@ class _Builder(Parts):
             eps=spec.rms_norm_eps,
             table=self.table(rope, head_dim),
             out=self._summed_linear(f"{key}.out"),
+            fused_store=self._fused_store,
         )
 
     def _head_norms(self, key: str, num_kv_heads: int, head_dim: int) -> Tensor | None:
@@ -388,17 +387,22 @@ class _Builder(Parts):
     def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
         """All experts of a layer, and their routing."""
         routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale)
-        preference = self._tensors.pop(f"{key}.preference", None)
+        preference, gains = (self._tensors.pop(f"{key}.{name}", None) for name in ("preference", "gains"))
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
-            gains = self._tensors.pop(f"{key}.gains", None)
             return Mixture([self._expert(each) for each in keys], routing, preference, gains)
         from pagedcli.layers.triton_experts import GroupedExperts
 
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
         biases = gate_up_bias, down_bias if self._request.parallel.rank == 0 else None
         grouped = GroupedExperts(
-            gate_up, down, routing, activation=self._spec.hidden_act, biases=biases, preference=preference
+            gate_up,
+            down,
+            routing,
+            activation=self._spec.hidden_act,
+            biases=biases,
+            preference=preference,
+            gains=gains,
         )
         self.linear_bytes += grouped.nbytes
         return grouped
@@ -468,8 +472,6 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the Triton kernel computes all experts of a layer together."""
-    if spec.experts is not None and spec.experts.beside_mlp:  # its weights have gains
-        return False
     return linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 

@@ -42,7 +42,7 @@ def _gemma4(fields: FamilyConfig) -> dict[str, Any]:
         "logits_soft_cap": fields.final_logit_softcapping,
         "embedding_multiplier": fields.hidden_size**0.5,
         "layer_scalars": True,
-        "layer_heads": tuple(heads) if len(set(heads)) > 1 else (),
+        "layer_heads": tuple(heads) if set(heads) != {local} else (),
         "kv_sources": tuple(sources) if any(source is not None for source in sources) else (),
         "keys_as_values": frozenset(i for i in range(first_shared) if keys_as_values and not slides[i]),
         "layer_widths": tuple(widths) if fields.use_double_wide_mlp and len(set(widths)) > 1 else (),
