@@ -141,6 +141,31 @@ def test_sentence_piece_ids_equal_those_of_the_original(tmp_path):
         assert ours.decode(ids) == original.decode(ids)
 
 
+def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):
+    """Its merges are listed, and nothing is put before a text."""
+    texts = prompts()
+    vocab, merges = sentence_pieces(tmp_path, texts[:200])
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    content["decoder"]["decoders"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    path = write(
+        tmp_path / "model.gguf",
+        ggml__model="gemma4",
+        ggml__tokens=sorted(vocab, key=vocab.get),
+        ggml__merges=[f"{left} {right}" for left, right in merges],
+        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259),
+        ggml__bos_token_id=1,
+        ggml__eos_token_id=2,
+        ggml__add_space_prefix=False,
+    )
+    original, ours = Tokenizer(tmp_path), Tokenizer(path)
+    for text in [*texts, *random_texts(1000), "<s>a</s> b", "  two  spaces", "a\n\n\nb\tc"]:
+        ids = ours.encode(text)
+        assert ids == original.encode(text), text
+        assert ours.decode(ids) == original.decode(ids)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -41,6 +41,12 @@ def test_numbers_equal_those_of_the_package_in_every_bit(number):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("number", TYPES)
+def test_numbers_are_made_on_the_device_of_their_bytes(number):
+    raw = torch.empty((4, 3, TYPES[number].num_bytes), dtype=torch.uint8, device="meta")  # stands for a GPU
+    assert numbers(raw, TYPES[number], torch.bfloat16).is_meta
+
+
 @pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if not kind.is_float])
 def test_scales_that_are_products_are_equal_to_them(number):
     weight = grouped(torch.from_numpy(blocks(TYPES[number], 16, 8)), TYPES[number])

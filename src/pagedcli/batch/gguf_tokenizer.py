@@ -114,9 +114,12 @@ class _Made:
         if kind == "gpt2":
             tokenizer, adds_bos = self._byte_level()
         elif kind == "llama":
-            tokenizer, adds_bos = self._sentence_pieces(), True
+            tokenizer, adds_bos = self._pieces(self._merges_by_score()), True
+        elif kind == "gemma4":
+            tokenizer, adds_bos = self._pieces(self._listed_merges()), True
         else:
-            raise self._error(f"tokenizer.ggml.model is {kind!r:.40}; gpt2 (BPE) and llama (SentencePiece) are read")
+            known = "gpt2 (BPE), llama (SentencePiece) and gemma4 (its BPE)"
+            raise self._error(f"tokenizer.ggml.model is {kind!r:.40}; {known} are read")
         self._add_tokens(tokenizer, normalized=kind == "llama")
         self._add_ends(tokenizer, adds_bos=adds_bos)
         return tokenizer
@@ -127,12 +130,8 @@ class _Made:
         if not isinstance(name, str) or name not in SPLITTINGS:
             raise self._error(f"tokenizer.ggml.pre is {name!r:.40}, which is not known")
         splitting = SPLITTINGS[name]
-        vocab = self._vocab
-        pairs = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
-        merges = [pair for pair in pairs if len(pair) == 2 and all(part in vocab for part in (*pair, "".join(pair)))]
-        if len(merges) < len(pairs) or not pairs:
-            raise self._error("tokenizer.ggml.merges is missing or damaged")
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.whole_words))
+        merges = self._listed_merges()
+        tokenizer = Tokenizer(models.BPE(vocab=self._vocab, merges=merges, ignore_merges=splitting.whole_words))
         if splitting.composed:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
@@ -143,19 +142,29 @@ class _Made:
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer, splitting.adds_bos
 
-    def _sentence_pieces(self) -> Tokenizer:
-        """SentencePiece's BPE: of all neighbours those that make the token with the highest score are merged first."""
+    def _listed_merges(self) -> list[tuple[str, str]]:
+        vocab, pairs = self._vocab, [merge.partition(" ") for merge in self._list("merges", str)]
+        if not pairs or any(part not in vocab for left, _, right in pairs for part in (left, right, left + right)):
+            raise self._error("tokenizer.ggml.merges is missing or damaged")
+        return [(left, right) for left, _, right in pairs]
+
+    def _merges_by_score(self) -> list[tuple[str, str]]:
+        """SentencePiece's: of all neighbours those that make the token with the highest score are merged first."""
         scores = self._list("scores", float)
         if len(scores) != len(self._tokens) or any(map(math.isnan, scores)):
             raise self._error(f"there are {len(self._tokens)} tokens, but {len(scores)} scores")
+        pieces = [token for token, i in self._vocab.items() if self._types[i] in (_NORMAL, _USER_DEFINED)]
+        return _merges(pieces, self._vocab, scores)
+
+    def _pieces(self, merges: list[tuple[str, str]]) -> Tokenizer:
+        """BPE of a whole text, in which a mark stands for a space, and bytes for what has no token."""
         vocab = self._vocab
-        pieces = [token for token, i in vocab.items() if self._types[i] in (_NORMAL, _USER_DEFINED)]
         has_bytes = sum(kind == _BYTE for kind in self._types) == 256
         unknown = next((token for token, i in vocab.items() if self._types[i] == _UNKNOWN), None)
         tokenizer = Tokenizer(
             models.BPE(
                 vocab=vocab,
-                merges=_merges(pieces, vocab, scores),
+                merges=merges,
                 unk_token=unknown,
                 fuse_unk=True,
                 byte_fallback=has_bytes,

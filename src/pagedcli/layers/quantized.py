@@ -93,7 +93,7 @@ class GroupedWeight:
         """The weight as numbers [out, in], computed in float32 and rounded once."""
         codes = self.codes.reshape(len(self.codes), -1, self.group_size).float()
         if self.levels:
-            codes = torch.tensor(self.levels, dtype=torch.float32)[codes.long()]
+            codes = torch.tensor(self.levels, dtype=torch.float32, device=codes.device)[codes.long()]
         if self.minima is None:
             whole = codes.sub_(self.zero).mul_(self.scales.float().unsqueeze(-1))
         else:

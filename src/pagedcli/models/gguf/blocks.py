@@ -53,7 +53,7 @@ def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
     if kind.is_float:
         return raw.contiguous().view(_FLOATS[kind.name]).reshape(shape)
     rows = raw.reshape(-1, *raw.shape[-2:])
-    out = torch.empty((len(rows), shape[-1]), dtype=dtype)
+    out = torch.empty((len(rows), shape[-1]), dtype=dtype, device=raw.device)
     at_once = max(1, _ROWS_BYTES // (4 * shape[-1]))
     for start in range(0, len(rows), at_once):
         out[start : start + at_once] = grouped(rows[start : start + at_once], kind).dequantized(torch.float32)
@@ -75,13 +75,13 @@ def _float(raw: Tensor, place: int) -> Tensor:
 def _bits(raw: Tensor, bits: int, width: int) -> Tensor:
     """Numbers of some bits, of which the lowest of `width` neighbouring bytes come first: [..., numbers]."""
     parts = raw.reshape(*raw.shape[:-1], -1, 1, width)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
     return ((parts >> shifts) & ((1 << bits) - 1)).flatten(-3)
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
     """A bit for each of 32 numbers, times 16."""
-    return ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2) << 4
+    return ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2) << 4
 
 
 def _q8_0(raw: Tensor) -> Blocks:

@@ -54,7 +54,7 @@ _TILED = ("qwen35", "qwen35moe")
 # Tokens that end an answer, whatever the file calls them: files name one, and chats end with another.
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
-    *("<|end_of_text|>", "<|return|>", "<|call|>", "<eos>"),
+    *("<|end_of_text|>", "<|return|>", "<|call|>", "<eos>", "<turn|>"),
 )
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scores are scaled by hidden_size / num_heads
 _LARGEST_FACTORS = 2**16
