@@ -66,7 +66,7 @@ async def picture(trace: Path, size: tuple[int, int], keys: tuple[str, ...]) -> 
 def report_picture(trace: Path, target: Path) -> None:
     """The top of the report at the step with the most blocks in use, as PNG."""
     page = trace.with_suffix(".html")
-    page.write_bytes(render_report(TraceReader(trace), make_advice=lambda: recorded_advice(trace).sentences()))
+    page.write_bytes(render_report(TraceReader(trace), make_advice=lambda _: recorded_advice(trace).sentences()))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     window = [f"--user-data-dir={trace.parent / 'profile'}", "--window-size=1220,840", f"--screenshot={target}"]
     subprocess.run(["chromium", *options, *window, page.as_uri()], check=True, capture_output=True)

@@ -46,6 +46,8 @@ class EngineStarted(Event, frozen=True, gc=False):
     enable_prefix_caching: bool
     eviction: Eviction = "lru"  # the policy of the block pool
     windows: tuple[int | None, ...] = (None,)  # tokens that a query sees, of each group of layers; None: all before it
+    preemption_policy: Literal["last", "largest"] = "last"
+    step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
 

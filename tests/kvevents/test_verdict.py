@@ -29,7 +29,7 @@ def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would
     first, second = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], [stored(3, 4, parent=2)])
     assert first == (
         "33.3 % of the stored blocks (2 of 6) had been evicted before; 2 more blocks would have kept at least 2 of"
-        " all 2."
+        " these."
     )
     assert "to change: give the cache more memory (vLLM: --gpu-memory-utilization" in second
 
@@ -41,6 +41,31 @@ def test_answers_that_are_generated_again_are_counted_apart():
         " generated again: a cache saves none of these."
     )
     assert second.endswith("to change: nothing that these events show.")
+
+
+def test_what_a_larger_cache_would_have_kept_is_said_of_prompts_alone():
+    """Two blocks of a prompt come back, and one by itself: the last block of an answer."""
+    first, _ = judged(
+        [stored(1, 2, 3, 4)], [removed(4), removed(3), removed(2)], [stored(2, 3, parent=1)], [stored(4, parent=3)]
+    )
+    assert first == (
+        "28.6 % of the stored blocks (2 of 7) had been evicted before; 2 more blocks would have kept at least 2 of"
+        " these; 1 more block came back alone, as answers do that are generated again: a cache saves none of these."
+    )
+
+
+def test_a_block_after_one_that_came_back_in_the_same_message_is_no_answer():
+    again = [stored(3, parent=2), stored(4, parent=3)]
+    first, _ = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], again)
+    assert first == (
+        "33.3 % of the stored blocks (2 of 6) had been evicted before; 2 more blocks would have kept at least 2 of"
+        " these."
+    )
+
+
+def test_a_block_that_came_back_alone_after_the_cache_was_cleared_was_not_evicted():
+    first, _ = judged([stored(1, 2)], [{"type": "AllBlocksCleared"}], [stored(1)], [stored(2, parent=1)])
+    assert first == "No block of a prompt was stored again after an eviction."
 
 
 def test_where_prompts_part_is_said_by_hash_or_text():

@@ -212,7 +212,7 @@ def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
 def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, chromium):
     """Through the same events as a person's; `frame` waits for what they draw."""
     path = recorded(tmp_path / "run.jsonl", request_ids=("code-Mirano", "code-Tavek"))
-    page = render_report(TraceReader(path), make_advice=lambda: ["nothing"])
+    page = render_report(TraceReader(path), make_advice=lambda state: ["nothing"])
     script = """
       const textsOf = line => [...line.cells].map(cell => cell.textContent);
       const cells = id => [...$(id).querySelectorAll("tbody tr")].map(textsOf);

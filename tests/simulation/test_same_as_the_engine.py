@@ -116,7 +116,8 @@ def test_a_recorded_run_is_simulated_as_it_was(tmp_path):
         "generate", prompts, "-o", tmp_path / "out.jsonl", "--num-gpu-blocks-override", "18", "--max-num-seqs", "4",
         "--record", trace, "--record-tokens",
     )  # fmt: skip
-    workload, engine = read_recorded_run(trace)
+    workload, state = read_recorded_run(trace)
+    engine = state.started
     got = []
     plan = scripted_plan(
         engine.num_blocks, engine.block_size, max_num_seqs=engine.max_num_seqs,
@@ -139,7 +140,8 @@ def test_a_recorded_run_with_windows_is_simulated_as_it_was(tmp_path, windows, t
             run.add(prompt, 2 + index % 3, n=1 + (index == 5), request_id=str(index))
         while run.has_unfinished_requests():
             cached += [(int(output.request_id), output.num_cached_tokens) for output in run.step()]
-    workload, engine = read_recorded_run(trace)
+    workload, state = read_recorded_run(trace)
+    engine = state.started
     assert engine.windows == windows
     plan = scripted_plan(engine.num_blocks, 4, **limits)
     result = simulate(workload, plan, emit=got.append)

@@ -234,11 +234,19 @@ def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
     assert "the layers form 6 groups, each with blocks of its own" in " ".join(screen.split())
 
 
-def test_the_answers_name_the_policy_that_they_are_for(trace):
-    for policy in ("lru", "next-use"):
-        answers = as_json(trace, "--pool", "10", "--policy", policy)["answers"]
-        found = [answer for answer in answers if f"({policy} without running requests)" in answer]
-        assert [answer.split()[0] for answer in found] == ["Sorting", "Hit"], answers
+def test_advice_is_about_the_smallest_pool_and_no_row_of_the_sweep_with_this_policy_is_better(trace):
+    document = as_json(trace, "--pool", "22,200")
+    [pool, *_] = document["advised"]
+    assert pool["flags"][0] == "--num-gpu-blocks-override"
+    tried = document["settings_tried"]
+    assert tried[0]["setting"] == "as it is"
+    assert tried[0]["hit_rate"] == document["pools"][0]["hit_rate_tokens"]
+    assert pool["hit_rate"] == document["pools"][1]["hit_rate_tokens"] > tried[0]["hit_rate"]
+    assert "which need the tokens" in document["advice"]
+    text = simulate(trace, "--pool", "22,200").stdout
+    assert "each run in the simulator: 22 blocks, lru" in text
+    assert f"to change: {document['advice'].split('; or ')[0]}" in " ".join(text.split())
+    assert "settings_tried" not in as_json(trace, "--pool", "22", "--no-schedule")
 
 
 def test_rows_with_beams_are_counted_and_named(tmp_path):

@@ -14,7 +14,7 @@ from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.show.terminal import say
-from pagedcli.simulation.advice import ADVICE_S, recorded_advice
+from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.simulation.tables import advice_table
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState
@@ -69,7 +69,8 @@ def explain(
         return
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)
-    explainer, state = explain_trace(reader)
+    adviser = Adviser() if request is None and not lookups and format_ is not Format.CSV else None
+    explainer, state = explain_trace(reader, *([] if adviser is None else [adviser]))
     for note in reader.notes:
         say(f"note: {note}")
     chosen = list(explainer.lookups)
@@ -89,8 +90,8 @@ def explain(
         tables.append(_checkpoints_table(explainer.checkpoints))
     tables.append(_lookups_table(chosen, title, decode))
     facts = _facts(explainer, state)
-    if request is None and not lookups and format_ is not Format.CSV:
-        advice = recorded_advice(trace, budget_s=ADVICE_S)
+    if adviser is not None:
+        advice = adviser.advice(state, budget_s=ADVICE_S)
         tables.append(advice_table(advice))
         facts |= advice.document()
     if format_ is Format.CSV:  # one table per file

@@ -14,7 +14,7 @@ from pagedcli.files import check_files, whole_file
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size
 from pagedcli.show.terminal import say
-from pagedcli.simulation.advice import ADVICE_S, recorded_advice
+from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.trace.files import TraceReader
 from pagedcli.views.names import find_request
 
@@ -52,11 +52,13 @@ def report(
     else:
         reader = TraceReader(trace)
         named = None if request is None else find_request(TraceReader(trace), request, str(trace))
+        adviser = Adviser()
         page = render_report(
             reader,
             lambda: recorded_decoder(trace, tokenizer),
             selected=() if named is None else named.seq_ids,
-            make_advice=lambda: recorded_advice(trace, budget_s=ADVICE_S).sentences(),
+            views=[adviser],
+            make_advice=lambda state: adviser.advice(state, budget_s=ADVICE_S).sentences(),
         )
         for note in reader.notes:
             say(f"note: {note}")

@@ -16,7 +16,7 @@ from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.summary import resume_command, say_advice, say_model, say_plan, say_summary, write_summary
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
-from pagedcli.planning.step_time import TimeKey, attended_layers, load_step_time, save_step_time
+from pagedcli.planning.step_time import StepTime, TimeKey, attended_layers, load_step_time, save_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
 # the time that advice may take at the end of a run
-ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.25, 0.5, 2.0
+ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.25, 1.0, 10.0
 EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
@@ -79,7 +79,7 @@ def run_job(
         say_summary(result, findings, predicted=end_time.first)
         if result.outcome == "complete":
             _learn(key, end_time)
-        advice = _advice(job, served, result)
+        advice = _advice(job, served, result, load_step_time(key))
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
@@ -136,11 +136,13 @@ def _learn(key: TimeKey, end_time: EndTime) -> None:
         save_step_time(key, known.learned(end_time.ratio))
 
 
-def _advice(job: Job, served: ServedRequests, result: BatchResult) -> Advice:
-    """Find and print what to change."""
+def _advice(job: Job, served: ServedRequests, result: BatchResult, step_time: StepTime | None) -> Advice:
+    """Find and print what to change. `step_time`: as calibrated here, and refined by this run."""
     run = job.loaded.config.run
     budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
-    advice = served.advice(is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
+    advice = served.advice(
+        step_time, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s
+    )
     if result.stats.facts.num_prompt_tokens:
         say_advice(advice)
     return advice

@@ -24,7 +24,7 @@ _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Defau
 _GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a forecast, and a bound."
 _CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
 _RECORD_HELP = "Record the run's events, for replay, explain and report (one pool and policy)."
-_POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}."
+_POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}. Default: lru, or that of the recorded run."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SimulateOptions:
         str | None, _trace(help="Output lengths (and tokens) of an earlier run.", metavar="OUT.jsonl")
     ] = None
     pool: Annotated[str | None, _pools(help=_POOL_HELP, metavar="LIST")] = None
-    policy: Annotated[str, _pools(help=_POLICIES_HELP, metavar="LIST")] = "lru"
+    policy: Annotated[str | None, _pools(help=_POLICIES_HELP, metavar="LIST")] = None
     warmup: Annotated[float, _pools(help="Share of requests not counted.", metavar="X", min=0, max=1)] = 0.0
     no_schedule: Annotated[
         bool, _pools("--no-schedule", help="Leave out running requests, as LRU scripts do. Fast.")

@@ -1,9 +1,9 @@
 """One call of `pagedcli simulate`, after its flags were read: input, pools, runs, tables and page."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from pagedcli.core.groups import CacheGroup, page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
-from pagedcli.events import Emit, EngineStarted, Eviction
+from pagedcli.events import Emit, Eviction
 from pagedcli.files import whole_file
 from pagedcli.models.footprint import footprint
 from pagedcli.models.loading import weight_format
@@ -31,26 +31,31 @@ from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation import tables as tables
-from pagedcli.simulation.caches import Ints, accesses_of
+from pagedcli.simulation.advice import ADVICE_S, Advice, Subject, advise, in_order, recorded_plan, step_time_of
+from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.floors import StepFloor
+from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Workload
-from pagedcli.simulation.run import Schedule, known_ahead, plan_for
+from pagedcli.simulation.run import RunResult, Schedule, plan_for
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
 from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, answers, parse_policies, parse_pools, points
 from pagedcli.simulation.tables import render_page
 from pagedcli.trace.files import TraceWriter
+from pagedcli.trace.state import PoolState
 
 EXIT_BAD_ROWS = 3
+_LEAST_ADVICE_S = 1.0  # of processor time for other settings; otherwise as much as the runs took
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     """Simulate, and print the tables. Returns the exit code. Raises: PagedcliError."""
-    policies = parse_policies(options.policy)
     workload, recorded = _read(loaded, options)
+    policies = parse_policies(options.policy or ("lru" if recorded is None else recorded.started.eviction))
     block_size = _block_size(loaded, workload, recorded)
-    model = _model(loaded, workload)
+    decided = _decided(loaded, options) if workload.format == "prompts" else None
+    model = _model(loaded, workload, decided)
     accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
-    plan = _plan(loaded, options, workload, recorded, block_size)
+    plan = _plan(loaded, options, workload, recorded, decided, block_size)
     if model is not None:
         limits = _with_states(loaded, model, replace(plan.limits, windows=model.windows))
         plan = replace(plan, limits=limits, block_bytes=model.block_bytes(block_size))
@@ -62,14 +67,15 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
         raise UsageError("--no-schedule leaves out the slots of recurrent state", hint="leave out --no-schedule")
     block_bytes = plan.block_bytes or None
     sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.limits.windows, chunk=plan.limits.chunk_size)
-    pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
+    pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.started.num_blocks))
     pools = parse_pools(pool, max(1, sweep.num_unique_blocks), block_bytes)
     schedule = _schedule(loaded, options, workload, model) if not options.no_schedule else None
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
+    started_s = time.thread_time()
     found = _run(sweep, plan, pools, policies, schedule, options.record)
-    known = partial(_known, plan, schedule)
-    sentences = answers(sweep, found, block_bytes, known)
+    took_s = time.thread_time() - started_s
+    sentences = answers(sweep, found, block_bytes)
     shown = [
         tables.trace_table(workload, sweep),
         tables.pool_table(found, sweep, schedule, block_bytes),
@@ -77,11 +83,18 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
         *_checkpoint_tables(sweep, plan, pools[-1], schedule),
         tables.answer_table(sentences, options.format_),
     ]
+    advice = None
+    if schedule is not None and found[0].run is not None:
+        subject = _subject(loaded, options, workload, recorded, schedule, found)
+        advice = _advice(subject, found[0].run, took_s)
+        shown.append(tables.advice_table(advice, subject.limits))
     if options.output_file is not None:
-        _write_page(options.output_file, render_page(options.traces, sweep, found, sentences, shown[:3], block_bytes))
+        on_page = [table for table in shown if table.key != "answers"]  # those are a list there
+        _write_page(options.output_file, render_page(options.traces, sweep, found, sentences, on_page, block_bytes))
     facts = tables.facts(sweep, block_size, block_bytes)
     if options.format_ is Format.JSON:
-        shown, facts = shown[:-1], {**facts, "answers": sentences}
+        shown = [table for table in shown if table.key != "answers"]
+        facts |= {"answers": sentences, **({} if advice is None else advice.document())}
     print_tables(shown, options.format_, facts=facts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
@@ -98,7 +111,7 @@ def _write_page(path: Path, page: bytes) -> None:
 # ---------------------------------------------------------------------- input
 
 
-def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, EngineStarted | None]:
+def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, PoolState | None]:
     outputs = None if options.outputs is None else read_outputs(options.outputs)
 
     def prompts(name: str) -> Workload:
@@ -119,7 +132,7 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, Eng
     return workload, recorded
 
 
-def _block_size(loaded: LoadedConfig, workload: Workload, recorded: EngineStarted | None) -> int:
+def _block_size(loaded: LoadedConfig, workload: Workload, recorded: PoolState | None) -> int:
     """As given; otherwise that of the recorded run or of the trace's hashes, or the default."""
     if "engine.block_size" in loaded.sources:
         return loaded.config.engine.block_size
@@ -145,20 +158,22 @@ class _Model:
         return page_bytes(self.groups, block_size=block_size, heads=heads, kv_dtype=self.kv_dtype)
 
 
-def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
-    """The model, if there is one that pagedcli reads: of traces only the one named."""
+def _model(loaded: LoadedConfig, workload: Workload, decided: Plan | None) -> _Model | None:
+    """The model, if there is one that pagedcli reads: of traces only the one named. `decided`: the engine of generate,
+    if that is simulated."""
     if workload.format != "prompts" and "engine.model" not in loaded.sources:
         return None
     _, spec = prompt_model(loaded, None)
     if spec is None or spec.is_fallback:
         return None
     groups = layer_groups(spec.attention_layers)
-    return _Model(rank_spec(loaded.config.engine, spec), groups, _kv_dtype(loaded))
+    kv_dtype = _kv_dtype(loaded) if decided is None else decided.kv_dtype
+    return _Model(rank_spec(loaded.config.engine, spec), groups, kv_dtype)
 
 
 def _with_states(loaded: LoadedConfig, model: _Model, limits: Limits) -> Limits:
     """With the slots of a model with recurrent state: as no memory limits them, as many as an engine takes at most."""
-    state_bytes = model.spec.state_bytes(ITEMSIZE[_kv_dtype(loaded)])
+    state_bytes = model.spec.state_bytes(ITEMSIZE[model.kv_dtype])
     if not state_bytes:
         return limits
     num_slots = loaded.config.engine.num_state_slots or max(LEAST_SLOTS, 2 * limits.max_num_seqs)
@@ -190,20 +205,20 @@ def _plan(
     loaded: LoadedConfig,
     options: SimulateOptions,
     workload: Workload,
-    recorded: EngineStarted | None,
+    recorded: PoolState | None,
+    decided: Plan | None,
     block_size: int,
 ) -> Plan:
     """The simulated engine. What is not configured is as in the recorded run, or for a prompt file or a named model as
     generate decides on this machine or on the named card; for traces of others it is assumed, with a note."""
-    engine, given = loaded.config.engine, loaded.sources
-    max_num_seqs, chunk = engine.max_num_seqs, engine.chunked_prefill_size
-    step_tokens = engine.max_num_batched_tokens
     if recorded is not None:
-        max_num_seqs = max_num_seqs if "engine.max_num_seqs" in given else recorded.max_num_seqs
-        step_tokens = step_tokens or recorded.max_num_batched_tokens
-        chunk = chunk or recorded.chunked_prefill_size
-    elif workload.format == "prompts" or "engine.model" in given:
-        step_tokens = step_tokens or _decided_step_tokens(loaded, options)
+        return _recorded_plan(loaded, workload, recorded, block_size)
+    engine = loaded.config.engine
+    max_num_seqs, step_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+    if decided is None and step_tokens is None and "engine.model" in loaded.sources:
+        decided = _decided(loaded, options)
+    if step_tokens is None and decided is not None:
+        step_tokens = decided.limits.max_num_batched_tokens
     if step_tokens is None:
         step_tokens = max(STEP_TOKENS, max_num_seqs)
         if not options.no_schedule:
@@ -211,22 +226,38 @@ def _plan(
                 f"assumed: up to {plural(max_num_seqs, 'sequence')} and {plural(step_tokens, 'token')} per step"
                 " (see --max-num-seqs, --max-num-batched-tokens)"
             )
-    return plan_for(
+    plan = plan_for(
         workload,
         num_blocks=1,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=step_tokens,
-        chunked_prefill_size=chunk,
+        chunked_prefill_size=engine.chunked_prefill_size,
         preemption_policy=engine.preemption_policy,
-        windows=(None,) if recorded is None else recorded.windows,
         num_state_slots=engine.num_state_slots,
         checkpoints=engine.checkpoints,
     )
+    return plan if decided is None else replace(plan, device=decided.device)
 
 
-def _decided_step_tokens(loaded: LoadedConfig, options: SimulateOptions) -> int | None:
-    """Tokens per step of `generate`, on this machine or the named card. None for a tokenizer without a model."""
+_LIMIT_KEYS = (
+    "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "preemption_policy", "num_state_slots",
+    "checkpoints",
+)  # fmt: skip
+
+
+def _recorded_plan(loaded: LoadedConfig, workload: Workload, recorded: PoolState, block_size: int) -> Plan:
+    """The engine of a recorded run, but for what is given."""
+    plan = recorded_plan(recorded)
+    engine, before = loaded.config.engine, plan.limits
+    given = {name: getattr(engine, name) for name in _LIMIT_KEYS if f"engine.{name}" in loaded.sources}
+    longest = max(before.max_model_len, workload.longest)
+    limits = replace(before, block_size=block_size, max_model_len=longest, **given)
+    return replace(plan, limits=limits, block_bytes=plan.block_bytes * block_size // before.block_size)
+
+
+def _decided(loaded: LoadedConfig, options: SimulateOptions) -> Plan | None:
+    """The engine that `generate` starts on this machine or the named card. None for a tokenizer without a model."""
     from pagedcli.planning.machine import described_gpu, this_machine
 
     _, spec = prompt_model(loaded, None)
@@ -236,7 +267,7 @@ def _decided_step_tokens(loaded: LoadedConfig, options: SimulateOptions) -> int 
     machine = this_machine() if card is None else described_gpu(card.total_bytes, capability=card.capability)
     # slots are for the simulated engine, whatever the model
     engine = msgspec.structs.replace(loaded.config.engine, num_state_slots=None, checkpoints=EngineConfig().checkpoints)
-    return decide(engine, spec, machine).limits.max_num_batched_tokens
+    return decide(engine, spec, machine)
 
 
 def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload, model: _Model | None) -> Schedule:
@@ -267,27 +298,58 @@ def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload
 
 def _calibrated(loaded: LoadedConfig, workload: Workload) -> StepTime:
     """The time of steps as `plan` has measured it here. Raises: UsageError if it has not."""
+    found = _step_time_here(loaded)
+    if found is None:
+        model = loaded.config.engine.model
+        raise UsageError(f"--calibrated: {model} has no calibration on this machine", hint="pagedcli plan makes one")
+    workload.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
+    return found
+
+
+def _step_time_here(loaded: LoadedConfig) -> StepTime | None:
+    """The time of the model's steps as `plan` has measured it on this machine, if it has."""
     from pagedcli.planning.expected import time_key
     from pagedcli.planning.machine import this_machine
 
     engine = loaded.config.engine
     _, spec = prompt_model(loaded, None)
-    if spec is None:
-        raise UsageError("--calibrated needs a model", hint="name it with -m")
-    found = load_step_time(time_key(engine, spec, decide(engine, spec, this_machine())))
-    if found is None:
-        raise UsageError(
-            f"--calibrated: {engine.model} has no calibration on this machine", hint="pagedcli plan makes one"
-        )
-    workload.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
-    return found
+    return None if spec is None else load_step_time(time_key(engine, spec, decide(engine, spec, this_machine())))
 
 
-def _known(plan: Plan, schedule: Schedule | None, prompt_tokens: Ints, policy: Eviction) -> Ints | None:
-    """What next-use knows of requests with these prompts, as in the runs."""
-    if schedule is None:
-        return None
-    return known_ahead(prompt_tokens, replace(plan, limits=replace(plan.limits, eviction=policy)), schedule)
+def _subject(
+    loaded: LoadedConfig,
+    options: SimulateOptions,
+    workload: Workload,
+    recorded: PoolState | None,
+    schedule: Schedule,
+    points: list[SweepPoint],
+) -> Subject:
+    """The run that advice is about: with the smallest pool and the first policy. Without arrivals it is judged by time
+    where steps have been timed, as other commands do."""
+    run = points[0].run
+    assert run is not None, "it has a schedule"
+    step_time: StepTime | None = None
+    if schedule.speed is None and options.gpu is None and options.step_ms is None:
+        if recorded is not None:
+            step_time = step_time_of(recorded)
+        elif workload.format == "prompts" or "engine.model" in loaded.sources:
+            step_time = _step_time_here(loaded)
+    return Subject(
+        workload,
+        run.plan,
+        may_reorder=workload.format == "prompts" or (recorded is not None and in_order(workload)),
+        read_ahead=schedule.read_ahead,
+        step_time=step_time,
+        arrivals=None if schedule.speed is None else schedule,
+        largest_pool=points[-1].num_blocks,
+    )
+
+
+def _advice(subject: Subject, run: RunResult, took_s: float) -> Advice:
+    """What to change about a run. For runs of our own there is as much time as in other commands, so that the answer is
+    theirs; for traces as much as the sweep `took_s`."""
+    budget_s = ADVICE_S if subject.workload.format in ("prompts", "pagedcli") else max(_LEAST_ADVICE_S, took_s)
+    return advise(subject, base=counts_of(run) if subject.step_time is None else None, budget_s=budget_s)
 
 
 def _weight_dtype(loaded: LoadedConfig) -> str:

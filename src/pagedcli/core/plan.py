@@ -43,6 +43,7 @@ class Plan:
     weight_bytes: int = 0
     memory: Terms | None = None  # where it was measured
     kv_scales: tuple[float, float] | None = None  # scales of K and of V in an fp8 cache
+    step_times: str | None = None  # the calibration of its steps, see planning.step_time; only where events are read
 
     @property
     def on_cpu(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.formats import decode_batch
-from pagedcli.kvevents.tree import MAX_BLOCKS, History, PrefixTree, Watcher
+from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, History, PrefixTree, Watcher
 from pagedcli.printable import byte_text
 
 Verdict = Literal["next", "first", "gap", "repeated", "restarted"]
@@ -118,12 +118,12 @@ class KVState:
         self.unknown_fields: Counter[str] = Counter()
         self.field_values: Counter[tuple[str, str]] = Counter()  # (field, value), of few fields with few values
         # blocks stored again by themselves, next in a chain that was resident before: perhaps generated tokens
-        self.num_again_alone = 0
+        self.num_alone: dict[Cause, int] = {"evicted": 0, "cleared": 0, "restarted": 0}
         self.time_s: float | None = None  # of the last message, on the receiver's clock
         self.first_time_s: float | None = None
         self.notes: deque[str] = deque(maxlen=200)  # what was odd, oldest first
         self.recent: deque[tuple[float, int, int]] = deque()  # (time, stored, removed) of the last seconds
-        self._stored_now: dict[wire.BlockHash, int] = {}  # by this message -> of num_again_alone
+        self._stored_now: dict[wire.BlockHash, Cause | None] = {}  # by this message -> counted in num_alone
         # of this message, where there are several cache groups: (group, block) that was resident, and that was not
         self._copied_now: list[tuple[str, wire.BlockHash]] = []
         self._new_now: set[tuple[str, wire.BlockHash]] = set()
@@ -295,10 +295,12 @@ class KVState:
         parent, num_tokens = event.parent, event.block_size
         tokens = self._packed_tokens(event)
         is_alone = len(event.hashes) == 1 and parent is not None and parent not in self._stored_now
-        if parent is not None and self._stored_now.get(parent):  # that one was not alone, either
-            self.num_again_alone -= self._stored_now[parent]
-            self._stored_now[parent] = 0
-        num_again = sum(tree.num_again.values())
+        if parent is not None and (cause := self._stored_now.get(parent)) is not None:  # that one was not alone, either
+            self._stored_now[parent] = None
+            self.num_alone[cause] -= 1
+            tree.note_alone(parent, -1)
+        before = tree.nodes.get(event.hashes[0]) if is_alone else None
+        alone = None if before is None else before.cause
         if len(publisher.trees) > 1:
             self._note_stored(_group_name(event.group), tree, event.hashes)
         for place, block_hash in enumerate(event.hashes):
@@ -306,9 +308,10 @@ class KVState:
             if node is not None and tokens is not None:
                 self.history.keep_tokens(node, tokens[8 * num_tokens * place : 8 * num_tokens * (place + 1)])
             parent = block_hash
-        num_alone = sum(tree.num_again.values()) - num_again if is_alone else 0
-        self.num_again_alone += num_alone
-        self._stored_now |= dict.fromkeys(event.hashes, num_alone)
+        if alone is not None:
+            self.num_alone[alone] += 1
+            tree.note_alone(event.hashes[0], 1)
+        self._stored_now |= dict.fromkeys(event.hashes, alone)
         if event.extra:
             self._count_values(event.extra)
             kind = event.extra.get("kv_cache_spec_kind")
@@ -393,6 +396,10 @@ class KVState:
     def num_resident(self) -> int:
         """Blocks with at least one copy, over all trees."""
         return self.history.num_resident
+
+    @property
+    def num_again_alone(self) -> int:
+        return sum(self.num_alone.values())
 
     def total(self, name: str) -> int:
         """The sum of a count over all trees."""

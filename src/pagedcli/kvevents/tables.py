@@ -328,17 +328,20 @@ def curve_table(points: list[CurvePoint], state: KVState) -> Table:
     rows = [
         {
             "num_more_blocks": point.num_more_blocks, "num_blocks_kept": point.num_blocks_kept,
-            "num_tokens_kept": point.num_tokens_kept,
+            "num_prompt_blocks_kept": point.num_prompt_blocks_kept, "num_tokens_kept": point.num_tokens_kept,
             "share": point.num_blocks_kept / points[-1].num_blocks_kept,
         }
         for point in points
     ]  # fmt: skip
     columns = [
         Column("num_more_blocks", "more blocks", count), Column("num_blocks_kept", "blocks kept", count),
+        Column("num_prompt_blocks_kept", "of prompts", count),
         Column("num_tokens_kept", "tokens not computed again", count), Column("share", "of all evicted", percent),
     ]  # fmt: skip
     most = plural(state.history.peak_resident, "block")
     notes = [f"lower bounds, if it evicts in the same order; this cache held at most {most}"]
+    if any(point.num_alone_kept for point in points):
+        notes.append("of prompts: without blocks that came back alone, as answers do that are generated again")
     return Table("larger_cache", "What a larger cache would have kept", columns, rows, notes)
 
 

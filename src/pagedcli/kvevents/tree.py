@@ -92,6 +92,8 @@ class Watcher(Protocol):
 
     def back(self, node: Node) -> None: ...
 
+    def alone(self, node: Node, more: int) -> None: ...
+
 
 class PrefixTree:
     """A tree changed by `store`, `remove`, `clear` and `move`, with counts. Unknown times are None."""
@@ -190,6 +192,12 @@ class PrefixTree:
             del copies[block_hash]
         new = self._copies_on(new_medium)
         new[block_hash] = new.get(block_hash, 0) + 1
+
+    def note_alone(self, block_hash: BlockHash, more: int) -> None:
+        """A block that has just come back did so by itself (`more` 1), or not after all (-1)."""
+        node = self.nodes.get(block_hash)
+        if node is not None and self._watcher is not None:
+            self._watcher.alone(node, more)
 
     def resident(self) -> Iterator[Node]:
         """The blocks with at least one copy, in no particular order."""
@@ -384,6 +392,11 @@ class CurvePoint:
     num_more_blocks: int
     num_blocks_kept: int
     num_tokens_kept: int
+    num_alone_kept: int  # of the blocks: those that came back alone, as answers do that are generated again
+
+    @property
+    def num_prompt_blocks_kept(self) -> int:
+        return self.num_blocks_kept - self.num_alone_kept
 
 
 class LargerCache:
@@ -393,9 +406,12 @@ class LargerCache:
         self.sizes = sizes
         self.num_blocks_kept = [0] * len(sizes)
         self.num_tokens_kept = [0] * len(sizes)
+        self.num_alone_kept = [0] * len(sizes)
+        self._kept_from: dict[Node, int] = {}  # resident blocks that came back -> place of the smallest size
         self._left: list[OrderedDict[Node, None]] = [OrderedDict() for _ in sizes]  # per size, the longest gone first
 
     def gone(self, node: Node) -> None:
+        self._kept_from.pop(node, None)
         for size, left in zip(self.sizes, self._left, strict=True):
             if node.cause == "evicted":
                 left[node] = None
@@ -411,6 +427,11 @@ class LargerCache:
             del self._left[place][node]
             self.num_blocks_kept[place] += 1
             self.num_tokens_kept[place] += node.num_tokens
+            self._kept_from[node] = place
+
+    def alone(self, node: Node, more: int) -> None:
+        for place in range(self._kept_from.get(node, len(self.sizes)), len(self.sizes)):
+            self.num_alone_kept[place] += more
 
 
 def curve(watchers: Sequence[LargerCache]) -> list[CurvePoint]:
@@ -418,7 +439,12 @@ def curve(watchers: Sequence[LargerCache]) -> list[CurvePoint]:
     previous one."""
     points: list[CurvePoint] = []
     for place, size in enumerate(watchers[0].sizes if watchers else ()):
-        num_blocks = sum(watcher.num_blocks_kept[place] for watcher in watchers)
+        num_blocks, num_tokens, num_alone = (
+            sum(kept[place] for kept in counts)
+            for counts in zip(
+                *((w.num_blocks_kept, w.num_tokens_kept, w.num_alone_kept) for w in watchers), strict=True
+            )
+        )
         if num_blocks > (points[-1].num_blocks_kept if points else 0):
-            points.append(CurvePoint(size, num_blocks, sum(watcher.num_tokens_kept[place] for watcher in watchers)))
+            points.append(CurvePoint(size, num_blocks, num_tokens, num_alone))
     return points

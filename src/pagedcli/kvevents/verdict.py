@@ -41,28 +41,26 @@ def verdict(state: KVState, points: Sequence[CurvePoint] | None, decode: Decode 
     if not num_stored:
         return ["No block was stored, so there is nothing to judge."]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
-    alone = min(state.num_again_alone, evicted)
-    return [_again(num_stored, evicted, alone, points), _parting(state, evicted - alone, num_stored, decode)]
+    alone = state.num_alone["evicted"]
+    return [_again(num_stored, evicted - alone, alone, points), _parting(state, evicted - alone, num_stored, decode)]
 
 
-def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
+def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
     answers = ""
     if alone:
         answers = (
             f"; {plural(alone, 'more block')} came back alone, as answers do that are generated again: a cache saves"
             " none of these"
         )
-    again = evicted - alone
     if not again:
         return f"No block of a prompt was stored again after an eviction{answers}."
     share = percent_text(again / num_stored)
     kept = ""
-    if points:
-        most = points[-1].num_blocks_kept
-        enough = next(point for point in points if point.num_blocks_kept >= _MOST_OF_IT * most)
+    if points and (most := points[-1].num_prompt_blocks_kept):
+        enough = next(point for point in points if point.num_prompt_blocks_kept >= _MOST_OF_IT * most)
         kept = (
             f"; {plural(enough.num_more_blocks, 'more block')} would have kept at least"
-            f" {enough.num_blocks_kept:,} of all {evicted:,}"
+            f" {enough.num_prompt_blocks_kept:,} of these"
         )
     return f"{share} of the stored blocks ({again:,} of {num_stored:,}) had been evicted before{kept}{answers}."
 

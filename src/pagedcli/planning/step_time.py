@@ -338,11 +338,21 @@ class _File(msgspec.Struct, frozen=True):
 
 def load_step_time(key: TimeKey) -> StepTime | None:
     """The calibration with this key; None if there is none that can be read."""
+    found = _read(key.file_name)
+    return found.time if found is not None and found.key == key else None
+
+
+def step_time_named(file_name: str) -> StepTime | None:
+    """The calibration of an engine that recorded this name of it; None if it is not on this machine."""
+    found = _read(file_name)
+    return found.time if found is not None and found.key.file_name == file_name else None
+
+
+def _read(file_name: str) -> _File | None:
     try:
-        found = msgspec.json.decode((cache_folder() / key.file_name).read_bytes(), type=_File)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode((cache_folder() / Path(file_name).name).read_bytes(), type=_File)
+    except (OSError, ValueError):  # also of a name that no file can have
         return None
-    return found.time if found.key == key else None
 
 
 def save_step_time(key: TimeKey, step_time: StepTime) -> None:

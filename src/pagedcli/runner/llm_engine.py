@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 from pagedcli.config import EngineConfig
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.events import Emit
+from pagedcli.planning.expected import time_key
 from pagedcli.runner.loading import load_engine
 from pagedcli.runner.tensor_parallel import WorkerGroup
 
@@ -33,7 +35,10 @@ class LLMEngine(EngineCore):
         self.spec, self.model, self.model_path = loaded.spec, loaded.model, loaded.model_path
         self.runner = loaded.runner
         executor = self._group or self.runner
-        super().__init__(loaded.plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
+        plan = loaded.plan
+        if emit is not None:  # so that a recording knows how long other steps would take
+            plan = replace(plan, step_times=time_key(config, self.spec, plan).file_name)
+        super().__init__(plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
 
     def close(self) -> None:
         """Stop the processes of a tensor-parallel group; the engine is unusable afterwards. May be called twice."""

@@ -169,16 +169,17 @@ def render_report(
     make_decoder: Callable[[], Decode | None] = lambda: None,
     *,
     selected: Collection[int] = (),
-    make_advice: Callable[[], Sequence[str]] = tuple,
+    views: Sequence[View[PoolState]] = (),
+    make_advice: Callable[[PoolState], Sequence[str]] = lambda state: (),
 ) -> bytes:
     """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids
-    into text, without which they stay numbers, and `make_advice` what to change, in words. The page opens at the
-    `selected` sequences, if there are any.
+    into text, without which they stay numbers, and `make_advice` what to change, in words; `views` see all events
+    before that. The page opens at the `selected` sequences, if there are any.
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
     moment, run, frames, tables = Moment(), WholeRun(), BlockFrames(), TableFrames()
-    state = fold(reader, moment, run, frames, tables)
+    state = fold(reader, moment, run, frames, tables, *views)
     run.finish(state)
     frames.add(state)
     tables.add(state)
@@ -187,7 +188,7 @@ def render_report(
         "file": reader.path.name,
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
-        "story": story(run.findings(state), run.elapsed_s, make_advice()),
+        "story": story(run.findings(state), run.elapsed_s, make_advice(state)),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],

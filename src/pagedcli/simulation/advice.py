@@ -17,12 +17,15 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
-from pagedcli.errors import UsageError
-from pagedcli.planning.step_time import StepTime
+from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import byte_text, percent_text, plural
 from pagedcli.simulation.forecast import Forecast, forecast
 from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
-from pagedcli.simulation.sources import read_run
+from pagedcli.simulation.run import Schedule
+from pagedcli.simulation.sources import RecordedRequests
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import fold
+from pagedcli.trace.state import PoolState
 
 ADVICE_S = 30.0  # seconds of trials in commands that only look at a run
 WORTH_SAYING = 0.01  # share of the computed tokens, or of the time, from which a change is recommended
@@ -31,7 +34,18 @@ _POOL_STEPS = 8  # the recommended pool is the smallest one to within this part 
 _AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
 _CHUNKS = (128, 512)  # tokens
 # from cheap to expensive
-KINDS = ("caching", "policy", "order", "block size", "preemption", "step tokens", "chunk", "sequences", "pool")
+KINDS = (
+    "caching", "policy", "order", "block size", "preemption", "step tokens", "chunk", "sequences", "pool", "KV dtype",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OtherKV:
+    """The engine with another type of the KV cache, which rounds differently: tried only where the user allows it."""
+
+    name: str  # value of --kv-cache-dtype
+    block_bytes: int
+    step_time: StepTime | None  # its own: attention reads other bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,10 @@ class Subject:
     may_reorder: bool = True  # whether --reorder can be tried
     read_ahead: int | None = None
     step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
+    left_out: float = 0.0  # work of more requests like these, see forecast
+    arrivals: Schedule | None = None  # when requests arrive; None: all are there from the start
+    largest_pool: int = 0  # blocks: pools up to this are tried, whatever MOST_POOLS
+    other_kv: OtherKV | None = None
 
     @property
     def limits(self) -> Limits:
@@ -79,6 +97,7 @@ class Setting:
     limits: Limits
     reorder: str
     cost: str = ""  # in words; empty: nothing
+    other_kv: OtherKV | None = None
 
     @property
     def text(self) -> str:
@@ -176,24 +195,47 @@ def _row(setting: str, cost: str, run: Forecast, gain: float) -> dict[str, Any]:
     }
 
 
+class Adviser(RecordedRequests):
+    """A view of a recorded run that ends in advice, so that one reading of the trace is enough."""
+
+    def advice(self, state: PoolState, *, budget_s: float | None = None) -> Advice:
+        """What to change about the run. `state`: at the end of the trace."""
+        workload = self.finish()
+        if not workload.requests:
+            return Advice(not_tried="no request finished in this run")
+        if workload.num_left_out:
+            return Advice(not_tried="the run has beam searches, which are not simulated")
+        subject = Subject(workload, recorded_plan(state), may_reorder=in_order(workload), step_time=step_time_of(state))
+        return advise(subject, budget_s=budget_s)
+
+
 def recorded_advice(path: Path, *, budget_s: float | None = None) -> Advice:
     """What to change about a recorded run. Raises: TraceError if the trace is damaged."""
-    try:
-        workload, state = read_run(path)
-    except UsageError as error:
-        return Advice(not_tried=error.message.removeprefix(f"{path}: "))
-    if workload.num_left_out:
-        return Advice(not_tried="the run has beam searches, which are not simulated")
+    adviser = Adviser()
+    return adviser.advice(fold(TraceReader(path), adviser), budget_s=budget_s)
+
+
+def recorded_plan(state: PoolState) -> Plan:
+    """The engine of a recorded run."""
     started, slots = state.started, state.slots
     limits = Limits.of(started)
     if slots is not None:
         limits = replace(
             limits, num_state_slots=slots.num_slots, state_bytes=slots.slot_bytes, checkpoints=slots.policy
         )
-    plan = Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)
+    return Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)
+
+
+def step_time_of(state: PoolState) -> StepTime | None:
+    """The time of a recorded run's steps, if the machine that made it is this one, and has been calibrated."""
+    name = state.started.step_times
+    return None if name is None else step_time_named(name)
+
+
+def in_order(workload: Workload) -> bool:
+    """Whether the rows were started in the order of their file."""
     numbers = [int(each.request_id.partition("/")[0]) for each in workload.requests if each.request_id[:1].isdecimal()]
-    in_order = all(before <= after for before, after in pairwise(numbers))
-    return advise(Subject(workload, plan, may_reorder=in_order), budget_s=budget_s)
+    return all(before <= after for before, after in pairwise(numbers))
 
 
 # ---------------------------------------------------------------------- the search
@@ -203,22 +245,29 @@ class OutOfTimeError(Exception):
     """The time for trials is over."""
 
 
-def advise(subject: Subject, *, budget_s: float | None = None, kinds: tuple[str, ...] = KINDS) -> Advice:
-    """Try other settings of these kinds, for at most `budget_s` seconds of processor time."""
+def advise(
+    subject: Subject, *, base: Forecast | None = None, budget_s: float | None = None, kinds: tuple[str, ...] = KINDS
+) -> Advice:
+    """Try other settings of these kinds, for at most `budget_s` seconds of processor time. `base`: the run as it is,
+    if it has been simulated."""
     if not subject.workload.requests:
         return Advice(not_tried="no request was served")
-    search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s)
+    search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s, base)
     reasons = []
     try:
-        search.base = search.run(subject.limits, subject.reorder)
+        search.base = base or search.run(subject.limits, subject.reorder)
         for setting in _settings(subject, search, kinds):
             search.add(setting)
     except OutOfTimeError:
         if not search.trials:
-            return Advice(not_tried=f"trying other settings takes over {budget_s:.1f} s; pagedcli explain takes longer")
+            longer = f"; pagedcli explain takes up to {ADVICE_S:.0f} s" if (budget_s or 0.0) < ADVICE_S else ""
+            return Advice(not_tried=f"trying other settings takes over {budget_s:.1f} s{longer}")
         reasons.append(f"the rest, as trials end after {budget_s:.1f} s")
     if not subject.has_tokens and subject.limits.enable_prefix_caching:
-        reasons.append("smaller blocks and another order, which need the tokens (--record-tokens)")
+        recorded = " (--record-tokens)" if subject.workload.format == "pagedcli" else ""
+        reasons.append(f"smaller blocks and another order, which need the tokens{recorded}")
+    if subject.other_kv is not None and (subject.step_time is None) != (subject.other_kv.step_time is None):
+        reasons.append(f"--kv-cache-dtype {subject.other_kv.name}, whose steps have not been timed")
     return Advice(search.base, tuple(search.sorted()), subject.step_time is not None, "; ".join(reasons) or None)
 
 
@@ -228,20 +277,21 @@ class _Search:
     deadline_s: float | None
     base: Forecast | None = None
     trials: list[Trial] = field(default_factory=list)
-    _runs: dict[tuple[Limits, str], Forecast] = field(default_factory=dict)
+    _runs: dict[tuple[Limits, str, OtherKV | None], Forecast] = field(default_factory=dict)
 
-    def run(self, limits: Limits, reorder: str) -> Forecast:
+    def run(self, limits: Limits, reorder: str, other_kv: OtherKV | None = None) -> Forecast:
         """Raises: OutOfTimeError."""
-        subject, key = self.subject, (limits, reorder)
+        subject, key = self.subject, (limits, reorder, other_kv)
         if key not in self._runs:
-            plan = replace(subject.plan, limits=limits)
             self._runs[key] = forecast(
                 subject.workload,
-                plan,
-                subject.step_time,
+                replace(subject.plan, limits=limits),
+                subject.step_time if other_kv is None else other_kv.step_time,
                 reorder=reorder,
                 read_ahead=subject.read_ahead,
                 observe=self._check_time,
+                left_out=subject.left_out,
+                arrivals=subject.arrivals,
             )
         return self._runs[key]
 
@@ -250,7 +300,7 @@ class _Search:
             raise OutOfTimeError
 
     def try_out(self, setting: Setting) -> Trial:
-        found = self.run(setting.limits, setting.reorder)
+        found = self.run(setting.limits, setting.reorder, setting.other_kv)
         assert self.base is not None, "the run as it is comes first"
         gain = 1 - _score(found) / max(_score(self.base), 1e-12)
         if found.num_refused > self.base.num_refused:
@@ -277,7 +327,7 @@ def _settings(subject: Subject, search: _Search, kinds: tuple[str, ...]) -> Iter
     makers: dict[str, Callable[[Subject], Iterator[Setting]]] = {
         "caching": _caching, "block size": _block_sizes, "pool": partial(_pool, search), "order": _order,
         "policy": _policies, "preemption": partial(_preemption, search), "step tokens": _step_tokens,
-        "sequences": _sequences, "chunk": _chunks,
+        "sequences": _sequences, "chunk": _chunks, "KV dtype": _kv_dtypes,
     }  # fmt: skip
     for kind, maker in makers.items():
         if kind in kinds and (limits.enable_prefix_caching or kind not in ("block size", "order", "policy")):
@@ -325,15 +375,18 @@ def _pool(search: _Search, subject: Subject) -> Iterator[Setting]:
         larger = replace(limits, num_blocks=number)
         return Setting("pool", (("--num-gpu-blocks-override", str(number)),), larger, subject.reorder, cost)
 
-    low, high = num_blocks, MOST_POOLS * num_blocks
+    low, high = num_blocks, max(MOST_POOLS * num_blocks, subject.largest_pool)
     most = search.try_out(pool_of(high)).gain
-    if most >= WORTH_SAYING:
-        while high - low > max(1, num_blocks // _POOL_STEPS):
+    try:
+        while most >= WORTH_SAYING and high - low > max(1, num_blocks // _POOL_STEPS):
             middle = (low + high) // 2
             if search.try_out(pool_of(middle)).gain > most - _AS_GOOD / 2:
                 high = middle
             else:
                 low = middle
+    except OutOfTimeError:  # what has been tried counts
+        yield pool_of(high)
+        raise
     yield pool_of(high)
 
 
@@ -375,6 +428,19 @@ def _chunks(subject: Subject) -> Iterator[Setting]:
         if number < limits.max_num_batched_tokens and number != limits.chunked_prefill_size:
             changed = replace(limits, chunked_prefill_size=number)
             yield Setting("chunk", (("--chunked-prefill-size", str(number)),), changed, subject.reorder, "more steps")
+
+
+def _kv_dtypes(subject: Subject) -> Iterator[Setting]:
+    """Smaller K and V: more blocks in the same memory."""
+    other, limits = subject.other_kv, subject.limits
+    if other is None or (subject.step_time is None) != (other.step_time is None):
+        return
+    num_blocks = (limits.num_blocks or 0) * subject.plan.block_bytes // other.block_bytes
+    setting = _with_pool(
+        subject, "KV dtype", (("--kv-cache-dtype", other.name),), replace(limits, num_blocks=num_blocks),
+        "other rounding: some tokens may differ",
+    )  # fmt: skip
+    yield replace(setting, other_kv=other)
 
 
 def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], limits: Limits, cost: str) -> Setting:
@@ -422,6 +488,16 @@ class Tuned:
         return 1 - _score(self.found) / max(_score(self.base), 1e-12)
 
 
+def _changed(subject: Subject, setting: Setting) -> Subject:
+    """The run with a setting."""
+    plan = replace(subject.plan, limits=setting.limits)
+    subject = replace(subject, plan=plan, reorder=setting.reorder)
+    if (other := setting.other_kv) is None:
+        return subject
+    plan = replace(plan, block_bytes=other.block_bytes)
+    return replace(subject, plan=plan, step_time=other.step_time, other_kv=None)
+
+
 _MOST_ROUNDS = 6
 _TUNED_KINDS = tuple(kind for kind in KINDS if kind != "pool")
 
@@ -435,7 +511,7 @@ def tune(subject: Subject, *, fixed: frozenset[str] = frozenset(), budget_s: flo
     changes: dict[str, str] = {}
     for _ in range(_MOST_ROUNDS):
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.thread_time())
-        advice = advise(subject, budget_s=left_s, kinds=_TUNED_KINDS)
+        advice = advise(subject, base=found, budget_s=left_s, kinds=_TUNED_KINDS)
         if advice.base is None:
             break
         first, found = first or advice, advice.base
@@ -445,7 +521,7 @@ def tune(subject: Subject, *, fixed: frozenset[str] = frozenset(), budget_s: flo
         best = allowed[0]
         changes |= dict(best.setting.flags)
         found = best.forecast
-        subject = replace(subject, plan=replace(subject.plan, limits=best.setting.limits), reorder=best.setting.reorder)
+        subject = _changed(subject, best.setting)
     if first is None or first.base is None or found is None:
         return None
     return Tuned(first.base, found, changes, first)

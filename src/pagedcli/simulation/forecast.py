@@ -59,8 +59,10 @@ def forecast(
     read_ahead: int | None = None,
     observe: Callable[[int], None] | None = None,
     left_out: float = 0.0,
+    arrivals: Schedule | None = None,
 ) -> Forecast:
-    """Simulate the requests of a batch run, all there from the start, on an engine with this plan.
+    """Simulate the requests of a batch run, all there from the start unless `arrivals` says when they come, on an
+    engine with this plan.
 
     `reorder` and `read_ahead` are those of the run. `observe` receives the number of finished requests after each
     step. `left_out`: work of requests like these that the run has after them (see requests.work_of).
@@ -69,10 +71,15 @@ def forecast(
     simulated = sum(map(work_of, requests))
     share = simulated / (simulated + left_out) if left_out else 1.0
     timer = None if step_time is None else _Timer(step_time)
-    schedule = Schedule(step_time=timer, read_ahead=read_ahead)
+    schedule = arrivals or Schedule(step_time=timer, read_ahead=read_ahead)
     run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
     texts = np.fromiter((request.is_text for request in requests), np.bool_, len(requests))
     return _forecast(run, texts, step_time, timer, share)
+
+
+def counts_of(run: RunResult) -> Forecast:
+    """A run that has been simulated without the time of its steps."""
+    return _forecast(run, np.zeros(run.num_requests, dtype=np.bool_), None, None, 1.0)
 
 
 class _Timer:

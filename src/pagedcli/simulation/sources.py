@@ -19,7 +19,6 @@ from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
     BlocksReused,
-    EngineStarted,
     PrefixLookedUp,
     RequestAdded,
     RequestFinished,
@@ -37,33 +36,20 @@ from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 
 
-def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
-    """The requests of a recorded run, and the engine that served them; see read_run."""
-    workload, state = read_run(path)
-    return workload, state.started
-
-
-def read_run(path: Path) -> tuple[Workload, PoolState]:
-    """The requests of a recorded run, and the pool at its end. With recorded tokens they are exact; without, the hashes
-    of their blocks stand for them. Raises: UsageError or TraceError."""
-    reader = TraceReader(path)
-    view = _Requests()
+def read_recorded_run(path: Path) -> tuple[Workload, PoolState]:
+    """The requests of a recorded run, and the pool at its end. Raises: UsageError or TraceError."""
+    reader, view = TraceReader(path), RecordedRequests()
     state = fold(reader, view)
-    view.finish()
-    workload = view.workload
+    workload = view.finish()
     workload.notes += reader.notes
     if not workload.requests:
         raise UsageError(f"{path}: no request finished in this run")
-    if workload.hash_size is not None:
-        for request in workload.requests:
-            request.token_ids = request.output_ids = request.stopped = None
-        workload.notes.append("the run was recorded without tokens: outputs are never found in the cache")
-    workload.finish()
     return workload, state
 
 
-class _Requests(View[PoolState]):
-    """Collects the requests, in order of arrival."""
+class RecordedRequests(View[PoolState]):
+    """Collects the requests of a recorded run, in order of arrival. With recorded tokens they are exact; without, the
+    hashes of their blocks stand for them."""
 
     def __init__(self) -> None:
         self.workload = Workload(format="pagedcli")
@@ -131,8 +117,8 @@ class _Requests(View[PoolState]):
         hashes = self._links.chain(self._ends.pop(event.seq_id, None), num_spans * state.num_groups)
         request.hashes = self._chains.numbers(hashes[state.num_groups - 1 :: state.num_groups])
 
-    def finish(self) -> None:
-        """Keep the requests that finished, and give them their outputs."""
+    def finish(self) -> Workload:
+        """The requests that finished, with their outputs."""
         workload = self.workload
         workload.num_left_out = self._num_beam_searches
         if self._num_beam_searches:
@@ -150,6 +136,12 @@ class _Requests(View[PoolState]):
             if len(samples) == request.num_samples and all(ids for ids, _ in samples.values()):
                 request.output_ids = [samples[index][0] for index in sorted(samples)]
                 request.stopped = [samples[index][1] for index in sorted(samples)]
+        if workload.hash_size is not None:
+            for request in finished:
+                request.token_ids = request.output_ids = request.stopped = None
+            workload.notes.append("the run was recorded without tokens: outputs are never found in the cache")
+        workload.finish()
+        return workload
 
 
 class _Links:
@@ -370,8 +362,8 @@ def read_workload(
     *,
     format_name: str | None = None,
     hash_size: int | None = None,
-) -> tuple[Workload, EngineStarted | None]:
-    """The requests of the files, and for a recorded run the engine that served them.
+) -> tuple[Workload, PoolState | None]:
+    """The requests of the files, and for a recorded run the pool at its end.
 
     Raises: UsageError or TraceError.
     """

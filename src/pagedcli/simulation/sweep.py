@@ -12,7 +12,6 @@ from pagedcli.config import parse_bytes
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.core.plan import Plan
-from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.printable import byte_text, percent_text, plural
@@ -22,7 +21,6 @@ from pagedcli.simulation.caches import (
     CacheBounds,
     Ints,
     LruCurve,
-    accesses_of,
     clairvoyant_hits,
     hits_per_request,
     lru_curve,
@@ -137,16 +135,6 @@ class Sweep:
             self._lru[num_blocks] = (point.hit_blocks[0], point.hit_tokens[0])
         return self._lru[num_blocks]
 
-    def rate(self, accesses: Accesses, num_blocks: int, policy: Eviction, known: Ints | None) -> float:
-        """Share of the prompts' tokens that hit without running requests, of these accesses to the workload."""
-        if policy == "lru" and not self.has_windows:
-            curve = lru_curve(accesses, stack_distances(accesses), self.warmup)
-            return curve.hits_at(num_blocks)[1] / max(1, curve.num_tokens)
-        hits = unscheduled_hits(accesses, num_blocks, policy, known, windows=self.windows, chunk=self._chunk)
-        first = num_warmup(accesses.num_requests, self.warmup)
-        tokens = int(tokens_of_hits(accesses, hits)[first:].sum())
-        return tokens / max(1, int(accesses.prompt_tokens[first:].sum()))
-
     def clairvoyant(self, num_blocks: int) -> Ints:
         """[R] tokens that hit if the block that is needed last is evicted, without running requests. With windows an
         upper bound, as if their layers needed no blocks."""
@@ -220,38 +208,20 @@ def points(
 
 
 SHARES = (0.90, 0.95, 0.99)
-_MOST_ACCESSES = 2**22  # of an LRU curve at another block size
-_MOST_REPLAYED = 2**17  # accesses of a workload that is run again, block by block: a few seconds
 _NOTABLE = 0.001  # a gain of less than 0.1 points is none
 
 
-Known = Callable[[Ints, Eviction], Ints | None]
-"""What next-use knows of requests with prompts of these lengths: see unscheduled_hits."""
-
-
-def answers(
-    sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None, known: Known = lambda tokens, policy: None
-) -> list[str]:
+def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> list[str]:
     """The sentences below the tables."""
     if not sweep.curve.ceiling[1]:
         return ["No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."]
     pools = sorted({point.num_blocks for point in points})
-    policy = _answered_policy(sweep, [point for point in points if point.num_blocks == pools[0]])
     return [
         _ceiling(sweep, block_bytes),
         *_doubling(sweep, pools, points),
         *_in_use(points),
         *_policies(points),
-        *_reordering(sweep, pools[0], policy, known),
-        *_block_sizes(sweep, pools[0], policy, known),
     ]
-
-
-def _answered_policy(sweep: Sweep, points: Sequence[SweepPoint]) -> Eviction:
-    """The policy that the answers are for: the best of these points; lru if the trace is too large to be run again."""
-    if len(sweep.accesses.blocks) > _MOST_REPLAYED:
-        return "lru"
-    return max(points, key=lambda point: point.hit_tokens[0] / max(1, point.hit_tokens[1])).policy
 
 
 def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:
@@ -304,71 +274,6 @@ def _policies(points: Sequence[SweepPoint]) -> list[str]:
             gain = f"{percent_text(rates[best])} instead of {percent_text(rates['lru'])} (lru)"
             sentences.append(f"{best} gets {gain} at {plural(size, 'block')}.")
     return sentences
-
-
-def _reordering(sweep: Sweep, pool: int, policy: Eviction, known: Known) -> list[str]:
-    if sweep.has_windows and len(sweep.accesses.blocks) > _MOST_REPLAYED:
-        return []
-    accesses = reordered(sweep.accesses, prefix_order(sweep.accesses))
-    before, after = (
-        sweep.rate(each, pool, policy, known(each.prompt_tokens, policy)) for each in (sweep.accesses, accesses)
-    )
-    where = f"at {plural(pool, 'block')} ({policy} without running requests)"
-    if after - before < _NOTABLE:
-        return [f"Sorting by prefix (--reorder prefix) gains nothing {where}: {percent_text(after)}."]
-    rise = f"from {percent_text(before)} to {percent_text(after)}"
-    return [f"Sorting by prefix (--reorder prefix) raises the hit rate {rise} {where}."]
-
-
-def prefix_order(accesses: Accesses) -> Ints:
-    """[R] the requests in the order of generate --reorder prefix: sorted within windows of the input."""
-    blocks, starts = accesses.blocks.tolist(), accesses.starts.tolist()
-    order: list[int] = []
-    window: list[int] = []
-    num_tokens = 0
-    for request in range(accesses.num_requests):
-        window.append(request)
-        num_tokens += int(accesses.prompt_tokens[request])
-        if len(window) >= WINDOW_ROWS or num_tokens >= WINDOW_TOKENS or request == accesses.num_requests - 1:
-            order += sorted(window, key=lambda each: blocks[starts[each] : starts[each + 1]])
-            window, num_tokens = [], 0
-    return np.array(order, dtype=np.int64)
-
-
-def reordered(accesses: Accesses, order: Ints) -> Accesses:
-    """The same requests in another order."""
-    lengths = np.diff(accesses.starts)[order]
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    index = np.repeat(accesses.starts[order] - starts[:-1], lengths) + np.arange(int(starts[-1]))
-    return Accesses(
-        accesses.blocks[index],
-        starts,
-        accesses.tokens[index],
-        accesses.prompt_tokens[order],
-        accesses.full_tokens[order],
-        accesses.block_size,
-    )
-
-
-def _block_sizes(sweep: Sweep, pool: int, policy: Eviction, known: Known) -> list[str]:
-    """Other block sizes with the same memory."""
-    has_curve = policy == "lru" and not sweep.has_windows
-    size, most = sweep.accesses.block_size, _MOST_ACCESSES if has_curve else _MOST_REPLAYED
-    others = [each for each in (size, size // 4, size // 2, 2 * size) if each >= 1]
-    texts = []
-    for other in others:
-        if other != size and len(sweep.accesses.blocks) * size // other > most:
-            continue
-        accesses = sweep.accesses if other == size else accesses_of(sweep.workload, other)
-        curve = lru_curve(accesses, stack_distances(accesses), sweep.warmup)
-        rate = sweep.rate(accesses, pool * size // other, policy, known(accesses.prompt_tokens, policy))
-        texts.append(f"{other:,}: {percent_text(rate)}, {_percent(curve.ceiling[1], curve)}")
-    if len(texts) < 2:
-        return []
-    return [
-        f"Hit rates by block size, with the memory of {plural(pool, 'block')} of {size:,} ({policy} without running"
-        f" requests) and without a limit: {'; '.join(texts)}."
-    ]
 
 
 def _percent(tokens: int, curve: LruCurve) -> str:

@@ -45,8 +45,9 @@ def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, A
     }
 
 
-def advice_table(advice: Advice) -> Table:
-    """Every setting that was tried, best first, and what to change."""
+def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
+    """Every setting that was tried, best first, and what to change. `limits`: of the run as it is, where there are
+    several."""
     rows = advice.rows()
     columns = [
         Column("setting", "setting"), Column("saved", "time saved" if advice.by_time else "not computed", percent),
@@ -56,7 +57,10 @@ def advice_table(advice: Advice) -> Table:
         Column("cost", "costs"),
     ]  # fmt: skip
     notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
-    return Table("settings_tried", "What other settings would do, each run in the simulator", columns, rows, notes)
+    title = "What other settings would do, each run in the simulator"
+    if limits is not None:
+        title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
+    return Table("settings_tried", title, columns, rows, notes)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:

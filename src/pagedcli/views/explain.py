@@ -484,10 +484,11 @@ def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None
     return tuple(None if each is None else state.hashes[each] for each in block_table[:: state.num_groups])
 
 
-def explain_trace(source: EventSource) -> tuple[Explainer, PoolState]:
-    """Fold a whole trace. Raises TraceError like the source, or where the trace contradicts itself."""
+def explain_trace(source: EventSource, *views: View[PoolState]) -> tuple[Explainer, PoolState]:
+    """Fold a whole trace, also into other views. Raises TraceError like the source, or where the trace contradicts
+    itself."""
     explainer = Explainer()
-    state = fold(source, explainer)
+    state = fold(source, explainer, *views)
     explainer.finish()
     return explainer, state
 
