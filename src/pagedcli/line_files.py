@@ -77,6 +77,14 @@ class LineReader:
         self.line_number = 0
         self.notes: list[str] = [] if notes is None else notes
         self._what = what
+        self._is_cut = False
+
+    @property
+    def why_empty(self) -> str:
+        """Why there was no line, once the file has been read."""
+        if self._is_cut:
+            return f"{self.path}: the file was cut off in its first line, and nothing of the {self._what} is left"
+        return f"{self.path}: the file is empty, not a {self._what}"
 
     def __iter__(self) -> Iterator[bytes]:
         self.line_number = num_blank = 0
@@ -107,6 +115,7 @@ class LineReader:
             try:
                 msgspec.json.decode(rest)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self._is_cut = True
                 self.notes.append(f"the last line is torn ({len(rest)} bytes dropped): the run was cut off")
             else:
                 yield bytes(rest)
@@ -138,6 +147,7 @@ class LineReader:
         except zstd.ZstdError as error:
             raise TraceError(f"{self.path}: damaged after line {self.line_number}: {error}") from error
         if num_read and not decompressor.eof:
+            self._is_cut = True
             self.notes.append("the compressed stream has no end: the run was cut off")
 
     def _check_ratio(self, num_read: int, num_made: int) -> None:

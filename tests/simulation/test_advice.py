@@ -13,7 +13,7 @@ from cli_harness import pagedcli
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.planning.step_time import StepTime
-from pagedcli.simulation.advice import WORTH_SAYING, Advice, Subject, advise, recorded_advice, tune
+from pagedcli.simulation.advice import WORTH_SAYING, Advice, OtherKV, Subject, advise, recorded_advice, tune
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.tables import advice_table
 
@@ -42,8 +42,11 @@ def promised(trial):
 
 
 def test_smaller_blocks_are_advised_where_more_would_be_shared_and_the_larger_of_two_that_share_as_much():
-    assert best(advise(subject([[1] * 24 + own(n, 9) for n in range(16)]))) == "--block-size 8"
-    assert best(advise(subject([[1] * 240 + own(n, 9) for n in range(16)], block_size=256))) == "--block-size 16"
+    assert best(advise(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))) == "--block-size 8"
+    assert (
+        best(advise(subject([[1] * 240 + own(n, 9) for n in range(16)], num_blocks=512, block_size=256)))
+        == "--block-size 16"
+    )
     assert best(advise(subject([[1] * 24 + own(n, 9) for n in range(16)], device="cuda:0"))) is None, "no kernels for 8"
 
 
@@ -139,6 +142,41 @@ def test_with_the_time_of_steps_limits_are_tried_too_and_tuning_combines_changes
     assert "--max-num-seqs" not in tune(given, fixed=frozenset(["--max-num-seqs"])).changes
 
 
+def test_a_smaller_kv_cache_is_tried_only_where_it_is_allowed_and_its_steps_are_timed_too():
+    """Twelve conversations of 64 tokens do not fit into 24 blocks, but into twice as many."""
+    prompts = [own(n % 12, 64) + own(50 + n, 8) for n in range(48)]
+    given = subject(prompts, num_blocks=26, max_num_seqs=1, block_bytes=1024)
+    assert "KV dtype" not in {trial.setting.kind for trial in advise(given).trials}
+    other = OtherKV("int8", 512, None)
+    [found] = [each for each in advise(replace(given, other_kv=other)).trials if each.setting.kind == "KV dtype"]
+    assert found.setting.text == "--kv-cache-dtype int8 --num-gpu-blocks-override 52"
+    assert found.setting.cost == "other rounding: some tokens may differ"
+    limits = replace(given.limits, num_blocks=52)
+    assert found.forecast == advise(replace(given, plan=replace(given.plan, limits=limits))).base
+    untimed = advise(replace(given, other_kv=other, step_time=STEP_TIME))
+    assert "KV dtype" not in {trial.setting.kind for trial in untimed.trials}
+    assert "--kv-cache-dtype int8, whose steps have not been timed" in untimed.not_tried
+
+
+def test_tuning_gives_the_blocks_of_the_settings_that_it_ends_with():
+    """Smaller blocks, then a smaller type of K and V: four times the blocks, in the same memory."""
+    prompts = [[1] * 24 + own(n % 12, 41) + own(50 + n, 3) for n in range(30)]
+    given = subject(prompts, num_output=2, num_blocks=13, max_num_seqs=2, block_bytes=1024)
+    given = replace(given, step_time=STEP_TIME, other_kv=OtherKV("int8", 512, STEP_TIME.scaled(0.9)))
+    tuned = tune(given, fixed=frozenset(["--max-num-seqs", "--max-num-batched-tokens", "--reorder"]))
+    assert (tuned.changes["--kv-cache-dtype"], tuned.changes["--block-size"]) == ("int8", "8")
+    assert tuned.changes["--num-gpu-blocks-override"] == str(13 * 2 * 2)
+    limits = replace(
+        given.limits, num_blocks=52, block_size=8, eviction=tuned.changes.get("--eviction", "lru"),
+        chunked_prefill_size=int(tuned.changes.get("--chunked-prefill-size", 0)) or None,
+        preemption_policy=tuned.changes.get("--preemption-policy", "last"),
+    )  # fmt: skip
+    assert (
+        tuned.found
+        == advise(replace(given, plan=replace(given.plan, limits=limits), step_time=given.other_kv.step_time)).base
+    )
+
+
 # ---------------------------------------------------------------------- the commands
 
 FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
@@ -219,6 +257,53 @@ def test_plan_gives_the_same_answer_and_its_own_recommendation_is_that(runs):
     assert found.sentences()[0] in pagedcli(*arguments, *lengths, columns=1000).stdout
 
 
+def as_json(*arguments):
+    return json.loads(pagedcli(*arguments, "--format", "json").stdout)
+
+
+def test_simulate_gives_the_same_answer_for_the_recording_and_for_the_file(runs):
+    folder, _ = runs
+    expected = recorded_advice(folder / "run.jsonl")
+    limits = ("--pool", "16", *FLAGS)
+    for found in (
+        as_json("simulate", folder / "run.jsonl"),
+        as_json("simulate", folder / "in.jsonl", "--outputs", folder / "out.jsonl", *limits),
+    ):
+        assert found["advice"] == "; or ".join(expected.sentences())
+        assert found["advised_flag"] == expected.flag
+        assert [row["setting"] for row in found["settings_tried"]] == [row["setting"] for row in expected.rows()]
+
+
+def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs, tmp_path, monkeypatch):
+    folder, _ = runs
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    monkeypatch.setattr("pagedcli.bench.calibration.calibrate", lambda *_, **__: STEP_TIME)
+    pool = ("--num-gpu-blocks-override", "16")
+    lengths = ("--outputs", folder / "out.jsonl")
+    first = as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths)
+    trace = tmp_path / "run.jsonl"
+    said = pagedcli(
+        "generate", folder / "in.jsonl", "-o", tmp_path / "out.jsonl", "--record", trace, "--record-tokens",
+        "--summary-json", tmp_path / "summary.json", *pool, *FLAGS, columns=1000,
+    ).stderr  # fmt: skip
+    expected = json.loads((tmp_path / "summary.json").read_text())["cache"]
+    assert "less time" in expected["advice"]
+    assert f"to change    {expected['advice'].split('; or ')[0]}" in said
+    others = {
+        "plan": as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths),
+        "explain": as_json("explain", trace),
+        "simulate": as_json("simulate", folder / "in.jsonl", *lengths, "--pool", "16", *FLAGS),
+        "simulate the recording": as_json("simulate", trace),
+    }
+    for name, found in others.items():
+        assert found["advised"] == expected["advised"], name
+    assert {row["setting"] for row in first["settings_tried"]} == {
+        row["setting"] for row in others["explain"]["settings_tried"]
+    }
+    (tmp_path / "times").rename(tmp_path / "elsewhere")  # as on another machine
+    assert "less to compute" in as_json("explain", trace)["advice"]
+
+
 def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
     folder, _ = runs
     monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME, "a test"))
@@ -234,4 +319,8 @@ def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, m
         json.loads(row)["token_ids"] for row in rows
     ]
     pagedcli("generate", folder / "in.jsonl", "-o", tmp_path / "b.jsonl", "-C", tmp_path / "tuned.yaml", *FLAGS)
+    small = pagedcli("plan", folder / "in.jsonl", "--tune", "--allow-kv-dtype", *FLAGS)
+    assert ("kv_cache_dtype: int8" in small.stdout) == ("some tokens may differ" in small.stderr)
+    refused = pagedcli("generate", folder / "in.jsonl", "--allow-kv-dtype", expect=2)
+    assert "--allow-kv-dtype needs --tune" in refused.stderr
     assert "write it into a file first" in pagedcli("generate", "-", "--tune", stdin="{}", expect=2).stderr

@@ -8,6 +8,7 @@ from scripted import Simulation
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepFinished
+from pagedcli.simulation.formats import read_traces
 from pagedcli.trace.files import TraceReader, TraceWriter
 
 SUFFIXES = [".jsonl", ".jsonl.zst"]
@@ -115,6 +116,18 @@ def test_files_that_are_no_traces(tmp_path, name, content, message):
     path.write_bytes(content)
     with pytest.raises(TraceError, match=message):
         list(TraceReader(path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_a_file_that_was_cut_off_in_its_first_line_is_not_called_empty(tmp_path, suffix):
+    path = tmp_path / f"run{suffix}"
+    record(path)
+    path.write_bytes(path.read_bytes()[:40])
+    for read in (TraceReader(path).__iter__().__next__, lambda: read_traces([str(path)])):
+        with pytest.raises(TraceError) as caught:
+            read()
+        expected = f"{path}: the file was cut off in its first line, and nothing of the trace is left"
+        assert caught.value.message == expected
 
 
 def test_names_and_paths_that_cannot_be(tmp_path):

@@ -68,6 +68,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     dump = Dump.of(options.dump_kv, options.steps, options.every)
     dump_files = dump.named_files(overwrite=options.overwrite, resume=options.resume)
     tables_format = _tables_format(dump, options.format_)
+    if options.allow_kv_dtype and not options.tune:
+        raise UsageError("--allow-kv-dtype needs --tune", hint="--kv-cache-dtype sets the type of the KV cache")
     if options.tune:
         loaded = load_config(options.config, {**flags, **_tuned_keys(loaded, options)})
     job = Job(
@@ -102,7 +104,7 @@ def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:
         raise UsageError("--ray cannot be combined with --tune", hint="pagedcli plan --tune prints the settings")
     if options.input_name == "-":
         raise UsageError("--tune reads the input before the run", hint="write it into a file first")
-    return tuned_keys(loaded, options.input_name)
+    return tuned_keys(loaded, options.input_name, may_change_kv_dtype=options.allow_kv_dtype)
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:

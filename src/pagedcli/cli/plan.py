@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
+    from pagedcli.planning.step_time import StepTime
     from pagedcli.simulation.advice import Advice, Subject
+    from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.sources import PromptRequests
 
 
@@ -48,6 +50,7 @@ def share_table(shares: SharePlan, num_workers: int) -> Table:
 _time = partial(option, panel="Expected time")
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
+ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # shown of each end of a shared text
 _MOST_END_TOKENS = 64  # decoded of each end
@@ -70,6 +73,7 @@ def plan(
     outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None,
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False,
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False,
+    allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=ALLOW_KV_HELP)] = False,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -97,7 +101,7 @@ def plan(
     if expected_output is not None and outputs is not None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
     loaded = load_config(config, flags)
-    expected = Expected(expected_output, outputs, may_calibrate=not no_calibrate)
+    expected = Expected(expected_output, outputs, may_calibrate=not no_calibrate, may_change_kv_dtype=allow_kv_dtype)
     code = run_plan(
         loaded, prompts, expected, tokenizer=tokenizer, num_workers=workers, format_=format_, tune_only=tune
     )
@@ -106,11 +110,12 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """How long outputs are expected to be, and whether steps may be timed for it."""
+    """How long outputs are expected to be, whether steps may be timed for it, and what advice may propose."""
 
     num_tokens: int | None = None  # of each output; None: as many as the row may generate
     outputs: str | None = None  # the output of a finished run
     may_calibrate: bool = False
+    may_change_kv_dtype: bool = False
 
     @property
     def lengths(self) -> str:
@@ -135,31 +140,24 @@ def run_plan(
     the exit code."""
     from pagedcli.cli.tuning import print_tuned
     from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
-    from pagedcli.simulation.forecast import MOST_SIMULATED
-    from pagedcli.simulation.sources import PromptRequests, read_outputs
     from pagedcli.simulation.tables import advice_table
 
     config = loaded.config
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
-    folder, spec = prompt_model(loaded, tokenizer)
-    pool, engine = _expect(config.engine, spec)
-    outputs = None if expected.outputs is None else read_outputs(expected.outputs)
-    requests = PromptRequests(input_name, outputs, most_tokens=MOST_SIMULATED)
-    limits = None if pool is None else pool.limits
-    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests)
+    survey = _survey(loaded, input_name, expected, tokenizer=tokenizer, shares=shares)
+    scan, pool = survey.scan, survey.pool
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     facts = _facts(scan, config.engine, pool)
-    if spec is not None and tokenizer is None and pool is not None and pool.num_blocks and requests.workload.requests:
-        subject, found, time_tables = _forecast(loaded, spec, pool, requests, expected)
+    if pool is not None and survey.is_of_a_run and tokenizer is None:
+        run = _expected_run(loaded, survey, pool, expected)
         if tune_only:
-            print_tuned(subject, loaded)
+            print_tuned(run.subject, run.found, loaded)
             return EXIT_BAD_ROWS if scan.num_bad else 0
-        by_tokens = replace(subject, step_time=None)
-        advice = advise(by_tokens, budget_s=ADVICE_S)
-        enough = enough_blocks(by_tokens, advice.base, budget_s=ADVICE_S)
-        tables = [*time_tables, advice_table(advice), *_tables(scan, config, pool, advice, enough)]
-        facts |= {"forecast": found, **advice.document(), "recommended_num_blocks": enough}
+        advice = advise(run.subject, base=run.found, budget_s=ADVICE_S)
+        enough = enough_blocks(replace(run.subject, step_time=None), run.found, budget_s=ADVICE_S)
+        tables = [*run.tables, advice_table(advice), *_tables(scan, config, pool, advice, enough)]
+        facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
         facts["recommended_block_size"] = _advised_block_size(advice, config.engine)
     elif tune_only:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
@@ -167,54 +165,99 @@ def run_plan(
         tables = _tables(scan, config, pool)
     if shares is not None and num_workers is not None and scan.plan.num_prompts:
         tables.append(share_table(shares, num_workers))
-    if engine is not None:
-        tables.append(engine_table("Engine settings on this machine", engine))
+    if survey.engine is not None:
+        tables.append(engine_table("Engine settings on this machine", survey.engine))
     print_tables(tables, format_, facts=facts)
     return EXIT_BAD_ROWS if scan.num_bad else 0
 
 
-def tuned_keys(loaded: LoadedConfig, input_name: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What one pass over a file has found, for the forecast, the adviser and --tune."""
+
+    scan: PromptScan
+    requests: "PromptRequests"
+    spec: "ModelSpec | None"
+    pool: "_Pool | None"
+    engine: "Plan | str | None"  # or why there is none
+
+    @property
+    def is_of_a_run(self) -> bool:
+        """Whether there is an engine with a pool, and a row for it."""
+        has_pool = self.pool is not None and self.pool.num_blocks > 0
+        return self.spec is not None and has_pool and bool(self.requests.workload.requests)
+
+
+def _survey(
+    loaded: LoadedConfig,
+    input_name: str,
+    expected: Expected,
+    *,
+    tokenizer: Path | None = None,
+    shares: SharePlan | None = None,
+) -> _Survey:
+    from pagedcli.simulation.forecast import MOST_SIMULATED
+    from pagedcli.simulation.sources import PromptRequests, read_outputs
+
+    folder, spec = prompt_model(loaded, tokenizer)
+    pool, engine = _expect(loaded.config.engine, spec)
+    outputs = None if expected.outputs is None else read_outputs(expected.outputs)
+    requests = PromptRequests(input_name, outputs, most_tokens=MOST_SIMULATED)
+    limits = None if pool is None else pool.limits
+    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests)
+    return _Survey(scan, requests, spec, pool, engine)
+
+
+def tuned_keys(loaded: LoadedConfig, input_name: str, *, may_change_kv_dtype: bool = False) -> dict[str, Any]:
     """The configuration keys that make this file faster, with their values, after saying what they gain; for
     `generate --tune`. Raises: UsageError."""
     from pagedcli.cli.tuning import as_yaml, changed_keys, tuned_settings
-    from pagedcli.simulation.forecast import MOST_SIMULATED
-    from pagedcli.simulation.sources import PromptRequests
 
-    folder, spec = prompt_model(loaded, None)
-    pool, _ = _expect(loaded.config.engine, spec)
-    requests = PromptRequests(input_name, None, most_tokens=MOST_SIMULATED)
-    if spec is None or pool is None or not pool.num_blocks:
-        raise UsageError("--tune needs a model whose memory is predicted")
-    scan_prompts(loaded, input_name, folder, spec, limits=pool.limits, requests=requests)
-    if not requests.workload.requests:
-        raise UsageError(f"--tune: {input_name} has no valid row")
-    subject, _, _ = _forecast(loaded, spec, pool, requests, Expected(may_calibrate=True))
-    found = changed_keys(tuned_settings(subject, loaded))
+    expected = Expected(may_calibrate=True, may_change_kv_dtype=may_change_kv_dtype)
+    survey = _survey(loaded, input_name, expected)
+    if survey.pool is None or not survey.is_of_a_run:
+        raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
+    run = _expected_run(loaded, survey, survey.pool, expected)
+    found = changed_keys(tuned_settings(run.subject, run.found, loaded))
     say(as_yaml(found).rstrip())
     return found
 
 
-def _forecast(
-    loaded: LoadedConfig, spec: "ModelSpec", pool: "_Pool", requests: "PromptRequests", expected: Expected
-) -> "tuple[Subject, dict[str, Any], list[Table]]":
-    """The expected run: for advice, for JSON, and as tables."""
+@dataclass(frozen=True, slots=True)
+class _ExpectedRun:
+    """The run that a file would be."""
+
+    subject: "Subject"  # for advice
+    found: "Forecast"
+    facts: dict[str, Any]  # for JSON
+    tables: list[Table]
+
+
+def _expected_run(loaded: LoadedConfig, survey: _Survey, pool: "_Pool", expected: Expected) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
+    from pagedcli.cli.tuning import other_kv
     from pagedcli.simulation.advice import Subject
     from pagedcli.simulation.forecast import forecast
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
     from pagedcli.simulation.sources import expect_outputs
 
-    run, workload, progress = loaded.config.run, requests.workload, ProgressLine(line_every_s=5.0)
+    spec, run, requests = survey.spec, loaded.config.run, survey.requests
+    assert spec is not None, "it has a pool"
+    workload, progress = requests.workload, ProgressLine(line_every_s=5.0)
     if expected.num_tokens is not None:
         expect_outputs(workload, expected.num_tokens)
-    step_time, source = step_time_here(
-        loaded.config.engine,
-        spec,
-        pool.plan,
-        may_calibrate=expected.may_calibrate,
-        say=say,
-        on_progress=lambda share: progress.show(lambda _: f"calibrating: {share:.0%}"),
-    )
+
+    def time_here(engine: EngineConfig, plan: "Plan") -> "tuple[StepTime | None, str]":
+        return step_time_here(
+            engine,
+            spec,
+            plan,
+            may_calibrate=expected.may_calibrate,
+            say=say,
+            on_progress=lambda share: progress.show(lambda _: f"calibrating: {share:.0%}"),
+        )
+
+    step_time, source = time_here(loaded.config.engine, pool.plan)
     num_requests = plural(len(workload.requests), "request")
     found = forecast(
         workload,
@@ -225,7 +268,6 @@ def _forecast(
         observe=lambda num_done: progress.show(lambda _: f"simulating: {num_done:,} of {num_requests}"),
         left_out=requests.left_out,
     )
-    progress.close()
     notes = [expected.lengths, *workload.notes]
     if requests.num_beam_searches:
         notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
@@ -239,8 +281,11 @@ def _forecast(
         may_reorder=run.reorder == "none",
         read_ahead=run.read_ahead,
         step_time=step_time,
+        left_out=requests.left_out,
+        other_kv=other_kv(loaded, spec, time_here) if expected.may_change_kv_dtype else None,
     )
-    return subject, {**forecast_row(found, step_time), "time_source": source}, tables
+    progress.close()
+    return _ExpectedRun(subject, found, {**forecast_row(found, step_time), "time_source": source}, tables)
 
 
 def _advised_block_size(advice: "Advice", engine: EngineConfig) -> int:

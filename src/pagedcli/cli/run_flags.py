@@ -36,6 +36,7 @@ _FORMAT_HELP = (
     "Format for --show-config, --dry-run and --dump-kv; yaml only for --show-config, and no csv for --dump-kv."
 )
 _TUNE_HELP = "First search for the fastest settings in the simulator, and run with them; given flags stay."
+_ALLOW_KV_HELP = "With --tune: also try a smaller type of the KV cache. It rounds: some tokens may differ."
 _SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
 Resume = Annotated[bool, _file("--resume", help="Continue an interrupted run.")]
@@ -78,6 +79,7 @@ class GenerateOptions:
         bool, typer.Option("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
     ] = False
     tune: Annotated[bool, typer.Option("--tune", help=_TUNE_HELP)] = False
+    allow_kv_dtype: Annotated[bool, typer.Option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
     ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o is a folder of parts.")] = False
     ray_address: Annotated[
         str | None, _cluster(help="Run on an existing Ray cluster, e.g. 'auto'.", metavar="ADDRESS")

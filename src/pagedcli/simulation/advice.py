@@ -33,6 +33,7 @@ MOST_POOLS = 4  # times the pool that is tried
 _POOL_STEPS = 8  # the recommended pool is the smallest one to within this part of the present one
 _AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
 _CHUNKS = (128, 512)  # tokens
+_POOL_FLAG = "--num-gpu-blocks-override"
 # from cheap to expensive
 KINDS = (
     "caching", "policy", "order", "block size", "preemption", "step tokens", "chunk", "sequences", "pool", "KV dtype",
@@ -373,7 +374,7 @@ def _pool(search: _Search, subject: Subject) -> Iterator[Setting]:
         more = (number - num_blocks) * subject.plan.block_bytes
         cost = f"{byte_text(more)} of memory" if more else f"{plural(number - num_blocks, 'block')} more"
         larger = replace(limits, num_blocks=number)
-        return Setting("pool", (("--num-gpu-blocks-override", str(number)),), larger, subject.reorder, cost)
+        return Setting("pool", ((_POOL_FLAG, str(number)),), larger, subject.reorder, cost)
 
     low, high = num_blocks, max(MOST_POOLS * num_blocks, subject.largest_pool)
     most = search.try_out(pool_of(high)).gain
@@ -444,9 +445,10 @@ def _kv_dtypes(subject: Subject) -> Iterator[Setting]:
 
 
 def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], limits: Limits, cost: str) -> Setting:
-    """A setting that keeps the memory of the pool: where blocks may run out, their number is part of it."""
-    if subject.is_tight(limits):
-        flags = (*flags, ("--num-gpu-blocks-override", str(limits.num_blocks)))
+    """A setting that keeps the memory of the pool: where blocks may run out, their number is part of it. They also may
+    if a number that was given stays as it is."""
+    if subject.is_tight(limits) or subject.is_tight(replace(limits, num_blocks=subject.limits.num_blocks)):
+        flags = (*flags, (_POOL_FLAG, str(limits.num_blocks)))
     return Setting(kind, flags, limits, subject.reorder, cost)
 
 
@@ -502,12 +504,18 @@ _MOST_ROUNDS = 6
 _TUNED_KINDS = tuple(kind for kind in KINDS if kind != "pool")
 
 
-def tune(subject: Subject, *, fixed: frozenset[str] = frozenset(), budget_s: float | None = None) -> Tuned | None:
-    """Change what gains most, then look again, until nothing gains half of WORTH_SAYING. `fixed`: flags that stay as
-    they are. None: the time was not enough for the first round."""
+def tune(
+    subject: Subject,
+    *,
+    base: Forecast | None = None,
+    fixed: frozenset[str] = frozenset(),
+    budget_s: float | None = None,
+) -> Tuned | None:
+    """Change what gains most, then look again, until nothing gains half of WORTH_SAYING. `base`: the run as it is, if
+    it has been simulated. `fixed`: flags that stay as they are. None: the time was not enough for the first round."""
     deadline_s = None if budget_s is None else time.thread_time() + budget_s
     first: Advice | None = None
-    found: Forecast | None = None
+    found = base
     changes: dict[str, str] = {}
     for _ in range(_MOST_ROUNDS):
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.thread_time())
@@ -520,6 +528,8 @@ def tune(subject: Subject, *, fixed: frozenset[str] = frozenset(), budget_s: flo
             break
         best = allowed[0]
         changes |= dict(best.setting.flags)
+        if _POOL_FLAG in changes:
+            changes[_POOL_FLAG] = str(best.setting.limits.num_blocks)
         found = best.forecast
         subject = _changed(subject, best.setting)
     if first is None or first.base is None or found is None:

@@ -66,6 +66,7 @@ class TraceLines(LineReader):
         except zlib.error as error:
             raise TraceError(f"{self.path}: damaged after line {self.line_number}: {error}") from error
         if not decompressor.eof:
+            self._is_cut = True
             self.notes.append("the compressed stream has no end: the file was cut off")
 
 
@@ -286,7 +287,7 @@ class _Reader:
             if request is not None:
                 self.workload.requests.append(request)
         if not place:
-            raise TraceError(f"{lines.path}: the file is empty, not a trace")
+            raise TraceError(lines.why_empty)
         self.workload.notes += [f"{lines.path}: {note}" for note in lines.notes]
 
     def _request(self, line: bytes) -> TraceRequest | None:

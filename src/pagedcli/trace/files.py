@@ -210,7 +210,7 @@ class TraceReader:
                 raise TraceError(f"{self.place}: engine_started: a second start in one trace file")
             yield event
         if self.line_number == 0:
-            raise _EmptyFile(f"{path}: the file is empty, not a trace")
+            raise _EmptyFile(self._lines.why_empty)
 
     def _check_first(self, line: bytes) -> None:
         try:
@@ -227,7 +227,7 @@ class TraceReader:
 
 
 class _EmptyFile(TraceError):
-    """An empty file, left by a run that was killed as it began."""
+    """A file without a whole line, left by a run that was killed as it began."""
 
 
 class _Head(msgspec.Struct):
