@@ -256,7 +256,7 @@ def advise(
     search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s, base)
     reasons = []
     try:
-        search.base = base or search.run(subject.limits, subject.reorder)
+        search.base = search.run(subject.limits, subject.reorder) if base is None else base.without_text
         for setting in _settings(subject, search, kinds):
             search.add(setting)
     except OutOfTimeError:
@@ -284,7 +284,7 @@ class _Search:
         """Raises: OutOfTimeError."""
         subject, key = self.subject, (limits, reorder, other_kv)
         if key not in self._runs:
-            self._runs[key] = forecast(
+            found = forecast(
                 subject.workload,
                 replace(subject.plan, limits=limits),
                 subject.step_time if other_kv is None else other_kv.step_time,
@@ -294,6 +294,7 @@ class _Search:
                 left_out=subject.left_out,
                 arrivals=subject.arrivals,
             )
+            self._runs[key] = found.without_text  # so that commands agree that do not know which prompts were text
         return self._runs[key]
 
     def _check_time(self, num_done: int) -> None:

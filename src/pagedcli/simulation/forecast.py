@@ -38,6 +38,12 @@ class Forecast:
     first_row_s: float | None  # seconds until the first row is complete
     parts: dict[str, float] = field(default_factory=dict)  # seconds, see PARTS
     share: float = 1.0  # of the work that was simulated; the rest is assumed to be like it
+    as_tokens_s: float | None = None  # `seconds` if no prompt had to be tokenized
+
+    @property
+    def without_text(self) -> "Forecast":
+        """The same run if all prompts were tokens, as far as a recording knows. Settings differ in nothing else."""
+        return replace(self, seconds=self.as_tokens_s)
 
     @property
     def hit_rate(self) -> float:
@@ -99,15 +105,16 @@ class _Timer:
 def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:
     served = run.served()
     num_prompt, num_cached = int(run.prompt_tokens[served].sum()), run.hit_tokens()[0]
-    seconds = first_row_s = None
+    seconds = first_row_s = as_tokens_s = None
     parts: dict[str, float] = {}
     if step_time is not None and timer is not None:
         num_rows = run.num_requests - run.num_refused
         num_text = int(run.prompt_tokens[served & texts].sum())
-        host = HostWork(num_rows, run.num_steps, num_prompt, num_text, run.num_generated_tokens)
-        rows_s = step_time.host_s(host)
-        parts = {**timer.parts, "rows": rows_s}
-        seconds = (run.total_s + rows_s) / share
+        rows_s = step_time.host_s(HostWork(num_rows, run.num_steps, num_prompt, 0, run.num_generated_tokens))
+        text_s = step_time.host_s(HostWork(num_text_tokens=num_text))
+        parts = {**timer.parts, "rows": rows_s + text_s}
+        as_tokens_s = (run.total_s + rows_s) / share
+        seconds = as_tokens_s + text_s / share
         each = max(1, num_rows)
         first_row_s = run.first_s + step_time.host_s(HostWork(1, 0, num_prompt // each, num_text // each))
         parts = {name: each / share for name, each in parts.items()}
@@ -130,6 +137,7 @@ def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _
         first_row_s=first_row_s,
         parts=parts,
         share=share,
+        as_tokens_s=as_tokens_s,
     )
 
 

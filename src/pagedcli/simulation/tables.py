@@ -57,6 +57,8 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
         Column("cost", "costs"),
     ]  # fmt: skip
     notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
+    if advice.by_time:
+        notes.append("seconds: as if all prompts were given as tokens, which is the same for every setting")
     title = "What other settings would do, each run in the simulator"
     if limits is not None:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
