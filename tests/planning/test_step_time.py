@@ -8,11 +8,14 @@ from scripted import Simulation
 from pagedcli.core.groups import cache_groups
 from pagedcli.planning.step_time import (
     AttendedLayers,
+    Calibrations,
     StepTime,
     StepWork,
     TimeKey,
     attended_layers,
     between,
+    calibrations,
+    calibrations_named,
     load_step_time,
     made_of,
     save_step_time,
@@ -20,7 +23,7 @@ from pagedcli.planning.step_time import (
 
 KEY = TimeKey(
     version="1", processor="p", threads=2, device="cpu", model="m", weights="None 1", dtype="bfloat16",
-    kv_dtype="bfloat16", backend="cpu", decoder="native",
+    kv_dtype="bfloat16", backend="cpu", decoder="native", block_size=16,
 )  # fmt: skip
 TRUE = StepTime(
     prompts=((1, 1.0), (8, 2.0), (64, 9.0)), decodes=((1, 1.0), (8, 3.0)), attended_by_prompts_s=0.001,
@@ -119,6 +122,18 @@ def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkey
     for name in ("processor", "model", "weights", "dtype", "kv_dtype", "version"):
         assert load_step_time(replace(KEY, **{name: "other"})) is None
     assert load_step_time(replace(KEY, threads=3)) is None
+
+
+def test_calibrations_of_other_block_sizes_are_found_with_it_by_key_and_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
+    other = TRUE.scaled(1.5)
+    save_step_time(replace(KEY, block_size=8), other)
+    assert calibrations(KEY) is None
+    save_step_time(KEY, TRUE)
+    assert calibrations(KEY) == calibrations_named(KEY.file_name) == Calibrations(TRUE, {8: other})
+    assert calibrations(replace(KEY, block_size=8)) == Calibrations(other, {16: TRUE})
+    for name in ("absent.json", "../" + KEY.file_name + "x", "", "a\0b"):
+        assert calibrations_named(name) is None
 
 
 def test_a_broken_file_is_no_calibration(tmp_path, monkeypatch):

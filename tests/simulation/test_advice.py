@@ -12,7 +12,7 @@ from cli_harness import pagedcli
 
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.planning.step_time import StepTime
+from pagedcli.planning.step_time import Calibrations, StepTime
 from pagedcli.simulation.advice import WORTH_SAYING, Advice, OtherKV, Subject, advise, recorded_advice, tune
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.tables import advice_table
@@ -129,9 +129,25 @@ STEP_TIME = StepTime(
 )
 
 
+TIMED = Calibrations(STEP_TIME, {8: STEP_TIME})
+
+
+def test_smaller_blocks_are_compared_by_the_time_of_their_own_steps():
+    prompts = [[1] * 24 + own(n, 9) for n in range(24)]
+    slower = STEP_TIME.scaled(1.5)
+    for timed, expected in ((TIMED, True), (Calibrations(STEP_TIME, {8: slower}), False)):
+        found = advise(replace(subject(prompts, num_blocks=2000), timed=timed))
+        [trial] = [each for each in found.trials if each.setting.kind == "block size"]
+        assert (trial.gain > 0) == expected
+        assert "timed" not in (found.not_tried or "")
+    found = advise(replace(subject(prompts, num_blocks=2000), timed=Calibrations(STEP_TIME, {})))
+    assert "block size" not in {trial.setting.kind for trial in found.trials}
+    assert found.not_tried == "--block-size 8, whose steps have not been timed (pagedcli plan does)"
+
+
 def test_with_the_time_of_steps_limits_are_tried_too_and_tuning_combines_changes():
     prompts = [[1] * 24 + own(n, 9) for n in range(24)]
-    given = replace(subject(prompts, num_output=8, num_blocks=2000), step_time=STEP_TIME)
+    given = replace(subject(prompts, num_output=8, num_blocks=2000), timed=TIMED)
     found = advise(given)
     assert {"sequences", "step tokens", "chunk"} <= {trial.setting.kind for trial in found.trials}
     assert best(found) == "--max-num-seqs 8"
@@ -153,7 +169,7 @@ def test_a_smaller_kv_cache_is_tried_only_where_it_is_allowed_and_its_steps_are_
     assert found.setting.cost == "other rounding: some tokens may differ"
     limits = replace(given.limits, num_blocks=52)
     assert found.forecast == advise(replace(given, plan=replace(given.plan, limits=limits))).base
-    untimed = advise(replace(given, other_kv=other, step_time=STEP_TIME))
+    untimed = advise(replace(given, other_kv=other, timed=TIMED))
     assert "KV dtype" not in {trial.setting.kind for trial in untimed.trials}
     assert "--kv-cache-dtype int8, whose steps have not been timed" in untimed.not_tried
 
@@ -162,19 +178,15 @@ def test_tuning_gives_the_blocks_of_the_settings_that_it_ends_with():
     """Smaller blocks, then a smaller type of K and V: four times the blocks, in the same memory."""
     prompts = [[1] * 24 + own(n % 12, 41) + own(50 + n, 3) for n in range(30)]
     given = subject(prompts, num_output=2, num_blocks=13, max_num_seqs=2, block_bytes=1024)
-    given = replace(given, step_time=STEP_TIME, other_kv=OtherKV("int8", 512, STEP_TIME.scaled(0.9)))
+    given = replace(given, other_kv=OtherKV("int8", 512, None))
     tuned = tune(given, fixed=frozenset(["--max-num-seqs", "--max-num-batched-tokens", "--reorder"]))
     assert (tuned.changes["--kv-cache-dtype"], tuned.changes["--block-size"]) == ("int8", "8")
     assert tuned.changes["--num-gpu-blocks-override"] == str(13 * 2 * 2)
     limits = replace(
         given.limits, num_blocks=52, block_size=8, eviction=tuned.changes.get("--eviction", "lru"),
-        chunked_prefill_size=int(tuned.changes.get("--chunked-prefill-size", 0)) or None,
         preemption_policy=tuned.changes.get("--preemption-policy", "last"),
     )  # fmt: skip
-    assert (
-        tuned.found
-        == advise(replace(given, plan=replace(given.plan, limits=limits), step_time=given.other_kv.step_time)).base
-    )
+    assert tuned.found == advise(replace(given, plan=replace(given.plan, limits=limits))).base
 
 
 # ---------------------------------------------------------------------- the commands

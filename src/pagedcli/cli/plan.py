@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
-    from pagedcli.planning.step_time import StepTime
+    from pagedcli.planning.step_time import Calibrations, StepTime
     from pagedcli.simulation.advice import Advice, Subject
     from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.sources import PromptRequests
@@ -155,7 +155,7 @@ def run_plan(
             print_tuned(run.subject, run.found, loaded)
             return EXIT_BAD_ROWS if scan.num_bad else 0
         advice = advise(run.subject, base=run.found, budget_s=ADVICE_S)
-        enough = enough_blocks(replace(run.subject, step_time=None), run.found, budget_s=ADVICE_S)
+        enough = enough_blocks(replace(run.subject, timed=None), run.found, budget_s=ADVICE_S)
         tables = [*run.tables, advice_table(advice), *_tables(scan, config, pool, advice, enough)]
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
         facts["recommended_block_size"] = _advised_block_size(advice, config.engine)
@@ -235,7 +235,7 @@ class _ExpectedRun:
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, pool: "_Pool", expected: Expected) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.cli.tuning import other_kv
+    from pagedcli.cli.tuning import other_kv, with_smaller_blocks
     from pagedcli.simulation.advice import Subject
     from pagedcli.simulation.forecast import forecast
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
@@ -280,12 +280,26 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, pool: "_Pool", expected
         reorder=run.reorder,
         may_reorder=run.reorder == "none",
         read_ahead=run.read_ahead,
-        step_time=step_time,
+        timed=_calibrations(loaded.config.engine, spec, pool.plan, step_time),
         left_out=requests.left_out,
         other_kv=other_kv(loaded, spec, time_here) if expected.may_change_kv_dtype else None,
     )
+    if expected.may_calibrate:
+        subject = with_smaller_blocks(subject, found, loaded, spec, time_here)
     progress.close()
     return _ExpectedRun(subject, found, {**forecast_row(found, step_time), "time_source": source}, tables)
+
+
+def _calibrations(
+    engine: EngineConfig, spec: "ModelSpec", plan: "Plan", step_time: "StepTime | None"
+) -> "Calibrations | None":
+    """What has been timed here; only `step_time` where no calibration can be kept."""
+    from pagedcli.planning.expected import time_key
+    from pagedcli.planning.step_time import Calibrations, calibrations
+
+    if step_time is None:
+        return None
+    return calibrations(time_key(engine, spec, plan)) or Calibrations(step_time, {})
 
 
 def _advised_block_size(advice: "Advice", engine: EngineConfig) -> int:

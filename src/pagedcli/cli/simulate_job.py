@@ -26,12 +26,12 @@ from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import LEAST_SLOTS, decide
 from pagedcli.planning.memory import rank_spec
-from pagedcli.planning.step_time import StepTime, load_step_time
+from pagedcli.planning.step_time import Calibrations, StepTime, calibrations
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation import tables as tables
-from pagedcli.simulation.advice import ADVICE_S, Advice, Subject, advise, in_order, recorded_plan, step_time_of
+from pagedcli.simulation.advice import ADVICE_S, Advice, Subject, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.floors import StepFloor
 from pagedcli.simulation.forecast import counts_of
@@ -298,22 +298,22 @@ def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload
 
 def _calibrated(loaded: LoadedConfig, workload: Workload) -> StepTime:
     """The time of steps as `plan` has measured it here. Raises: UsageError if it has not."""
-    found = _step_time_here(loaded)
+    found = _timed_here(loaded)
     if found is None:
         model = loaded.config.engine.model
         raise UsageError(f"--calibrated: {model} has no calibration on this machine", hint="pagedcli plan makes one")
     workload.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
-    return found
+    return found.own
 
 
-def _step_time_here(loaded: LoadedConfig) -> StepTime | None:
+def _timed_here(loaded: LoadedConfig) -> Calibrations | None:
     """The time of the model's steps as `plan` has measured it on this machine, if it has."""
     from pagedcli.planning.expected import time_key
     from pagedcli.planning.machine import this_machine
 
     engine = loaded.config.engine
     _, spec = prompt_model(loaded, None)
-    return None if spec is None else load_step_time(time_key(engine, spec, decide(engine, spec, this_machine())))
+    return None if spec is None else calibrations(time_key(engine, spec, decide(engine, spec, this_machine())))
 
 
 def _subject(
@@ -328,18 +328,18 @@ def _subject(
     where steps have been timed, as other commands do."""
     run = points[0].run
     assert run is not None, "it has a schedule"
-    step_time: StepTime | None = None
+    timed: Calibrations | None = None
     if schedule.speed is None and options.gpu is None and options.step_ms is None:
         if recorded is not None:
-            step_time = step_time_of(recorded)
+            timed = timed_of(recorded)
         elif workload.format == "prompts" or "engine.model" in loaded.sources:
-            step_time = _step_time_here(loaded)
+            timed = _timed_here(loaded)
     return Subject(
         workload,
         run.plan,
         may_reorder=workload.format == "prompts" or (recorded is not None and in_order(workload)),
         read_ahead=schedule.read_ahead,
-        step_time=step_time,
+        timed=timed,
         arrivals=None if schedule.speed is None else schedule,
         largest_pool=points[-1].num_blocks,
     )

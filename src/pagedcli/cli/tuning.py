@@ -1,6 +1,7 @@
 """`plan --tune` and `generate --tune`: the fastest settings for a file, found in the simulator, as YAML."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,23 +10,24 @@ import yaml
 from pagedcli.cli.options import FLAGS
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.errors import ConfigError, UsageError
-from pagedcli.printable import percent_text
+from pagedcli.planning.step_time import Calibrations, StepTime
+from pagedcli.printable import percent_text, plural
 from pagedcli.show.terminal import say
-from pagedcli.simulation.advice import OtherKV, Subject, Tuned, tune
+from pagedcli.simulation.advice import ADVICE_S, WORTH_SAYING, OtherKV, Subject, Tuned, advise, tune
 from pagedcli.simulation.forecast import Forecast
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
-    from pagedcli.planning.step_time import StepTime
+
+TimeOf = Callable[[EngineConfig, "Plan"], tuple[StepTime | None, str]]
+"""Times the steps of an engine, or says why not."""
 
 _TUNE_S = 60.0  # seconds of trials
 _KEY_OF = {"--" + key.split(".")[1].replace("_", "-"): key for key in FLAGS}
 
 
-def other_kv(
-    loaded: LoadedConfig, spec: "ModelSpec", time_of: "Callable[[EngineConfig, Plan], tuple[StepTime | None, str]]"
-) -> OtherKV | None:
+def other_kv(loaded: LoadedConfig, spec: "ModelSpec", time_of: TimeOf) -> OtherKV | None:
     """The smaller type of the KV cache that this machine has, unless one is given; `time_of` times its steps."""
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
@@ -43,6 +45,31 @@ def other_kv(
             return OtherKV(name, plan.block_bytes, time_of(engine, plan)[0])
     say(f"note: no smaller type of the KV cache: {'; '.join(reasons)}")
     return None
+
+
+def with_smaller_blocks(
+    subject: Subject, base: Forecast, loaded: LoadedConfig, spec: "ModelSpec", time_of: TimeOf
+) -> Subject:
+    """Steps with the largest smaller blocks that would save work are timed, too: they are slower. `base`: the run as it
+    is."""
+    from pagedcli.planning.decide import decide
+    from pagedcli.planning.machine import this_machine
+
+    if (timed := subject.timed) is None:
+        return subject
+    for size in subject.smaller_blocks:
+        if size in timed.by_block_size:
+            continue
+        as_fast = replace(subject, timed=Calibrations(timed.own, {size: timed.own}))
+        trials = advise(as_fast, base=base, budget_s=ADVICE_S, kinds=("block size",)).trials
+        if not trials or trials[0].gain < WORTH_SAYING:
+            continue
+        say(f"blocks of {plural(size, 'token')} would save work if steps were as fast with them:")
+        engine = msgspec.structs.replace(loaded.config.engine, block_size=size)
+        found, _ = time_of(engine, decide(engine, spec, this_machine()))
+        if found is not None:
+            return replace(subject, timed=Calibrations(timed.own, {**timed.by_block_size, size: found}))
+    return subject
 
 
 def print_tuned(subject: Subject, base: Forecast, loaded: LoadedConfig) -> None:

@@ -35,8 +35,8 @@ def expected_plan(config: EngineConfig, spec: ModelSpec, machine: Machine) -> tu
 
 
 def time_key(config: EngineConfig, spec: ModelSpec, plan: Plan) -> TimeKey:
-    """What identifies the time of a plan's steps on this machine. Limits are not part of it: a step of so many tokens
-    takes as long whatever the pool."""
+    """What identifies the time of a plan's steps on this machine. Of the limits only the block size is part of it: a
+    step of so many tokens takes as long whatever the pool."""
     on_gpu = not plan.on_cpu
     experts = spec.experts
     sizes = (
@@ -57,6 +57,7 @@ def time_key(config: EngineConfig, spec: ModelSpec, plan: Plan) -> TimeKey:
         kv_dtype=plan.kv_dtype,
         backend=plan.backend,
         decoder=plan.decoder if not plan.graph_sizes else f"{plan.decoder}, graphs",
+        block_size=plan.limits.block_size,
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from pagedcli.core.groups import CacheGroup
+from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.files import whole_file
 
@@ -320,6 +321,7 @@ class TimeKey:
     kv_dtype: str
     backend: str
     decoder: str
+    block_size: int  # tokens: kernels read small blocks more slowly
 
     @property
     def file_name(self) -> str:
@@ -342,10 +344,27 @@ def load_step_time(key: TimeKey) -> StepTime | None:
     return found.time if found is not None and found.key == key else None
 
 
-def step_time_named(file_name: str) -> StepTime | None:
-    """The calibration of an engine that recorded this name of it; None if it is not on this machine."""
+@dataclass(frozen=True, slots=True)
+class Calibrations:
+    """What has been timed of one model in one format on one machine."""
+
+    own: StepTime
+    by_block_size: dict[int, StepTime]  # of other block sizes
+
+
+def calibrations(key: TimeKey) -> Calibrations | None:
+    """The calibration with this key, and those that differ by the block size; None if there is none with this key."""
+    own = load_step_time(key)
+    if own is None:
+        return None
+    others = {size: load_step_time(replace(key, block_size=size)) for size in BLOCK_SIZES if size != key.block_size}
+    return Calibrations(own, {size: found for size, found in others.items() if found is not None})
+
+
+def calibrations_named(file_name: str) -> Calibrations | None:
+    """Those of an engine that recorded the name of its own; None if it is not on this machine."""
     found = _read(file_name)
-    return found.time if found is not None and found.key.file_name == file_name else None
+    return calibrations(found.key) if found is not None and found.key.file_name == file_name else None
 
 
 def _read(file_name: str) -> _File | None:

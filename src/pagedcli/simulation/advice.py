@@ -17,7 +17,7 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
-from pagedcli.planning.step_time import StepTime, step_time_named
+from pagedcli.planning.step_time import Calibrations, StepTime, calibrations_named
 from pagedcli.printable import byte_text, percent_text, plural
 from pagedcli.simulation.forecast import Forecast, forecast
 from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
@@ -58,7 +58,7 @@ class Subject:
     reorder: str = "none"  # of the run, if the requests are in the order of the file
     may_reorder: bool = True  # whether --reorder can be tried
     read_ahead: int | None = None
-    step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
+    timed: Calibrations | None = None  # None: settings are compared by the tokens that are computed
     left_out: float = 0.0  # work of more requests like these, see forecast
     arrivals: Schedule | None = None  # when requests arrive; None: all are there from the start
     largest_pool: int = 0  # blocks: pools up to this are tried, whatever MOST_POOLS
@@ -67,6 +67,17 @@ class Subject:
     @property
     def limits(self) -> Limits:
         return self.plan.limits
+
+    @property
+    def step_time(self) -> StepTime | None:
+        return None if self.timed is None else self.timed.own
+
+    @property
+    def smaller_blocks(self) -> list[int]:
+        """Sizes that can be tried, the largest first, as larger blocks mean shorter tables. Tokens."""
+        hash_size = self.workload.hash_size
+        sizes = [size for size in BLOCK_SIZES if self.smallest_block <= size < self.limits.block_size]
+        return [size for size in reversed(sizes) if hash_size is None or not size % hash_size]
 
     @property
     def has_tokens(self) -> bool:
@@ -98,7 +109,8 @@ class Setting:
     limits: Limits
     reorder: str
     cost: str = ""  # in words; empty: nothing
-    other_kv: OtherKV | None = None
+    timed: Calibrations | None = None  # of its steps, if they are others; None: those of the run
+    block_bytes: int | None = None  # of a block of as many tokens, if that is another
 
     @property
     def text(self) -> str:
@@ -206,7 +218,7 @@ class Adviser(RecordedRequests):
             return Advice(not_tried="no request finished in this run")
         if workload.num_left_out:
             return Advice(not_tried="the run has beam searches, which are not simulated")
-        subject = Subject(workload, recorded_plan(state), may_reorder=in_order(workload), step_time=step_time_of(state))
+        subject = Subject(workload, recorded_plan(state), may_reorder=in_order(workload), timed=timed_of(state))
         return advise(subject, budget_s=budget_s)
 
 
@@ -227,10 +239,10 @@ def recorded_plan(state: PoolState) -> Plan:
     return Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)
 
 
-def step_time_of(state: PoolState) -> StepTime | None:
+def timed_of(state: PoolState) -> Calibrations | None:
     """The time of a recorded run's steps, if the machine that made it is this one, and has been calibrated."""
     name = state.started.step_times
-    return None if name is None else step_time_named(name)
+    return None if name is None else calibrations_named(name)
 
 
 def in_order(workload: Workload) -> bool:
@@ -267,9 +279,19 @@ def advise(
     if not subject.has_tokens and subject.limits.enable_prefix_caching:
         recorded = " (--record-tokens)" if subject.workload.format == "pagedcli" else ""
         reasons.append(f"smaller blocks and another order, which need the tokens{recorded}")
-    if subject.other_kv is not None and (subject.step_time is None) != (subject.other_kv.step_time is None):
-        reasons.append(f"--kv-cache-dtype {subject.other_kv.name}, whose steps have not been timed")
-    return Advice(search.base, tuple(search.sorted()), subject.step_time is not None, "; ".join(reasons) or None)
+    reasons += [f"{flag}, whose steps have not been timed (pagedcli plan does)" for flag in _untimed(subject)]
+    return Advice(search.base, tuple(search.sorted()), subject.timed is not None, "; ".join(reasons) or None)
+
+
+def _untimed(subject: Subject) -> list[str]:
+    """Settings that cannot be compared by time."""
+    if subject.timed is None:
+        return []
+    sizes = [size for size in subject.smaller_blocks if size not in subject.timed.by_block_size]
+    flags = [f"--block-size {size}" for size in sizes if subject.limits.enable_prefix_caching]
+    if subject.other_kv is not None and subject.other_kv.step_time is None:
+        flags.append(f"--kv-cache-dtype {subject.other_kv.name}")
+    return [" and ".join(flags)] if flags else []
 
 
 @dataclass(slots=True)
@@ -278,16 +300,18 @@ class _Search:
     deadline_s: float | None
     base: Forecast | None = None
     trials: list[Trial] = field(default_factory=list)
-    _runs: dict[tuple[Limits, str, OtherKV | None], Forecast] = field(default_factory=dict)
+    _runs: dict[tuple[Limits, str, StepTime | None], Forecast] = field(default_factory=dict)
 
-    def run(self, limits: Limits, reorder: str, other_kv: OtherKV | None = None) -> Forecast:
-        """Raises: OutOfTimeError."""
-        subject, key = self.subject, (limits, reorder, other_kv)
+    def run(self, limits: Limits, reorder: str, timed: Calibrations | None = None) -> Forecast:
+        """`timed`: if it is not that of the run. Raises: OutOfTimeError."""
+        subject = self.subject
+        step_time = subject.step_time if timed is None else timed.own
+        key = limits, reorder, step_time
         if key not in self._runs:
             found = forecast(
                 subject.workload,
                 replace(subject.plan, limits=limits),
-                subject.step_time if other_kv is None else other_kv.step_time,
+                step_time,
                 reorder=reorder,
                 read_ahead=subject.read_ahead,
                 observe=self._check_time,
@@ -302,7 +326,7 @@ class _Search:
             raise OutOfTimeError
 
     def try_out(self, setting: Setting) -> Trial:
-        found = self.run(setting.limits, setting.reorder, setting.other_kv)
+        found = self.run(setting.limits, setting.reorder, setting.timed)
         assert self.base is not None, "the run as it is comes first"
         gain = 1 - _score(found) / max(_score(self.base), 1e-12)
         if found.num_refused > self.base.num_refused:
@@ -343,13 +367,18 @@ def _caching(subject: Subject) -> Iterator[Setting]:
 
 
 def _block_sizes(subject: Subject) -> Iterator[Setting]:
-    """Smaller blocks in the same memory."""
-    limits, hash_size = subject.limits, subject.workload.hash_size
-    for size in reversed(BLOCK_SIZES):  # larger blocks mean shorter tables
-        if not subject.smallest_block <= size < limits.block_size or (hash_size is not None and size % hash_size):
-            continue
+    """Smaller blocks in the same memory. By time only those whose steps have been timed, as they are slower."""
+    limits, timed = subject.limits, subject.timed
+    for size in subject.smaller_blocks:
+        own = None
+        if timed is not None:
+            if size not in timed.by_block_size:
+                continue
+            others = {other: each for other, each in timed.by_block_size.items() if other != size}
+            own = Calibrations(timed.by_block_size[size], {limits.block_size: timed.own, **others})
         smaller = replace(limits, block_size=size, num_blocks=(limits.num_blocks or 0) * limits.block_size // size)
-        yield _with_pool(subject, "block size", (("--block-size", str(size)),), smaller, "longer block tables")
+        setting = _with_pool(subject, "block size", (("--block-size", str(size)),), smaller, "more blocks to read")
+        yield replace(setting, timed=own, block_bytes=subject.plan.block_bytes * size // limits.block_size)
 
 
 def _order(subject: Subject) -> Iterator[Setting]:
@@ -405,9 +434,9 @@ def _step_tokens(subject: Subject) -> Iterator[Setting]:
     """Only time tells these apart, as the next ones."""
     limits = subject.limits
     now = limits.max_num_batched_tokens
-    for number in (now // 2, 2 * now, 4 * now) if subject.step_time is not None else ():
+    for number in (now // 2, 2 * now, 4 * now) if subject.timed is not None else ():
         if number >= limits.max_num_seqs:
-            cost = "later tokens while prompts are computed" if number > now else "more steps"
+            cost = "later tokens while prompts run" if number > now else "more steps"
             changed = replace(limits, max_num_batched_tokens=number)
             yield _with_pool(subject, "step tokens", (("--max-num-batched-tokens", str(number)),), changed, cost)
 
@@ -415,7 +444,7 @@ def _step_tokens(subject: Subject) -> Iterator[Setting]:
 def _sequences(subject: Subject) -> Iterator[Setting]:
     limits = subject.limits
     now = limits.max_num_seqs
-    if subject.step_time is None or limits.has_states:  # slots depend on the number of sequences
+    if subject.timed is None or limits.has_states:  # slots depend on the number of sequences
         return
     for number in (now // 4, now // 2, 2 * now):
         if 1 <= number <= limits.max_num_batched_tokens:
@@ -426,7 +455,7 @@ def _sequences(subject: Subject) -> Iterator[Setting]:
 
 def _chunks(subject: Subject) -> Iterator[Setting]:
     limits = subject.limits
-    for number in _CHUNKS if subject.step_time is not None else ():
+    for number in _CHUNKS if subject.timed is not None else ():
         if number < limits.max_num_batched_tokens and number != limits.chunked_prefill_size:
             changed = replace(limits, chunked_prefill_size=number)
             yield Setting("chunk", (("--chunked-prefill-size", str(number)),), changed, subject.reorder, "more steps")
@@ -435,14 +464,15 @@ def _chunks(subject: Subject) -> Iterator[Setting]:
 def _kv_dtypes(subject: Subject) -> Iterator[Setting]:
     """Smaller K and V: more blocks in the same memory."""
     other, limits = subject.other_kv, subject.limits
-    if other is None or (subject.step_time is None) != (other.step_time is None):
+    if other is None or (subject.timed is not None and other.step_time is None):
         return
+    timed = None if subject.timed is None or other.step_time is None else Calibrations(other.step_time, {})
     num_blocks = (limits.num_blocks or 0) * subject.plan.block_bytes // other.block_bytes
     setting = _with_pool(
         subject, "KV dtype", (("--kv-cache-dtype", other.name),), replace(limits, num_blocks=num_blocks),
         "other rounding: some tokens may differ",
     )  # fmt: skip
-    yield replace(setting, other_kv=other)
+    yield replace(setting, timed=timed, block_bytes=other.block_bytes)
 
 
 def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], limits: Limits, cost: str) -> Setting:
@@ -493,12 +523,13 @@ class Tuned:
 
 def _changed(subject: Subject, setting: Setting) -> Subject:
     """The run with a setting."""
-    plan = replace(subject.plan, limits=setting.limits)
+    block_bytes = subject.plan.block_bytes if setting.block_bytes is None else setting.block_bytes
+    plan = replace(subject.plan, limits=setting.limits, block_bytes=block_bytes)
     subject = replace(subject, plan=plan, reorder=setting.reorder)
-    if (other := setting.other_kv) is None:
+    if setting.block_bytes is None:
         return subject
-    plan = replace(plan, block_bytes=other.block_bytes)
-    return replace(subject, plan=plan, step_time=other.step_time, other_kv=None)
+    # the other type of K and V was looked at with the blocks of before
+    return replace(subject, timed=setting.timed or subject.timed, other_kv=None)
 
 
 _MOST_ROUNDS = 6

@@ -6,7 +6,7 @@ from pagedcli.batch.prompts import Prepared
 from pagedcli.batch.rows import Answer
 from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
-from pagedcli.planning.step_time import StepTime
+from pagedcli.planning.step_time import Calibrations
 from pagedcli.simulation.advice import Advice, Subject, advise
 from pagedcli.simulation.requests import TraceRequest, Workload
 
@@ -54,15 +54,13 @@ class ServedRequests:
         ]
 
     def advice(
-        self, step_time: StepTime | None, *, is_reordered: bool, read_ahead: int | None, budget_s: float
+        self, timed: Calibrations | None, *, is_reordered: bool, read_ahead: int | None, budget_s: float
     ) -> Advice:
-        """What to change. `step_time`: of the run's steps, if it is known. Rows of a run with --reorder prefix have
+        """What to change. `timed`: the run's steps, if they have been. Rows of a run with --reorder prefix have
         come in that order."""
         if self._why_not is not None:
             return Advice(not_tried=self._why_not)
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
         workload = Workload(requests, format="prompts")
-        subject = Subject(
-            workload, self._plan, may_reorder=not is_reordered, read_ahead=read_ahead, step_time=step_time
-        )
+        subject = Subject(workload, self._plan, may_reorder=not is_reordered, read_ahead=read_ahead, timed=timed)
         return advise(subject, budget_s=budget_s)

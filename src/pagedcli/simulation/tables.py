@@ -1,6 +1,7 @@
 """The tables of `pagedcli simulate`, and its self-contained HTML page: hit rate by pool size, where the misses go."""
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -50,11 +51,11 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     several."""
     rows = advice.rows()
     columns = [
-        Column("setting", "setting"), Column("saved", "time saved" if advice.by_time else "not computed", percent),
+        Column("setting", "setting", _short_setting, words=True),
+        Column("saved", "time saved" if advice.by_time else "not computed", percent),
         *([Column("seconds", "seconds", decimal)] if advice.by_time else []),
-        Column("num_computed_tokens", "computed tokens", count), Column("hit_rate", "hit rate", percent),
-        Column("num_preemptions", "preemptions", count), Column("peak_used_blocks", "peak blocks", count),
-        Column("cost", "costs"),
+        Column("num_computed_tokens", "computed", count), Column("hit_rate", "hit rate", percent),
+        Column("num_preemptions", "preempted", count), Column("cost", "costs"),
     ]  # fmt: skip
     notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
     if advice.by_time:
@@ -63,6 +64,11 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     if limits is not None:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
     return Table("settings_tried", title, columns, rows, notes)
+
+
+def _short_setting(flags: str) -> str:
+    """Of several flags the first, and the blocks that the same memory then has: JSON and the sentences have all."""
+    return re.sub(r" --num-gpu-blocks-override (\d+)", lambda found: f" ({plural(int(found[1]), 'block')})", flags)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:
