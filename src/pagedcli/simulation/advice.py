@@ -523,13 +523,16 @@ class Tuned:
 
 def _changed(subject: Subject, setting: Setting) -> Subject:
     """The run with a setting."""
-    block_bytes = subject.plan.block_bytes if setting.block_bytes is None else setting.block_bytes
-    plan = replace(subject.plan, limits=setting.limits, block_bytes=block_bytes)
-    subject = replace(subject, plan=plan, reorder=setting.reorder)
-    if setting.block_bytes is None:
-        return subject
-    # the other type of K and V was looked at with the blocks of before
-    return replace(subject, timed=setting.timed or subject.timed, other_kv=None)
+    plan, other = replace(subject.plan, limits=setting.limits), subject.other_kv
+    if setting.block_bytes is not None:
+        plan = replace(plan, block_bytes=setting.block_bytes)
+    if setting.kind == "block size" and other is not None:
+        size, before = setting.limits.block_size, subject.limits.block_size
+        smaller = replace(other, block_bytes=other.block_bytes * size // before)
+        other = smaller if subject.timed is None else None  # its steps were timed with the blocks of before
+    other = None if setting.kind == "KV dtype" else other
+    timed = setting.timed or subject.timed
+    return replace(subject, plan=plan, reorder=setting.reorder, timed=timed, other_kv=other)
 
 
 _MOST_ROUNDS = 6
