@@ -38,10 +38,9 @@ def test_every_fault_has_a_check_that_must_find_it():
     assert set(FOUND_BY) == set(FAULTS) == set(NEEDED)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault, seed):
-    result = trial(Settings(fault=fault, seed=seed), Options(seed=seed, checks=NEEDED[fault]))
+def test_a_planted_fault_is_found(fault):
+    result = trial(Settings(fault=fault), Options(seed=0, checks=NEEDED[fault]))
     assert result.is_right, f"found: {result.faults}"
 
 
