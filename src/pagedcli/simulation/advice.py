@@ -351,8 +351,8 @@ def _settings(subject: Subject, search: _Search, kinds: tuple[str, ...]) -> Iter
     """What to try, what promises most first."""
     limits = subject.limits
     makers: dict[str, Callable[[Subject], Iterator[Setting]]] = {
-        "caching": _caching, "block size": _block_sizes, "pool": partial(_pool, search), "order": _order,
-        "policy": _policies, "preemption": partial(_preemption, search), "step tokens": _step_tokens,
+        "caching": _caching, "block size": _block_sizes, "order": _order, "policy": _policies,
+        "pool": partial(_pool, search), "preemption": partial(_preemption, search), "step tokens": _step_tokens,
         "sequences": _sequences, "chunk": _chunks, "KV dtype": _kv_dtypes,
     }  # fmt: skip
     for kind, maker in makers.items():
@@ -536,6 +536,7 @@ def _changed(subject: Subject, setting: Setting) -> Subject:
 
 
 _MOST_ROUNDS = 6
+_LEAST_TUNED = 0.03  # share of the time: of less, a calibration does not tell what is faster
 _TUNED_KINDS = tuple(kind for kind in KINDS if kind != "pool")
 
 
@@ -546,8 +547,8 @@ def tune(
     fixed: frozenset[str] = frozenset(),
     budget_s: float | None = None,
 ) -> Tuned | None:
-    """Change what gains most, then look again, until nothing gains half of WORTH_SAYING. `base`: the run as it is, if
-    it has been simulated. `fixed`: flags that stay as they are. None: the time was not enough for the first round."""
+    """Change what gains most, then look again, until nothing gains enough. `base`: the run as it is, if it has been
+    simulated. `fixed`: flags that stay as they are. None: the time was not enough for the first round."""
     deadline_s = None if budget_s is None else time.thread_time() + budget_s
     first: Advice | None = None
     found = base
@@ -559,7 +560,7 @@ def tune(
             break
         first, found = first or advice, advice.base
         allowed = [each for each in advice.trials if each.setting.flags[0][0] not in fixed]
-        if not allowed or allowed[0].gain < WORTH_SAYING / 2:
+        if not allowed or allowed[0].gain < (_LEAST_TUNED if advice.by_time else WORTH_SAYING):
             break
         best = allowed[0]
         changes |= dict(best.setting.flags)
