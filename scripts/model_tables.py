@@ -31,6 +31,7 @@ from pagedcli.models.gguf.description import EXCEPTIONS as GGUF_EXCEPTIONS
 from pagedcli.models.gguf.description import FAMILIES as GGUF_FAMILIES
 from pagedcli.models.gguf.types import REFUSED as GGML_REFUSED
 from pagedcli.models.gguf.types import TYPES as GGML_TYPES
+from pagedcli.models.gguf.types import GgmlType
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
 from pagedcli.models.reading import native_spec
 from pagedcli.models.sharding import shard_spec
@@ -258,15 +259,19 @@ def gguf_families() -> str:
     return _table(("general.architecture", "runs as"), [(", ".join(names[each]), f"`{each}`") for each in names])
 
 
+def _in_triton(kind: GgmlType) -> str:
+    if kind.is_float:
+        return "as stored"
+    return f"{kind.in_triton / 32:g} bits" if kind.in_triton else "widened"
+
+
 def gguf_types() -> str:
     """Types of the numbers in GGUF files."""
     rows = []
     for kind in GGML_TYPES.values():
         bits = f"{8 * kind.num_bytes / kind.block:g}"
         kept = "as stored" if kind.is_float else f"{kind.packed / 32:g} bits"
-        rows.append(
-            (kind.name, bits, kind.codes or "floating point", kept, "as stored" if kind.is_float else "widened")
-        )
+        rows.append((kind.name, bits, kind.codes or "floating point", kept, _in_triton(kind)))
     for name, what in GGML_REFUSED.values():
         rows.append((name, "", what, "refused", "refused"))
     return _table(("type", "bits in the file", "a weight", "kept on a CPU", "CUDA"), rows)

@@ -108,7 +108,7 @@ E2M1_ZERO = 12
 IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 IQ4_ZERO = 128
 
-Weight = Tensor | QuantizedWeight | Float8Weight  # of a linear layer, [out, in]
+Weight = Tensor | QuantizedWeight | Float8Weight | GroupedWeight  # of a linear layer, [out, in]
 
 
 def stacked(weights: Sequence[QuantizedWeight | Float8Weight]) -> QuantizedWeight | Float8Weight:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight
+from pagedcli.layers.quantized import E2M1, Float8Weight, GroupedWeight, QuantizedWeight, Weight
 
 _CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read the bits
 
@@ -31,7 +31,7 @@ class KernelWeight:
     group_size: int  # inputs that share a scale; at least K if all do
     numbers: Tensor  # [X, N, K]; codes, and those of e2m1: int32 words [X, ceil(K * bits / 32), N], lowest bits first
     scales: Tensor | None = None  # [X, groups, N]
-    zeros: Tensor | None = None  # uint8 [X, groups, N], of codes
+    zeros: Tensor | None = None  # of codes [X, groups, N]: uint8 zero points, or float32 minima
     order: Tensor | None = None  # int32 [X, K]: the input of each of the K, if groups are not neighbours
 
     @property
@@ -85,6 +85,8 @@ def _of_one(weight: Weight) -> KernelWeight:
         return KernelWeight("floats", num_out, num_in, num_in, weight)
     if isinstance(weight, Float8Weight):
         return _float8(weight)
+    if isinstance(weight, GroupedWeight):
+        return _grouped(weight)
     weight, order = weight.in_order
     num_out, num_in = weight.codes.shape
     return KernelWeight(
@@ -96,6 +98,21 @@ def _of_one(weight: Weight) -> KernelWeight:
         scales=weight.scales.T,
         zeros=None if weight.levels else weight.zeros.T,
         order=None if order is None else order.to(torch.int32),
+    )
+
+
+def _grouped(weight: GroupedWeight) -> KernelWeight:
+    assert weight.levels in ((), E2M1), "no kernel reads other levels"
+    zeros = torch.full_like(weight.scales, weight.zero, dtype=torch.uint8) if weight.minima is None else weight.minima
+    bits, (num_out, num_in) = 4 if weight.bits == 4 else 8, weight.codes.shape
+    return KernelWeight(
+        "e2m1" if weight.levels else "codes4" if bits == 4 else "codes8",
+        num_out,
+        num_in,
+        weight.group_size,
+        numbers=_words(weight.codes.T, bits),
+        scales=weight.scales.T,
+        zeros=None if weight.levels else zeros.T,
     )
 
 
@@ -119,7 +136,7 @@ class TritonLinear:
 
     __slots__ = ("_bias", "_order", "_weight", "nbytes")
 
-    def __init__(self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: QuantizedWeight | Float8Weight | GroupedWeight, bias: Tensor | None = None) -> None:
         """Raises: ModelError if the groups of act-order weights are of different sizes, or FP8 weights no numbers."""
         self._weight, self._bias = kernel_weight([weight]), bias
         self._order = None if self._weight.order is None else self._weight.order[0].long()
@@ -276,7 +293,10 @@ def _numbers_of_codes(
         size = tl.where(exponent == 0, mantissa, (2 + mantissa) << (exponent + (exponent == 0) - 1))
         whole = tl.where(codes > 7, -size, size)
     else:
-        whole = codes - tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)[:, None, :]
+        zeros = tl.load(zeros_ptr + place, mask=there, other=0)
+        if zeros_ptr.dtype.element_ty == tl.float32:  # minima
+            return codes.to(tl.float32) * scales[:, None, :] - zeros[:, None, :]
+        whole = codes - zeros.to(tl.int32)[:, None, :]
     return whole.to(tl.float32) * scales[:, None, :]
 
 

@@ -122,7 +122,8 @@ def _tables(
     table = tables["embedding"]
     embedding = _weights(table, math.prod(table.shape) * itemsize, 1)
     head = tables.get("lm_head", table)
-    head_bytes = formats.lm_head.kept_bytes(head.shape, itemsize, kernels)
+    # no Triton kernel multiplies by the output layer
+    head_bytes = formats.lm_head.kept_bytes(head.shape, itemsize, kernels if kernels == "cpu" else "torch")
     if "lm_head" not in tables:
         is_shared = kernels != "cpu" or (formats.lm_head.keeps_rows and is_alone)
         embedding = Weights(num_bytes=0 if is_shared else embedding.num_bytes)

@@ -46,7 +46,14 @@ class GgufFormat:
             widened = self.quantization.widened
             apart = f" apart from {widened}, widened to {dtype_name(dtype)}" if widened else ""
             return f"weights are {self.name}, kept so{apart}; activations are rounded to 8 bits per token"
-        return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: only CPU kernels read them"
+        if kernels == "torch":
+            return (
+                f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: torch has no kernel for them"
+            )
+        return (
+            f"weights are {self.name}, kept so apart from {self.quantization.widened_in_triton}, widened to"
+            f" {dtype_name(dtype)}; activations are not rounded"
+        )
 
 
 class GgufLayer:
@@ -62,20 +69,27 @@ class GgufLayer:
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         """See LayerFormat.kept_bytes."""
+        num_rows, num_columns = shape
+        if kernels == "triton" and self.kind.in_triton:
+            return num_rows * num_columns * self.kind.in_triton // 256
         if kernels != "cpu":
             return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
-        num_rows, num_columns = shape
         return padded_rows(num_rows, kernels, gated=gated) * num_columns * self.kind.packed // 256
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+        if kernels == "triton" and self.kind.in_triton:
+            return grouped(torch.cat([module["weight"] for module in modules]), self.kind)
         return torch.cat([numbers(module["weight"], self.kind, dtype) for module in modules])
 
     def torch_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
     ) -> LinearLayer:
         weight = self.weight(modules, dtype, kernels)
-        assert isinstance(weight, Tensor), "widened"
-        return Linear(weight, bias)
+        if isinstance(weight, Tensor):
+            return Linear(weight, bias)
+        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
+
+        return TritonLinear(weight, bias)
 
     def native_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False

@@ -58,6 +58,25 @@ class GgufQuantization:
         return ", ".join(parts)
 
     @property
+    def widened_in_triton(self) -> str:
+        """What Triton kernels do not keep as stored, e.g. "the embedding and output, q, k and v of 2 layers"."""
+        parts = ["the embedding and output"]
+        for what, own, others in (
+            ("gate and up", "ffn_gate", ("ffn_up",)),
+            ("q, k and v", "attn_q", ("attn_k", "attn_v")),
+        ):
+            layers = {
+                name.split(".")[1]
+                for name, kind in self.types.items()
+                if f".{own}" in name and name.endswith(".weight") and "norm" not in name
+                for other in others
+                if self.types.get(name.replace(own, other), kind) != kind
+            }
+            parts += [f"{what} of {plural(len(layers), 'layer')}"] if layers else []
+        unknown = {kind for kind in self.types.values() if not BY_NAME[kind].is_float and not BY_NAME[kind].in_triton}
+        return ", ".join([*parts, *sorted(unknown)])
+
+    @property
     def output(self) -> str:
         """The module whose tensor the output layer is."""
         return "lm_head" if "output.weight" in self.types else "model.embed_tokens"

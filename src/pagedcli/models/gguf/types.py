@@ -17,6 +17,7 @@ class GgmlType:
     bits: int = 0  # of a code as the CPU kernels keep it
     packed: int = 0  # bytes of 256 inputs there, with their scales (native/packed_groups.h)
     codes: str = ""  # what a code is
+    in_triton: int = 0  # bytes of 256 inputs in the Triton kernels, with their scales; 0: widened there
 
     @property
     def is_float(self) -> bool:
@@ -29,19 +30,19 @@ TYPES = {
     0: GgmlType("F32", 1, 4),
     1: GgmlType("F16", 1, 2),
     30: GgmlType("BF16", 1, 2),
-    8: GgmlType("Q8_0", 32, 34, 32, 8, 272, "8 bits with a scale"),
-    2: GgmlType("Q4_0", 32, 18, 32, 4, 144, "4 bits with a scale"),
-    3: GgmlType("Q4_1", 32, 20, 32, 4, 192, "4 bits with a scale and a minimum"),
-    6: GgmlType("Q5_0", 32, 22, 32, 5, 176, "5 bits with a scale"),
-    7: GgmlType("Q5_1", 32, 24, 32, 5, 224, "5 bits with a scale and a minimum"),
-    10: GgmlType("Q2_K", 256, 84, 16, 4, 168, "2 bits with a scale and a minimum"),
-    11: GgmlType("Q3_K", 256, 110, 16, 4, 148, "3 bits with a scale"),
-    12: GgmlType("Q4_K", 256, 144, 32, 4, 152, "4 bits with a scale and a minimum"),
-    13: GgmlType("Q5_K", 256, 176, 32, 5, 184, "5 bits with a scale and a minimum"),
-    14: GgmlType("Q6_K", 256, 210, 16, 6, 212, "6 bits with a scale"),
+    8: GgmlType("Q8_0", 32, 34, 32, 8, 272, "8 bits with a scale", 280),
+    2: GgmlType("Q4_0", 32, 18, 32, 4, 144, "4 bits with a scale", 152),
+    3: GgmlType("Q4_1", 32, 20, 32, 4, 192, "4 bits with a scale and a minimum", 192),
+    6: GgmlType("Q5_0", 32, 22, 32, 5, 176, "5 bits with a scale", 280),
+    7: GgmlType("Q5_1", 32, 24, 32, 5, 224, "5 bits with a scale and a minimum", 320),
+    10: GgmlType("Q2_K", 256, 84, 16, 4, 168, "2 bits with a scale and a minimum", 256),
+    11: GgmlType("Q3_K", 256, 110, 16, 4, 148, "3 bits with a scale", 208),
+    12: GgmlType("Q4_K", 256, 144, 32, 4, 152, "4 bits with a scale and a minimum", 192),
+    13: GgmlType("Q5_K", 256, 176, 32, 5, 184, "5 bits with a scale and a minimum", 320),
+    14: GgmlType("Q6_K", 256, 210, 16, 6, 212, "6 bits with a scale", 336),
     20: GgmlType("IQ4_NL", 32, 18, 32, 4, 144, "one of 16 levels, with a scale"),
     23: GgmlType("IQ4_XS", 256, 136, 32, 4, 140, "one of 16 levels, with a scale"),
-    39: GgmlType("MXFP4", 32, 17, 32, 4, 144, "e2m1 with a power of two"),
+    39: GgmlType("MXFP4", 32, 17, 32, 4, 144, "e2m1 with a power of two", 144),
 }
 # What is known and not read: number -> name and what it is.
 REFUSED = {
