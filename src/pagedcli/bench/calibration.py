@@ -45,11 +45,12 @@ from pagedcli.sampling_params import SamplingParams
 BUDGET_S = 10.0
 LONG_CONTEXT = 2048  # tokens of the sequences that show what attention takes
 NUM_LONG = 4  # sequences of a quarter of that
-NUM_SHARING = 16  # sequences with one prompt of that length
+NUM_SHARING = 64  # sequences that begin with the prompt of that length
 REPEATS, QUICK = 10, 0.1  # times that prompts are served again, if that takes at most this share of the budget
 RANDOM = 32  # sequences whose tokens are drawn
 ALIKE = 64  # tokens of context that make no difference to a decode
 _SHORT = 4  # tokens of prompts whose decodes are measured
+_FEW, _MANY, _QUICK_S = 4, 20, 0.005  # tokens that are generated: many, as in a run, if a step takes at most so long
 _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks were striking thirteen. "
 _MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
 _MOST_STEPS, _STEPS_S = 32, 0.3  # of a run for what passes between steps
@@ -62,7 +63,7 @@ def calibration_config(config: EngineConfig, plan: Plan) -> EngineConfig:
     limits = plan.limits
     longest = min(LONG_CONTEXT, limits.max_model_len)
     tables = limits.tables
-    num_blocks = limits.max_num_seqs * tables.num_entries(4 * _SHORT) + 2 * tables.num_entries(longest)
+    num_blocks = limits.max_num_seqs * tables.num_entries(_SHORT + _MANY) + 2 * tables.num_entries(longest)
     return msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru")
 
 
@@ -129,7 +130,7 @@ class _Prompts:
     lengths: tuple[int, ...]  # tokens
     num_tokens: int  # that each generates
     temperature: float = 0.0
-    alike: bool = False  # equal up to their last tokens, so that they generate different ones: by other experts
+    alike: bool = False  # as the longest one before up to their last tokens, so that they generate different ones
 
 
 @dataclass(slots=True)
@@ -142,6 +143,7 @@ class _Measurement:
     _started: float = field(default_factory=time.perf_counter)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _num_requests: int = 0
+    _longest: list[int] = field(default_factory=list)  # token ids of the longest prompt so far, of equal ones the last
 
     def typical(self) -> list[tuple[StepWork, float]]:
         """The median of the steps of each kind, of two middle ones the faster."""
@@ -166,12 +168,12 @@ class _Measurement:
                 break
             self._run(_Prompts((number,), 1))
         for number in _doublings(1, min(limits.max_num_seqs, limits.max_num_batched_tokens)):
-            if number > 1 and 3 * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
+            if number > 1 and (_FEW - 1) * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
                 break
-            self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, 4))
+            self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, self._num_decodes()))
         self._measure_attention(most_tokens)
         for number in sorted({1, min(RANDOM, limits.max_num_seqs)}):
-            self._run(_Prompts((_SHORT,) * number, 4, temperature=1.0))
+            self._run(_Prompts((_SHORT,) * number, self._num_decodes(), temperature=1.0))
         self._repeat()
 
     def _measure_attention(self, most_tokens: int) -> None:
@@ -183,15 +185,26 @@ class _Measurement:
         longest -= longest % most_tokens if longest > most_tokens else 0  # the last chunk is as large as the others
         if longest > 2 * _SHORT:
             self._run(_Prompts((longest,), 6))
+        num_sharing = min(NUM_SHARING, max(work.num_tokens for work, _ in self.typical() if work.is_decode))
+        if longest > 2 * _SHORT and num_sharing > 1 and self._shares:
+            self._run(_Prompts((longest,) * num_sharing, 6, alike=True))
         if (each := longest // NUM_LONG) > 2 * _SHORT and limits.max_num_seqs >= NUM_LONG:
             self._run(_Prompts((each,) * NUM_LONG, 6))
-            self._run(_Prompts((each,) * NUM_SHARING, 6, alike=True))
 
     def _repeat(self) -> None:
         for _ in range(REPEATS):
             for prompts, took_s in list(self._took_s.items()):
                 if took_s < min(QUICK * self.budget_s, self._left(1.0)):
                     self._run(prompts)
+
+    def _num_decodes(self) -> int:
+        """Tokens to generate. The first decodes after a prompt are slower than those of a run."""
+        return _MANY if self._last(prompts=False) <= min(_QUICK_S, 1e-3 * self.budget_s) else _FEW
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a prompt finds the beginning of another one in the cache, wherever they part."""
+        return self.engine.block_manager.enable_prefix_caching and not self.engine.limits.num_state_slots
 
     def _last(self, *, prompts: bool) -> float:
         """Seconds of the largest step so far."""
@@ -208,11 +221,12 @@ class _Measurement:
         params = SamplingParams(
             temperature=prompts.temperature, max_tokens=prompts.num_tokens, ignore_eos=True, seed=self._num_requests
         )
-        tokens: list[int] = []
         for length in prompts.lengths:
             self._num_requests += 1
-            same = tokens[:-_SHORT] if prompts.alike else []
+            same = self._longest[:-_SHORT] if prompts.alike else []
             tokens = same + [self._draw.randrange(engine.spec.vocab_size) for _ in range(length - len(same))]
+            if not prompts.alike and length >= len(self._longest):
+                self._longest = tokens
             engine.add_request(str(self._num_requests), tokens, params)
         for work, seconds in timed_steps(engine):
             self.steps.setdefault(_kind(work), []).append((work, seconds))

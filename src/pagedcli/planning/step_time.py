@@ -245,7 +245,13 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
         return replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, decodes))
 
     found, chunk_s = with_chunks(0.0), 0.0
-    several = [step for step in plain if step[0].num_chunks >= _MANY and not step[0].attended_by_decodes]
+    several = [
+        (work, seconds)
+        for work, seconds in plain
+        if work.num_chunks >= _MANY
+        and not work.attended_by_decodes
+        and work.attended_by_prompts < _SHORT * work.num_tokens  # looking up long beginnings takes time, too
+    ]
     most_s = max(0.0, min(seconds for _, seconds in found.prompts[1:]) - found.prompts[0][1])  # time grows with tokens
     for _ in range(_ROUNDS if several else 0):
         missing = np.median([(seconds - found.seconds(work)) / work.num_chunks for work, seconds in several])
@@ -260,6 +266,7 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
 
 _LEAST_S = 1e-6  # of a knot
 _MANY = 4  # chunks, whose time differs by more than chance from that of one
+_SHORT = 16  # tokens that each of theirs attends to at most
 _ROUNDS = 12  # each leaves a quarter of what is missing at most, as the rest of a prompt's knots changes with it
 
 
