@@ -143,6 +143,7 @@ class _Measurement:
     _started: float = field(default_factory=time.perf_counter)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _num_requests: int = 0
+    _first_s: float = 0.0  # of the fastest decode before the measurement
     _longest: list[int] = field(default_factory=list)  # token ids of the longest prompt so far, of equal ones the last
 
     def typical(self) -> list[tuple[StepWork, float]]:
@@ -159,21 +160,25 @@ class _Measurement:
         the machine does for a moment falls on few steps of many kinds."""
         limits = self.engine.limits
         most_tokens = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
-        self._run(_Prompts((_SHORT,), 2))  # threads, libraries and kernels start
+        self._run(_Prompts((_SHORT,), 4))  # threads, libraries and kernels start
+        self._first_s = min(seconds for steps in self.steps.values() for work, seconds in steps if work.is_decode)
         self.steps.clear()
         self._took_s.clear()
         self._started = time.perf_counter()
-        for number in _doublings(1, most_tokens):  # small ones first: they are what most steps of a run are
-            if number > 1 and self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
+        for number in _doublings(
+            min(2, most_tokens), most_tokens
+        ):  # small ones first: they are what most steps of a run are
+            if number > 2 and self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
                 break
             self._run(_Prompts((number,), 1))
         for number in _doublings(1, min(limits.max_num_seqs, limits.max_num_batched_tokens)):
             if number > 1 and (_FEW - 1) * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
                 break
-            self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, self._num_decodes()))
+            num_tokens = self._num_decodes(self._last(prompts=False) or self._first_s)
+            self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, num_tokens))
         self._measure_attention(most_tokens)
         for number in sorted({1, min(RANDOM, limits.max_num_seqs)}):
-            self._run(_Prompts((_SHORT,) * number, self._num_decodes(), temperature=1.0))
+            self._run(_Prompts((_SHORT,) * number, self._num_decodes(self._first_s), temperature=1.0))
         self._repeat()
 
     def _measure_attention(self, most_tokens: int) -> None:
@@ -181,15 +186,16 @@ class _Measurement:
         limits = self.engine.limits
         largest = max(work.num_tokens for work, _ in self.typical())
         second = max(seconds for work, seconds in self.typical() if work.num_tokens == largest) / largest
-        longest = min(LONG_CONTEXT, limits.max_model_len - 8, int(0.3 * self._left(1.0) / second))
+        num_tokens = max(6, self._num_decodes(self._first_s))
+        longest = min(LONG_CONTEXT, limits.max_model_len - num_tokens - 2, int(0.3 * self._left(1.0) / second))
         longest -= longest % most_tokens if longest > most_tokens else 0  # the last chunk is as large as the others
         if longest > 2 * _SHORT:
-            self._run(_Prompts((longest,), 6))
+            self._run(_Prompts((longest,), num_tokens))
         num_sharing = min(NUM_SHARING, max(work.num_tokens for work, _ in self.typical() if work.is_decode))
         if longest > 2 * _SHORT and num_sharing > 1 and self._shares:
-            self._run(_Prompts((longest,) * num_sharing, 6, alike=True))
+            self._run(_Prompts((longest,) * num_sharing, num_tokens, alike=True))
         if (each := longest // NUM_LONG) > 2 * _SHORT and limits.max_num_seqs >= NUM_LONG:
-            self._run(_Prompts((each,) * NUM_LONG, 6))
+            self._run(_Prompts((each,) * NUM_LONG, num_tokens))
 
     def _repeat(self) -> None:
         for _ in range(REPEATS):
@@ -197,9 +203,9 @@ class _Measurement:
                 if took_s < min(QUICK * self.budget_s, self._left(1.0)):
                     self._run(prompts)
 
-    def _num_decodes(self) -> int:
-        """Tokens to generate. The first decodes after a prompt are slower than those of a run."""
-        return _MANY if self._last(prompts=False) <= min(_QUICK_S, 1e-3 * self.budget_s) else _FEW
+    def _num_decodes(self, step_s: float) -> int:
+        """Tokens to generate in steps of so many seconds. The first decodes after a prompt are the slowest."""
+        return _MANY if step_s <= min(_QUICK_S, 1e-3 * self.budget_s) else _FEW
 
     @property
     def _shares(self) -> bool:

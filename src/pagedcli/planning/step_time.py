@@ -86,6 +86,11 @@ class StepWork:
         return cls(num_tokens, num_sampled, num_random, num_chunks, by_prompts, by_decodes, min(held, by_decodes))
 
     @property
+    def attended(self) -> float:
+        """Tokens that all of the step's tokens attend to."""
+        return self.attended_by_prompts + self.attended_by_decodes
+
+    @property
     def is_decode(self) -> bool:
         """Whether every token of the step gives one."""
         return self.num_tokens == self.num_sampled
@@ -227,8 +232,8 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
     plain = [(work, seconds) for work, seconds in samples if not work.num_random]
     decodes = [(work, seconds) for work, seconds in plain if work.is_decode]
     alone = [(work, seconds) for work, seconds in plain if work.num_chunks == 1 and not work.attended_by_decodes]
-    [by_prompts] = _slopes(alone, ("attended_by_prompts",))
-    by_decodes, distinct = _slopes(decodes, ("attended_by_decodes", "distinct"))
+    by_prompts = _slope(alone, "attended_by_prompts")
+    by_decodes, distinct = _decode_slopes(decodes)
     ones = [(work, seconds) for work, seconds in decodes if work.num_tokens == 1]
     flat = ((1, _LEAST_S), (2, _LEAST_S))
 
@@ -274,7 +279,12 @@ def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
     """What steps of each size take without attention and without what each prompt adds."""
     assert samples, "a calibration measures steps of each kind"
     rest: dict[int, list[float]] = {}
+    least: dict[int, float] = {}  # attended tokens: steps with many would bring the error of the slopes into the knot
+    for work, _ in samples:
+        least[work.num_tokens] = min(least.get(work.num_tokens, work.attended), work.attended)
     for work, seconds in samples:
+        if work.attended > least[work.num_tokens]:
+            continue
         own = seconds - found.split(work)["attention"] - work.num_chunks * found.chunk_s
         rest.setdefault(work.num_tokens, []).append(max(_LEAST_S, own))
     return _means(rest)
@@ -295,20 +305,30 @@ def _means(times: dict[int, list[float]]) -> Knots:
     return tuple(knots) if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
 
 
-def _slopes(samples: Items[tuple[StepWork, float]], names: tuple[str, ...]) -> list[float]:
-    """Seconds for each unit of these fields: least squares with a constant for each size of step, none below 0."""
-    by_size: dict[int, list[list[float]]] = {}
+def _slope(samples: Items[tuple[StepWork, float]], name: str) -> float:
+    """Seconds for each unit of this field: least squares with a constant for each size of step, not below 0."""
+    by_size: dict[int, list[tuple[float, float]]] = {}
     for work, seconds in samples:
-        by_size.setdefault(work.num_tokens, []).append([*(float(getattr(work, name)) for name in names), seconds])
+        by_size.setdefault(work.num_tokens, []).append((float(getattr(work, name)), seconds))
     centred = [np.array(points) - np.mean(points, axis=0) for points in by_size.values()]
-    table = np.concatenate(centred) if centred else np.zeros((0, len(names) + 1))
-    used = list(range(len(names)))
-    while used and len(table):
-        slopes = np.linalg.lstsq(table[:, used], table[:, -1], rcond=None)[0]
-        if (slopes >= 0).all():
-            return [float(slopes[used.index(place)]) if place in used else 0.0 for place in range(len(names))]
-        used.pop(int(slopes.argmin()))
-    return [0.0] * len(names)
+    units, seconds = np.concatenate(centred).T if centred else np.zeros((2, 1))
+    return max(0.0, float(units @ seconds) / float(units @ units)) if units.any() else 0.0
+
+
+def _decode_slopes(decodes: Items[tuple[StepWork, float]]) -> tuple[float, float]:
+    """Seconds for each attended token, and more for each different one. Sequences with contexts of their own show the
+    sum of both, those that share a beginning what each of them still takes."""
+    own_s = _slope([step for step in decodes if step[0].distinct == step[0].attended_by_decodes], "attended_by_decodes")
+    found: list[float] = []
+    for work, seconds in decodes:
+        if work.distinct < work.attended_by_decodes / 2:
+            alike = [step for step in decodes if step[0].num_tokens == work.num_tokens]
+            least, least_s = min(alike, key=lambda step: step[0].attended)
+            attended, distinct = work.attended - least.attended, work.distinct - least.distinct
+            if attended > distinct:
+                found.append((seconds - least_s - own_s * distinct) / (attended - distinct))
+    each_s = min(max(0.0, float(np.median(found))), own_s) if found else 0.0
+    return each_s, own_s - each_s
 
 
 # ---------------------------------------------------------------------- the file
