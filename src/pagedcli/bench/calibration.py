@@ -191,8 +191,11 @@ class _Measurement:
         longest -= longest % most_tokens if longest > most_tokens else 0  # the last chunk is as large as the others
         if longest > 2 * _SHORT:
             self._run(_Prompts((longest,), num_tokens))
-        num_sharing = min(NUM_SHARING, max(work.num_tokens for work, _ in self.typical() if work.is_decode))
-        if longest > 2 * _SHORT and num_sharing > 1 and self._shares:
+        each_s = second * (limits.block_size + num_tokens)  # a sequence computes what is not a full block, and decodes
+        most = min(NUM_SHARING, int(0.3 * self._left(1.0) / each_s))
+        sizes = [work.num_tokens for work, _ in self.typical() if work.is_decode and 1 < work.num_tokens <= most]
+        if longest > 2 * _SHORT and sizes and self._shares:
+            num_sharing = max(sizes)
             self._run(_Prompts((longest,) * num_sharing, num_tokens, alike=True))
         if (each := longest // NUM_LONG) > 2 * _SHORT and limits.max_num_seqs >= NUM_LONG:
             self._run(_Prompts((each,) * NUM_LONG, num_tokens))

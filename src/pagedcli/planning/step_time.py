@@ -311,8 +311,8 @@ def _slope(samples: Items[tuple[StepWork, float]], name: str) -> float:
     for work, seconds in samples:
         by_size.setdefault(work.num_tokens, []).append((float(getattr(work, name)), seconds))
     centred = [np.array(points) - np.mean(points, axis=0) for points in by_size.values()]
-    units, seconds = np.concatenate(centred).T if centred else np.zeros((2, 1))
-    return max(0.0, float(units @ seconds) / float(units @ units)) if units.any() else 0.0
+    units, times = np.concatenate(centred).T if centred else np.zeros((2, 1))
+    return max(0.0, float(units @ times) / float(units @ units)) if units.any() else 0.0
 
 
 def _decode_slopes(decodes: Items[tuple[StepWork, float]]) -> tuple[float, float]:
