@@ -5,6 +5,9 @@ where llama-quantize puts it; Q8_0), loads each by both programs and lets them s
 ids, greedy, no end. Prints the median seconds of each, and how many times those of pagedcli llama.cpp takes, by the
 clock and by processor time. Needs the packages of the tests; nothing else should run meanwhile. With --without-llama
 only pagedcli runs. Takes about five minutes on two cores.
+
+--shape gpt-oss-20b --types MXFP4: experts in MXFP4 and all else in Q8_0, as in the published 12 GB; the programs
+run one after the other, and each needs 14 GB of memory.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +36,13 @@ WORKLOADS = {
 }
 MOST_SEQS, MOST_TOKENS = 32, 576  # of a sequence
 # hidden size, layers, heads, heads of K and V, head size, inner size of the MLP, vocabulary
-SHAPES = {"0.6b": (1024, 28, 16, 8, 128, 3072, 151936), "tiny": (256, 4, 4, 2, 64, 512, 2048)}
+SHAPES = {
+    "0.6b": (1024, 28, 16, 8, 128, 3072, 151936),
+    "tiny": (256, 4, 4, 2, 64, 512, 2048),
+    "gpt-oss-20b": (2880, 24, 64, 8, 64, 2880, 201088),
+    "gpt-oss-tiny": (256, 4, 4, 2, 64, 256, 2048),
+}
+EXPERTS = {"gpt-oss-20b": (32, 4), "gpt-oss-tiny": (4, 2)}  # of a layer, and of a token
 Prompts = list[list[int]]
 
 
@@ -51,14 +61,12 @@ def types_of(kind: str, layers: int) -> Callable[[str], str]:
     return type_of
 
 
-def write_model(path: Path, shape: str, kind: str) -> None:
-    """A Qwen3 file with random blocks."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+def writer_of(path: Path, architecture: str, shape: str) -> Any:
+    """A writer of a file, with the sizes of a shape."""
     import gguf
-    from gguf_files import random_blocks
 
     width, layers, heads, kv_heads, head_dim, inner, vocabulary = SHAPES[shape]
-    writer, rng = gguf.GGUFWriter(path, "qwen3"), np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(40960)
     writer.add_embedding_length(width)
     writer.add_block_count(layers)
@@ -71,6 +79,74 @@ def write_model(path: Path, shape: str, kind: str) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("no_vocab")
+    return writer
+
+
+def write_gpt_oss(path: Path, shape: str, kind: str) -> None:
+    """A gpt-oss file with random blocks: experts of type `kind`, all else Q8_0. Layers are equal: memory holds one."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    import gguf
+    from gguf_files import random_blocks
+
+    width, layers, heads, kv_heads, head_dim, inner, vocabulary = SHAPES[shape]
+    (num_experts, num_picked), rng = EXPERTS[shape], np.random.default_rng(0)
+    writer = writer_of(path, "gpt-oss", shape)
+    writer.add_sliding_window(128)
+    writer.add_expert_count(num_experts)
+    writer.add_expert_used_count(num_picked)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(32.0)
+    writer.add_rope_scaling_orig_ctx_len(4096)
+
+    def add(name: str, rows: int, columns: int, each: str = "Q8_0", experts: int = 0) -> None:
+        type_, blocks = gguf.GGMLQuantizationType[each], []
+        for _ in range(experts or 1):
+            blocks.append(random_blocks(type_, rows, columns, rng, 0.02))
+        weight = np.stack(blocks) if experts else blocks[0]
+        bias = np.zeros((experts, rows) if experts else rows, np.float32)
+        for layer in range(layers):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", weight, raw_dtype=type_)
+            writer.add_tensor(f"blk.{layer}.{name}.bias", bias)
+
+    for name in ("token_embd", "output"):
+        q8_0 = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(f"{name}.weight", random_blocks(q8_0, vocabulary, width, rng, 0.02), raw_dtype=q8_0)
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    add("attn_q", heads * head_dim, width)
+    add("attn_k", kv_heads * head_dim, width)
+    add("attn_v", kv_heads * head_dim, width)
+    add("attn_output", width, heads * head_dim)
+    for name, (rows, columns) in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
+        add(f"ffn_{name}_exps", rows, columns, kind, num_experts)
+    router = rng.standard_normal((num_experts, width), np.float32) * 0.02
+    for layer in (f"blk.{i}." for i in range(layers)):
+        for norm in ("attn_norm", "post_attention_norm"):
+            writer.add_tensor(f"{layer}{norm}.weight", np.ones(width, np.float32))
+        writer.add_tensor(f"{layer}attn_sinks.weight", np.zeros(heads, np.float32))
+        writer.add_tensor(f"{layer}ffn_gate_inp.weight", router)
+        writer.add_tensor(f"{layer}ffn_gate_inp.bias", np.zeros(num_experts, np.float32))
+    finish(writer)
+
+
+def finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_model(path: Path, shape: str, kind: str) -> None:
+    """A file with random blocks: Qwen3, or of a shape with experts gpt-oss."""
+    if shape in EXPERTS:
+        write_gpt_oss(path, shape, kind)
+        return
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    import gguf
+    from gguf_files import random_blocks
+
+    width, layers, heads, kv_heads, head_dim, inner, vocabulary = SHAPES[shape]
+    writer, rng = writer_of(path, "qwen3", shape), np.random.default_rng(0)
     norms = {"attn_norm": width, "ffn_norm": width, "attn_q_norm": head_dim, "attn_k_norm": head_dim}
     matrices = {
         "attn_q": (heads * head_dim, width),
@@ -91,10 +167,7 @@ def write_model(path: Path, shape: str, kind: str) -> None:
     for name, (rows, columns) in all_matrices.items():
         each = gguf.GGMLQuantizationType[type_of(f"{name}.weight")]
         writer.add_tensor(f"{name}.weight", random_blocks(each, rows, columns, rng, 0.02), raw_dtype=each)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 # ---------------------------------------------------------------------- the two programs
@@ -108,7 +181,7 @@ def pagedcli_generate(path: str, threads: int) -> Callable[[Prompts, int], Promp
         max_num_seqs=MOST_SEQS,
         max_model_len=MOST_TOKENS,
         enable_prefix_caching=False,
-        num_gpu_blocks_override=MOST_SEQS * MOST_TOKENS // 16,
+        num_gpu_blocks_override=2 * MOST_SEQS * MOST_TOKENS // 16,  # layers with a window hold blocks of their own
     )
 
     def generate(prompts: Prompts, num_new: int) -> Prompts:
@@ -214,10 +287,7 @@ class Program:
 
 
 @contextmanager
-def programs(options: argparse.Namespace, path: Path) -> Iterator[dict[str, Program]]:
-    pythons = {"pagedcli": sys.executable}
-    if options.llama_python is not None:
-        pythons["llama.cpp"] = options.llama_python
+def programs(pythons: dict[str, str], options: argparse.Namespace, path: Path) -> Iterator[dict[str, Program]]:
     running: dict[str, Program] = {}
     try:
         for name, python in pythons.items():
@@ -267,19 +337,26 @@ def main() -> None:
         return
     if options.llama_python is None and not options.without_llama:
         parser.error("name an environment with --llama-python, or give --without-llama")
-    vocabulary = SHAPES[options.shape][-1]
+    vocabulary, pythons = SHAPES[options.shape][-1], {"pagedcli": sys.executable}
+    if options.llama_python is not None:
+        pythons["llama.cpp"] = options.llama_python
+    together = [{name: python} for name, python in pythons.items()] if options.shape in EXPERTS else [pythons]
     with tempfile.TemporaryDirectory() as folder:
         for kind in options.types:
             path = (options.keep or Path(folder)) / f"{options.shape}-{kind}.gguf"
             if not path.exists():
                 write_model(path, options.shape, kind)
-            with programs(options, path) as running:
-                loads = ", ".join(f"{name} loads in {each.load_seconds:.1f} s" for name, each in running.items())
-                print(f"{kind}, {path.stat().st_size / 2**20:,.0f} MiB, {options.threads} threads; {loads}", flush=True)
-                for each in running.values():
-                    each.run([[10, 11, 12]] * 4, 4)
-                for number in options.workloads:
-                    measure(running, list(WORKLOADS)[number - 1], options.rounds, vocabulary)
+            for of_these in together:
+                with programs(of_these, options, path) as running:
+                    loads = ", ".join(f"{name} loads in {each.load_seconds:.1f} s" for name, each in running.items())
+                    print(
+                        f"{kind}, {path.stat().st_size / 2**20:,.0f} MiB, {options.threads} threads; {loads}",
+                        flush=True,
+                    )
+                    for each in running.values():
+                        each.run([[10, 11, 12]] * 4, 4)
+                    for number in options.workloads:
+                        measure(running, list(WORKLOADS)[number - 1], options.rounds, vocabulary)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,13 @@ ROUNDED = {
     "int4": {"quantization": "int4"},
 }
 
+PUBLISHED = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 40,  # of 512 or 1,024, so that sequences grow past it
+}
 NUM_NEW = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 HARD = {"chunked_prefill_size": 7, "block_size": 4, "max_model_len": 160}
@@ -105,6 +112,29 @@ def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(m
     assert torch.equal(alone, together[-1])
     for ours, theirs in zip(together, transformers_logits(path, sequences), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma4-e2b", "gemma4-12b"])
+def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_path):
+    """256 and 512 elements: errors against float64 are those of transformers, in float32 and in bfloat16."""
+    path = tiny_model(family, tmp_path, **PUBLISHED, **({"num_kv_shared_layers": 2} if "e2b" in family else {}))
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    assert (rope["full_attention"]["partial_rotary_factor"], rope["full_attention"]["rope_theta"]) == (0.25, 1e6)
+    spec = read_spec(path)
+    assert {head_dim for _, head_dim in spec.layer_heads} == {256, 512}
+    sequences, num_prompt = ragged_sequences()
+    options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 32}
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    exact = torch.cat(transformers_logits(path, sequences, dtype=torch.float64))
+    for dtype in (torch.float32, torch.bfloat16):
+        chosen = select_backend("cpu", device=CPU, dtype=dtype, block_size=16, layers=spec.attention_layers, **sizes)
+        model = load_model(path, spec, backend=chosen.backend, dtype=dtype, device=CPU)
+        ours = torch.cat(paged_logits(model, chosen.backend, sequences, dtype=dtype, **options))
+        theirs = torch.cat(transformers_logits(path, sequences, dtype=dtype))
+        errors = [float((each.double() - exact).square().mean().sqrt()) for each in (ours, theirs)]
+        print(dtype, errors)
+        assert 0 < errors[0] < 1.25 * errors[1]
+        assert errors[0] < (1e-3 if dtype == torch.float32 else 0.2) * float(exact.std())
 
 
 def test_samples_and_beams_are_the_same_in_a_small_pool_and_in_torch(models):
