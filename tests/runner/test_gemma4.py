@@ -132,8 +132,7 @@ def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_
         ours = torch.cat(paged_logits(model, chosen.backend, sequences, dtype=dtype, **options))
         theirs = torch.cat(transformers_logits(path, sequences, dtype=dtype))
         errors = [float((each.double() - exact).square().mean().sqrt()) for each in (ours, theirs)]
-        print(dtype, errors)
-        assert 0 < errors[0] < 1.25 * errors[1]
+        assert 0 < errors[0] < 2 * errors[1]
         assert errors[0] < (1e-3 if dtype == torch.float32 else 0.2) * float(exact.std())
 
 
