@@ -54,6 +54,15 @@ def out(tmp_path):
     return tmp_path / "out.jsonl"
 
 
+@pytest.fixture(scope="module")
+def prompts_wait_in_small_batches() -> Iterator[None]:
+    """New prompts are held back as in a batch of many sequences."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagedcli.core.scheduler.ENOUGH_PROMPTS", 1)
+        patch.setattr("pagedcli.core.scheduler.MOST_HELD", 3)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     import torch

@@ -137,6 +137,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             affects_rows=False,
         ),
     ] = None
+    min_prefill_tokens: Annotated[
+        int | None,
+        _batching(
+            "Prompt tokens that start together once a batch is full; fewer wait, at most 32 steps; 0: none wait",
+            default="1024 with CUDA graphs, otherwise 0",
+            at_least=0,
+            affects_rows=False,
+        ),
+    ] = None
     preemption_policy: Annotated[
         PreemptionPolicy, _batching("Sequence to preempt when blocks run out; last: the newest", affects_rows=False)
     ] = "last"

@@ -13,7 +13,9 @@ SCHEMA_VERSION = 2
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
 FinishReason = Literal["stop", "length", "abort", "error"]
-WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint"]
+WaitingReason = Literal[
+    "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
+]
 CheckpointReason = Literal["branch", "interval", "end"]  # see core.checkpoints
 
 
@@ -45,6 +47,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
     enable_prefix_caching: bool
     eviction: Eviction = "lru"  # the policy of the block pool
+    min_prefill_tokens: int = 0  # of prompts that start in a step of decodes; fewer wait for some steps
     windows: tuple[int | None, ...] = (None,)  # tokens that a query sees, of each group of layers; None: all before it
     preemption_policy: Literal["last", "largest"] = "last"
     step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time

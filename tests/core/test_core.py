@@ -48,6 +48,8 @@ def stop_after(token_id):
     return make
 
 
+pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
+
 request = st.fixed_dictionaries(
     {
         "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=9),
@@ -68,6 +70,7 @@ limits = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 5),
         "chunked_prefill_size": st.none() | st.integers(1, 7),
         "enable_prefix_caching": st.booleans(),
+        "min_prefill_tokens": st.sampled_from([0, 0, 3, 12]),
         "preemption_policy": st.sampled_from(["last", "largest"]),
         "eviction": st.sampled_from(["lru", "fifo", "lfu", "prefix-lru", "next-use"]),
         "runs_ahead": st.booleans(),

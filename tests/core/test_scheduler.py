@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation
 
+pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
+
 requests = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 3)),
     min_size=1,
@@ -21,8 +23,11 @@ requests = st.lists(
     chunk=st.none() | st.integers(1, 7),
     caching=st.booleans(),
     policy=st.sampled_from(["last", "largest"]),
+    least=st.sampled_from([0, 3, 12]),
 )
-def test_every_request_finishes_within_the_limits(requests, num_blocks, budget, max_num_seqs, chunk, caching, policy):
+def test_every_request_finishes_within_the_limits(
+    requests, num_blocks, budget, max_num_seqs, chunk, caching, policy, least
+):
     sim = Simulation(
         num_blocks,
         enable_prefix_caching=caching,
@@ -30,6 +35,7 @@ def test_every_request_finishes_within_the_limits(requests, num_blocks, budget, 
         max_num_seqs=max_num_seqs,
         chunked_prefill_size=chunk,
         preemption_policy=policy,
+        min_prefill_tokens=least,
     )
     for tokens, max_new, n in requests:
         sim.add(tokens, max_new, n=n)

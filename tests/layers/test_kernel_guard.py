@@ -14,6 +14,8 @@ GUARDED = {
     "attention/test_attention_conformance.py": ("-m", "not slow", "-k", "triton"),
     "layers/test_triton_layers.py": ("-m", "not slow"),
     "layers/test_triton_experts.py": ("-m", "not slow"),
+    "layers/test_triton_weights.py": ("-m", "not slow"),
+    "layers/test_triton_sampling.py": ("-m", "not slow", "-k", "not hundred_thousand"),
     "layers/test_triton_recurrent.py": ("-k", "twin"),
 }
 

@@ -18,6 +18,7 @@ NOT_CHECKABLE = {
         "max_num_seqs": "a higher limit explains the same steps unless a sequence waits for it",
         "max_num_batched_tokens": "a higher budget explains the same steps unless a sequence waits for it",
         "chunked_prefill_size": "a higher limit explains the same steps",
+        "min_prefill_tokens": "a higher number explains the same steps",
         "num_blocks": "a larger pool explains the same steps until its last block is taken",
         "eviction": "any other policy than lru may evict in this order",
     },

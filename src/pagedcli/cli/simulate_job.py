@@ -219,6 +219,9 @@ def _plan(
         decided = _decided(loaded, options)
     if step_tokens is None and decided is not None:
         step_tokens = decided.limits.max_num_batched_tokens
+    least = engine.min_prefill_tokens
+    if least is None:
+        least = 0 if decided is None else decided.limits.min_prefill_tokens
     if step_tokens is None:
         step_tokens = max(STEP_TOKENS, max_num_seqs)
         if not options.no_schedule:
@@ -233,6 +236,7 @@ def _plan(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=step_tokens,
         chunked_prefill_size=engine.chunked_prefill_size,
+        min_prefill_tokens=least,
         preemption_policy=engine.preemption_policy,
         num_state_slots=engine.num_state_slots,
         checkpoints=engine.checkpoints,
@@ -241,8 +245,8 @@ def _plan(
 
 
 _LIMIT_KEYS = (
-    "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "preemption_policy", "num_state_slots",
-    "checkpoints",
+    "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "min_prefill_tokens", "preemption_policy",
+    "num_state_slots", "checkpoints",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class Limits:
     max_num_seqs: int = NO_LIMIT  # sequences that run at once
     max_num_batched_tokens: int = NO_LIMIT  # tokens of a step
     chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: as many as fit in the step
+    min_prefill_tokens: int = 0  # of prompts that start in a step of decodes; fewer wait, but not for long; 0: none do
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # of the pool; None: not measured yet
     windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups

@@ -15,6 +15,9 @@ from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
 from pagedcli.events import WaitingReason
 
+MOST_HELD = 32  # steps in a row for which prompts wait for others to start with
+ENOUGH_PROMPTS = 16  # prompts that take a 16th of max_num_seqs do not wait
+
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -80,6 +83,7 @@ class Scheduler:
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_beams = 0  # running
+        self._num_held = 0  # steps since new prompts were held back the first time
         self._states = block_manager if isinstance(block_manager, HybridManager) else None
 
     @property
@@ -104,7 +108,11 @@ class Scheduler:
         """
         work = ScheduledStep()
         budget = self._schedule_running(work)
-        work.blocked = self._admit_waiting(work, budget)
+        if self.limits.min_prefill_tokens and self._awaits_prompts(work, budget):
+            self._num_held += 1
+            work.blocked = "min_prefill_tokens"
+        else:
+            work.blocked = self._admit_waiting(work, budget)
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
         if report:
@@ -308,6 +316,27 @@ class Scheduler:
                 budget -= num_new
         return None
 
+    def _awaits_prompts(self, work: ScheduledStep, budget: int) -> bool:
+        """Whether prompts that could start are held back until more can start in the same step, so that fewer steps mix
+        prompts with decodes: where all running sequences decode, some prompts have to wait anyway, and those that can
+        start are few and short. Sequences that have run before, and beams, are not held back."""
+        if not work.seqs or len(work.seqs) != work.num_tokens or work.num_preempted or work.waits_for_tokens:
+            return False
+        if self._num_held >= MOST_HELD or self._num_beams:
+            return False
+        manager, num_rows, num_tokens = self.block_manager, 0, 0
+        least = min(self.limits.min_prefill_tokens, budget)
+        most_rows, num_blocks = self.limits.max_num_seqs - self._num_rows, manager.num_free_blocks
+        for seq in self.waiting:
+            num_blocks -= manager.num_groups * -(-seq.num_tokens // manager.block_size)
+            if num_rows + seq.num_rows > most_rows or num_blocks < 0:
+                return num_rows > 0
+            num_rows, num_tokens = num_rows + seq.num_rows, num_tokens + seq.num_tokens
+            is_enough = num_tokens >= least or num_rows * ENOUGH_PROMPTS >= self.limits.max_num_seqs
+            if seq.num_preemptions or seq.num_rows > 1 or is_enough:
+                return False
+        return False
+
     def _allocate(self, seq: Sequence, hit: PrefixHit, num_new: int) -> None:
         """Give a sequence its hits and room for its first tokens, and count the first lookup of its request."""
         manager, shared = self.block_manager, None
@@ -331,6 +360,7 @@ class Scheduler:
         return self.waiting[0]
 
     def _start(self, seq: Sequence) -> None:
+        self._num_held = 0
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
         seq.synced_blocks = seq.num_kept_tokens = 0

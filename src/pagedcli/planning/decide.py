@@ -38,6 +38,7 @@ FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
 GPU_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 8192, 16384  # default tokens per step, the second from this size on:
 LARGE_GPU_BYTES = 70 * 2**30
+GRAPH_PREFILL_TOKENS = 1024  # default of min_prefill_tokens with graphs: a step with prompts runs without one
 LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
 LEAST_SLOTS = 8  # of recurrent state: prompts branch at several depths even where few sequences run
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
@@ -63,15 +64,17 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         )
     groups = layer_groups(own.attention_layers)
     gpu = machine.gpu(str(device))
+    choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
+    no_graphs = why_no_graphs(config, spec, device, choice.kind)
     limits = Limits.of(
         config,
         max_model_len=max_model_len,
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, own, gpu, dtype),
+        min_prefill_tokens=resolve_min_prefill_tokens(config, with_graphs=no_graphs is None),
         windows=tuple(group.window for group in groups),
         vocab_size=spec.vocab_size,
         state_bytes=state_bytes,
     )
-    choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
     stored = weight_format(config.quantization, spec)
     decoder = choose_decoder(DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size))
     available = machine.available_bytes if gpu is None else gpu.free_bytes
@@ -81,7 +84,6 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     if (note := stored.note(dtype, kernels)) is not None:
         notes += (note,)
     notes += rope_notes(spec.rope, max_model_len)
-    no_graphs = why_no_graphs(config, spec, device, choice.kind)
     kv_dtype = dtype_name(attention.kv_dtype or dtype)
     return Plan(
         limits=limits,
@@ -240,6 +242,14 @@ def resolve_max_num_batched_tokens(config: EngineConfig, spec: ModelSpec, gpu: G
     while num_tokens > STEP_TOKENS and step_bytes(spec, num_tokens, dtype.itemsize) > gpu.total_bytes // 16:
         num_tokens //= 2
     return max(config.max_num_seqs, num_tokens)
+
+
+def resolve_min_prefill_tokens(config: EngineConfig, *, with_graphs: bool) -> int:
+    """Prompt tokens that start together in a step of decodes. Where decodes run by captured graphs, a prompt among them
+    makes the whole step wait for the launch of each kernel; elsewhere it does not matter when a prompt starts."""
+    if config.min_prefill_tokens is not None:
+        return config.min_prefill_tokens
+    return GRAPH_PREFILL_TOKENS if with_graphs else 0
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

@@ -359,6 +359,8 @@ class QueueLaws(LawBook):
             refuse(event, f"{state.num_free_blocks} blocks are free, not {event.num_free_blocks}")
         if event.reason == "free_blocks" and event.num_blocks_needed <= state.num_free_blocks:
             refuse(event, f"{event.num_blocks_needed} blocks needed, {state.num_free_blocks} free: they suffice")
+        if event.reason == "min_prefill_tokens" and (state.started.min_prefill_tokens == 0 or not running):
+            refuse(event, "prompts wait for others only in steps that decode, and if min_prefill_tokens is set")
         self._check_needed(event, state)
 
     def _check_needed(self, event: ev.RequestWaiting, state: PoolState) -> None:

@@ -90,7 +90,7 @@ TABLES: dict[str, tuple[DataColumn, ...]] = {
         (
             "waiting_reason",
             "text",
-            "why: max_num_seqs, token_budget, free_blocks, preemption, state_slots or checkpoint",
+            "why: max_num_seqs, token_budget, free_blocks, preemption, min_prefill_tokens, state_slots or checkpoint",
         ),
         ("hit_rate", "float", "tokens found / tokens looked up, 0 to 1, by first lookups of requests since the start"),
         ("block_hit_rate", "float", "full blocks found / full blocks looked up, by the same lookups"),

@@ -12,6 +12,7 @@ _WAITING: dict[ev.WaitingReason, tuple[str, str]] = {
     "token_budget": ("token budget", "token budget of the step is used up ({budget})"),
     "free_blocks": ("free blocks", "needs {needed}, {free} free"),
     "preemption": ("room for a preempting sequence", "room was made for a running sequence"),
+    "min_prefill_tokens": ("more prompts to start with", "prompts of {least} are to start in one step"),
     "state_slots": ("slots of recurrent state", "all slots of recurrent state are in use"),
     "checkpoint": ("checkpoint of a running sequence", "a running sequence will make a checkpoint for it"),
 }
@@ -29,6 +30,7 @@ def waiting_reason(event: ev.RequestWaiting, engine: ev.EngineStarted) -> str:
     return _WAITING[event.reason][1].format(
         limit=engine.max_num_seqs,
         budget=engine.max_num_batched_tokens,
+        least=plural(engine.min_prefill_tokens, "token"),
         needed=plural(event.num_blocks_needed, "block"),
         free=event.num_free_blocks,
     )
