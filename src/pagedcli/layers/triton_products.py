@@ -243,7 +243,8 @@ def add_product(
         if GROUP >= K:  # scaled after the last input
             sums = tl.dot(x, numbers.to(x.dtype), sums, input_precision="ieee")
         else:
-            scales = tl.load(scales_ptr + start // GROUP * N + n, mask=in_rows, other=0.0)
+            # the last part of the inputs may have blocks after the last group
+            scales = tl.load(scales_ptr + start // GROUP * N + n, mask=in_rows & (start < K), other=0.0)
             sums += tl.dot(x, numbers.to(x.dtype), input_precision="ieee") * scales
     else:
         weights = _numbers_of_codes(start, n, in_rows, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_K)
@@ -284,7 +285,7 @@ def _numbers_of_codes(
     shifts = (tl.arange(0, PER_WORD) * BITS)[None, :, None]
     codes = (words[:, None, :] >> shifts) & ((1 << BITS) - 1)
     if GROUP % BLOCK_K == 0:  # all inputs of the block are in one group
-        place, there = start // GROUP * N + n, in_rows
+        place, there = start // GROUP * N + n, in_rows & (start < K)
     else:
         place, there = word * PER_WORD // GROUP * N + n, inside
     scales = tl.load(scales_ptr + place, mask=there, other=0.0).to(tl.float32)
