@@ -8,50 +8,62 @@
 
 namespace {
 
-// Rows whose sums registers hold, of chunks as bytes and of chunks as they are packed. Packed ones are read twice at most: for
-// more rows they are unpacked.
+// Rows whose sums registers hold, and whether chunks that are read more than twice are unpacked before. With AVX-512 only those
+// of 6 bits are, for many rows: multiplications leave execution units free that unpack meanwhile.
 #if defined(USE_AVX512)
-constexpr int ROWS_AT_ONCE = 6, PACKED_ROWS = 4;
+constexpr int ROWS_AT_ONCE = 6;
+constexpr bool UNPACKS = false;
 #elif defined(USE_AVX2)
-constexpr int ROWS_AT_ONCE = 2, PACKED_ROWS = 2;
+constexpr int ROWS_AT_ONCE = 2;
+constexpr bool UNPACKS = true;
 #else
-constexpr int ROWS_AT_ONCE = 4, PACKED_ROWS = 4;
+constexpr int ROWS_AT_ONCE = 4;
+constexpr bool UNPACKS = true;
 #endif
 
-// Activations of all tokens: bytes, and what a step of a token is worth. Of each chunk of a token the sum, in the form that its
-// header needs.
+inline bool unpacks_for(const Linear& l, int64_t passes) { return UNPACKS ? passes > 2 : passes > 12 && l.kind == CODES6; }
+
+// Few rows are limited by memory: what follows is fetched into the L1 cache, this far ahead.
+constexpr int FEW_ROWS = 2;
+constexpr int64_t FEW_ROWS_AHEAD = 16 << 10;
+constexpr int64_t CHUNKS_AT_ONCE = 4;  // for which is fetched together, for more rows
+
+// Activations of all tokens: bytes, and what a step of a token is worth. Of each chunk the sums of all tokens, in the form that
+// its header needs.
 struct Activations {
     const int8_t* bytes;
     const float* steps;
     const float* sums;          // HAS_MIN
-    const int32_t* starts;      // otherwise: times the zero point, and negative
-    const int16_t* step_sums;   // with Chunks::step_minima
-    int64_t chunks, stride;
+    const int32_t* starts;      // HAS_ZERO: times the zero point, and negative
+    const int16_t* step_sums;   // with Chunks::step_minima; of two chunks side by side
+    int64_t tokens, stride;
 };
 
-// Sums of pairs of 16-bit numbers' products.
-inline vi multiply_pairs(vi a, vi b) {
-#if defined(USE_AVX512) && defined(__AVX512BW__)
-    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+// sum plus the products of pairs of 16-bit numbers.
+inline vi add_products(vi sum, vi a, vi b) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(USE_AVX512) && defined(__AVX512BW__)
+    return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(USE_AVX2)
-    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-    return (a >> 16) * (b >> 16) + ((a << 16) >> 16) * ((b << 16) >> 16);
+    return sum + (a >> 16) * (b >> 16) + ((a << 16) >> 16) * ((b << 16) >> 16);
 #endif
 }
 
 // sums[R][PANEL] of rows from `row` on begin with the minima of a panel's chunks, which are multiples of steps.
 template <int R> void start_with_minima(const Activations& x, int64_t row, const Chunks& chunks, const uint8_t* panel, float* sums) {
     const uint8_t* factors = chunks.minimum_factors(panel);
-    const int16_t* of_row = x.step_sums + row * x.chunks;
+    const int16_t* of_rows = x.step_sums + row * 2;
     vf acc[R][PANEL_VECTORS] = {};
     for (int64_t step = 0, c = 0; step < chunks.num_steps; step++) {
         vi whole[R][PANEL_VECTORS] = {};
-        for (const int64_t end = c + STEP_COLUMNS / chunks.columns; c < end; c += 2, factors += 2 * PANEL)
+        for (const int64_t end = c + STEP_COLUMNS / chunks.columns; c < end; c += 2, factors += 2 * PANEL, of_rows += 2 * x.tokens)
             for (int v = 0; v < PANEL_VECTORS; v++) {
                 const vi pair = load_bytes(factors + v * VL) | load_bytes(factors + PANEL + v * VL) << 16;
                 for (int r = 0; r < R; r++)
-                    whole[r][v] += multiply_pairs(pair, vi{} + load_any<int32_t>(of_row + r * x.chunks + c));
+                    whole[r][v] = add_products(whole[r][v], pair, vi{} + load_any<int32_t>(of_rows + 2 * r));
             }
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const vf of_step = loadf(chunks.minimum_steps(panel) + step * PANEL + v * VL);
@@ -62,41 +74,54 @@ template <int R> void start_with_minima(const Activations& x, int64_t row, const
         for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
+// What is needed next, and how much of it is fetched with each chunk.
+struct Next {
+    const uint8_t* at;
+    int64_t bytes_per_chunk;  // 0: nothing
+};
+
 // sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`.
 template <int R, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
 __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t blocks,
-                                        const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+                                        const uint8_t* chunk, int64_t first, int64_t end, Next next, float* sums) {
     constexpr int64_t COLUMNS = Codes::COLUMNS;
     vf acc[R][PANEL_VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = loadf(sums + r * PANEL + v * VL);
     const int8_t* from = x.bytes + row * x.stride + first * blocks * COLUMNS;
-    for (int64_t c = first; c < end; c++) {
-        typename Codes::Sum whole[R][PANEL_VECTORS];
-        if constexpr (!Header::HAS_MIN)
-            for (int r = 0; r < R; r++)
-                for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].start(x.starts[(row + r) * x.chunks + c]);
-        const uint8_t* block = chunk + Header::BYTES;
-        for (int64_t b = 0; b < blocks; b++, block += Codes::BYTES, from += COLUMNS) {
-#pragma GCC unroll 8
-            for (int i = 0; i < COLUMNS / 4; i++) {
-                vi w[PANEL_VECTORS];
-                for (int v = 0; v < PANEL_VECTORS; v++) w[v] = Codes::four(block, i, v);
+    for (int64_t c = first; c < end;) {
+        // not in the loop over chunks: gcc would keep the sums in memory
+        const int64_t stop = std::min(end, c + (R > FEW_ROWS ? CHUNKS_AT_ONCE : 1)), bytes = (stop - c) * next.bytes_per_chunk;
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next.at + i, 0, R <= FEW_ROWS ? 3 : 2);
+        next.at += bytes;
+        for (; c < stop; c++) {
+            typename Codes::Sum whole[R][PANEL_VECTORS];
+            if constexpr (Header::HAS_ZERO)
                 for (int r = 0; r < R; r++)
-                    for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].add(from + r * x.stride + 4 * i, w[v]);
+                    for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].start(x.starts[c * x.tokens + row + r]);
+            const uint8_t* block = chunk + Header::BYTES;
+            for (int64_t b = 0; b < (Header::HAS_MIN ? blocks : 1); b++, block += Codes::BYTES, from += COLUMNS) {
+                Reader<Codes> reader(block);
+#pragma GCC unroll 8
+                for (int i = 0; i < COLUMNS / 4; i++) {
+                    vi w[PANEL_VECTORS];
+                    for (int v = 0; v < PANEL_VECTORS; v++) w[v] = reader.four(i, v);
+                    for (int r = 0; r < R; r++)
+                        for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].add(from + r * x.stride + 4 * i, w[v]);
+                }
+                for (int r = 0; r < R; r++)
+                    for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].end_block();
             }
-            for (int r = 0; r < R; r++)
-                for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].end_block();
-        }
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vf scale = header.scale(chunk, v, c * blocks * COLUMNS);
-            for (int r = 0; r < R; r++) acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * scale;
-            if constexpr (Header::HAS_MIN) {
-                const vf min = header.min(chunk, v);
-                for (int r = 0; r < R; r++) acc[r][v] -= x.sums[(row + r) * x.chunks + c] * min;
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                const vf scale = header.scale(chunk, v, c * blocks * COLUMNS);
+                for (int r = 0; r < R; r++) acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * scale;
+                if constexpr (Header::HAS_MIN) {
+                    const vf min = header.min(chunk, v);
+                    for (int r = 0; r < R; r++) acc[r][v] -= x.sums[c * x.tokens + row + r] * min;
+                }
             }
+            chunk = block;
         }
-        chunk = block;
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
@@ -129,9 +154,10 @@ void unpack(const Header& header, const Chunks& of_layer, const uint8_t* panel, 
         to += Header::HAS_MIN ? FloatHeader::BYTES : ScaleHeader<F32>::BYTES;
         const uint8_t* block = from + Header::BYTES;
         for (int64_t b = 0; b < chunks.blocks; b++, block += Codes::BYTES) {
+            Reader<Codes> reader(block);
 #pragma GCC unroll 8
             for (int i = 0; i < Codes::COLUMNS / 4; i++)
-                for (int v = 0; v < PANEL_VECTORS; v++, to += VL * GROUP) store_any(to, Codes::four(block, i, v));
+                for (int v = 0; v < PANEL_VECTORS; v++, to += VL * GROUP) store_any(to, reader.four(i, v));
         }
         for (int64_t j = 0; j < chunks.bytes; j += 64) __builtin_prefetch(from + chunks.panel_bytes() + j, 0, 2);
     }
@@ -169,14 +195,14 @@ void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int6
             for (int64_t r = 0; r < rows; r++) {
                 float* sum = sums + r * PANEL + v * VL;
                 vi exact = load_any<vi>(whole + r * PANEL + v * VL);
-                if constexpr (!Header::HAS_MIN) exact += x.starts[(row + r) * x.chunks + c];
+                if constexpr (Header::HAS_ZERO) exact += x.starts[c * x.tokens + row + r];
                 storef(sum, loadf(sum) + __builtin_convertvector(exact, vf) * scale);
             }
             if constexpr (Header::HAS_MIN) {
                 const vf min = header.min(own, v);
                 for (int64_t r = 0; r < rows; r++) {
                     float* sum = sums + r * PANEL + v * VL;
-                    storef(sum, loadf(sum) - x.sums[(row + r) * x.chunks + c] * min);
+                    storef(sum, loadf(sum) - x.sums[c * x.tokens + row + r] * min);
                 }
             }
         }
@@ -194,8 +220,8 @@ void start_with_all_minima(const Activations& x, int64_t row, int64_t rows, cons
 template <class T>
 void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int64_t begin, int64_t end, int64_t first,
                int64_t last, typename T::Elem* out, Epilogue epilogue) {
-    const int64_t tokens = end - begin, blocks = chunks.blocks;
-    int64_t rows_at_once = tokens <= 2 * PACKED_ROWS ? PACKED_ROWS : ROWS_AT_ONCE;
+    const int64_t tokens = end - begin, panels = padded_rows(l) / PANEL;
+    int64_t rows_at_once = ROWS_AT_ONCE;
 #if defined(HAS_TILES)
     const bool tiles = tokens > ROWS_AT_ONCE && int8_path() == INT8_TILES;
     std::optional<TileRegisters> registers;  // without permission even releasing them would be an illegal instruction
@@ -204,9 +230,12 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
     constexpr bool tiles = false;
 #endif
     const int64_t passes = (tokens + rows_at_once - 1) / rows_at_once;
-    const bool unpacks = tokens > 2 * PACKED_ROWS || (tiles && l.kind != CODES8);
+    const bool few = tokens <= FEW_ROWS, unpacks = tiles ? l.kind != CODES8 : unpacks_for(l, passes);
     // chunks, whose bytes stay in the L1 cache if they are read several times
-    const int64_t part = passes > 1 || unpacks ? MOST_BLOCKS * BLOCK_COLUMNS / chunks.columns : chunks.count;
+    const int64_t part = tiles || unpacks || (UNPACKS && passes > 1) ? MOST_BLOCKS * BLOCK_COLUMNS / chunks.columns : chunks.count;
+    // what is fetched with a chunk, in each pass a part of the next panel; bytes that few rows read come as fast without
+    const int64_t share = unpacks || (few && l.kind == CODES8) ? 0 : chunks.panel_bytes() / (passes * chunks.count);
+    const int64_t ahead = few ? std::min(FEW_ROWS_AHEAD, chunks.panel_bytes()) : chunks.panel_bytes();
     const Output<T> output(l, out, epilogue);
     alignas(64) uint8_t unpacked[most_unpacked_bytes()];
     static thread_local std::vector<float> room;
@@ -225,22 +254,21 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
             for (int64_t pass = 0; pass < passes; pass++) {
                 const int64_t row = tokens * pass / passes, rows = tokens * (pass + 1) / passes - row;
                 float* to = sums + row * PANEL;
-                const auto run = [&](auto header, auto codes, auto most) {
+                const Next next{panel + ahead + (pass * chunks.count + c) * share, p + 1 < panels ? share : 0};
+                const auto run = [&](auto header, auto codes) {
                     using Codes = decltype(codes);
                     const auto own = header.at(panel);
 #if defined(HAS_TILES)
                     if constexpr (Codes::BYTES == PANEL * Codes::COLUMNS)
                         if (tiles) return multiply_by_tiles(*registers, x, begin + row, rows, own, chunks.columns, chunk, c, stop, to);
 #endif
-                    with_rows<most()>(rows, [&](auto R) {
-                        multiply<R(), decltype(own), Codes>(x, begin + row, own, chunks.blocks, chunk, c, stop, to);
+                    with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
+                        multiply<R(), decltype(own), Codes>(x, begin + row, own, chunks.blocks, chunk, c, stop, next, to);
                     });
                 };
                 if (c == 0 && chunks.step_minima) start_with_all_minima(x, begin + row, rows, chunks, panel, to);
-                const std::integral_constant<int, ROWS_AT_ONCE> of_bytes;
-                const std::integral_constant<int, PACKED_ROWS> of_packed;
-                if (unpacks) with_unpacked(l, [&](auto header, auto codes) { run(header, codes, of_bytes); });
-                else with_packing(l, [&](auto header, auto codes) { run(header, codes, of_packed); });
+                if (unpacks) with_unpacked(l, run);
+                else with_packing(l, run);
             }
         }
         for (int64_t r = 0; r < tokens; r++) {
@@ -311,7 +339,7 @@ void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_
     static thread_local std::vector<int32_t> of_zero;
     static thread_local std::vector<int16_t> of_steps;
     bytes.resize(num_tokens * stride), floats.resize(num_tokens + num_sums);
-    of_zero.resize(num_sums), of_steps.resize(num_sums);
+    of_zero.resize(num_sums), of_steps.resize(num_sums + num_tokens);
     int8_t* quantized = bytes.data();
     float *steps = floats.data(), *sums = steps + num_tokens;
     int32_t* starts = of_zero.data();
@@ -324,11 +352,12 @@ void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_
         parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
             const E* row = (const E*)x + t * l.columns;
             steps[t] = round_row<T>(l, chunks, row, quantized + t * stride, [&](int64_t c, int32_t sum) {
-                const int64_t at = t * chunks.count + c;
-                sums[at] = (float)sum, starts[at] = (int32_t)-zero * sum, step_sums[at] = (int16_t)sum;
+                const int64_t at = c * num_tokens + t;
+                sums[at] = (float)sum, starts[at] = (int32_t)-zero * sum;
+                step_sums[(c / 2 * num_tokens + t) * 2 + c % 2] = (int16_t)sum;
             });
         });
-        const Activations activations{quantized, steps, sums, starts, step_sums, chunks.count, stride};
+        const Activations activations{quantized, steps, sums, starts, step_sums, num_tokens, stride};
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
             run_piece<T>(l, chunks, activations, begin, end, first, last, (E*)out, epilogue);
         });

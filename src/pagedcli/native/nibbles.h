@@ -10,11 +10,10 @@ constexpr int64_t BLOCK_COLUMNS = 32, BLOCK_STEPS = BLOCK_COLUMNS / GROUP;
 template <int64_t C> struct NibblesOf {
     static constexpr int64_t COLUMNS = C, BYTES = PANEL * C / 2;
     using Sum = NibbleSum;
+    static vi bytes(const uint8_t* block, int i, int v) { return load_any<vi>(block + (i / 2 * PANEL_VECTORS + v) * VL * GROUP); }
+    static vi half(vi bytes, int i) { return (i % 2 ? (vi)((vu)bytes >> 4) : bytes) & (vi{} + 0x0f0f0f0f); }
     // Columns 4 i to 4 i + 3 of each feature.
-    static vi four(const uint8_t* block, int i, int v) {
-        const vi bytes = load_any<vi>(block + (i / 2 * PANEL_VECTORS + v) * VL * GROUP);
-        return (i % 2 ? (vi)((vu)bytes >> 4) : bytes) & (vi{} + 0x0f0f0f0f);
-    }
+    static vi four(const uint8_t* block, int i, int v) { return half(bytes(block, i, v), i); }
     // Into a block of zeros.
     static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) {
         block[(k / 8 * PANEL + lane) * GROUP + k % GROUP] |= (q & 15) << (k % 8 < 4 ? 0 : 4);

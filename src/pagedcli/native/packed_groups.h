@@ -13,13 +13,14 @@ enum : int64_t { MINIMA = 3, STEPS = 4 };
 constexpr int64_t STEP_COLUMNS = 256;  // that share a step
 
 // Headers. w = scale * (q - zero of the layer) - minimum, where one of both is nothing: HAS_MIN says whether the header of each
-// chunk has a minimum. Chunk headers of a panel are read after at(panel); `column` is the chunk's first.
+// chunk has a minimum, HAS_ZERO whether the layer has a zero point. Without HAS_MIN a chunk is one block. Chunk headers of a
+// panel are read after at(panel); `column` is the chunk's first.
 //
 // Scales of a floating-point type, and a zero point of a byte: w = scale * (q - zero).
 template <class T> struct TypedHeader {
     using Elem = typename T::Elem;
     static constexpr int64_t BYTES = PANEL * (sizeof(Elem) + 1);
-    static constexpr bool HAS_MIN = true;
+    static constexpr bool HAS_MIN = true, HAS_ZERO = false;
     TypedHeader at(const uint8_t*) const { return *this; }
     static vf scale(const uint8_t* header, int v, int64_t) { return Rows<T>::load((const Elem*)header + v * VL); }
     static vf min(const uint8_t* header, int v) {
@@ -31,7 +32,7 @@ template <class T> struct TypedHeader {
 template <class T> struct ScaleHeader {
     using Elem = typename T::Elem;
     static constexpr int64_t BYTES = PANEL * sizeof(Elem);
-    static constexpr bool HAS_MIN = false;
+    static constexpr bool HAS_MIN = false, HAS_ZERO = true;
     ScaleHeader at(const uint8_t*) const { return *this; }
     static vf scale(const uint8_t* header, int v, int64_t) { return Rows<T>::load((const Elem*)header + v * VL); }
 };
@@ -40,7 +41,7 @@ template <class T> struct ScaleHeader {
 // ScaleHeader<F32>.
 struct FloatHeader {
     static constexpr int64_t BYTES = 8 * PANEL;
-    static constexpr bool HAS_MIN = true;
+    static constexpr bool HAS_MIN = true, HAS_ZERO = false;
     FloatHeader at(const uint8_t*) const { return *this; }
     static vf scale(const uint8_t* header, int v, int64_t) { return load_any<vf>(header + v * VL * 4); }
     static vf min(const uint8_t* header, int v) { return load_any<vf>(header + (PANEL + v * VL) * 4); }
@@ -48,9 +49,9 @@ struct FloatHeader {
 
 // A signed byte for the scale, times the step of 256 columns: a panel begins with its steps, [steps][PANEL] in float32. Without
 // a zero point of the layer there follow those of the minima, and a byte for the minimum of each chunk, [chunks][PANEL].
-struct StepsHeader {
+template <bool ZERO = true> struct StepsHeader {
     static constexpr int64_t BYTES = PANEL;
-    static constexpr bool HAS_MIN = false;
+    static constexpr bool HAS_MIN = false, HAS_ZERO = ZERO;
     const float* steps = nullptr;
     StepsHeader at(const uint8_t* panel) const { return {(const float*)panel}; }
     vf scale(const uint8_t* header, int v, int64_t column) const {
@@ -74,18 +75,46 @@ template <int BITS, int64_t C> struct Planes {
     static constexpr int64_t COLUMNS = C, BYTES = PANEL * C * BITS / 8;
     using Low = NibblesOf<C>;
     using Sum = LevelSum;
-    static vi four(const uint8_t* block, int i, int v) {
-        const vi plane = load_any<vi>(block + Low::BYTES + (i / PER * PANEL_VECTORS + v) * VL * GROUP);
+    static vi low_bytes(const uint8_t* block, int i, int v) { return Low::bytes(block, i, v); }
+    static vi plane_bytes(const uint8_t* block, int i, int v) {
+        return load_any<vi>(block + Low::BYTES + (i / PER * PANEL_VECTORS + v) * VL * GROUP);
+    }
+    static vi joined(vi low, vi plane, int i) {
         const int down = i % PER * EXTRA - 4;
         const vi moved = down < 0 ? plane << -down : (vi)((vu)plane >> down);
-        return Low::four(block, i, v) | (moved & (vi{} + ((1 << EXTRA) - 1) * 0x10101010));
+        return Low::half(low, i) | (moved & (vi{} + ((1 << EXTRA) - 1) * 0x10101010));
     }
+    static vi four(const uint8_t* block, int i, int v) { return joined(low_bytes(block, i, v), plane_bytes(block, i, v), i); }
     static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) {
         const int64_t n = k / GROUP;
         Low::put(block, k, lane, q);
         block[Low::BYTES + (n / PER * PANEL + lane) * GROUP + k % GROUP] |= (q >> 4) << (n % PER * EXTRA);
     }
 };
+
+// What reads the fours of a block in order, each byte from memory once: otherwise gcc loads a byte again for each part of it.
+template <class Codes> struct Reader {
+    const uint8_t* block;
+    explicit Reader(const uint8_t* block) : block(block) {}
+    vi four(int i, int v) const { return Codes::four(block, i, v); }
+};
+#if defined(USE_AVX512)
+template <int BITS, int64_t C> struct Reader<Planes<BITS, C>> {
+    using Codes = Planes<BITS, C>;
+    const uint8_t* block;
+    vi low[PANEL_VECTORS], plane[PANEL_VECTORS];
+    explicit Reader(const uint8_t* block) : block(block) {}
+    vi four(int i, int v) {
+        if (i % 2 == 0) low[v] = in_register(Codes::low_bytes(block, i, v));
+        if (i % Codes::PER == 0) plane[v] = in_register(Codes::plane_bytes(block, i, v));
+        return Codes::joined(low[v], plane[v], i);
+    }
+    static vi in_register(vi loaded) {
+        __asm__("" : "+v"(loaded));
+        return loaded;
+    }
+};
+#endif
 
 // The numbers of MXFP4 by their four bits, e2m1, times 2 and plus 12: a zero point of 12 takes it off again. Those of IQ4_NL
 // and IQ4_XS plus 128.
@@ -105,21 +134,24 @@ template <class F> inline void with_packing(const Linear& l, const F& f) {
         return f(ScaleHeader<BF16>{}, Levels<E2M1, LevelSum>{});
     }
     if (l.kind == IQ4) {
-        if (steps) return f(StepsHeader{}, Levels<IQ4_LEVELS, ByteSum>{});
+        if (steps) return f(StepsHeader<>{}, Levels<IQ4_LEVELS, ByteSum>{});
         return f(ScaleHeader<F16>{}, Levels<IQ4_LEVELS, ByteSum>{});
     }
     if (l.kind == CODES8) {
         if (l.zero < 0) return f(TypedHeader<F32>{}, Bytes<ByteSum>{});
         return f(ScaleHeader<F16>{}, Bytes<ByteSum>{});
     }
-    if (l.kind == CODES6) return f(StepsHeader{}, Planes<6, 16>{});
+    if (l.kind == CODES6) return f(StepsHeader<>{}, Planes<6, 16>{});
     if (l.kind == CODES5) {
-        if (steps) return f(StepsHeader{}, Planes<5, 32>{});
+        if (steps) return f(StepsHeader<false>{}, Planes<5, 32>{});
         if (l.scale_type == MINIMA) return f(FloatHeader{}, Planes<5, 32>{});
         return f(ScaleHeader<F16>{}, Planes<5, 32>{});
     }
-    if (l.chunk < BLOCK_COLUMNS) return f(StepsHeader{}, NibblesOf<16>{});
-    if (steps) return f(StepsHeader{}, Nibbles{});
+    if (l.chunk < BLOCK_COLUMNS) {
+        if (l.zero < 0) return f(StepsHeader<false>{}, NibblesOf<16>{});
+        return f(StepsHeader<>{}, NibblesOf<16>{});
+    }
+    if (steps) return f(StepsHeader<false>{}, Nibbles{});
     if (l.scale_type == MINIMA) return f(FloatHeader{}, Nibbles{});
     if (l.zero >= 0) return f(ScaleHeader<F16>{}, Nibbles{});
     if (l.scale_type == FLOAT16) return f(TypedHeader<F16>{}, Nibbles{});
