@@ -50,6 +50,15 @@ def test_rows_are_read_back_exactly(kind, library):
         linear.weight_rows(torch.tensor([70]))
 
 
+@pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_row_is_the_same_bits_in_any_company(kind, library):
+    linear = NativeLinear(library, grouped(made(kind, 70, 512), kind), dtype=torch.float32)
+    x = torch.randn(100, 512, generator=torch.Generator().manual_seed(0))
+    whole = linear(x)  # few rows, two passes and many rows are read in different ways
+    for first, end in ((0, 1), (98, 100), (3, 10), (40, 72), (5, 85)):
+        assert torch.equal(linear(x[first:end]), whole[first:end]), (first, end)
+
+
 def test_a_layer_may_have_parts_of_different_types(library):
     kinds = [QUANTIZED[name] for name in ("Q4_K", "Q6_K", "Q8_0")]
     raws = [made(kind, rows, 256, rows) for kind, rows in zip(kinds, (40, 32, 7), strict=True)]
