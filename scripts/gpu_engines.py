@@ -20,6 +20,10 @@ FAMILIES: dict[str, Row] = {
     "qwen3-moe": {},
     "qwen2-moe": {},
     "mixtral": {},
+    "gpt_oss": WINDOWS,
+    "gemma4-e2b": {"sliding_window": 20},
+    "gemma4-26b": {"sliding_window": 20},
+    "gemma4-31b": {"sliding_window": 20},
 }
 HYBRIDS: dict[str, Row] = {"qwen3_5": {}, "qwen3_next": {}, "lfm2": {}, "bamba": {}, "granite-hybrid": {}}
 QUANTIZED = ("gptq", "gptq-act-order", "gptq-8bit", "awq", "pack-int4", "int8", "fp8-block")

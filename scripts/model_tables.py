@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from table_blocks import renew
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.cpu import CpuAttention
+from pagedcli.attention.select import REGISTRY
 from pagedcli.core.groups import TableShape, group_bytes, page_bytes
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
@@ -232,6 +235,36 @@ def _split(spec: ModelSpec) -> str:
     return "yes"
 
 
+def attention_backends() -> str:
+    """What each attention backend supports, in order of preference. Needs triton, whose kernels are not compiled."""
+    flags = ("windows", "soft_cap", "sinks", "apart", "batch_invariant", "graph_safe")
+    rows = []
+    for entry in REGISTRY:
+        kinds: dict[type[AttentionBackend], str] = {}
+        for capability in ((9, 0), (8, 0)):
+            device = torch.device(entry.auto_devices[-1])
+            spec = AttentionSpec(device, torch.bfloat16, 256, 1, 1, 64, capability=capability)
+            kinds.setdefault(import_module(entry.module).check(spec), f"{capability[0]}.{capability[1]}")
+        for kind, capability_name in kinds.items():
+            able = kind.capabilities
+            name = f"`{entry.name}`" if len(kinds) == 1 else f"`{entry.name}`, compute capability {capability_name}"
+            caches = ", ".join(sorted(map(dtype_name, able.kv_dtypes)))
+            sizes = "any" if able.max_head_dim is None else f"to {able.max_head_dim}"
+            multiple = "any" if able.block_size_multiple == 1 else f"multiples of {able.block_size_multiple}"
+            asked = ["yes" if getattr(able, flag) else "no" for flag in flags]
+            rows.append((name, " ".join(entry.auto_devices), sizes, caches or "-", multiple, *asked))
+    head = (
+        "backend",
+        "device",
+        "head sizes",
+        "caches besides the model's dtype",
+        "block sizes",
+        "windows",
+        "soft caps",
+    )
+    return _table((*head, "sinks", "layers with other heads", "same bits in any company", "CUDA graphs"), rows)
+
+
 def rounding() -> str:
     """Formats that --quantization names."""
     rows = []
@@ -334,7 +367,7 @@ FAST: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (native, published_states, published_caches, rounding, checkpoints, gguf_families, gguf_types)
 }
-TABLES = FAST | {each.__name__: each for each in (version, through_transformers, refused)}
+TABLES = FAST | {each.__name__: each for each in (attention_backends, version, through_transformers, refused)}
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def test_families_and_formats_of_the_models_page_are_those_of_the_code(model_tab
         assert models_page[name] == make(), f"{name}: run python scripts/model_tables.py --write"
 
 
+def test_backends_of_the_models_page_are_those_of_the_code(model_tables, models_page):
+    pytest.importorskip("triton")
+    assert models_page["attention_backends"] == model_tables.attention_backends()
+
+
 @pytest.mark.slow  # it builds a model of each family of transformers
 def test_the_models_page_says_what_runs_through_transformers(model_tables, models_page):
     if models_page["version"] != transformers.__version__:

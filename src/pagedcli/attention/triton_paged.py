@@ -33,7 +33,7 @@ SPLIT = 256  # tokens; the same for every batch, so that results do not depend o
 # of a decode item of more than MIN_ROWS: above, the kernel spills, and exceeds the shared memory of sm_86 and sm_89
 MAX_QUERY_BYTES = 2**14
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # the most that a CUDA graph needs; longer work lists are counted on the host
-PROGRAMS_PER_SM = 3
+PROGRAMS_PER_SM = 3  # of the decode kernel; 2 where heads of more than 256 fill the shared memory of an sm_90
 
 
 @dataclass(slots=True)
@@ -92,10 +92,9 @@ class TritonAttention(AttentionBackend):
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
         self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
-        if spec.device.type == "cuda":
-            self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(spec.device).multi_processor_count
-        else:
-            self._programs = PROGRAMS_PER_SM
+        on_gpu = spec.device.type == "cuda"
+        num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count if on_gpu else 1
+        self._programs = num_sms * (PROGRAMS_PER_SM if self._block_d <= 256 else 2)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
