@@ -73,6 +73,8 @@ template <class T> void route(const Experts& e, const typename T::Elem* logits, 
 // Some rows of one expert. Rows of all experts lie one after the other, in the order of experts, then of tokens.
 struct Piece {
     int64_t expert, begin, end;
+    int64_t place;  // row of `hidden` where it begins
+    Order order;    // of its hidden rows
 };
 
 // Some tokens on their way through a mixture.
@@ -86,19 +88,20 @@ template <class T> struct Mixture {
     float* probabilities;  // [T][experts, padded]
     Choice* chosen;        // [T][K]
     int64_t *places, *sources;  // row of each choice [T][K]; token of each row [T * K]
-    E *logits, *hidden, *results;  // [T][experts]; [T * K][inner]; [T * K][E]
+    E *logits, *hidden, *results;  // [T][experts]; [T * K, and what fills tiles][inner]; [T * K][E]
     std::vector<Piece> pieces;
 
     Mixture(const Experts& e, int64_t dtype, const E* x, int64_t tokens, Epilogue gate, int threads, Arena& arena)
         : e(e), dtype(dtype), tokens(tokens), K(e.num_per_token), E_(e.router.columns), inner(e.down[0].columns), x(x),
           gate(gate), threads(threads) {
         const int64_t rows = tokens * K, padded = (e.num_experts + VL - 1) / VL * VL;
+        const int64_t hidden_rows = rows + rows / 2;  // pieces in the order of tiles have over 32 rows, and end up to 15 after them
         arena.reserve(tokens * (padded * sizeof(float) + e.num_experts * sizeof(E)) +
-                      rows * (sizeof(Choice) + 2 * sizeof(int64_t) + (inner + E_) * sizeof(E)) + 7 * 64);
+                      rows * (sizeof(Choice) + 2 * sizeof(int64_t) + E_ * sizeof(E)) + hidden_rows * inner * sizeof(E) + 7 * 64);
         probabilities = arena.take<float>(tokens * padded);
         chosen = arena.take<Choice>(rows);
         places = arena.take<int64_t>(rows), sources = arena.take<int64_t>(rows);
-        logits = arena.take<E>(tokens * e.num_experts), hidden = arena.take<E>(rows * inner), results = arena.take<E>(rows * E_);
+        logits = arena.take<E>(tokens * e.num_experts), hidden = arena.take<E>(hidden_rows * inner), results = arena.take<E>(rows * E_);
     }
 
     void route_all(const E* routed) const {
@@ -112,12 +115,17 @@ template <class T> struct Mixture {
     // Sorts the choices by expert, and cuts each expert's rows.
     void group() {
         std::vector<int64_t> next(e.num_experts + 1);
+        int64_t place = 0;
         for (int64_t i = 0; i < tokens * K; i++) next[chosen[i].expert + 1]++;
         for (int64_t expert = 0; expert < e.num_experts; expert++) {
             const int64_t begin = next[expert], count = next[expert + 1], parts = (count + MOST_ROWS - 1) / MOST_ROWS;
             next[expert + 1] += begin;
-            for (int64_t i = 0; i < parts; i++)
-                pieces.push_back({expert, begin + count * i / parts, begin + count * (i + 1) / parts});
+            for (int64_t i = 0; i < parts; i++) {
+                const int64_t first = begin + count * i / parts, rows = begin + count * (i + 1) / parts - first;
+                const bool tiles = writes_tiles(e.gate_up[expert], dtype, rows) && reads_tiles(e.down[expert], dtype, rows);
+                pieces.push_back({expert, first, first + rows, place, tiles ? BY_TILES : BY_ROWS});
+                place += tiles ? Matrix<E>::size(rows, 1) : rows;
+            }
         }
         for (int64_t i = 0; i < tokens * K; i++) {
             places[i] = next[chosen[i].expert]++;
@@ -128,15 +136,18 @@ template <class T> struct Mixture {
                          [](const Piece& a, const Piece& b) { return a.end - a.begin > b.end - b.begin; });
     }
 
-    // Calls work(piece, panels of its layer) for all pieces times as many groups of panels as keep the threads busy.
+    // Calls work(piece, panels of its layer) for all pieces times as many groups of panels as keep the threads busy. Groups
+    // begin where 64 bytes of a row do.
     template <class Work> void for_panels_of(const Linear* layers, const Work& work) const {
         const int64_t panels = num_panels(layers[0]), most = std::max<int64_t>(1, panels * PANEL / LEAST_FEATURES);
         const int64_t wanted = (PIECES_PER_THREAD * threads + pieces.size() - 1) / pieces.size();
-        const int64_t groups = threads == 1 ? 1 : std::min(most, wanted);
+        const int64_t groups = threads == 1 ? 1 : std::min(most, wanted), width = panel_width(layers[0]);
+        const int64_t unit = std::max<int64_t>(1, Matrix<E>::COLUMNS / width);
+        auto begin = [&](int64_t g) { return g == groups ? panels : panels * g / groups / unit * unit; };
         parallel_for(threads, pieces.size() * groups, [&](int64_t i) {
             const Piece& piece = pieces[i / groups];
-            const int64_t g = i % groups, first = panels * g / groups;
-            work(piece, panels_of(layers[piece.expert], first, panels * (g + 1) / groups), first * panel_width(layers[0]));
+            const int64_t g = i % groups, first = begin(g);
+            work(piece, panels_of(layers[piece.expert], first, begin(g + 1)), first * width);
         });
     }
 
@@ -150,11 +161,12 @@ template <class T> struct Mixture {
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t k = 0; k < E_; k += together)
                     memcpy(gathered.at(r, k), x + sources[piece.begin + r] * E_ + k, together * sizeof(E));
-            linear_forward(part, dtype, gathered.base, rows, hidden + piece.begin * inner + offset, gate, 1, order);
+            const Matrix<E> out{hidden + piece.place * inner, inner, piece.order};
+            linear_forward(part, dtype, gathered.base, rows, out.at(0, offset), gate, 1, order, piece.order);
         });
         for_panels_of(e.down, [&](const Piece& piece, const Linear& part, int64_t offset) {
-            linear_forward(part, dtype, hidden + piece.begin * inner, piece.end - piece.begin,
-                           results + piece.begin * E_ + offset, STORE, 1);
+            linear_forward(part, dtype, hidden + piece.place * inner, piece.end - piece.begin,
+                           results + piece.begin * E_ + offset, STORE, 1, piece.order);
         });
     }
 
