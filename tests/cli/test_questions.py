@@ -46,7 +46,7 @@ def test_1_why_no_hits_on_prompts_that_share_240_tokens(files):
     text = answer("generate", files / "shared.jsonl", "-o", "/dev/null", "--block-size", "256")
     assert "minimum cacheable prefix: 256 tokens (one block)" in text
     assert "prefixes     longest shared 240 tokens = 0 blocks of 256; found 0.0 %" in text
-    assert "to change    --block-size 16: 720 tokens less to compute" in text
+    assert "to change    --block-size 16: 720 fewer tokens to compute" in text
     text = answer("explain", files / "shared.run.jsonl")
     assert "longest shared prefix seen: 240 tokens = 15 blocks at block 16, 0 blocks at block 256" in text
 

@@ -49,7 +49,7 @@ def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint]
     answers = ""
     if alone:
         answers = (
-            f"; {plural(alone, 'more block')} came back alone, as answers do that are generated again: a cache saves"
+            f"; {plural(alone, 'more block' if again else 'block')} came back alone, as answers do that are generated again: a cache saves"
             " none of these"
         )
     if not again:

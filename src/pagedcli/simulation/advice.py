@@ -167,7 +167,7 @@ class Advice:
             parts.append(f"{percent_text(trial.gain)} less time")
         else:
             saved = now.num_computed_tokens - then.num_computed_tokens
-            parts.append(f"{plural(saved, 'token')} less to compute ({percent_text(trial.gain)})")
+            parts.append(f"{plural(saved, 'fewer token')} to compute ({percent_text(trial.gain)})")
         if percent_text(now.hit_rate) != percent_text(then.hit_rate):
             parts.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
         if now.num_preemptions != then.num_preemptions:
