@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
 # the time that advice may take at the end of a run
-ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.25, 1.0, 10.0
+ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.1, 1.0, 5.0
 EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
