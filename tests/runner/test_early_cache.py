@@ -1,5 +1,7 @@
 """Memory of the KV cache that is touched while weights load."""
 
+import mmap
+
 import psutil
 import pytest
 import torch
@@ -41,8 +43,13 @@ def begun(monkeypatch):
     return caches
 
 
+def fresh(num_bytes):
+    """Memory that nobody has written, which the C library may not have."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
 def test_populated_memory_is_resident_and_keeps_its_content():
-    memory = torch.empty(24 * HUGE_PAGE, dtype=torch.uint8)  # more than the C library keeps of freed memory
+    memory = fresh(24 * HUGE_PAGE)
     memory[5 * HUGE_PAGE] = 7
     before = resident()
     assert populate(memory[HUGE_PAGE : 7 * HUGE_PAGE], lambda: False)
@@ -51,7 +58,7 @@ def test_populated_memory_is_resident_and_keeps_its_content():
 
 
 def test_only_the_first_blocks_of_each_layer_are_touched():
-    memory = torch.empty((2, 3, 8, HUGE_PAGE), dtype=torch.uint8)  # a block is a huge page
+    memory = fresh(2 * 3 * 8 * HUGE_PAGE).view(2, 3, 8, HUGE_PAGE)  # a block is a huge page
     before = resident()
     cache = EarlyCache.begin(memory, 2)
     cache.thread.join()

@@ -21,6 +21,8 @@ NOT_CHECKABLE = {
         "min_prefill_tokens": "a higher number explains the same steps",
         "num_blocks": "a larger pool explains the same steps until its last block is taken",
         "eviction": "any other policy than lru may evict in this order",
+        "preemption_policy": "no law says yet which running sequence is preempted",
+        "step_times": "a file of the machine that ran it",
     },
     "RequestAdded": {
         **dict.fromkeys(("request_id", "row_id"), "of a single sequence, said nowhere else"),

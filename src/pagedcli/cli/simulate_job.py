@@ -49,8 +49,9 @@ _LEAST_ADVICE_S = 1.0  # of processor time for other settings; otherwise as much
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     """Simulate, and print the tables. Returns the exit code. Raises: PagedcliError."""
+    policies = [] if options.policy is None else parse_policies(options.policy)
     workload, recorded = _read(loaded, options)
-    policies = parse_policies(options.policy or ("lru" if recorded is None else recorded.started.eviction))
+    policies = policies or parse_policies("lru" if recorded is None else recorded.started.eviction)
     block_size = _block_size(loaded, workload, recorded)
     decided = _decided(loaded, options) if workload.format == "prompts" else None
     model = _model(loaded, workload, decided)
@@ -269,9 +270,12 @@ def _decided(loaded: LoadedConfig, options: SimulateOptions) -> Plan | None:
         return None
     card = None if options.gpu is None else find_card(options.gpu)
     machine = this_machine() if card is None else described_gpu(card.total_bytes, capability=card.capability)
-    # slots are for the simulated engine, whatever the model
-    engine = msgspec.structs.replace(loaded.config.engine, num_state_slots=None, checkpoints=EngineConfig().checkpoints)
-    return decide(engine, spec, machine)
+    return decide(_without_slots(loaded.config.engine), spec, machine)
+
+
+def _without_slots(engine: EngineConfig) -> EngineConfig:
+    """The engine of the model here: slots are for the simulated one, whatever the model."""
+    return msgspec.structs.replace(engine, num_state_slots=None, checkpoints=EngineConfig().checkpoints)
 
 
 def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload, model: _Model | None) -> Schedule:
@@ -315,7 +319,7 @@ def _timed_here(loaded: LoadedConfig) -> Calibrations | None:
     from pagedcli.planning.expected import time_key
     from pagedcli.planning.machine import this_machine
 
-    engine = loaded.config.engine
+    engine = _without_slots(loaded.config.engine)
     _, spec = prompt_model(loaded, None)
     return None if spec is None else calibrations(time_key(engine, spec, decide(engine, spec, this_machine())))
 

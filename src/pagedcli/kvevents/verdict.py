@@ -48,10 +48,8 @@ def verdict(state: KVState, points: Sequence[CurvePoint] | None, decode: Decode 
 def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
     answers = ""
     if alone:
-        answers = (
-            f"; {plural(alone, 'more block' if again else 'block')} came back alone, as answers do that are generated again: a cache saves"
-            " none of these"
-        )
+        came_back = plural(alone, "more block" if again else "block")
+        answers = f"; {came_back} came back alone, as answers do that are generated again: a cache saves none of these"
     if not again:
         return f"No block of a prompt was stored again after an eviction{answers}."
     share = percent_text(again / num_stored)
