@@ -37,7 +37,7 @@ def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would
 def test_answers_that_are_generated_again_are_counted_apart():
     first, second = judged([stored(1, 2)], [removed(2)], [stored(2, parent=1)])
     assert first == (
-        "No block of a prompt was stored again after an eviction; 1 more block came back alone, as answers do that are"
+        "No block of a prompt was stored again after an eviction; 1 block came back alone, as answers do that are"
         " generated again: a cache saves none of these."
     )
     assert second.endswith("to change: nothing that these events show.")

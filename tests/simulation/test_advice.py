@@ -194,6 +194,15 @@ def test_tuning_gives_the_blocks_of_the_settings_that_it_ends_with():
 FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_times(tmp_path_factory):
+    """Whether another test has calibrated the built-in model decides nothing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("no-times")
+        patch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A file, its recording with tokens, and what generate said."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -361,14 +362,16 @@ class LateTokens:
 
     @classmethod
     def of(cls, cu_q: Tensor, rows: Tensor) -> "LateTokens":
-        """Of a step in which the hidden states of `rows` [R] int64, ascending, are wanted."""
-        starts, ends = cu_q[:-1].long(), cu_q[1:].long()
-        wanted = torch.cat((rows, ends[-1:]))
-        counts = (ends - wanted[torch.searchsorted(rows, starts)]).clamp(min=0)
-        late_ends = counts.cumsum(0)
-        tokens = torch.arange(int(late_ends[-1])) + (ends - late_ends).repeat_interleave(counts)
-        cu_late = torch.cat((cu_q[:1], late_ends.int()))
-        return cls(tokens, cu_late, torch.searchsorted(tokens, rows))
+        """Of a step in which the hidden states of `rows` [R] int64, ascending, are wanted.
+
+        By numpy: torch would start threads for it, which then wait for more work in the way of the decoder's own."""
+        ends, sought = cu_q.numpy()[1:].astype(np.int64), rows.numpy()
+        firsts = np.append(sought, ends[-1:])[np.searchsorted(sought, cu_q.numpy()[:-1])]
+        counts = np.maximum(ends - firsts, 0)
+        late_ends = counts.cumsum()
+        tokens = np.arange(counts.sum()) + np.repeat(ends - late_ends, counts)
+        cu_late = np.concatenate(([0], late_ends)).astype(np.int32)
+        return cls(*map(torch.from_numpy, (tokens, cu_late, np.searchsorted(tokens, sought))))
 
 
 class _StateArguments:
