@@ -46,7 +46,6 @@ from pagedcli.models.reading import read_spec
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
-BYTES_PER_TOKEN = 4  # of an input file, roughly
 METRICS_BEGINNING, SUMMARY_BEGINNING = b"# HELP pagedcli_", b'{\n  "pagedcli":'
 
 
@@ -139,8 +138,6 @@ class OpenJob:
         self.sample = RowSample(job.num_verified)
         self._num_rows: int | None = None  # of the output, if known
         self._read: InputScan | None = None  # the rows up to the limit, if they have been read
-        self._num_read_bytes = 0  # of all rows
-        self.expected_tokens = 0  # roughly, of the prompts of this run; 0: unknown
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
 
@@ -174,8 +171,6 @@ class OpenJob:
         if scans is not None:
             self._read = scans[1]
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
-            num_tokens = self._num_read_bytes // BYTES_PER_TOKEN
-            self.expected_tokens = num_tokens * self._num_rows // max(1, scans[0].num_rows)
         self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:
@@ -187,7 +182,6 @@ class OpenJob:
 
     def _look_at(self, content: bytes | None) -> None:
         self._kept.add(content)
-        self._num_read_bytes += len(content or b"")
         if self._repeats is not None:
             self._repeats.add(content)
 

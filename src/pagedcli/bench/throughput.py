@@ -100,8 +100,7 @@ def run_workload(
     but the first begins that would end later than `most_s` after the call, if the slowest one so far is a measure.
     """
     started = time.perf_counter()
-    first = workloads[0]
-    with LLMEngine(config, expected_tokens=first.num_prompt_tokens + first.num_output_tokens) as engine:
+    with LLMEngine(config) as engine:
         load_s = time.perf_counter() - started
         left_s = None if most_s is None else most_s - load_s
         return _run_all(engine, workloads, load_s, on_progress, on_pass, left_s)

@@ -69,7 +69,7 @@ def run_job(
     if sink.resumed_rows:
         say(f"resuming: {plural(sink.resumed_rows, 'row')} done")
     try:
-        engine = _load_engine(work, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
+        engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
     except BaseException:
         sink.abandon()
         raise
@@ -191,13 +191,11 @@ def _say_resumable(sink: Sink) -> None:
         say(f"note: {sink.loss}")
 
 
-def _load_engine(work: OpenJob, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]) -> "LLMEngine":
+def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]) -> "LLMEngine":
     from pagedcli.runner.llm_engine import LLMEngine
 
-    config = work.job.loaded.config.engine
-    engine = LLMEngine(
-        config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, expected_tokens=work.expected_tokens
-    )
+    config = job.loaded.config.engine
+    engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
     say_plan(engine.plan, enable_prefix_caching=config.enable_prefix_caching)
     for note in engine.model.notes:
         say(f"note: {note}")

@@ -2,7 +2,6 @@
 DecoderRequest. And the errors of lengths that a model cannot have.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +12,6 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.config import LoadFormat
-from pagedcli.core.groups import CacheGroup
 from pagedcli.errors import ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import WeightFormat
@@ -61,15 +59,8 @@ class CausalLM(Protocol):
 def cache_shape(model: CausalLM, backend: AttentionBackend, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """Shape of the model's cache for a backend."""
     own = model.spec.num_kv_heads, model.spec.head_dim
-    return pool_shape(layer_groups(model.attention_layers), own, backend, num_blocks, block_size)
-
-
-def pool_shape(
-    groups: Sequence[CacheGroup], own: tuple[int, int], backend: AttentionBackend, num_blocks: int, block_size: int
-) -> tuple[int, ...]:
-    """The same of layers in groups, before there is a model. `own`: key/value heads and their size where a group names
-    no others."""
-    return backend.cache_shape([(len(group.layers), group.heads or own) for group in groups], num_blocks, block_size)
+    groups = [(len(group.layers), group.heads or own) for group in layer_groups(model.attention_layers)]
+    return backend.cache_shape(groups, num_blocks, block_size)
 
 
 @dataclass(frozen=True, slots=True)

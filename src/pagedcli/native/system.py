@@ -4,7 +4,6 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 1 << 21  # bytes
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MADV_HUGEPAGE = 14
 
 
 def empty_in_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
@@ -36,22 +35,6 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
     if num_bytes > 0:
         # only advice: without it everything works, slower
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
-
-
-def populate(tensor: Tensor, stopped: Callable[[], bool]) -> bool:
-    """Let the system provide the pages of a fresh CPU tensor now, a huge page at a time; their content stays.
-    False if it stopped before the end, or the system cannot (Linux before 5.14 and others): pages come when written."""
-    if sys.platform != "linux":
-        return False
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    page, end = os.sysconf("SC_PAGESIZE"), tensor.data_ptr() + tensor.nbytes
-    start = -(-tensor.data_ptr() // page) * page
-    while start + page <= end:
-        stop = min((start // HUGE_PAGE + 1) * HUGE_PAGE, end // page * page)
-        if stopped() or advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE):
-            return False
-        start = stop
-    return True
 
 
 def release_free_memory() -> None:

@@ -18,7 +18,6 @@ from pagedcli.core.step_input import StepInput
 from pagedcli.models.base import CausalLM, cache_shape
 from pagedcli.models.recurrent_spec import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
-from pagedcli.runner.early_cache import EarlyCache
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 _ALIGNMENT = 16  # bytes, of every array in a packed buffer
@@ -51,16 +50,12 @@ class DeviceState:
         device: torch.device,
         kv_dtype: torch.dtype,
         dtype: torch.dtype,
-        early: EarlyCache | None = None,
     ) -> "DeviceState":
-        """The cache is not cleared: no backend may read a slot that no sequence owns. `early` is taken if it fits."""
+        """The cache is not cleared: no backend may read a slot that no sequence owns."""
         assert limits.num_blocks is not None, "the pool has its size"
         shape = cache_shape(model, backend, limits.num_blocks, limits.block_size)
-        if early is not None and early.memory.shape == shape and early.memory.dtype == kv_dtype:
-            kv_cache = early.memory
-        else:
-            kv_cache = torch.empty(shape, dtype=kv_dtype, device=device)
-            ask_for_huge_pages(kv_cache)
+        kv_cache = torch.empty(shape, dtype=kv_dtype, device=device)
+        ask_for_huge_pages(kv_cache)
         rows, columns = limits.table_dimensions
         return cls(
             device=device,

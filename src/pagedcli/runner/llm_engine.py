@@ -26,12 +26,10 @@ class LLMEngine(EngineCore):
         emit: Emit | None = None,
         trace_tokens: bool = False,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
-        expected_tokens: int = 0,
     ) -> None:
-        """`expected_tokens`: of all requests that will follow, where the caller knows them; see load_engine."""
         self.config = config
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
-        loaded = self._group.load() if self._group is not None else load_engine(config, expected_tokens=expected_tokens)
+        loaded = self._group.load() if self._group is not None else load_engine(config)
         self.spec, self.model, self.model_path = loaded.spec, loaded.model, loaded.model_path
         self.runner = loaded.runner
         executor = self._group or self.runner

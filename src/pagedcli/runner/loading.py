@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, named_dtype
+from pagedcli.attention.base import named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.plan import Plan
@@ -27,7 +27,6 @@ from pagedcli.native.system import limit_threads
 from pagedcli.planning.decide import attention_spec, choose_pool, decide, model_folder
 from pagedcli.planning.machine import Machine, available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal
-from pagedcli.runner.early_cache import EarlyCache, begin_early_cache
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
@@ -54,13 +53,11 @@ def load_engine(
     parallel: ParallelContext = SINGLE,
     on_weights: Callable[[], None] = lambda: None,
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
-    expected_tokens: int = 0,
 ) -> LoadedEngine:
     """Load what a configuration asks for, or one rank's part of it.
 
     `on_weights` is called once the weights are loaded, before anything runs; `agree` receives the number of blocks, or
-    of slots of recurrent state, that fit here and returns the number that all ranks use. `expected_tokens`: of requests
-    that wait already, 0 if unknown; see early_cache.
+    of slots of recurrent state, that fit here and returns the number that all ranks use.
     Raises:  ConfigError, ModelError, BackendError.
     """
     path = model_folder(config)
@@ -75,9 +72,21 @@ def load_engine(
     else:
         torch.cuda.set_device(device)  # Triton launches on the current device
     backend = load_backend(plan.backend, attention)
-    early = begin_early_cache(config, spec, plan, backend, machine, expected_tokens=expected_tokens)
-    with _room_for("the weights", device), _ended(early):
-        model = _load_weights(config, path, spec, plan, attention, backend, parallel)
+    with _room_for("the weights", device):
+        model = load_model(
+            path,
+            spec,
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=plan.limits.max_model_len,
+            parallel=parallel,
+            decoder=plan.decoder,
+        )
     on_weights()
     kv_dtype = named_dtype(plan.kv_dtype)
     runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits, dtype)
@@ -88,13 +97,12 @@ def load_engine(
         memory = measure_device(runner_spec, config.gpu_memory_utilization)
     if memory is not None and plan.no_graphs is None:
         memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
-    available = available_memory() + (0 if early is None else early.num_bytes)
-    pool = choose_pool(config, plan, available=available, terms=memory)
+    pool = choose_pool(config, plan, available=available_memory(), terms=memory)
     num_slots = None if pool.num_state_slots is None else agree(pool.num_state_slots)
     limits = plan.limits.with_pool(agree(pool.num_blocks), num_state_slots=num_slots)
     num_bytes = limits.pool_bytes(plan.block_bytes)
     with _room_for(f"a KV cache of {num_bytes / 2**30:,.2f} GiB ({pool.reason})", device):
-        runner = ModelRunner(replace(runner_spec, limits=limits, early=early))
+        runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
@@ -107,41 +115,6 @@ def load_engine(
         notes=model.notes,
     )
     return LoadedEngine(path, spec, model, plan, runner)
-
-
-def _load_weights(
-    config: EngineConfig,
-    path: Path,
-    spec: ModelSpec,
-    plan: Plan,
-    attention: AttentionSpec,
-    backend: AttentionBackend,
-    parallel: ParallelContext,
-) -> CausalLM:
-    return load_model(
-        path,
-        spec,
-        backend=backend,
-        dtype=attention.dtype,
-        device=attention.device,
-        load_format=config.load_format,
-        quantization=config.quantization,
-        seed=config.seed,
-        trust_remote_code=config.trust_remote_code,
-        max_model_len=plan.limits.max_model_len,
-        parallel=parallel,
-        decoder=plan.decoder,
-    )
-
-
-@contextmanager
-def _ended(early: EarlyCache | None) -> Iterator[None]:
-    """Ends the thread of an early cache, however the block ends."""
-    try:
-        yield
-    finally:
-        if early is not None:
-            early.end()
 
 
 def _check_weights(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> None:

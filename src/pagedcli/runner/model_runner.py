@@ -17,7 +17,6 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState
-from pagedcli.runner.early_cache import EarlyCache
 from pagedcli.runner.logit_changes import KeptTokens
 from pagedcli.runner.sampler import PromptScores, SampledTokens, sample_tokens, score_prompts
 
@@ -33,7 +32,6 @@ class RunnerSpec:
     kv_dtype: torch.dtype
     limits: Limits
     dtype: torch.dtype  # of the activations
-    early: EarlyCache | None = None  # of the pool's size, perhaps
 
 
 class ModelRunner:
@@ -44,13 +42,7 @@ class ModelRunner:
         self.parallel = spec.parallel
         self.limits = spec.limits
         self.state = DeviceState.allocate(
-            spec.model,
-            spec.backend,
-            spec.limits,
-            device=spec.device,
-            kv_dtype=spec.kv_dtype,
-            dtype=spec.dtype,
-            early=spec.early,
+            spec.model, spec.backend, spec.limits, device=spec.device, kv_dtype=spec.kv_dtype, dtype=spec.dtype
         )
         self.graphs: DecodeGraphs | None = None
         self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
