@@ -165,9 +165,8 @@ class _Measurement:
         self.steps.clear()
         self._took_s.clear()
         self._started = time.perf_counter()
-        for number in _doublings(
-            min(2, most_tokens), most_tokens
-        ):  # small ones first: they are what most steps of a run are
+        # small ones first: they are what most steps of a run are
+        for number in _doublings(min(2, most_tokens), most_tokens):
             if number > 2 and self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
                 break
             self._run(_Prompts((number,), 1))
@@ -195,8 +194,7 @@ class _Measurement:
         most = min(NUM_SHARING, int(0.3 * self._left(1.0) / each_s))
         sizes = [work.num_tokens for work, _ in self.typical() if work.is_decode and 1 < work.num_tokens <= most]
         if longest > 2 * _SHORT and sizes and self._shares:
-            num_sharing = max(sizes)
-            self._run(_Prompts((longest,) * num_sharing, num_tokens, alike=True))
+            self._run(_Prompts((longest,) * max(sizes), num_tokens, alike=True))
         if (each := longest // NUM_LONG) > 2 * _SHORT and limits.max_num_seqs >= NUM_LONG:
             self._run(_Prompts((each,) * NUM_LONG, num_tokens))
 
