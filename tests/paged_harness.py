@@ -2,9 +2,10 @@
 
 import itertools
 
+import numpy as np
 import torch
 
-from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.base import LateTokens, PagedBatch
 from pagedcli.models.base import cache_shape
 from pagedcli.models.spec import layer_groups
 from pagedcli.runner.device_state import state_pools
@@ -36,7 +37,7 @@ class PagedHarness:
     def step(self, work, rows=None):
         """Logits [tokens of the sequence, V] per sequence; `work` lists (sequence, start, token ids). With `rows` those
         of these new tokens alone, together."""
-        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long)
+        wanted = None if rows is None else np.array(rows, dtype=np.int64)
         spans = [(row, start, start + len(ids)) for row, start, ids in work]
         counts = [end - start for _, start, end in spans]
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
@@ -55,7 +56,9 @@ class PagedHarness:
                 max_total=max(ends),
                 cu_q_host=cu_q,
                 num_tokens_host=ends,
-                logits_rows=wanted,
+                late=LateTokens.of(
+                    np.array(cu_q, dtype=np.int32), wanted, lambda arrays: list(map(torch.from_numpy, arrays))
+                ),
             )
             for table, of_group in zip(self.tables, slots, strict=True)
         )

@@ -170,7 +170,7 @@ def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_hea
     found = []
     for store in (layer._rotate_and_store, layer._write):
         caches = torch.full((2, 3, 3, kept, 16, head_dim), float("nan"), dtype=dtype)
-        of_layer = LayerStep(AttentionLayer(scale=1.0), batch, *caches[:, :, 1])
+        of_layer = LayerStep(AttentionLayer(scale=1.0), batch, batch.slots, *caches[:, :, 1])
         step = Step(torch.tensor([0, 7, 39, 7, 20]), [of_layer])
         found.append((store(projected, step, of_layer), caches))
     tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3, "equal_nan": True}

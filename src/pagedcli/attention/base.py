@@ -4,10 +4,12 @@ Shape letters, everywhere: T new tokens, B sequences, N blocks, S tokens per blo
 G key/value heads, D head size, L layers, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,41 @@ def named_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), f"{name} is no dtype"
     return dtype
+
+
+Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LateTokens:
+    """The new tokens of each sequence from the first one on whose hidden state is wanted. They alone go beyond the last
+    layer that keeps K and V or a state (ModelSpec.last_keeper): there nobody looks at the others."""
+
+    tokens: Tensor  # [R'] int64, rows of the step, ascending
+    cu_q: Tensor  # [B+1] int32, see PagedBatch
+    wanted: Tensor  # [R] int64, which of them are wanted, ascending
+    cu_q_host: list[int]  # cu_q on the host
+
+    @classmethod
+    def of(cls, cu_q: Array, rows: Array | None, upload: Callable[[list[Array]], list[Tensor]]) -> "LateTokens | None":
+        """Of a step in which the hidden states of `rows` [R], ascending, are wanted; None: those of all tokens.
+
+        By numpy: torch would start threads for it, which then wait for more work in the way of the decoder's own."""
+        if rows is None or len(rows) == cu_q[-1]:
+            return None
+        ends = cu_q[1:].astype(np.int64)
+        firsts = np.append(rows, ends[-1:])[np.searchsorted(rows, cu_q[:-1])]
+        counts = np.maximum(ends - firsts, 0)
+        late_ends = counts.cumsum()
+        tokens = np.arange(counts.sum()) + np.repeat(ends - late_ends, counts)
+        cu_late = np.concatenate(([0], late_ends)).astype(np.int32)
+        late, starts, wanted = upload([tokens, cu_late, np.searchsorted(tokens, rows)])
+        return cls(late, starts, wanted, cu_late.tolist())
+
+    @property
+    def rows(self) -> Tensor:
+        """[R] int64, ascending: the new tokens whose hidden states are wanted."""
+        return self.tokens.index_select(0, self.wanted)
 
 
 @dataclass(slots=True)
@@ -48,11 +85,24 @@ class PagedBatch:
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
-    logits_rows: Tensor | None = None  # [R] int64, ascending: the new tokens whose logits are wanted; None: all
+    late: LateTokens | None = None  # None: the hidden states of all new tokens are wanted
     # of models with recurrent state, see StepInput
     state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero
     state_writes: Tensor | None = None  # [B] int32, slot of its state after the step
     states: tuple[tuple[Tensor, ...], ...] = ()  # of each layer with one: its pools [slots + 1, ...]
+
+    def of_late(self) -> "PagedBatch":
+        """The same cache, seen by the late tokens alone."""
+        assert self.late is not None, "not all hidden states are wanted"
+        starts = self.late.cu_q_host
+        return replace(
+            self,
+            cu_q=self.late.cu_q,
+            cu_q_host=starts,
+            slots=self.slots.index_select(0, self.late.tokens),
+            max_new=max(end - start for start, end in pairwise(starts)),
+            work=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

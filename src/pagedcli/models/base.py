@@ -43,7 +43,7 @@ class CausalLM(Protocol):
         """One step: hidden states of the new tokens, after the final norm.
 
         Shapes:  input_ids, positions [T] int64; kv_cache of the backend's cache_shape; returns [T, E] in the model's
-                 dtype.
+                 dtype, or [R, E] of the tokens that batch.late names as wanted.
         Changes: kv_cache at batch.slots, batch.work.
         """
         ...

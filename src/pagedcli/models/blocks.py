@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
@@ -36,17 +36,24 @@ class LayerStep:
     """One layer's part of a step."""
 
     layer: AttentionLayer
-    batch: PagedBatch  # of its group
+    batch: PagedBatch  # of its group, of the tokens that attend
+    slots: Tensor  # [T] int32, see PagedBatch
     k_cache: Tensor  # of the backend's kv_shape
     v_cache: Tensor
+    late: LateTokens | None = None  # those that alone attend, though others have K and V here
 
     def write(self, backend: AttentionBackend, k: Tensor, v: Tensor) -> None:
         """Store K and V [T, G, D] of the new tokens."""
-        backend.write(k, v, self.k_cache, self.v_cache, self.batch.slots, self.layer)
+        backend.write(k, v, self.k_cache, self.v_cache, self.slots, self.layer)
 
     def attend(self, backend: AttentionBackend, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attention of the new tokens: q [T, H, D] -> [T, H, D]; sinks [H] or None."""
-        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer, sinks)
+        """Attention of the tokens that attend, A of T: q [T, H, D] -> [A, H, D]; sinks [H] or None."""
+        q = self.attending(q)
+        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer, sinks) if q.shape[0] else q
+
+    def attending(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, ...] -> [A, ...]."""
+        return x if self.late is None else x.index_select(0, self.late.tokens)
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, num_kv_heads: int, **options: Any) -> Tensor:
         """layers.triton_layers.rotate_and_store into the layer's cache."""
@@ -54,7 +61,7 @@ class LayerStep:
             qkv,
             num_heads,
             num_kv_heads,
-            slots=self.batch.slots,
+            slots=self.slots,
             k_cache=self.k_cache,
             v_cache=self.v_cache,
             kv_scales=(self.layer.k_scale, self.layer.v_scale),
@@ -64,20 +71,40 @@ class LayerStep:
 
 
 def layer_steps(
-    batch: PagedBatch, kv_cache: Tensor, backend: AttentionBackend, layers: Sequence[AttentionLayer]
+    batch: PagedBatch,
+    kv_cache: Tensor,
+    backend: AttentionBackend,
+    layers: Sequence[AttentionLayer],
+    first_late: int | None = None,
 ) -> list[LayerStep]:
-    """A step as each layer sees it, prepared for the backend."""
+    """A step as each layer sees it, prepared for the backend. Layers from `first_late` on attend for batch.late alone;
+    None: all attend for all tokens."""
     steps: dict[int, LayerStep] = {}
     for group, of_group in zip(layer_groups(layers), (batch, *batch.others), strict=True):
         prepared = replace(of_group, window=group.window)
         backend.of(layers[group.layers[0]]).prepare(prepared)
         caches = backend.layer_caches(kv_cache, len(group.layers), group.heads)
         for index, (k_cache, v_cache) in zip(group.layers, caches, strict=True):
-            steps[index] = LayerStep(layers[index], prepared, k_cache, v_cache)
+            steps[index] = LayerStep(layers[index], prepared, prepared.slots, k_cache, v_cache)
     for index, layer in enumerate(layers):
         if layer.source is not None:
             steps[index] = replace(steps[layer.source], layer=layer)
+    if batch.late is not None and first_late is not None:
+        _attend_late(steps, batch.late, backend, first_late)
     return [steps[index] for index in range(len(layers))]
+
+
+def _attend_late(steps: dict[int, LayerStep], late: LateTokens, backend: AttentionBackend, first: int) -> None:
+    """Changes: steps from `first` on, which have the batch of the late tokens."""
+    narrowed: dict[int, PagedBatch] = {}  # by the id of a group's batch
+    for index in range(first, len(steps) if late.tokens.shape[0] else first):
+        step = steps[index]
+        if id(step.batch) not in narrowed:
+            narrowed[id(step.batch)] = of_late = step.batch.of_late()
+            backend.of(step.layer).prepare(of_late)
+        steps[index] = replace(step, batch=narrowed[id(step.batch)])
+    if first in steps:
+        steps[first].late = late
 
 
 _ROWS = 2**14  # positions computed at a time
@@ -192,6 +219,11 @@ class Step:
         assert self.state_step is not None, "the batch says which slots its sequences use"
         return self.state_step, self.states[place]
 
+    def of_late(self, late: LateTokens) -> "Step":
+        """The step of the late tokens alone."""
+        inputs = None if self.layer_inputs is None else self.layer_inputs.index_select(0, late.tokens)
+        return replace(self, positions=self.positions.index_select(0, late.tokens), layer_inputs=inputs, angles={})
+
     def angles_of(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """rotary_rows of a table, once per step for all layers that use it."""
         if id(table) not in self.angles:
@@ -258,7 +290,7 @@ class Attention:
     has_gate: bool  # after the query of each head, qkv lists a gate [D] of its result
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache."""
+        """Shapes: x [T, E] -> [A, E] of the tokens that attend, see LayerStep. Changes: the layer's cache."""
         layer, qkv, gate = step.layers[self.index], self.qkv(x), None
         if self.has_gate:
             qkv, gate = split_gate(qkv, self.num_heads, self.head_dim)
@@ -268,7 +300,9 @@ class Attention:
             q, k, v = self._heads(qkv, step)
             layer.write(self.backend, k, v)
         out = layer.attend(self.backend, q, self.sinks).flatten(1)
-        return self.out(out if gate is None else out * gate.sigmoid())
+        if gate is not None:
+            out *= layer.attending(gate).sigmoid()
+        return self.out(out) if out.shape[0] else out
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         sizes, norm = (self.num_heads, self.num_kv_heads), self.norm
@@ -314,10 +348,11 @@ class VariedAttention:
     fused_store: bool  # as of Attention
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache, if it has one."""
+        """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache, if it has one."""
         layer, projected = step.layers[self.index], self.projected(x)
         q = (self._rotate_and_store if self.fused_store else self._write)(projected, step, layer)
-        return self.out(layer.attend(self.backend, q).flatten(1))
+        out = layer.attend(self.backend, q).flatten(1)
+        return self.out(out) if out.shape[0] else out
 
     def _rotate_and_store(self, projected: Tensor, step: Step, layer: LayerStep) -> Tensor:
         return layer.rotate_and_store(

@@ -5,14 +5,13 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 
 import ctypes
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
 from pagedcli.core.groups import CacheGroup
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
@@ -86,14 +85,12 @@ class CpuDecoder:
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
-        """See CausalLM.forward. Only the rows in batch.logits_rows are returned, and only LateTokens run through all
-        layers."""
-        rows, embedding = batch.logits_rows, self._embedding
-        late = None if rows is None or rows.shape[0] == input_ids.shape[0] else LateTokens.of(batch.cu_q, rows)
+        """See CausalLM.forward."""
+        late, embedding = batch.late, self._embedding
         groups, _kept = self._group_steps(batch, late, kv_cache)
         residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
         residual = scaled_embedding(residual, self.spec)
-        out = residual if rows is None else torch.empty((rows.shape[0], residual.shape[1]), dtype=residual.dtype)
+        out = residual if late is None else torch.empty((late.wanted.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
         late_positions = positions if late is None else positions.index_select(0, late.tokens)
         states = None if self.spec.recurrent is None else _StateArguments(batch)
@@ -121,7 +118,7 @@ class CpuDecoder:
         return out
 
     def _group_steps(
-        self, batch: PagedBatch, late: "LateTokens | None", kv_cache: Tensor
+        self, batch: PagedBatch, late: LateTokens | None, kv_cache: Tensor
     ) -> tuple[ctypes.Array[GroupStepStruct], list[object]]:
         """The step as each group of layers sees it, and what that points into. Changes: batch, which is prepared."""
         structs, kept = [], []
@@ -349,29 +346,6 @@ class _Builder(Parts):
         self.kept.append(weight)
         self.weight_bytes += weight.nbytes
         return weight.data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
-class LateTokens:
-    """The new tokens of each sequence from the first one on whose hidden state is wanted. They alone go beyond the last
-    layer that keeps K and V or a state (ModelSpec.last_keeper): there nobody looks at the others."""
-
-    tokens: Tensor  # [R'] int64, rows of the step, ascending
-    cu_q: Tensor  # [B+1] int32, see PagedBatch
-    wanted: Tensor  # [R] int64, which of them are wanted, ascending
-
-    @classmethod
-    def of(cls, cu_q: Tensor, rows: Tensor) -> "LateTokens":
-        """Of a step in which the hidden states of `rows` [R] int64, ascending, are wanted.
-
-        By numpy: torch would start threads for it, which then wait for more work in the way of the decoder's own."""
-        ends, sought = cu_q.numpy()[1:].astype(np.int64), rows.numpy()
-        firsts = np.append(sought, ends[-1:])[np.searchsorted(sought, cu_q.numpy()[:-1])]
-        counts = np.maximum(ends - firsts, 0)
-        late_ends = counts.cumsum()
-        tokens = np.arange(counts.sum()) + np.repeat(ends - late_ends, counts)
-        cu_late = np.concatenate(([0], late_ends)).astype(np.int32)
-        return cls(*map(torch.from_numpy, (tokens, cu_late, np.searchsorted(tokens, sought))))
 
 
 class _StateArguments:

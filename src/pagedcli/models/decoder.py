@@ -63,7 +63,9 @@ class Decoder:
         "_backend",
         "_branches",
         "_embedding",
+        "_first_late",
         "_last",
+        "_late_branches",
         "_layer_inputs",
         "_lm_head",
         "attention_layers",
@@ -95,14 +97,17 @@ class Decoder:
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
         self._layer_inputs = build.layer_inputs()
-        self._branches, self._last = build.branches()
+        branches, self._last = build.branches()
+        num_early = build.num_early_branches
+        self._branches, self._late_branches = branches[:num_early], branches[num_early:]
+        self._first_late = sum(i not in spec.recurrent_layers for i in range(spec.last_keeper))
         self.weight_bytes = vectors + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
         state_step = StateStep.of(batch)
-        layers = layer_steps(batch, kv_cache, self._backend, self.attention_layers)
+        layers = layer_steps(batch, kv_cache, self._backend, self.attention_layers, self._first_late)
         step = Step(positions, layers, state_step, batch.states)
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
         if self._layer_inputs is not None:
@@ -110,7 +115,16 @@ class Decoder:
         hidden: Tensor | None = None  # the previous branch's addition to the residual
         for branch in self._branches:
             hidden = branch(hidden, residual, step)
-        return self._last(hidden, residual)
+        if (late := batch.late) is not None:
+            if not late.tokens.shape[0]:
+                return residual[:0]
+            if hidden is not None and hidden.shape[0] == residual.shape[0]:  # of a layer with a state
+                hidden = hidden.index_select(0, late.tokens)
+            residual, step = residual.index_select(0, late.tokens), step.of_late(late)
+        for branch in self._late_branches:
+            hidden = branch(hidden, residual, step)
+        out = self._last(hidden, residual)
+        return out if late is None else out.index_select(0, late.wanted)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
@@ -217,6 +231,7 @@ class _Builder(Parts):
     ) -> None:
         super().__init__(request, spec, tensors, formats)
         self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
+        self.num_early_branches = 0  # up to attention or state of the last keeper: those that every token runs through
         self._activation = ACTIVATIONS[spec.hidden_act]
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
@@ -268,6 +283,8 @@ class _Builder(Parts):
             for name, body in bodies.items():
                 norm = f"{key}.{name}"
                 branches.append(Branch(self._join(norm_after, factor, norm), body))
+                if index == spec.last_keeper and name == "input_norm":
+                    self.num_early_branches = len(branches)
                 norm_after, factor = self.norm(f"{norm}_after"), 1.0
             if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:  # of the residual after the layer
                 factor = scalar.item()

@@ -1,200 +1,23 @@
 """The native families: the differences of each from Llama, as data. Free of torch."""
 
-import math
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-import msgspec
-
-from pagedcli.models.family import ATTENDS, RECURS, Family, FamilyConfig
+from pagedcli.models.family import ATTENDS, RECURS, Family
 from pagedcli.models.gemma4 import GEMMA4
-from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
-from pagedcli.models.spec import ExpertNames, ExpertsSpec, LayerKind, TensorNames
-
-
-def _granite(fields: FamilyConfig) -> dict[str, Any]:
-    return {
-        "query_scale": fields.attention_multiplier,
-        "embedding_multiplier": fields.embedding_multiplier,
-        "residual_multiplier": fields.residual_multiplier,
-        "logits_divisor": fields.logits_scaling,
-    }
-
-
-def _hyperclovax(fields: FamilyConfig) -> dict[str, Any]:
-    traits = _granite(fields) | {"logits_divisor": 1 / fields.logits_scaling}  # that multiplies here
-    if not fields.use_post_norm:
-        return traits
-    norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
-    return traits | {"layer_norms": "around", "names": TensorNames(branch_norms=norms)}
-
-
-def _gemma(fields: FamilyConfig) -> dict[str, Any]:
-    return {
-        "layer_norms": "around",
-        "float_norms": True,
-        "norm_offset": True,
-        "query_scale": fields.query_pre_attn_scalar**-0.5,
-        "soft_cap": fields.attn_logit_softcapping,
-        "logits_soft_cap": fields.final_logit_softcapping,
-        "embedding_multiplier": fields.hidden_size**0.5,
-    }
-
-
-def _experts(fields: FamilyConfig, names: ExpertNames | None = None, **others: Any) -> ExpertsSpec:
-    step, num_layers = max(1, fields.decoder_sparse_step), fields.num_hidden_layers
-    dense = fields.mlp_only_layers or []
-    if fields.mlp_layer_types is not None:
-        dense = [i for i, kind in enumerate(fields.mlp_layer_types) if kind == "dense"]
-    return ExpertsSpec(
-        num_experts=fields.num_local_experts or fields.num_experts or 0,
-        num_per_token=fields.num_experts_per_tok or 1,
-        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
-        renormalize=fields.norm_topk_prob,
-        shared_intermediate_size=fields.shared_expert_intermediate_size,
-        dense_layers=frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step),
-        names=names or ExpertNames(),
-        **others,
-    )
-
-
-def _kinds(fields: FamilyConfig, attending: Collection[int]) -> tuple[LayerKind, ...]:
-    """Which layers attend: those of layer_types, where it is given, or the numbers in `attending`."""
-    if fields.layer_types is not None:
-        return tuple("attention" if kind in ATTENDS else "recurrent" for kind in fields.layer_types)
-    return tuple("attention" if i in attending else "recurrent" for i in range(fields.num_hidden_layers))
-
-
-def _gated_delta(fields: FamilyConfig, *, interleaved: bool = False) -> dict[str, Any]:
-    """Gated delta nets, and attention with an output gate."""
-    interval = max(1, fields.full_attention_interval)
-    return {
-        "qk_norm": True,
-        "float_norms": True,
-        "norm_offset": True,
-        "output_gate": True,
-        "layer_kinds": _kinds(fields, range(interval - 1, fields.num_hidden_layers, interval)),
-        "recurrent": GatedDelta(
-            num_key_heads=fields.linear_num_key_heads,
-            num_value_heads=fields.linear_num_value_heads,
-            key_dim=fields.linear_key_head_dim,
-            value_dim=fields.linear_value_head_dim,
-            kernel=fields.linear_conv_kernel_dim,
-            interleaved=interleaved,
-        ),
-        "names": TensorNames(skipped=("mtp.",)),
-    }
-
-
-def _short_conv(fields: FamilyConfig) -> dict[str, Any]:
-    inner, indices = fields.intermediate_size, fields.full_attn_idxs
-    if fields.block_auto_adjust_ff_dim:  # as in the first Llama: 2/3 of it, times a factor, rounded up to a multiple
-        inner = int((fields.block_ffn_dim_multiplier or 1.0) * int(2 * inner / 3))
-        inner = -(-inner // fields.block_multiple_of) * fields.block_multiple_of
-    return {
-        "qk_norm": True,
-        "intermediate_size": inner,
-        "layer_kinds": _kinds(fields, range(fields.num_hidden_layers) if indices is None else indices),
-        "recurrent": ShortConv(channels=fields.hidden_size, kernel=fields.conv_L_cache, bias=fields.conv_bias),
-        "names": TensorNames(
-            final_norm="embedding_norm",
-            branch_norms=("operator_norm", "ffn_norm"),
-            attention_out="out_proj",
-            head_norms=("q_layernorm", "k_layernorm"),
-            recurrent="conv",
-            mlp="feed_forward",
-            projections=("w1", "w3", "w2"),
-        ),
-    }
-
-
-def _short_conv_experts(fields: FamilyConfig) -> dict[str, Any]:
-    experts = replace(
-        _experts(fields, ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))),
-        sigmoid=True,
-        prefers=fields.use_expert_bias,
-        scale=fields.routed_scaling_factor,
-        dense_layers=frozenset(range(fields.num_dense_layers)),
-    )
-    return _short_conv(fields) | {"experts": experts}
-
-
-def _mamba(fields: FamilyConfig) -> dict[str, Any]:
-    inner = fields.mamba_expand * fields.hidden_size
-    head_dim = fields.mamba_d_head if isinstance(fields.mamba_d_head, int) else inner // max(1, fields.mamba_n_heads)
-    limits = fields.time_step_limit or [0.0, math.inf]
-    low, high = (float(each["__float__"]) if isinstance(each, dict) else each for each in limits)
-    return {
-        "layer_kinds": _kinds(fields, fields.attn_layer_indices or ()),
-        "recurrent": Mamba2(
-            num_heads=fields.mamba_n_heads,
-            head_dim=head_dim,
-            num_groups=fields.mamba_n_groups,
-            state_size=fields.mamba_d_state,
-            kernel=fields.mamba_d_conv,
-            conv_bias=fields.mamba_conv_bias,
-            proj_bias=fields.mamba_proj_bias,
-            step_limits=(low, high),
-            norm_group=fields.mamba_n_heads * head_dim // max(1, fields.mamba_n_groups),
-        ),
-        "names": TensorNames(
-            final_norm="final_layernorm",
-            branch_norms=("input_layernorm", "pre_ff_layernorm"),
-            recurrent="mamba",
-            mlp="feed_forward",
-        ),
-    }
-
-
-def _one_branch_layers(fields: FamilyConfig) -> dict[str, Any]:
-    """Nemotron-H, whose layers have one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
-    kinds = fields.layer_types or []
-    mixers = [i for i, kind in enumerate(kinds) if kind != "mlp"]
-    traits = _mamba(msgspec.structs.replace(fields, layer_types=[kinds[i] for i in mixers]))
-    limits = fields.time_step_min, math.inf  # as in transformers, time_step_limit has no effect
-    names = TensorNames(
-        body="backbone",
-        embedding="embeddings",
-        final_norm="norm_f",
-        branch_norms=("norm", "norm"),
-        attention="mixer",
-        recurrent="mixer",
-        mlp="mixer",
-        projections=("up_proj", "down_proj"),
-        branches=tuple((i, i + 1 if kinds[i + 1 : i + 2] == ["mlp"] else None) for i in mixers),
-        skipped=("mtp.",),
-    )
-    return traits | {
-        "num_layers": len(mixers),
-        "recurrent": replace(traits["recurrent"], proj_bias=fields.use_bias, step_limits=limits),
-        "float_norms": True,
-        "gated_mlp": False,
-        "names": names,
-    }
-
-
-def _granite_experts(fields: FamilyConfig, router: str = "router.layer") -> dict[str, Any]:
-    shared = ("input_linear", "output_linear")
-    names = ExpertNames(block="block_sparse_moe", router=router, shared="shared_mlp", shared_projections=shared)
-    experts = replace(
-        _experts(fields, names),
-        renormalize=True,  # the softmax is over the picked ones
-        shared_intermediate_size=fields.shared_intermediate_size or None,
-        gates_shared=False,
-    )
-    return _granite(fields) | {"experts": experts}
-
-
-def _granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
-    """Granite with Mamba-2: its MLP is the shared expert, alone where there are no others."""
-    names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=("input_linear", "output_linear"))
-    if not fields.num_local_experts:
-        traits = _granite(fields) | {"intermediate_size": fields.shared_intermediate_size}
-    else:
-        traits = _granite_experts(fields)
-    return traits | _mamba(fields) | {"names": names}
-
+from pagedcli.models.spec import ExpertNames, TensorNames
+from pagedcli.models.traits import (
+    gated_delta,
+    gemma,
+    granite,
+    granite_experts,
+    granite_hybrid,
+    hyperclovax,
+    mamba,
+    mixture,
+    one_branch_layers,
+    short_conv,
+    short_conv_experts,
+)
 
 _TIED = "tie_word_embeddings"
 _MIXTRAL_EXPERTS = ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))
@@ -221,7 +44,7 @@ _QWEN3_5 = Family(
     partial_rope=True,
     layer_types=ATTENDS | RECURS,
     defaults={"partial_rotary_factor": 0.25},
-    traits=_gated_delta,
+    traits=gated_delta,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -230,7 +53,7 @@ _QWEN3_5_MOE = replace(
     defaults=_QWEN3_5.defaults
     | _QWEN3_NEXT_EXPERTS
     | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},  # no layer has an ordinary MLP
-    traits=lambda fields: _gated_delta(fields) | {"experts": _experts(fields)},
+    traits=lambda fields: gated_delta(fields) | {"experts": mixture(fields)},
 )
 _LLAMA = Family("LlamaForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None)
 _MISTRAL = Family("MistralForCausalLM", 8, None, 131072, (1, 2), "all", qkv_bias=False, out_bias=False)
@@ -268,7 +91,7 @@ _GEMMA3 = Family(
     local_theta=1e4,
     defaults={**_GEMMA, "sliding_window_pattern": 6},
     # as in transformers, attn_logit_softcapping has no effect
-    traits=lambda fields: _gemma(fields) | {"qk_norm": True, "soft_cap": None},
+    traits=lambda fields: gemma(fields) | {"qk_norm": True, "soft_cap": None},
 )
 _GRANITE_MOE = Family(
     "GraniteMoeForCausalLM",
@@ -278,7 +101,7 @@ _GRANITE_MOE = Family(
     (1, 2),
     "never",
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
-    traits=_granite_experts,
+    traits=granite_experts,
 )
 _OLMO2 = Family(
     "Olmo2ForCausalLM",
@@ -302,7 +125,7 @@ _LFM2 = Family(
     layer_types=ATTENDS | RECURS,
     renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": _TIED},
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, _TIED: True},
-    traits=_short_conv,
+    traits=short_conv,
 )
 FAMILIES = {
     "llama": _LLAMA,
@@ -417,7 +240,7 @@ FAMILIES = {
         ropes="by window",
         defaults=_OLMO2.defaults | {"rope_theta": 5e5, "sliding_window_pattern": 4},
     ),
-    "granite": Family("GraniteForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None, traits=_granite),
+    "granite": Family("GraniteForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None, traits=granite),
     "granite_swa": Family(
         "GraniteSWAForCausalLM",
         4,
@@ -433,10 +256,10 @@ FAMILIES = {
             "sliding_window": 128,
             "sliding_window_pattern": 4,
         },
-        traits=lambda fields: _granite(fields) | {"sinks": True},
+        traits=lambda fields: granite(fields) | {"sinks": True},
     ),
     "hyperclovax": replace(
-        _LLAMA, architecture="HyperCLOVAXForCausalLM", defaults={"attention_multiplier": None}, traits=_hyperclovax
+        _LLAMA, architecture="HyperCLOVAXForCausalLM", defaults={"attention_multiplier": None}, traits=hyperclovax
     ),
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": replace(_GRANITE_MOE, architecture="GraniteMoeSharedForCausalLM"),
@@ -446,7 +269,7 @@ FAMILIES = {
         sliding="alternating, full first",
         ropes="by theta",
         defaults=_GRANITE_MOE.defaults | {"sliding_window": 128, "sliding_window_pattern": 4},
-        traits=lambda fields: _granite_experts(fields, "router") | {"sinks": True},
+        traits=lambda fields: granite_experts(fields, "router") | {"sinks": True},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -481,7 +304,7 @@ FAMILIES = {
         "alternating",
         activations=("gelu_pytorch_tanh",),
         defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        traits=_gemma,
+        traits=gemma,
     ),
     "gemma3_text": _GEMMA3,
     "gemma3": replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", nested=True),
@@ -493,7 +316,7 @@ FAMILIES = {
         (None, None),
         "if used",
         defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        traits=lambda fields: {"qk_norm": True, "experts": _experts(fields)},
+        traits=lambda fields: {"qk_norm": True, "experts": mixture(fields)},
     ),
     "mellum": Family(
         "MellumForCausalLM",
@@ -513,7 +336,7 @@ FAMILIES = {
             "moe_intermediate_size": 896,
             "norm_topk_prob": True,
         },
-        traits=lambda fields: {"qk_norm": True, "experts": _experts(fields), "names": TensorNames(skipped=("mtp.",))},
+        traits=lambda fields: {"qk_norm": True, "experts": mixture(fields), "names": TensorNames(skipped=("mtp.",))},
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -530,7 +353,7 @@ FAMILIES = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        traits=lambda fields: {"experts": _experts(fields), "qkv_bias": fields.qkv_bias},
+        traits=lambda fields: {"experts": mixture(fields), "qkv_bias": fields.qkv_bias},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -549,7 +372,7 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
-        traits=lambda fields: {"experts": _experts(fields, names=_MIXTRAL_EXPERTS)},
+        traits=lambda fields: {"experts": mixture(fields, names=_MIXTRAL_EXPERTS)},
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -559,7 +382,7 @@ FAMILIES = {
         (None, 50279),
         "never",
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-        traits=lambda fields: {"qk_norm_all": True, "experts": _experts(fields)},
+        traits=lambda fields: {"qk_norm_all": True, "experts": mixture(fields)},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -589,7 +412,7 @@ FAMILIES = {
             "sinks": True,
             "float_norms": True,
             "hidden_act": "clamped_silu",
-            "experts": _experts(fields, ExpertNames(router="router"), has_biases=True, alternating=True),
+            "experts": mixture(fields, ExpertNames(router="router"), has_biases=True, alternating=True),
         },
     ),
     "qwen3_next": Family(
@@ -602,7 +425,7 @@ FAMILIES = {
         partial_rope=True,
         layer_types=ATTENDS | RECURS,
         defaults={"partial_rotary_factor": 0.25, **_QWEN3_NEXT_EXPERTS},
-        traits=lambda fields: _gated_delta(fields, interleaved=True) | {"experts": _experts(fields)},
+        traits=lambda fields: gated_delta(fields, interleaved=True) | {"experts": mixture(fields)},
     ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
@@ -611,7 +434,7 @@ FAMILIES = {
         defaults=_LFM2.defaults
         | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True}
         | {"block_auto_adjust_ff_dim": False},  # intermediate_size is what it says
-        traits=_short_conv_experts,
+        traits=short_conv_experts,
     ),
     "bamba": Family(
         "BambaForCausalLM",
@@ -623,7 +446,7 @@ FAMILIES = {
         mlp_bias=None,
         partial_rope=True,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-        traits=_mamba,
+        traits=mamba,
     ),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -655,7 +478,7 @@ FAMILIES = {
             "mamba_d_state": 128,
             "mamba_n_groups": 8,
         },
-        traits=_one_branch_layers,
+        traits=one_branch_layers,
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
@@ -667,7 +490,7 @@ FAMILIES = {
         ropes="if named",
         layer_types=ATTENDS | RECURS,
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
-        traits=_granite_hybrid,
+        traits=granite_hybrid,
     ),
     **GEMMA4,
     "qwen3_5_text": _QWEN3_5,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend
+from pagedcli.attention.base import AttentionBackend, LateTokens
 from pagedcli.core.limits import Limits
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
@@ -114,7 +114,7 @@ class ModelRunner:
     def _hidden(self, step: StepInput) -> Tensor:
         """Hidden states [R, E] of the rows that get logits."""
         arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
-        wanted = (step.source_rows, step.logits_rows, step.state_reads, step.state_writes)
+        wanted = (step.source_rows, step.state_reads, step.state_writes)
         optional = [array for array in wanted if array is not None]
         self.state.update_tables(step)
         for source, copy in step.copies:
@@ -131,13 +131,13 @@ class ModelRunner:
             max_new=step.max_new,
             cu_q_host=step.cu_q.tolist(),
             num_tokens_host=step.num_tokens.tolist(),
-            logits_rows=rest.pop(0) if step.logits_rows is not None else None,
+            late=LateTokens.of(step.cu_q, step.logits_rows, self.state.upload),
             state_reads=rest.pop(0) if step.state_reads is not None else None,
             state_writes=rest.pop(0) if step.state_writes is not None else None,
         )
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
-        if batch.logits_rows is not None and hidden.shape[0] != batch.logits_rows.shape[0]:
-            hidden = hidden.index_select(0, batch.logits_rows)
+        if batch.late is not None and hidden.shape[0] != batch.late.wanted.shape[0]:
+            hidden = hidden.index_select(0, batch.late.rows)
         return hidden
 
     def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:

@@ -1,0 +1,94 @@
+"""The torch decoder, too: tokens whose logits nobody wants end at the last layer that keeps K and V or a state."""
+
+import pytest
+import torch
+from engine_harness import make_engine, ragged_prompts
+from model_zoo import cached_model
+from paged_harness import PagedHarness
+
+from pagedcli.attention.select import select_backend
+from pagedcli.models.decoder import Decoder
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+from pagedcli.sampling_params import SamplingParams
+
+FAMILIES = ["llama", "gemma4-e2b", "gemma4-26b", "qwen3_5", "lfm2"]  # the last but one attends last, the last does not
+FIRST = [(0, 0, list(range(3, 23))), (1, 0, [7]), (2, 0, list(range(9, 42)))]
+THEN = [(0, 20, [5, 6, 7]), (1, 1, [8]), (2, 33, [4, 4])]
+# of the 54 tokens of the first step and the 6 of the second one; an empty list is a chunk in the middle of a prompt
+WANTED = [([], [2, 3, 5]), ([20], [3]), ([19, 20, 53], []), ([5, 6, 9, 30, 31, 53], [0, 5])]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=2, ignore_eos=True),
+    SamplingParams(beam_width=3, n=2, max_tokens=12),
+]
+
+
+def load(path, name):
+    spec, options = read_spec(path), {"device": torch.device("cpu"), "dtype": torch.float32}
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    backend = select_backend(name, block_size=4, layers=spec.attention_layers, **options, **sizes).backend
+    return load_model(path, spec, backend=backend, max_model_len=256, **options), backend
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_asked_for_and_the_cache_are_those_of_a_step_in_which_all_are_asked_for(family, name, tmp_path_factory):
+    model, backend = load(cached_model(family, tmp_path_factory), name)
+    assert isinstance(model, Decoder)
+
+    def steps(rows_of_first, rows_of_then):
+        harness = PagedHarness(model, backend, lengths=[23, 2, 35], block_size=4)
+        return harness.step(FIRST, rows_of_first), harness.step(THEN, rows_of_then), harness.kv_cache.nan_to_num()
+
+    *logits, cache = steps(range(54), range(6))
+    for pair in WANTED:
+        *found, kept = steps(*pair)
+        torch.testing.assert_close(kept, cache, atol=1e-5, rtol=0)
+        for whole, rows, some in zip(logits, pair, found, strict=True):
+            torch.testing.assert_close(some, whole[rows], atol=1e-4, rtol=0)
+            assert torch.equal(some.argmax(-1), whole[rows].argmax(-1))
+
+
+def tokens_in_layers(model, rows, monkeypatch):
+    """Of each layer the tokens that its MLP computes in a step of 54, `rows` of them wanted."""
+    seen = []
+
+    def counted(body):
+        return lambda x, step: seen.append(x.shape[0]) or body(x, step)
+
+    for branch in model._branches[1::3] + model._late_branches[::3]:  # attention, MLP and input of each layer
+        monkeypatch.setattr(branch, "body", counted(branch.body))
+    PagedHarness(model, model._backend, lengths=[23, 2, 35], block_size=4).step(FIRST, rows)
+    return seen
+
+
+@pytest.mark.parametrize(("rows", "late"), [([19, 20, 53], 3), ([19, 20, 40], 16), ([], None), (range(54), 54)])
+def test_layers_that_read_others_compute_the_late_tokens_alone(rows, late, tmp_path_factory, monkeypatch):
+    model, _ = load(cached_model("gemma4-e2b", tmp_path_factory), "sdpa")
+    assert model.spec.last_keeper == 2
+    assert tokens_in_layers(model, rows, monkeypatch) == [54, 54] + [late] * (4 if late else 0)
+
+
+@pytest.mark.parametrize("family", ["gemma4-e2b", "qwen3"])
+def test_tokens_beams_and_scores_of_prompts_are_those_of_the_native_decoder(family, tmp_path_factory):
+    path = cached_model(family, tmp_path_factory)
+    prompts = ragged_prompts(9, seed=3)
+
+    def outputs(**config):
+        engine = make_engine(path, block_size=4, max_model_len=96, **config)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, PARAMS[i % 3])
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        return engine, [found[str(i)] for i in range(len(prompts))]
+
+    _, expected = outputs(attention_backend="cpu")
+    engine, found = outputs(attention_backend="sdpa", chunked_prefill_size=7, num_gpu_blocks_override=66)
+    assert not engine.plan.in_one_call
+    assert engine.stats.num_preemptions > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [sample.token_ids for sample in ours.samples] == [sample.token_ids for sample in theirs.samples]
+        scores, exact = ([each.logprob for each in (one.prompt_logprobs or [None])[1:]] for one in (ours, theirs))
+        assert scores == pytest.approx(exact, abs=1e-4)
