@@ -25,7 +25,7 @@ from unittest import mock
 import typer
 
 from pagedcli.cli.main import app
-from pagedcli.simulation.advice import Trial, recorded_advice
+from pagedcli.simulation.advice import WORTH_SAYING, Trial, recorded_advice
 
 _TEXT = "the old fox ran home and saw a red house near water while it rained"
 _NAMES = ("cached_tokens", "preemptions", "recomputed_tokens", "computed_tokens", "kv_blocks_peak")
@@ -89,7 +89,7 @@ def check_file(folder: Path, seed: int) -> tuple[int, int]:
         print(f"{name}: {trial.setting.text}: {got}, promised {expected}", flush=True)
     if not found.best:
         print(f"{name}: {found.sentences()[0]}", flush=True)
-    best = found.best[0].gain if found.best else 0.01
+    best = found.best[0].gain if found.best else WORTH_SAYING
     for trial in found.trials:
         if round(trial.gain, 3) > round(best, 3):  # gains that differ by less are equal
             num_wrong += 1

@@ -165,12 +165,26 @@ def test_without_token_ids_texts_are_compared_and_the_command_says_so(tmp_path):
     assert "no field 'text'" in pagedcli("verify", a, b, expect=2).stderr
 
 
-@pytest.mark.parametrize("content", ["no json\n", "5\n", '{"id": 1}\n', '{"prompt": "a"}\n'])
-def test_what_is_no_output_is_refused_with_the_line(outputs, tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("no json\n", "JSON is malformed"),
+        ("5\n", "Expected `object`, got `int`"),
+        ('{"id": 1}\n', "it has no 'error'"),
+        ('{"id": 1, "error": null, "finish_reason": "stop"}\n', "it has no 'usage'"),
+    ],
+)
+def test_what_is_no_output_is_refused_with_the_line_and_the_reason(outputs, tmp_path, content, why):
     (tmp_path / "b.jsonl").write_text((outputs / "out.jsonl").read_text() + content)
-    said = pagedcli("verify", outputs / "out.jsonl", tmp_path / "b.jsonl", expect=2).stderr
+    said = " ".join(pagedcli("verify", outputs / "out.jsonl", tmp_path / "b.jsonl", expect=2).stderr.split())
     assert "line 7 of" in said
-    assert "not a file of JSONL rows" in pagedcli("verify", outputs, tmp_path / "b.jsonl", expect=2).stderr
+    assert f"is not a row of an output: {why}" in said
+
+
+def test_what_is_no_file_of_rows_is_refused(outputs, tmp_path):
+    assert "not a file of JSONL rows" in pagedcli("verify", outputs, outputs / "out.jsonl", expect=2).stderr
+    missing = tmp_path / "b.jsonl"
+    assert f"there is no {missing}" in pagedcli("verify", outputs / "out.jsonl", missing, expect=2).stderr
 
 
 def test_every_row_gets_its_partner_or_none_whatever_the_order():

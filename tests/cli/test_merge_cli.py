@@ -61,6 +61,12 @@ def test_a_missing_shard_is_named(shards, tmp_path):
     assert "1 of 3 shards are missing: 2/3" in refused([shards[0], shards[2]], tmp_path / "out.jsonl")
 
 
+def test_a_shard_without_its_record_says_how_to_get_one(shards, tmp_path):
+    record_path(shards[1]).unlink()
+    said = refused(shards, tmp_path / "out.jsonl", "--overwrite")
+    assert "put 2.jsonl.run.json back next to 2.jsonl, move 2.jsonl away, or use generate --overwrite" in said
+
+
 def test_a_shard_that_is_there_twice_is_named(shards, tmp_path):
     assert "are both shard 1/3" in refused([*shards, shards[0]], tmp_path / "out.jsonl")
 

@@ -13,7 +13,8 @@ BASE = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
-LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024}
+# a window within the 1,024 tokens of the launches: one as long hides nothing and is left out
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}
 GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
@@ -100,11 +101,7 @@ MODELS = {
     ),
     "llama-3-8b awq": model(*LLAMA, **packed(4, 128, quant_method="awq", version="gemm", zero_point=True)),
 }  # fmt: skip
-HEADS = {
-    "num_hidden_layers": 2, "layer_types": LAYERS["layer_types"], "global_head_dim": 512,
-    "sliding_window": 512,  # within what the launches allow
-    **GELU,
-}  # fmt: skip
+HEADS = {**LAYERS, **GELU, "global_head_dim": 512}
 KEYS_AS_VALUES = {**HEADS, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 GEMMA4 = {
     "gemma-4-e2b": model(
@@ -234,6 +231,10 @@ def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name,
     config = (MODELS | HYBRIDS | GEMMA4)[name]
     launches = launches_of(config, tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
     assert expected <= {launch.function.__name__ for launch in launches}
+    windowed = {
+        dict(launch.constants)["WINDOWED"] for launch in launches if launch.function.__name__ == "decode_kernel"
+    }
+    assert windowed == ({True, False} if "sliding_window" in config else {False})
     assert all(
         type_name in ("*bf16", "*fp8e4nv") for launch in launches for key, type_name in launch.types if "cache" in key
     )

@@ -4,6 +4,7 @@ import random
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from gguf_files import gguf_twins
@@ -11,7 +12,9 @@ from model_zoo import cached_model
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import ModelError
-from pagedcli.models.gguf.header import read_header
+from pagedcli.models.gguf.description import describe
+from pagedcli.models.gguf.header import Header, StoredTensor, read_header
+from pagedcli.models.gguf.types import TYPES
 from pagedcli.models.loading import weight_format
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
@@ -141,3 +144,19 @@ def test_a_missing_tensor_and_one_that_no_model_has_are_named(tmp_path_factory, 
     path.write_bytes(content.replace(b"llama", b"llamo"))
     with pytest.raises(ModelError, match=r"general.architecture is 'llamo'; from GGUF files these run: llama, qwen2"):
         everything(path)
+
+
+@pytest.mark.parametrize("num_layers", [0, -1, 2**12 + 1, 2**63])
+@pytest.mark.parametrize("architecture", ["llama", "gemma4", "lfm2", "qwen35"])
+def test_a_number_of_layers_that_no_model_has_is_refused(architecture, num_layers):
+    table = StoredTensor("token_embd.weight", TYPES[0], (8, 8), Path("model.gguf"), 0, 256)
+    fields = {
+        "block_count": num_layers, "feed_forward_length": [8], "embedding_length": 8, "context_length": 8,
+        "attention.head_count": 1, "attention.head_count_kv": [1], "attention.key_length": 8,
+        "ssm.time_step_rank": 1, "ssm.inner_size": 8, "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 1,
+        "shortconv.l_cache": 3,
+    }  # fmt: skip
+    metadata = {f"{architecture}.{name}": value for name, value in fields.items()}
+    header = Header(Path("model.gguf"), metadata | {"general.architecture": architecture}, {table.name: table})
+    with pytest.raises(ModelError, match=r"block_count: .* layers, allowed: 1 to 4,096"):
+        describe(header)

@@ -11,7 +11,7 @@ from huggingface_hub import errors as hub_errors
 from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, NATIVE_FAMILIES, cached_model
 
 from pagedcli.config import EngineConfig
-from pagedcli.errors import ModelError
+from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope import RopeSpec
@@ -200,6 +200,14 @@ def test_what_can_only_be_a_path_is_never_looked_up_on_the_hub(model, monkeypatc
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
     with pytest.raises(ModelError, match="no model folder at"):
         resolve_model(model)
+
+
+def test_a_name_like_that_of_a_gguf_file_is_no_id_of_the_hub(tmp_path):
+    with pytest.raises(MissingModelError, match=r"model.gguf does not exist"):
+        resolve_model("model.gguf")
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(MissingModelError, match=r"empty.gguf does not begin as a GGUF file does"):
+        resolve_model(str(tmp_path / "empty.gguf"))
 
 
 def test_a_file_is_not_a_model(tmp_path):

@@ -121,6 +121,13 @@ def test_trials_end_when_their_time_is_over():
     ]
 
 
+def test_where_no_request_fits_no_setting_saves_anything():
+    for timed in (None, TIMED):
+        found = advise(replace(subject([own(n, 64) for n in range(4)], num_blocks=1), timed=timed))
+        assert not found.best
+        assert found.sentences() == ["not known: no request fits into the pool of 1 block"]
+
+
 STEP_TIME = StepTime(
     prompts=((1, 0.010), (512, 0.10), (2048, 0.40)),
     decodes=((1, 0.010), (256, 0.050)),

@@ -113,6 +113,18 @@ def test_the_sentences_have_units_that_fit_their_figures(tmp_path):
     ]
 
 
+def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
+    """Prompts of less than a block have no unique blocks, so that the default is a pool of one block."""
+    path = write(tmp_path / "in.jsonl", [{"prompt": [5, 6, 7], "max_tokens": 40} for _ in range(3)])
+    document = json.loads(pagedcli("simulate", path, "--format", "json").stdout)
+    assert document["answers"][0] == "No request fits into a pool of 1 block: name larger ones with --pool."
+    assert document["advised"] == []
+    found = json.loads(pagedcli("simulate", path, "--pool", "1,8", "--format", "json").stdout)
+    assert found["answers"][0] == document["answers"][0]
+    served = json.loads(pagedcli("simulate", path, "--pool", "8", "--format", "json").stdout)
+    assert not any("No request fits" in answer for answer in served["answers"])
+
+
 def test_memory_sizes_need_a_model_and_are_the_same_pools(trace):
     found = as_json(trace, "--pool", "1MiB", "-m", "builtin")
     assert found["pools"][0]["pool_blocks"] == 2**20 // found["block_bytes"]

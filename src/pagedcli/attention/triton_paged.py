@@ -87,7 +87,9 @@ class TritonAttention(AttentionBackend):
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
         self._rows, self._block_d = _decode_shape(spec)
-        self._decode, self._prefill = tile_configs(spec.dtype, self._block_d, _capability(spec.device))
+        self._decode, self._prefill = tile_configs(
+            spec.dtype, self._block_d, _capability(spec.device), widens_cache=spec.kv_dtype not in (None, spec.dtype)
+        )
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
         self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
@@ -447,7 +449,7 @@ class TileConfig:
 
 
 # (element bytes, largest padded head_dim, config). No kernel of these spills, three decode programs fit the shared
-# memory of an sm_90 multiprocessor and two that of an sm_80 (tests/test_triton_compile.py). Not autotuned:
+# memory of an sm_90 multiprocessor and two that of an sm_80 (tests/attention/test_triton.py). Not autotuned:
 # that would slow a cold start and needs a driver.
 DECODE_CONFIGS = (
     (2, 64, TileConfig(MIN_ROWS, 128, 4, 3)),
@@ -484,13 +486,21 @@ PREFILL_CONFIGS_SMALL = (
     (2, 512, TileConfig(64, 16, 8, 2)),
     *PREFILL_CONFIGS[4:],
 )
+# K and V of fp8 are widened in registers, which leave no room for 64 rows of heads of 512.
+PREFILL_CONFIGS_WIDENED = (*PREFILL_CONFIGS[:3], (2, 512, TileConfig(32, 32, 8, 2)), *PREFILL_CONFIGS[4:])
 ConfigTable = tuple[tuple[int, int, TileConfig], ...]
 
 
-def tile_configs(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> tuple[TileConfig, TileConfig]:
-    """Tiling of the decode and prefill kernels for a padded head size and compute capability."""
-    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
-    prefill = PREFILL_CONFIGS_SM90 if capability == (9, 0) else PREFILL_CONFIGS_SMALL if small else PREFILL_CONFIGS
+def tile_configs(
+    dtype: torch.dtype, block_d: int, capability: tuple[int, int], *, widens_cache: bool = False
+) -> tuple[TileConfig, TileConfig]:
+    """Tiling of the decode and prefill kernels for a padded head size and compute capability. `widens_cache`: whether K
+    and V are of a smaller type than the queries."""
+    prefill: ConfigTable = PREFILL_CONFIGS_WIDENED if widens_cache else PREFILL_CONFIGS
+    if capability == (9, 0):
+        prefill = PREFILL_CONFIGS_SM90
+    elif capability in ((8, 6), (8, 9)) or capability[0] == 12:
+        prefill = PREFILL_CONFIGS_SMALL
     return config_for(DECODE_CONFIGS, dtype.itemsize, block_d), config_for(prefill, dtype.itemsize, block_d)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions
-from pagedcli.batch.row_format import NOT_A_ROW, Row, Sample
+from pagedcli.batch.row_format import NOT_A_ROW, Row, Sample, why_not_a_row
 from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
@@ -186,7 +186,7 @@ def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> It
                 yield _read_row(Row.of(line, answer), number, answer, by_order)
     except NOT_A_ROW as error:
         raise UsageError(
-            f"line {number} of {path} is not a row of an output: {error}",
+            f"line {number} of {path} is not a row of an output: {why_not_a_row(error)}",
             hint="verify reads JSONL rows of pagedcli generate or merge",
         ) from error
     except (OSError, EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -354,7 +354,7 @@ def read_record(path: Path) -> RunRecord:
     except OSError as error:
         raise UsageError(
             f"{path} exists, but {described}, which says what run wrote it, cannot be read: {error.strerror}",
-            hint=f"put {described.name} back next to {path.name}, move {path.name} away, or use --overwrite",
+            hint=f"put {described.name} back next to {path.name}, move {path.name} away, or use generate --overwrite",
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{described} does not describe a run: {error}", hint="run again with --overwrite") from error

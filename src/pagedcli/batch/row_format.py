@@ -21,6 +21,11 @@ Rows = Callable[[], Iterable[bytes]]  # encoded rows, also a second time
 NOT_A_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError)
 
 
+def why_not_a_row(error: Exception) -> str:
+    """What is wrong with a line. `error`: one of NOT_A_ROW."""
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
 class Sample(msgspec.Struct, frozen=True):
     """One answer of a row: a plain row with a single one, an element of its outputs, or an OpenAI choice."""
 
@@ -57,7 +62,7 @@ class Row(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, content: bytes, answer: str = "text") -> "Row":
         """`answer`: the field of plain rows with the text. Raises: one of NOT_A_ROW."""
-        fields = msgspec.json.decode(content)
+        fields = msgspec.json.decode(content, type=dict[str, Any])
         body = (fields.get("response") or {}).get("body") or fields
         samples = [] if fields["error"] is not None else body.get("choices") or body.get("outputs") or [body]
         return cls(

@@ -70,7 +70,7 @@ def attach(
       pagedcli attach tcp://gpu1:5557 tcp://gpu1:5558 --duration 60 --format json | jq .num_blocks_stored_again
       pagedcli attach tcp://localhost:5557 --record events.jsonl.zst    (then: pagedcli explain events.jsonl.zst)
 
-    Exit codes: 0 success (also after Ctrl-C), 2 wrong usage.
+    Exit codes: 0 success (also after Ctrl-C), 1 a recording is damaged, 2 wrong usage.
     """  # fmt: skip
     if tokens and record is None:
         raise UsageError("--tokens needs --record")

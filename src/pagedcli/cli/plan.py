@@ -13,7 +13,8 @@ from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
-from pagedcli.distributed.partition import SharePlan, facts
+from pagedcli.distributed.partition import SharePlan
+from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.errors import BackendError, UsageError
 from pagedcli.planning.prompt_survey import MORE_SLOTS, UNIT, PromptSurvey
 from pagedcli.printable import plural
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def share_table(shares: SharePlan, num_workers: int) -> Table:
-    rows = [{"way": name, **facts(each)} for name, each in shares.ways(num_workers).items()]
+    rows = [{"way": name, **share_facts(each)} for name, each in shares.ways(num_workers).items()]
     columns = [
         Column("way", "rows"),
         Column("num_computed_tokens", "prompt tokens computed", count),

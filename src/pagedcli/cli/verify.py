@@ -57,6 +57,8 @@ def verify(
     Exit codes: 0 all rows are equal, 1 rows differ, 2 a file cannot be compared.
     """
     for path in (a, b):
+        if not path.exists():
+            raise UsageError(f"there is no {path}", hint="verify compares two outputs of pagedcli generate or merge")
         if not path.is_file() or path.suffix in (".csv", ".parquet"):
             raise UsageError(
                 f"cannot compare {path}: this is not a file of JSONL rows",

@@ -11,6 +11,7 @@ from pagedcli.errors import MissingModelError, ModelError
 _T = TypeVar("_T")
 Ids = int | list[int] | None
 # Larger than any model: a damaged or hostile file must not cause loops that run for hours.
+MOST_LAYERS = 2**12
 _LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -18,7 +19,7 @@ _LARGEST = {
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2**12),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MOST_LAYERS),
 }
 _LARGEST_JSON = 2**26  # bytes; the weight index of a model of 100,000 tensors has 2**23
 

@@ -33,6 +33,11 @@ def resolve_model(
         return path if found is None else found
     if is_gguf(path):
         return path
+    if path.suffix == ".gguf":
+        what, hint = ("does not exist", "check the path given with -m/--model")
+        if path.exists():
+            what, hint = "does not begin as a GGUF file does", "download the file again"
+        raise MissingModelError(f"{path} {what}", hint=hint)
     if path.is_file():
         raise MissingModelError(
             f"{path} is a file; a model is a folder with config.json and *.safetensors, or a GGUF file",

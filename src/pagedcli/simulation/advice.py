@@ -29,7 +29,7 @@ from pagedcli.trace.state import PoolState
 
 ADVICE_S = 30.0  # seconds of trials in commands that only look at a run
 WORTH_SAYING = 0.01  # share of the computed tokens, or of the time, from which a change is recommended
-MOST_POOLS = 4  # times the pool that is tried
+_MOST_POOLS = 4  # the largest pool that is tried, in pools of the run
 _POOL_STEPS = 8  # the recommended pool is the smallest one to within this part of the present one
 _AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
 _CHUNKS = (128, 512)  # tokens
@@ -61,7 +61,7 @@ class Subject:
     timed: Calibrations | None = None  # None: settings are compared by the tokens that are computed
     left_out: float = 0.0  # work of more requests like these, see forecast
     arrivals: Schedule | None = None  # when requests arrive; None: all are there from the start
-    largest_pool: int = 0  # blocks: pools up to this are tried, whatever MOST_POOLS
+    largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
     other_kv: OtherKV | None = None
 
     @property
@@ -269,6 +269,9 @@ def advise(
     reasons = []
     try:
         search.base = search.run(subject.limits, subject.reorder) if base is None else base.without_text
+        if not search.base.num_requests:  # nothing takes no time, whatever the setting
+            pool = plural(subject.limits.num_blocks or 0, "block")
+            return Advice(not_tried=f"no request fits into the pool of {pool}")
         for setting in _settings(subject, search, kinds):
             search.add(setting)
     except OutOfTimeError:
@@ -406,7 +409,7 @@ def _pool(search: _Search, subject: Subject) -> Iterator[Setting]:
         larger = replace(limits, num_blocks=number)
         return Setting("pool", ((_POOL_FLAG, str(number)),), larger, subject.reorder, cost)
 
-    low, high = num_blocks, max(MOST_POOLS * num_blocks, subject.largest_pool)
+    low, high = num_blocks, max(_MOST_POOLS * num_blocks, subject.largest_pool)
     most = search.try_out(pool_of(high)).gain
     try:
         while most >= WORTH_SAYING and high - low > max(1, num_blocks // _POOL_STEPS):
@@ -476,8 +479,8 @@ def _kv_dtypes(subject: Subject) -> Iterator[Setting]:
 
 
 def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], limits: Limits, cost: str) -> Setting:
-    """A setting that keeps the memory of the pool: where blocks may run out, their number is part of it. They also may
-    if a number that was given stays as it is."""
+    """A setting that keeps the memory of the pool. Its number of blocks is part of it where they may run out, either as
+    many as these or as many as the run has: a number that the user gave would stay."""
     if subject.is_tight(limits) or subject.is_tight(replace(limits, num_blocks=subject.limits.num_blocks)):
         flags = (*flags, (_POOL_FLAG, str(limits.num_blocks)))
     return Setting(kind, flags, limits, subject.reorder, cost)

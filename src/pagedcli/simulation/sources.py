@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pagedcli.batch.prompts import Prepared, PreparedPrompt, Prompts, Refused
-from pagedcli.batch.row_format import NOT_A_ROW, Row
+from pagedcli.batch.row_format import NOT_A_ROW, Row, why_not_a_row
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
@@ -324,7 +324,8 @@ def read_outputs(name: str) -> dict[int, RowOutput]:
             row = Row.of(line)
             num_tokens = 0 if row.usage is None else int(row.usage["completion_tokens"])
         except NOT_A_ROW as error:
-            raise TraceError(f"{lines.path}:{lines.line_number}: not an output row of generate: {error}") from error
+            why = why_not_a_row(error)
+            raise TraceError(f"{lines.path}:{lines.line_number}: not an output row of generate: {why}") from error
         if row.usage is not None and row.index is not None:
             ids = [sample.token_ids for sample in row.samples if sample.token_ids]
             stopped = [sample.finish_reason == "stop" for sample in row.samples]

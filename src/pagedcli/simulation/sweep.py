@@ -213,15 +213,24 @@ _NOTABLE = 0.001  # a gain of less than 0.1 points is none
 
 def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> list[str]:
     """The sentences below the tables."""
+    refused = _refused(points)
     if not sweep.curve.ceiling[1]:
-        return ["No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."]
+        benefit = "No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."
+        return [*refused, benefit]
     pools = sorted({point.num_blocks for point in points})
     return [
+        *refused,
         _ceiling(sweep, block_bytes),
         *_doubling(sweep, pools, points),
         *_in_use(points),
         *_policies(points),
     ]
+
+
+def _refused(points: Sequence[SweepPoint]) -> list[str]:
+    runs = [point.run for point in points if point.run is not None and point.run.num_refused == point.run.num_requests]
+    most = max((run.plan.num_blocks for run in runs), default=0)
+    return [f"No request fits into a pool of {plural(most, 'block')}: name larger ones with --pool."] if most else []
 
 
 def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:

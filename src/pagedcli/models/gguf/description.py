@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pagedcli.models.config_json import MOST_LAYERS
 from pagedcli.models.gguf.header import Header
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.recurrent_spec import GatedDelta
@@ -159,11 +160,14 @@ class _Fields:
         return tensor in self.header.tensors
 
     def layers(self) -> int:
-        return self.number("block_count") - self.number("nextn_predict_layers", 0)
+        found = self.number("block_count") - self.number("nextn_predict_layers", 0)
+        if not 1 <= found <= MOST_LAYERS:
+            raise self.header.error(f"{self.prefix}.block_count: {found:,} layers, allowed: 1 to {MOST_LAYERS:,}")
+        return found
 
     def with_tensor(self, name: str) -> list[bool]:
         """Of each layer: whether it has a tensor."""
-        return [self.has(f"blk.{i}.{name}") for i in range(min(self.layers(), 2**12))]
+        return [self.has(f"blk.{i}.{name}") for i in range(self.layers())]
 
     def get(self, name: str) -> Any:
         return self.header.metadata.get(f"{self.prefix}.{name}")
@@ -189,8 +193,8 @@ class _Fields:
     def of_layers(self, name: str, kinds: list[str] | None = None, kind: str | None = None) -> list[int]:
         """Whole numbers of the layers, or those of one kind of them."""
         value, layers = self.get(name), self.layers()
-        values = value if isinstance(value, list) else [value] * min(layers, 2**12)
-        if len(values) < layers or not values or any(type(each) is not int or each < 1 for each in values):
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) < layers or any(type(each) is not int or each < 1 for each in values):
             raise self.header.error(f"{self.prefix}.{name} is {value!r:.40}, not a whole number for each layer")
         return [each for i, each in enumerate(values[:layers]) if kinds is None or kinds[i] == kind]
 
@@ -201,6 +205,15 @@ class _Fields:
         if not attending or len(set(map(repr, attending))) > 1 or not isinstance(attending[0], int):
             return self.number("attention.head_count_kv", default)
         return attending[0]
+
+    def head_dim(self) -> int:
+        width = self.number("embedding_length")
+        return self.number("attention.key_length", width // max(1, self.number("attention.head_count")))
+
+    def rotated(self) -> float:
+        """The part of each head that is rotated."""
+        head_dim = self.head_dim()
+        return self.number("rope.dimension_count", head_dim) / max(1, head_dim)
 
     def real(self, name: str, default: float | None = None) -> float | None:
         value = self.get(name)
@@ -224,7 +237,7 @@ def _common(fields: _Fields, own: Mapping[str, Any]) -> dict[str, Any]:
     if table is None or len(table.shape) != 2:
         raise header.error("it has no token_embd.weight", "use a file of a language model")
     heads = fields.number("attention.head_count")
-    head_dim = fields.number("attention.key_length", table.shape[1] // max(1, heads))
+    head_dim = fields.head_dim()
     if fields.number("attention.value_length", head_dim) != head_dim:
         raise header.error("its keys and values have different sizes, which is not supported")
     config: dict[str, Any] = {
@@ -296,13 +309,11 @@ def _rope(fields: _Fields) -> dict[str, Any]:
 
 
 def _gemma(fields: _Fields) -> dict[str, Any]:
-    layers, width = fields.layers(), fields.number("embedding_length")
-    heads = max(1, fields.number("attention.head_count"))
-    head_dim = fields.number("attention.key_length", width // heads)
-    is_largest = layers == _GEMMA_27B[fields.prefix]
+    heads, width = max(1, fields.number("attention.head_count")), fields.number("embedding_length")
+    is_largest = fields.layers() == _GEMMA_27B[fields.prefix]
     config: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": width // heads if is_largest else head_dim,
+        "query_pre_attn_scalar": width // heads if is_largest else fields.head_dim(),
         "final_logit_softcapping": fields.real("final_logit_softcapping"),
     }
     if fields.prefix == "gemma2":
@@ -318,7 +329,7 @@ def _windows(fields: _Fields, default: int) -> dict[str, Any]:
     if pattern is None:
         pattern = default
     if isinstance(pattern, int) and not isinstance(pattern, bool):
-        slides = [bool(pattern) and (i + 1) % pattern != 0 for i in range(min(layers, 2**12))]
+        slides = [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
     elif isinstance(pattern, list) and len(pattern) >= layers:
         slides = [bool(each) for each in pattern[:layers]]
     else:
@@ -328,13 +339,10 @@ def _windows(fields: _Fields, default: int) -> dict[str, Any]:
 
 
 def _phi3(fields: _Fields) -> dict[str, Any]:
-    heads = max(1, fields.number("attention.head_count"))
-    head_dim = fields.number("attention.key_length", fields.number("embedding_length") // heads)
-    rotated = fields.number("rope.dimension_count", head_dim)
     original = fields.number("rope.scaling.original_context_length", fields.number("context_length"))
     config: dict[str, Any] = {
         "sliding_window": fields.number("attention.sliding_window", 0) or None,
-        "partial_rotary_factor": rotated / max(1, head_dim),
+        "partial_rotary_factor": fields.rotated(),
         "original_max_position_embeddings": original,
     }
     short, long = (_factors(fields.header, f"rope_factors_{name}.weight") for name in ("short", "long"))
@@ -388,7 +396,7 @@ def _gated_delta(fields: _Fields) -> dict[str, Any]:
         "linear_value_head_dim": inner // max(1, heads),
         "linear_num_key_heads": fields.number("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "partial_rotary_factor": _rotated(fields),
+        "partial_rotary_factor": fields.rotated(),
     }
     if fields.prefix != "qwen35":
         shared = fields.get("expert_feed_forward_length")
@@ -397,13 +405,6 @@ def _gated_delta(fields: _Fields) -> dict[str, Any]:
             "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length", shared),
         }
     return config
-
-
-def _rotated(fields: _Fields) -> float:
-    """The part of each head that is rotated."""
-    heads = max(1, fields.number("attention.head_count"))
-    head_dim = fields.number("attention.key_length", fields.number("embedding_length") // heads)
-    return fields.number("rope.dimension_count", head_dim) / max(1, head_dim)
 
 
 def _gemma4(fields: _Fields) -> dict[str, Any]:
@@ -474,7 +475,7 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 def _lfm2(fields: _Fields) -> dict[str, Any]:
     """Layers without heads of K and V are convolutions."""
     kv_heads = fields.get("attention.head_count_kv")
-    counts = kv_heads if isinstance(kv_heads, list) else [kv_heads] * min(fields.layers(), 2**12)
+    counts = kv_heads if isinstance(kv_heads, list) else [kv_heads] * fields.layers()
     convolves = [count == 0 for count in counts]
     first = convolves.index(True) if True in convolves else 0
     config: dict[str, Any] = {
@@ -517,7 +518,7 @@ _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "qwen35moe": _gated_delta,
     "gemma4": _gemma4,
     "mistral3": _mistral3,
-    "glm4": lambda fields: {"partial_rotary_factor": _rotated(fields)},
+    "glm4": lambda fields: {"partial_rotary_factor": fields.rotated()},
     "exaone4": lambda fields: _windows(fields, 4),
 }
 

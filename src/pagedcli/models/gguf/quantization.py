@@ -48,33 +48,27 @@ class GgufQuantization:
         for what, names in _WIDENED.items():
             if any(not BY_NAME[kind].is_float and _part(name) in names for name, kind in self.types.items()):
                 parts.append(what)
-        differing = set()
-        for name, kind in self.types.items():
-            up = self.types.get(name.replace("ffn_gate", "ffn_up"))
-            if up not in (None, kind):
-                differing.add(name.split(".")[1])
-        if differing:
-            parts.append(f"gate and up of {plural(len(differing), 'layer')}")
+        parts += self._differing("gate and up", "ffn_gate", "ffn_up")
         return ", ".join(parts)
 
     @property
     def widened_in_triton(self) -> str:
         """What Triton kernels do not keep as stored, e.g. "the embedding and output, q, k and v of 2 layers"."""
-        parts = ["the embedding and output"]
-        for what, own, others in (
-            ("gate and up", "ffn_gate", ("ffn_up",)),
-            ("q, k and v", "attn_q", ("attn_k", "attn_v")),
-        ):
-            layers = {
-                name.split(".")[1]
-                for name, kind in self.types.items()
-                if f".{own}" in name and name.endswith(".weight") and "norm" not in name
-                for other in others
-                if self.types.get(name.replace(own, other), kind) != kind
-            }
-            parts += [f"{what} of {plural(len(layers), 'layer')}"] if layers else []
+        parts = ["the embedding and output", *self._differing("gate and up", "ffn_gate", "ffn_up")]
+        parts += self._differing("q, k and v", "attn_q", "attn_k", "attn_v")
         unknown = {kind for kind in self.types.values() if not BY_NAME[kind].is_float and not BY_NAME[kind].in_triton}
         return ", ".join([*parts, *sorted(unknown)])
+
+    def _differing(self, what: str, own: str, *others: str) -> list[str]:
+        """E.g. ["gate and up of 2 layers"]: those in which tensors that are computed as one have different types."""
+        layers = {
+            name.split(".")[1]
+            for name, kind in self.types.items()
+            if f".{own}" in name and name.endswith(".weight") and "norm" not in name
+            for other in others
+            if self.types.get(name.replace(own, other), kind) != kind
+        }
+        return [f"{what} of {plural(len(layers), 'layer')}"] if layers else []
 
     @property
     def output(self) -> str:
