@@ -26,7 +26,7 @@ from pagedcli.core.groups import TableShape, group_bytes, page_bytes
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
-from pagedcli.models.fallback_spec import spec_of
+from pagedcli.models.fallback_spec import spec_of, text_alone
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS
@@ -343,7 +343,7 @@ def _families_of_transformers() -> dict[str | None, list[str]]:
 
 
 def _refusal(model_type: str, architecture: str) -> str | None:
-    config: Any = CONFIG_MAPPING[model_type](**_PUBLISHED.get(model_type, {}))
+    config: Any = text_alone(CONFIG_MAPPING[model_type](**_PUBLISHED.get(model_type, {})))
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         return f"has quantized weights ({REFUSED[quantized['quant_method']]})"
     try:

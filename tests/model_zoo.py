@@ -106,8 +106,45 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
-    "starcoder2": ("Starcoder2Config", {}),
-    "cohere2": ("Cohere2Config", {"sliding_window": 256}),
+    "starcoder2": ("Starcoder2Config", _WINDOWED),
+    "starcoder2-plain": ("Starcoder2Config", {"use_bias": False}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.5}),
+    "cohere2": ("Cohere2Config", {**_WINDOWED, "num_hidden_layers": 4, "logit_scale": 0.5}),
+    "vaultgemma": ("VaultGemmaConfig", {**_WINDOWED, "head_dim": 32}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "head_dim": 32,
+            "sliding_window": 64,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 320,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0],
+        },
+    ),
+    "arcee": ("ArceeConfig", {"rope_parameters": _YARN}),
+    "nemotron": ("NemotronConfig", {"head_dim": 32}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLmConfig", {"use_parallel_residual": True}),
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "num_hidden_layers": 3},
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gpt2": ("GPT2Config", _MULTI_HEAD),
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),
@@ -255,7 +292,8 @@ DATA_FAMILIES = (
         "seed_oss",
         "ernie4_5",
     ),
-    *("helium", "cwm", "hyperclovax", "mellum"),
+    *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "ernie4_5-moe", "glm4-moe"),
+    *("starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)
 GEMMA4_FAMILIES = ("gemma4-e2b", "gemma4-12b", "gemma4-26b", "gemma4-31b")
@@ -298,7 +336,7 @@ def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str 
             noise = torch.randn(parameter.shape, generator=generator) * spread
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.8 + torch.rand(buffer.shape, generator=generator) * 0.4)

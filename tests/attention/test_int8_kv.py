@@ -331,7 +331,7 @@ def test_without_a_compiler_int8_is_refused_not_replaced(monkeypatch, model):
 
 
 def test_a_model_through_transformers_is_refused(library, tmp_path):
-    path = tiny_model("gemma", tmp_path / "m")
+    path = tiny_model("gpt2", tmp_path / "m")
     with pytest.raises(ConfigError, match="which runs through transformers") as caught:
         engine_for(path)
     assert "--kv-cache-dtype auto" in caught.value.hint

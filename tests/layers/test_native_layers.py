@@ -131,7 +131,7 @@ def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4-e2b", "gemma4-12b", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "cohere2", "gpt_oss", "gemma4-e2b", "gemma4-12b", "qwen3_5", "lfm2"])
 def test_tokens_that_nobody_asks_for_change_no_bit(family, tmp_path_factory):
     """They end at the last layer that keeps K and V or a state; the cache and the tokens asked for are the same."""
     path = cached_model(family, tmp_path_factory)
@@ -165,8 +165,11 @@ def test_tied_embedding_is_kept_once(tmp_path_factory):
     assert model.weight_bytes == sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
 
 
-def test_odd_sizes_equal_transformers(tmp_path):
-    path = tiny_model("llama", tmp_path, hidden_size=52, intermediate_size=70, vocab_size=321, head_dim=10)
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("llama", {"hidden_size": 52, "head_dim": 10}), ("starcoder2", {"hidden_size": 56})]
+)
+def test_odd_sizes_equal_transformers(family, sizes, tmp_path):
+    path = tiny_model(family, tmp_path, intermediate_size=70, vocab_size=321, **sizes)
     sequences, num_prompt = ragged_sequences()
     model, backend = load(path)
     actual = paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7)

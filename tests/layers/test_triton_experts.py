@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 ROUTINGS = {
     "renormalized": Routing(3, renormalize=True),
     "softmax": Routing(3, renormalize=False),
-    "sigmoid": Routing(2, renormalize=True, sigmoid=True, scale=2.5),
+    "sigmoid": Routing(2, renormalize=True, sigmoid=True, scale=2.5, least_sum=0.5),
 }
 
 

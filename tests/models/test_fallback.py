@@ -1,21 +1,25 @@
 """Models that only transformers knows give its logits over the paged cache, or are refused with a reason."""
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import FALLBACK_FAMILIES, cached_model, random_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
+from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.fallback_spec import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
 from pagedcli.models.fallback_spec import read_fallback_spec as read_spec
 from pagedcli.models.loading import load_model
+from pagedcli.sampling_params import SamplingParams
 
-CPU = torch.device("cpu")
+CPU, WEIGHTS = torch.device("cpu"), "model.safetensors"
 SMALL = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -90,6 +94,26 @@ def test_heads_that_differ_from_the_config_are_refused(tmp_path):
     )
 
 
+def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal_checkpoint(tmp_path):
+    """Gemma 3n past its window, in a small pool: the last two of its four layers hold no blocks."""
+    path, prompts = tiny_model("gemma3n", tmp_path / "text"), ragged_prompts(6)
+    expected = transformers_tokens(path, prompts, 64)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    text = json.loads((path / "config.json").read_text())
+    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
+    (whole / "config.json").write_text(json.dumps(outer))
+    tensors = {name.replace("model.", "model.language_model.", 1): t for name, t in load_file(path / WEIGHTS).items()}
+    save_file(tensors | {"model.vision_tower.conv.weight": torch.ones(2)}, whole / WEIGHTS, metadata={"format": "pt"})
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for folder, config in ((path, {"attention_backend": "reference"}), (whole, {"chunked_prefill_size": 7})):
+        engine = make_engine(folder, block_size=4, max_model_len=160, num_gpu_blocks_override=80, **config)
+        assert [group.layers for group in engine.plan.groups] == [(0,), (1,)]
+        assert run(engine, prompts, params) == expected
+        assert engine.stats.num_preemptions > 0
+    assert "1 tensors of the checkpoint are not used by it" in engine.plan.notes
+
+
 @pytest.mark.parametrize("sliding_window", [3, 40])
 def test_a_sliding_window_is_exact_through_transformers(sliding_window, tmp_path):
     path = tiny_model("phi3", tmp_path, sliding_window=sliding_window)
@@ -133,7 +157,11 @@ REFUSED = {
     ),
     "bert": (transformers.BertConfig, {}, "attends to later tokens, too"),
     "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4}, "does not specify max_position_embeddings"),
-    "stablelm": (transformers.StableLmConfig, {}, "does not call transformers' attention interface"),
+    "stablelm": (
+        transformers.StableLmConfig,
+        {"qk_layernorm": True},
+        "does not call transformers' attention interface",
+    ),
     "diffllama": (transformers.DiffLlamaConfig, {}, "attends twice in one"),
 }
 
@@ -292,7 +320,7 @@ def test_layers_whose_heads_are_not_those_of_the_config_are_refused(tmp_path_fac
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"num_kv_shared_layers": 2}, "shares keys and values between layers"),
+        ({"num_kv_shared_layers": 2, "num_hidden_layers": 2}, "reads keys and values of another model"),
         ({"kv_lora_rank": 8}, "multi-head latent attention"),
         ({"layer_types": ["full_attention", "conv"]}, r"not plain attention \(conv\)"),
         ({"num_attention_heads": [4, 8]}, "not the same number in every layer"),

@@ -12,7 +12,7 @@ from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.sampling_params import SamplingParams
 
-FAMILIES = ["llama", "gemma4-e2b", "gemma4-26b", "qwen3_5", "lfm2"]  # the last but one attends last, the last does not
+FAMILIES = ["llama", "cohere2", "gemma4-e2b", "gemma4-26b", "qwen3_5", "lfm2"]  # the last layer of lfm2 keeps a state
 FIRST = [(0, 0, list(range(3, 23))), (1, 0, [7]), (2, 0, list(range(9, 42)))]
 THEN = [(0, 20, [5, 6, 7]), (1, 1, [8]), (2, 33, [4, 4])]
 # of the 54 tokens of the first step and the 6 of the second one; an empty list is a chunk in the middle of a prompt

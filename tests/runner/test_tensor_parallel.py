@@ -84,7 +84,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
         engine.step()
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel"])
 def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):
     """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
     path, prompts = tiny_model(family, tmp_path / "m"), ragged_prompts(4)

@@ -27,7 +27,8 @@ MODELS = {
     "granite_swa": ("granite_swa", {}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     "starcoder2": ("starcoder2", {}),
-    "cohere2": ("cohere2", {"num_hidden_layers": 4}),
+    "cohere2": ("cohere2", {}),
+    "vaultgemma": ("vaultgemma", {"num_hidden_layers": 4}),
 }
 HARD = {"chunked_prefill_size": 7, "block_size": 4, "max_model_len": 160}
 SMALL_POOLS = {1: 20, 2: 50, 4: 90}  # by the number of groups of layers: too small for all sequences at once

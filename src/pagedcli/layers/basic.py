@@ -45,6 +45,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x less its mean, scaled to a variance of 1, times weight, computed in float32.
+
+    Shapes:  x [T, E]; weight float32 [E], or [2, E] of weights and biases; returns a new tensor like x.
+    Source:  Ba et al., Layer Normalization, 2016.
+    """
+    weight, bias = (weight[0], weight[1]) if weight.dim() > 1 else (weight, None)
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -188,6 +198,11 @@ def squared_relu(up: Tensor) -> Tensor:
     return F.relu(up).square()
 
 
+def gelu_tanh(up: Tensor) -> Tensor:
+    """gelu(up), with the tanh approximation of gelu. Shapes: [..., I] -> [..., I]."""
+    return F.gelu(up, approximate="tanh")
+
+
 # by ModelSpec.hidden_act
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": silu_and_mul,
@@ -195,6 +210,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
     "clamped_silu": clamped_silu_and_mul,
     "relu2": squared_relu,
+    "ungated_gelu": gelu_tanh,
 }
 
 
@@ -206,6 +222,7 @@ class Routing:
     renormalize: bool  # the picked scores are divided by their sum
     sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
     scale: float = 1.0  # of the picked scores
+    least_sum: float = 0.0  # added to their sum before they are divided by it
 
 
 def route(
@@ -223,7 +240,7 @@ def route(
     experts = wanted.sort(stable=True, dim=-1, descending=True).indices[:, : routing.num_per_token]
     weights = scores.gather(1, experts)
     if routing.renormalize:
-        weights /= weights.sum(-1, keepdim=True) + (1e-6 if routing.sigmoid else 0.0)
+        weights /= weights.sum(-1, keepdim=True) + routing.least_sum
     if gains is not None:
         weights *= gains[experts]
     return (weights * routing.scale).to(logits.dtype), experts

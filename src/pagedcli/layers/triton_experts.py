@@ -120,7 +120,7 @@ def route(
     chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)
     route_kernel[(num_tokens,)](
         logits.contiguous(), logits if preference is None else preference, logits if gains is None else gains,
-        weights, chosen, routing.scale,
+        weights, chosen, routing.scale, routing.least_sum,
         X=num_experts, K=routing.num_per_token, BLOCK_X=power_of_2(num_experts), num_warps=1, SIGMOID=routing.sigmoid,
         PREFERS=preference is not None, RENORMALIZE=routing.renormalize, GAINS=gains is not None,
     )  # fmt: skip
@@ -154,6 +154,7 @@ def route_kernel(
     weights_ptr,  # [T, K]
     experts_ptr,  # [T, K] int32
     factor,
+    least_sum,
     X: tl.constexpr,
     K: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -185,7 +186,7 @@ def route_kernel(
         picked += (expert == first).to(tl.int32)
         wanted = tl.where(expert == first, -float("inf"), wanted)
     if RENORMALIZE:
-        scores /= tl.sum(tl.where(picked > 0, scores, 0.0), 0) + (1e-6 if SIGMOID else 0.0)
+        scores /= tl.sum(tl.where(picked > 0, scores, 0.0), 0) + least_sum
     if GAINS:
         scores *= tl.load(gains_ptr + expert, mask=inside, other=0.0)
     place = token * K + tl.cumsum(picked, 0) - 1

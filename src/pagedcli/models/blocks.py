@@ -7,7 +7,7 @@ would double that."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
     add_rms_norm,
     fused_layers,
+    layer_norm,
     norm_all,
     rms_norm,
     rotary_rows,
@@ -240,10 +241,15 @@ class Join:
     multiplier: float  # of what is added
     factor: float  # of the sum
     eps: float
+    centred: bool = False  # `norm` subtracts the mean, too, see layers.basic.layer_norm; norm_added is then None
 
     def __call__(self, hidden: Tensor | None, residual: Tensor) -> Tensor:
         """The norm of factor * (residual + hidden); without one that sum. Changes: residual, which becomes the sum, and
         hidden."""
+        if self.centred and self.norm is not None:
+            if hidden is not None:
+                add_rms_norm(hidden, residual, None, self.eps, multiplier=self.multiplier, factor=self.factor)
+            return layer_norm(residual, self.norm, self.eps)
         if hidden is None:
             return residual if self.norm is None else rms_norm(residual, self.norm, self.eps)
         return add_rms_norm(
@@ -257,12 +263,15 @@ class Join:
         )
 
 
+Body: TypeAlias = Callable[[Tensor, Step], Tensor]  # the normed residual -> what is added to it
+
+
 @dataclass(slots=True)
 class Branch:
     """A body that computes what is added to the residual stream next."""
 
     join: Join  # before it
-    body: Callable[[Tensor, Step], Tensor]
+    body: Body
 
     def __call__(self, hidden: Tensor | None, residual: Tensor, step: Step) -> Tensor:
         """What the next branch adds to the residual. Changes: see Join."""
@@ -432,6 +441,21 @@ class Mlp:
     def __call__(self, x: Tensor, _step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         return self.mlp(x)
+
+
+@dataclass(slots=True)
+class AttentionBesideMlp:
+    """Attention and an MLP of the same normed residual."""
+
+    attention: Attention
+    mlp: Body
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache."""
+        out = self.attention(x, step)
+        if not out.shape[0]:
+            return out
+        return out.add_(self.mlp(step.layers[self.attention.index].attending(x), step))
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from pagedcli.native.structs import (
     GATE_GELU,
     GATE_SILU,
     GATED_DELTA,
+    GELU,
     MAMBA2,
     RELU2,
     SHORT_CONV,
@@ -53,7 +54,9 @@ _GATES = {
     "gelu_pytorch_tanh": GATE_GELU,
     "clamped_silu": GATE_CLAMPED,
     "relu2": RELU2,
+    "ungated_gelu": GELU,
 }
+_CENTRED = {"no": 0, "plain": 1, "biased": 2}
 
 
 _NORMS = (
@@ -192,6 +195,8 @@ class _Builder(Parts):
             value_norm=spec.value_norm,
             float_norms=spec.float_norms,
             gate=_GATES[spec.hidden_act],
+            centred_norms=_CENTRED[spec.centred_norms],
+            side_by_side=spec.layer_norms == "shared",
             eps=spec.rms_norm_eps,
             attention_scale=attention.scale,
             soft_cap=attention.soft_cap or 0.0,
@@ -264,6 +269,7 @@ class _Builder(Parts):
             renormalize=experts.renormalize,
             sigmoid=experts.sigmoid,
             scale=experts.scale,
+            least_sum=experts.least_sum,
             preference=self._taken(f"{key}.preference"),
             gains=self._taken(f"{key}.gains"),
             router=self._unquantized(f"{key}.router"),

@@ -21,6 +21,8 @@ from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import (
     Attention,
+    AttentionBesideMlp,
+    Body,
     Branch,
     Experts,
     ExpertsBesideMlp,
@@ -35,7 +37,7 @@ from pagedcli.models.blocks import (
     query_scales,
     rope_table,
 )
-from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
+from pagedcli.models.formats import AS_STORED, VECTOR, LayerFormat, Modules
 from pagedcli.models.parameters import (
     Parameter,
     decoder_parameters,
@@ -91,7 +93,7 @@ class Decoder:
         vectors = sum(
             math.prod(parameter.shape) * (kept_dtype(parameter, request.dtype) or request.dtype).itemsize
             for key, parameter in parameters.items()
-            if len(parameter.shape) != 2 and "[" not in key and key not in ("embedding", "lm_head")
+            if parameter.stored is VECTOR
         )
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
@@ -162,9 +164,13 @@ class Parts:
         self._query_scales: dict[RopeSpec, Tensor | None] = {}
 
     def norm(self, key: str) -> Tensor | None:
-        """The weight of a norm; None if the model does not have it."""
-        weight = self._tensors.pop(key, None)
-        return weight + 1 if weight is not None and self._spec.norm_offset else weight
+        """The weight [E] of a norm, or weight and bias [2, E]; None if the model does not have it."""
+        if (weight := self._tensors.pop(key, None)) is None:
+            return None
+        if self._spec.norm_offset:
+            weight = weight + 1
+        bias = self._tensors.pop(f"{key}_bias", None)
+        return weight if bias is None else torch.stack((weight, bias))
 
     def stored(self, key: str) -> tuple[LayerFormat, Modules, Tensor | None]:
         """A linear layer as the checkpoint has it: its format, its modules and its bias."""
@@ -275,9 +281,13 @@ class _Builder(Parts):
         branches: list[Branch] = []
         for index in range(spec.num_layers):
             key = f"layers.{index}"
-            bodies = {"input_norm": self._mixer(index, key)}
-            if spec.has_mlp(index):
-                bodies["mlp_norm"] = self._mlp(index, key)
+            bodies: dict[str, Body] = {}
+            if spec.layer_norms == "shared":
+                bodies["input_norm"] = AttentionBesideMlp(self._attention(index, key), self._mlp(index, key))
+            else:
+                bodies["input_norm"] = self._mixer(index, key)
+                if spec.has_mlp(index):
+                    bodies["mlp_norm"] = self._mlp(index, key)
             if spec.layer_inputs is not None:
                 bodies["layer_input"] = self._layer_input(index, key)
             for name, body in bodies.items():
@@ -295,9 +305,10 @@ class _Builder(Parts):
         return LayerInput(index, gate, self._activation, out)
 
     def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
-        return Join(norm_after, self.norm(norm), self._spec.residual_multiplier, factor, self._spec.rms_norm_eps)
+        spec, centred = self._spec, self._spec.centred_norms != "no"
+        return Join(norm_after, self.norm(norm), spec.residual_multiplier, factor, spec.rms_norm_eps, centred)
 
-    def _mixer(self, index: int, key: str) -> Callable[[Tensor, Step], Tensor]:
+    def _mixer(self, index: int, key: str) -> Body:
         recurrent = self._spec.recurrent_layers
         if index in recurrent:
             return self._recurrent(recurrent.index(index), key)
@@ -357,7 +368,7 @@ class _Builder(Parts):
         rows = [of_queries.expand(self._spec.num_heads, -1), *(each.expand(num_kv_heads, -1) for each in of_keys)]
         return torch.cat(rows)
 
-    def _recurrent(self, place: int, key: str) -> Callable[[Tensor, Step], Tensor]:
+    def _recurrent(self, place: int, key: str) -> Body:
         shape, take, eps = self._spec.recurrent, self._tensors.pop, self._spec.rms_norm_eps
         inner, out, conv = self._linear(f"{key}.inner"), self._linear(f"{key}.out"), self.conv(key)
         conv_bias = take(f"{key}.conv_bias", None)
@@ -403,7 +414,7 @@ class _Builder(Parts):
 
     def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
         """All experts of a layer, and their routing."""
-        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale)
+        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale, spec.least_sum)
         preference, gains = (self._tensors.pop(f"{key}.{name}", None) for name in ("preference", "gains"))
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):

@@ -1,6 +1,7 @@
 """The spec of a model that runs through transformers, from its config classes, and what the fallback refuses: by the
 config before anything is loaded, then by the attention calls of the loaded model. Every refusal is a ModelError."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         """The first of these fields that is set."""
         return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
+    inner = first("intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
     return ModelSpec(
         model_type=config.model_type,
         architecture=architecture,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=first("intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size,
+        intermediate_size=max(inner) if isinstance(inner, list) else inner,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         num_kv_heads=first("num_key_value_heads", "num_attention_heads"),
@@ -61,6 +63,7 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         hidden_act=str(first("hidden_act", "hidden_activation", "activation_function")),
         max_position_embeddings=text.max_position_embeddings,
         windows=layer_windows(text),
+        kv_sources=kv_sources(text),
         attention_chunk=attention_chunk(text),
         eos_token_ids=stop_ids(path, first("eos_token_id")),
         bos_token_id=first("bos_token_id"),
@@ -70,15 +73,31 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
     )
 
 
+# Models that see and hear, which are loaded without what only that needs: their text runs as a model of its own, whose
+# tensors lie in `model.language_model`.
+_TEXT_ALONE = frozenset({"gemma3n"})
+NESTED_TEXT = {r"^model\.language_model\.": "model."}
+
+
 def read_config(path: Path, trust_remote_code: bool) -> Any:
     """transformers' config of a folder. Raises: ModelError if this version does not know it."""
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(
             f"{path / 'config.json'}: transformers {transformers.__version__} cannot read it: {first_sentence(error)}",
             hint="check model_type; a newer transformers may know it; a folder with own code needs --trust-remote-code",
         ) from error
+    return text_alone(config)
+
+
+def text_alone(config: Any) -> Any:
+    """The config of the language model, of those whose text runs alone."""
+    if config.model_type not in _TEXT_ALONE:
+        return config
+    text = config.text_config
+    text.dtype = text.dtype or config.dtype
+    return text
 
 
 def first_sentence(error: BaseException) -> str:
@@ -113,8 +132,9 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
         raise refusal(architecture, f"has layers that are not plain attention ({', '.join(other_layers)})")
     if getattr(text, "kv_lora_rank", None) is not None:
         raise refusal(architecture, "compresses keys and values (multi-head latent attention)")
-    if getattr(text, "num_kv_shared_layers", None):
-        raise refusal(architecture, "shares keys and values between layers")
+    sources = kv_sources(text)
+    if any(source is None for source in sources[len(sources) - (getattr(text, "num_kv_shared_layers", 0) or 0) :]):
+        raise refusal(architecture, "reads keys and values of another model")
     max_positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(max_positions, int) or max_positions < 1:
         raise refusal(architecture, "does not specify max_position_embeddings, or not as a positive number")
@@ -126,6 +146,18 @@ def layer_windows(text: Any) -> tuple[int | None, ...]:
     layer_types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     slides = [bool(window) and not unused and kind == "sliding_attention" for kind in layer_types]
     return tuple(window if each else None for each in slides) if any(slides) else ()
+
+
+def kv_sources(text: Any) -> tuple[int | None, ...]:
+    """Of each layer an earlier one whose K and V it reads, the last one of its kind; empty: none does."""
+    num_shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    if not num_shared:
+        return ()
+    num_layers = text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * num_layers
+    own = range(max(0, num_layers - num_shared))
+    last_own = {kinds[i]: i for i in own}
+    return tuple(None if i in own else last_own.get(kinds[i]) for i in range(num_layers))
 
 
 def attention_chunk(text: Any) -> int | None:
@@ -191,7 +223,8 @@ class AttentionTrace:
                 self._architecture,
                 f"has layers with {numbers.format(*others[0])}, where its config says {numbers.format(*expected)}",
             )
-        layers = tuple(self._layers[i] for i in range(spec.num_layers))
+        sources = [layer.source for layer in spec.attention_layers]
+        layers = tuple(replace(self._layers[i], source=source) for i, source in enumerate(sources))
         if [layer.window for layer in layers] != [layer.window for layer in spec.attention_layers]:
             raise refusal(self._architecture, "asks for other windows in its layers than its config says")
         return layers

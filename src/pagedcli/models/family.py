@@ -91,6 +91,13 @@ class FamilyConfig(msgspec.Struct):
     num_dense_layers: int = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
+    logit_scale: float = 1.0
+    use_parallel_residual: bool = False
+    use_qk_norm: bool = False
+    n_shared_experts: int | None = 0
+    moe_layer_start_index: int = 1
+    moe_layer_end_index: int = -1  # the last layer
+    moe_layer_interval: int = 1
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
     per_layer_config: dict[str, dict[str, int]] | None = None  # number of a layer -> its head_dim, num_key_value_heads
@@ -145,4 +152,6 @@ class Family:
     # If it is of another native family, that one's entry describes it
     nested: bool = False
     renamed: dict[str, str] = field(default_factory=dict)  # fields of config.json -> what others call them
+    # whether config.json asks for what the native decoders have not and transformers has
+    through_transformers: Callable[[dict[str, Any]], bool] = lambda _: False
     layer_letters: dict[str, str] = field(default_factory=dict)  # of hybrid_override_pattern -> entries of layer_types

@@ -81,6 +81,7 @@ _NORMS = {
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_norm_after": "post_feedforward_layernorm",
     },
+    "shared": {"input_norm": "input_layernorm"},
 }
 _NORMS_BESIDE_MLP = {  # of experts that stand beside an MLP, and after that MLP
     "dense_norm_after": "post_feedforward_layernorm_1",
@@ -94,12 +95,12 @@ def decoder_parameters(
 ) -> dict[str, Parameter]:
     """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them.
     `layers`: of these layers only, `num_experts`: of so many experts of each only, where one stands for all."""
-    width, names, (head, *_) = spec.hidden_size, spec.names, weight_format.lm_head.stored
+    names, (head, *_) = spec.names, weight_format.lm_head.stored
     parameters = {
         "embedding": _table(
             f"{names.body}.{names.embedding}.weight", spec, head if spec.tie_word_embeddings else WEIGHT
         ),
-        "final_norm": _norm(spec, {f"{names.body}.{names.final_norm}.weight": width}),
+        **_layer_norm(spec, "final_norm", f"{names.body}.{names.final_norm}"),
     }
     if not spec.tie_word_embeddings:
         parameters["lm_head"] = _table("lm_head.weight", spec, head)
@@ -113,8 +114,7 @@ def decoder_parameters(
         for norm, stored in norms.items():
             of_mlp = norm.startswith("mlp")
             if spec.has_mlp(i) or not of_mlp:
-                stored = f"{mlp_name if of_mlp else name}.{stored}.weight"
-                parameters[f"{key}.{norm}"] = _norm(spec, {stored: width})
+                parameters |= _layer_norm(spec, f"{key}.{norm}", f"{mlp_name if of_mlp else name}.{stored}")
         if spec.layer_kinds and spec.layer_kinds[i] == "recurrent":
             parameters |= _recurrent(spec, key, f"{name}.{names.recurrent}", weight_format)
         else:
@@ -228,7 +228,8 @@ def _experts(
     if experts.has_biases:
         parameters[f"{key}.router.bias"] = Parameter({f"{router}.bias": (experts.num_experts,)}, stored=VECTOR)
     if experts.prefers:
-        parameters[f"{key}.preference"] = _exact({f"{block}.expert_bias": (experts.num_experts,)}, init=0.0)
+        preference = f"{block}.{names.preference}"
+        parameters[f"{key}.preference"] = _exact({preference: (experts.num_experts,)}, init=0.0)
     if experts.beside_mlp:
         parameters[f"{key}.router_norm"] = _exact({f"{name}.router.scale": (width,)}, init=1.0)
         parameters[f"{key}.gains"] = _exact({f"{name}.router.per_expert_scale": (experts.num_experts,)}, init=1.0)
@@ -309,6 +310,14 @@ def _short_conv(short: ShortConv, width: int, key: str, name: str, weight_format
 def _exact(shapes: dict[str, tuple[int, ...]], *, init: Init | None = None) -> Parameter:
     """A small tensor that is computed with in float32."""
     return Parameter(shapes, init=init, stored=VECTOR, dtype="float32")
+
+
+def _layer_norm(spec: ModelSpec, key: str, name: str) -> dict[str, Parameter]:
+    """A norm of the residual or of what is added to it."""
+    parameters = {key: _norm(spec, {f"{name}.weight": spec.hidden_size})}
+    if spec.centred_norms == "biased":
+        parameters[f"{key}_bias"] = _exact({f"{name}.bias": (spec.hidden_size,)}, init=0.0)
+    return parameters
 
 
 def _norm(spec: ModelSpec, sizes: dict[str, int]) -> Parameter:

@@ -34,7 +34,7 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{path / 'config.json'} has no model_type", hint="use a Hugging Face model folder")
-    if model_type in FAMILIES:
+    if model_type in FAMILIES and not FAMILIES[model_type].through_transformers(config):
         return native_spec(path, config, model_type)
     if (quantization := read_quantization(config, path / "config.json")) is not None:
         raise refusal(path / "config.json", quantization.method, f"{model_type} runs through transformers")
@@ -61,7 +61,7 @@ def _gguf_spec(path: Path) -> ModelSpec:
 _MOST_EXPERTS = 2**12
 _POSITIVE = (
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
 )
 
 

@@ -63,7 +63,7 @@ def _why_whole(spec: ModelSpec) -> str | None:
     projections = [spec.names.projections]
     if spec.experts is not None and spec.experts.shared_intermediate_size is not None:
         projections.append(spec.experts.names.shared_projections)
-    if spec.fused_projections or any(len(names) == 2 for names in projections):
+    if spec.fused_projections or (spec.gated_mlp and any(len(names) == 2 for names in projections)):
         return "stacks its projections"
     return "norms all heads of q and k together" if spec.qk_norm_all else None
 
@@ -91,7 +91,7 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         counts = {name: spec.num_heads if ".q_proj." in name else num_kv_heads for name in parameter.shapes}
         heads = {name: _head_rows(count, head_dim, parallel) for name, count in counts.items()}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
-    if layer == "gate_up" and out_dim is not None and out_per is not None:
+    if layer in ("gate_up", "up") and out_dim is not None and out_per is not None:
         sizes = {name: shape[out_dim] * out_per for name, shape in parameter.shapes.items()}
         parts = {name: parallel.part_of(size) for name, size in sizes.items()}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in parts.items()}

@@ -18,6 +18,7 @@ class ExpertNames:
 
     block: str = "mlp"  # "": they are parts of the layer itself
     router: str = "gate"
+    preference: str = "expert_bias"  # a number per expert, see ExpertsSpec.prefers
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
@@ -33,6 +34,7 @@ class ExpertsSpec:
     renormalize: bool  # the picked scores are divided by their sum
     sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
     prefers: bool = False  # a number per expert is added to the scores for picking alone
+    least_sum: float = 0.0  # added to the sum that the picked scores are divided by
     scale: float = 1.0  # of the picked scores
     shared_intermediate_size: int | None = None  # width of an expert for every token
     gates_shared: bool = True  # that expert is weighted by a gate of its own
@@ -97,7 +99,9 @@ class ModelSpec:
     kv_sources: tuple[int | None, ...] = ()  # of each layer: an earlier one whose K and V it reads; empty: none does
     # What follows describes the native decoder, and differs from Llama where it is set.
     qk_norm_all: bool = False  # RMSNorm over all heads of q together, and of k
-    layer_norms: Literal["before", "after", "around"] = "before"  # where attention and MLP are normed
+    # where attention and MLP are normed; shared: one norm is before both, whose results are added together
+    layer_norms: Literal["before", "after", "around", "shared"] = "before"
+    centred_norms: Literal["no", "plain", "biased"] = "no"  # norms of layers also subtract the mean, and may add a bias
     float_norms: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     norm_offset: bool = False  # the weights of norms are stored less 1
     query_scale: float | None = None  # of attention scores; None: 1/sqrt(head_dim)

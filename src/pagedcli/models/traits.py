@@ -11,6 +11,9 @@ from pagedcli.models.family import ATTENDS, FamilyConfig
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.spec import ExpertNames, ExpertsSpec, LayerKind, TensorNames
 
+BIASED_NORMS = {"float_norms": True, "centred_norms": "biased"}
+UNGATED = {"gated_mlp": False, "names": TensorNames(projections=("up_proj", "down_proj"))}
+
 
 def granite(fields: FamilyConfig) -> dict[str, Any]:
     return {
@@ -112,6 +115,7 @@ def short_conv_experts(fields: FamilyConfig) -> dict[str, Any]:
     experts = replace(
         mixture(fields, ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))),
         sigmoid=True,
+        least_sum=1e-6,
         prefers=fields.use_expert_bias,
         scale=fields.routed_scaling_factor,
         dense_layers=frozenset(range(fields.num_dense_layers)),
@@ -193,3 +197,56 @@ def granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
     else:
         traits = granite_experts(fields)
     return traits | mamba(fields) | {"names": names}
+
+
+def glm_experts(fields: FamilyConfig) -> dict[str, Any]:
+    """GLM-4.5's mixture, which is DeepSeek's without groups of experts."""
+    names = ExpertNames(preference="gate.e_score_correction_bias", shared="mlp.shared_experts")
+    experts = replace(
+        mixture(fields, names),
+        sigmoid=True,
+        least_sum=1e-20,
+        prefers=True,
+        scale=fields.routed_scaling_factor,
+        dense_layers=frozenset(range(fields.num_dense_layers)),
+        **_always(fields),
+    )
+    # layers after the last one only predict further tokens
+    after = TensorNames(skipped=(f"model.layers.{fields.num_hidden_layers}.",))
+    return {"qk_norm": fields.use_qk_norm, "experts": experts, "names": after}
+
+
+def ernie_experts(fields: FamilyConfig) -> dict[str, Any]:
+    names = ExpertNames(preference="moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
+    last = fields.moe_layer_end_index if fields.moe_layer_end_index >= 0 else fields.num_hidden_layers - 1
+    sparse = [
+        i
+        for i in range(max(0, fields.moe_layer_start_index), last + 1)
+        if not (i + 1) % max(1, fields.moe_layer_interval)
+    ]
+    experts = replace(
+        mixture(fields, names),
+        renormalize=True,
+        prefers=True,
+        dense_layers=frozenset(range(fields.num_hidden_layers)) - set(sparse),
+        **_always(fields),
+    )
+    return {"experts": experts, "names": TensorNames(skipped=("model.mtp",))}
+
+
+def _always(fields: FamilyConfig) -> dict[str, Any]:
+    """Experts that every token goes to: together one of their summed width."""
+    count = fields.n_shared_experts or 0
+    width = fields.moe_intermediate_size or fields.intermediate_size
+    return {"shared_intermediate_size": count * width or None, "gates_shared": False}
+
+
+def starcoder(fields: FamilyConfig) -> dict[str, Any]:
+    biases = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), fields.use_bias)
+    names = TensorNames(projections=("c_fc", "c_proj"))
+    return {**biases, **BIASED_NORMS, "hidden_act": "ungated_gelu", "gated_mlp": False, "names": names}
+
+
+def cohere(fields: FamilyConfig) -> dict[str, Any]:
+    scale = 1 / fields.logit_scale
+    return {"float_norms": True, "centred_norms": "plain", "layer_norms": "shared", "logits_divisor": scale}

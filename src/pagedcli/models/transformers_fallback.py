@@ -27,7 +27,7 @@ from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, cache_shape
 from pagedcli.models.blocks import LayerStep, layer_steps
-from pagedcli.models.fallback_spec import AttentionTrace, first_sentence, read_config, refuse_length
+from pagedcli.models.fallback_spec import NESTED_TEXT, AttentionTrace, first_sentence, read_config, refuse_length
 from pagedcli.models.fallback_spec import refusal as refused
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.spec import ModelSpec, layer_groups
@@ -47,7 +47,8 @@ class PagedStep:
         """Shapes: q [1, H, T, D]; k, v [1, G, T, D]; returns [1, T, H, D]. Changes: the cache of the module's layer."""
         layer: LayerStep = self.layers[module.layer_idx]
         q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
-        layer.write(self.backend, k, v)
+        if layer.layer.source is None:
+            layer.write(self.backend, k, v)
         return layer.attend(self.backend, q)[None]
 
 
@@ -178,6 +179,11 @@ def load(request: DecoderRequest) -> TransformersLM:
             notes += [f"{num_unused} tensors of the checkpoint are not used by it"] if num_unused else []
     except ValueError as error:  # how transformers reports that it has no such causal language model
         raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
+    except ImportError as error:
+        raise ModelError(
+            f"transformers cannot load {spec.architecture}: {first_sentence(error)}",
+            hint="install the package that it names, with pip",
+        ) from error
     model.eval().to(request.device)
     try:
         refuse_by_class(model, spec)
@@ -214,6 +220,8 @@ def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> tuple[
     transformers would initialize missing tensors randomly: here that is an error.
     """
     options = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True, **options}
+    if str(config.model_type).endswith("_text"):
+        options["key_mapping"] = NESTED_TEXT
     try:
         with _quiet():
             model, found = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)

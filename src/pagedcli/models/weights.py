@@ -16,7 +16,7 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import read_json
-from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION
+from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.parameters import Parameter
@@ -221,8 +221,9 @@ class CheckpointWeights:
     def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, "_View"]) -> Tensor:
         tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)
         shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
-        is_scale = None in (parameter.stored.in_per, parameter.stored.out_per)  # written with and without sizes of 1
-        if is_scale and [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]:
+        # scales, and what there is per expert, are written with and without sizes of 1
+        is_loose = None in (parameter.stored.in_per, parameter.stored.out_per) or parameter.stored is VECTOR
+        if is_loose and [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]:
             tensor = tensor.reshape(shape)
         if tuple(tensor.shape) != shape:
             raise ModelError(

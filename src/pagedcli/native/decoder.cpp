@@ -29,18 +29,19 @@ template <class T> struct Forward {
     bool late = false;  // whether only the late tokens are left
     E *residual, *x, *qkv, *wide;  // [T][E], [T][E], [T][Q + 2G][D], [T][the widest of what lies between products]
     E* inputs;                     // [T][L][P]
-    E *routed, *mixed;             // [T][E] each, of experts besides an MLP
+    E *routed, *mixed;             // [T][E] each, of experts or attention besides an MLP
 
     Forward(const Model& m, const Step& step, Arena& arena)
         : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), H(m.num_heads), Q(m.output_gate ? 2 * H : H),
           positions(step.positions), threads((int)step.threads), residual((E*)step.residual) {
         const int64_t widest = std::max({m.head_size, m.inner_size, E_, m.input_size}), rows = Matrix<E>::size(tokens, 1);
-        const int64_t all_inputs = m.num_layers * m.input_size, beside = m.layers[0].router_norm ? E_ : 0;
+        const int64_t all_inputs = m.num_layers * m.input_size, besides = m.layers[0].router_norm ? E_ : 0;
+        const int64_t beside = m.side_by_side ? E_ : besides;
         // each begins in a line of its own
-        arena.reserve((rows * (E_ + widest) + tokens * (m.qkv_size + all_inputs + 2 * beside)) * sizeof(E) + 512);
+        arena.reserve((rows * (E_ + widest) + tokens * (m.qkv_size + all_inputs + beside + besides)) * sizeof(E) + 512);
         x = arena.take<E>(rows * E_), qkv = arena.take<E>(tokens * m.qkv_size), wide = arena.take<E>(rows * widest);
         inputs = arena.take<E>(tokens * all_inputs);
-        routed = arena.take<E>(tokens * beside), mixed = arena.take<E>(tokens * beside);
+        routed = arena.take<E>(tokens * besides), mixed = arena.take<E>(tokens * beside);
     }
 
     // How x of a layer should lie.
@@ -49,8 +50,14 @@ template <class T> struct Forward {
     // The residual after its norm, which is written in `order`.
     Matrix<const E> normed(const void* weight, Order order = BY_ROWS) const {
         if (!weight) return {residual, E_, BY_ROWS};
-        norm_rows<T>(residual, weight, m.float_norms, tokens, E_, (float)m.eps, x, threads, order);
+        norm_residual(weight, tokens, x, order);
         return {x, E_, order};
+    }
+    void norm_residual(const void* weight, int64_t rows, void* out, Order order = BY_ROWS) const {
+        if (m.centred_norms)
+            layer_norm_rows<T>(residual, (const float*)weight, m.centred_norms == 2, rows, E_, (float)m.eps, out, threads, order);
+        else
+            norm_rows<T>(residual, weight, m.float_norms, rows, E_, (float)m.eps, out, threads, order);
     }
 
     // Adds a projection of `wide` to the residual.
@@ -110,7 +117,7 @@ template <class T> struct Forward {
         norm(residual, layer.router_norm, routed), norm(residual, layer.experts_norm, mixed);
         experts_forward(*layer.experts, m.dtype, mixed, tokens, wide, (Epilogue)m.gate, threads, routed);
         norm(wide, layer.experts_norm_after, mixed);
-        const Order order = gate_up(layer);
+        const Order order = gate_up(layer, layer.mlp_norm);
         linear_forward(layer.down, m.dtype, wide, tokens, x, STORE, threads, order);
         norm(x, layer.dense_norm_after, x);
         sum_rows<T>(mixed, tokens, E_, x, threads);
@@ -137,8 +144,8 @@ template <class T> struct Forward {
     }
 
     // Writes `wide` in the returned order.
-    Order gate_up(const Layer& layer) const {
-        const Matrix<const E> from = normed(layer.mlp_norm, order_for(layer.gate_up));
+    Order gate_up(const Layer& layer, const void* norm) const {
+        const Matrix<const E> from = normed(norm, order_for(layer.gate_up));
         const Order order = writes_tiles(layer.gate_up, m.dtype, tokens) ? order_for(layer.down) : BY_ROWS;
         linear_forward(layer.gate_up, m.dtype, from.base, tokens, wide, (Epilogue)m.gate, threads, from.order, order);
         return order;
@@ -151,8 +158,17 @@ template <class T> struct Forward {
             experts_forward(*layer.experts, m.dtype, normed(layer.mlp_norm).base, tokens, wide, (Epilogue)m.gate, threads);
             return add_rows<T>(m, wide, layer.mlp_norm_after, tokens, residual, threads);
         }
-        const Order order = gate_up(layer);
+        const Order order = gate_up(layer, layer.mlp_norm);
         add(layer.down, order, layer.mlp_norm_after);
+    }
+
+    // Adds attention, of which `wide` is in `order`, and the MLP of the same norm.
+    void beside_mlp(const Layer& layer, Order order) const {
+        linear_forward(layer.attention_out, m.dtype, wide, tokens, mixed, STORE, threads, order);
+        const Order of_wide = gate_up(layer, layer.input_norm);
+        linear_forward(layer.down, m.dtype, wide, tokens, x, STORE, threads, of_wide);
+        sum_rows<T>(mixed, tokens, E_, x, threads);
+        add_rows<T>(m, x, nullptr, tokens, residual, threads);
     }
 
     int run() {
@@ -170,13 +186,17 @@ template <class T> struct Forward {
                 return 1;
             }
             if (!tokens) return 0;
+            if (m.side_by_side) {
+                beside_mlp(layer, order);
+                continue;
+            }
             add(recurrent ? recurrent->out : layer.attention_out, order, layer.input_norm_after);
             mlp(layer);
             if (layer.layer_input_after) add_input(layer, i);
             if (layer.scalar != 1) scale_rows<T>((float)layer.scalar, tokens, E_, residual, threads);
         }
         if (step.num_rows < tokens) keep_rows(residual, E_, step.rows, step.num_rows);
-        norm_rows<T>(residual, m.final_norm, m.float_norms, step.num_rows, E_, (float)m.eps, step.out, threads);
+        norm_residual(m.final_norm, step.num_rows, step.out);
         return 0;
     }
 };

@@ -53,6 +53,30 @@ template <class T> void norm_rows(const void* x, const void* weight, bool is_flo
     });
 }
 
+// Norms rows by mean and variance. weight [size] float32, and after it, if it has_bias, as many biases.
+template <class T> void layer_norm_rows(const void* x, const float* weight, bool has_bias, int64_t num_rows, int64_t size, float eps,
+                                        void* out, int threads, Order order = BY_ROWS) {
+    using E = typename T::Elem;
+    const Matrix<E> to{(E*)out, size, order};
+    for_rows(threads, num_rows, size, order == BY_TILES ? Matrix<E>::ROWS : 8, [&](int64_t r) {
+        const E* row = (const E*)x + r * size;
+        vf sums[2] = {}, squares[2] = {};
+        for (int64_t i = 0; i < size; i += VL) sums[i / VL % 2] += load_some<T>(row + i, size - i);
+        const float mean = sum_of(sums[0] + sums[1]) / size;
+        for (int64_t i = 0; i < size; i += VL) {
+            vf v = load_some<T>(row + i, size - i) - mean;
+            for (int64_t j = size - i; j < VL; j++) v[j] = 0;  // what is beyond the row
+            squares[i / VL % 2] += v * v;
+        }
+        const float scale = 1.f / std::sqrt(sum_of(squares[0] + squares[1]) / size + eps);
+        for (int64_t i = 0; i < size; i += VL) {
+            vf v = (load_some<T>(row + i, size - i) - mean) * scale * load_some<F32>(weight + i, size - i);
+            if (has_bias) v += load_some<F32>(weight + size + i, size - i);
+            store_some<T>(to.at(r, i), v, size - i);
+        }
+    });
+}
+
 // Pairs (i, i + size/2) of a head, turned by the token's angles.
 template <class T> void rotate(typename T::Elem* x, const typename T::Elem* angles, int64_t size) {
     const int64_t half = size / 2;

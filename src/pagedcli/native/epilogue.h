@@ -99,6 +99,7 @@ template <class T> struct Output {
             Elem* to = out.at(token, at);
             vf value = biased(loadf(y + v * VL), at);
             if (epilogue == RELU2) value = squared_relu(Rows<T>::round(value));
+            if (epilogue == GELU) value = gelu_of(Rows<T>::round(value));
             if (epilogue == ADD) value = Rows<T>::round(value) + load_some<T>(to, width - at);
             store_some<T>(to, value, width - at);
         }

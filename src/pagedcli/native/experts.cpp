@@ -49,7 +49,7 @@ template <class T> float score(const Experts& e, const typename T::Elem* logits,
 template <class T> void route(const Experts& e, const typename T::Elem* logits, float* probabilities, Choice* chosen) {
     const int64_t X = e.num_experts, K = e.num_per_token;
     const float factor = score<T>(e, logits, probabilities);
-    float total = e.sigmoid ? 1e-6f : 0;
+    float total = (float)e.least_sum;
     for (int64_t i = 0; i < X; i++) {
         const float p = probabilities[i] * factor + (e.preference ? e.preference[i] : 0);
         if (i >= K && !(p > chosen[K - 1].weight)) continue;

@@ -8,6 +8,7 @@ struct Experts {
     int64_t renormalize;           // the picked scores are divided by their sum
     int64_t sigmoid;               // scores are sigmoids of the logits instead of their softmax
     double scale;                  // of the picked scores
+    double least_sum;              // added to their sum before they are divided by it
     const float* preference;       // [num_experts], added to the scores for picking alone; null: nothing is
     const float* gains;            // [num_experts], multiply the weights of the picked; null: nothing does
     Linear router;                 // E -> num_experts

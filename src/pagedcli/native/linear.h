@@ -17,6 +17,7 @@ enum Epilogue : int {
     STORE,         // out = y
     ADD,           // out = out + y
     RELU2,         // out = max(y, 0)^2
+    GELU,          // out = gelu(y)
     GATE_SILU,     // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
     GATE_GELU,     // out = gelu(y_gate) * y_up
     GATE_CLAMPED,  // out = clamped_gate(y_gate, y_up)

@@ -8,7 +8,7 @@ import torch
 
 _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-STORE, ADD, RELU2, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(6)  # Epilogue
+STORE, ADD, RELU2, GELU, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(7)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
 GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
 INT8, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 = 3, *range(5, 11)  # WeightKind
@@ -32,7 +32,7 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize", "sigmoid")),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "least_sum")),
         *((name, _pointer) for name in ("preference", "gains")),
         ("router", LinearStruct),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")),
@@ -91,6 +91,7 @@ class ModelStruct(ctypes.Structure):
         *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "last_keeper")),
         *((name, _int64) for name in ("qkv_size", "head_size")),
         *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
+        *((name, _int64) for name in ("centred_norms", "side_by_side")),
         *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
         *((name, _pointer) for name in ("layers", "final_norm")),
         ("input_size", _int64),

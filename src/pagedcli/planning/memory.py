@@ -109,7 +109,8 @@ def activation_bytes(
     heads = (spec.num_heads + 2 * num_kv_heads) * head_dim
     inner = max(spec.num_heads * head_dim, spec.widest_mlp, spec.hidden_size)
     inputs = spec.num_layers * (spec.layer_inputs or 0)
-    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner + inputs)
+    beside = spec.hidden_size if spec.layer_norms == "shared" else 0
+    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner + inputs + beside)
     if spec.experts is not None:
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
         workspace += rows * itemsize * (spec.experts.intermediate_size + spec.hidden_size)
