@@ -24,6 +24,15 @@ ARCHITECTURES = {
     "ernie4_5": "ERNIE4_5",
     "seed_oss": "SEED_OSS",
     "olmo3": "OLMO2",
+    "gemma": "GEMMA",
+    "arcee": "ARCEE",
+    "nemotron": "NEMOTRON",
+    "stablelm": "STABLELM",
+    "starcoder2": "STARCODER2",
+    "cohere": "COMMAND_R",
+    "cohere2": "COHERE2",
+    "ernie4_5_moe": "ERNIE4_5_MOE",
+    "glm4_moe": "GLM4_MOE",
 }
 
 
@@ -78,7 +87,13 @@ class Conversion:
             values = values.squeeze(1)
         if self.model_type.startswith("qwen3") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
             values = values + 1
-        if self.arch.name in ("GRANITE_MOE", "GRANITE_HYBRID", "MISTRAL3"):
+        if self.model_type in ("gemma", "nemotron") and name.endswith("norm.weight"):
+            values = values + 1
+        name, values = (
+            name.replace("correction_bias", "correction.bias"),
+            values[0] if "moe_statics" in name else values,
+        )
+        if self.arch.name in ("GRANITE_MOE", "GRANITE_HYBRID", "MISTRAL3", "ARCEE"):
             heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
             if (part := name.split(".")[-2]) in heads:
                 values = reordered(values, config[heads[part]])
@@ -147,7 +162,11 @@ class Conversion:
         w.add_embedding_length(config["hidden_size"])
         w.add_block_count(config["num_hidden_layers"])
         w.add_head_count(config["num_attention_heads"])
-        w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if "rms_norm_eps" in config:
+            w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        for key in ("norm_eps", "norm_epsilon", "layer_norm_eps"):
+            if key in config:
+                w.add_layer_norm_eps(config[key])
         w.add_rope_freq_base(full.get("rope_theta", 10000.0))
         if "sliding_attention" in rope:
             w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -157,9 +176,11 @@ class Conversion:
             w.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
         w.add_bos_token_id(config["bos_token_id"])
         w.add_eos_token_id(config["eos_token_id"])
-        if count := config.get("num_local_experts") or config.get("num_experts"):
+        counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if count := next((config[name] for name in counts if config.get(name)), None):
+            picked = ("num_experts_per_tok", "top_k_experts", "moe_k")
             w.add_expert_count(count)
-            w.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
+            w.add_expert_used_count(next(config[name] for name in picked if config.get(name)))
         if self.model_type == "gemma4_text":
             self._gemma4(w)
         else:
@@ -174,8 +195,21 @@ class Conversion:
         if self.model_type == "ministral3":
             w.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
             w.add_attn_temperature_scale(full["llama_4_scaling_beta"])
-        if self.model_type == "glm4":
-            w.add_rope_dimension_count(int(config["head_dim"] * full["partial_rotary_factor"]))
+        if self.model_type in ("glm4", "glm4_moe", "nemotron", "stablelm"):
+            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            w.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
+        if "logit_scale" in config:
+            w.add_logit_scale(config["logit_scale"])
+        if self.model_type == "ernie4_5_moe":
+            w.add_interleave_moe_layer_step(config["moe_layer_interval"])
+            w.add_leading_dense_block_count(config["moe_layer_start_index"])
+            w.add_expert_shared_count(config["moe_num_shared_experts"])
+        if self.model_type == "glm4_moe":
+            w.add_leading_dense_block_count(config["first_k_dense_replace"])
+            w.add_expert_shared_count(config["n_shared_experts"])
+            w.add_expert_weights_scale(config["routed_scaling_factor"])
+            w.add_expert_weights_norm(config["norm_topk_prob"])
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
     def _sizes(self, w):
         config = self.config

@@ -214,7 +214,7 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
     expected = run(make_engine(plain, attention_backend="reference"), ragged_prompts(2), params)
     engine = make_engine(packed, attention_backend="triton")
     assert run(engine, ragged_prompts(2), params) == expected
-    assert isinstance(engine.model._branches[3].body.mixture, GroupedExperts)
+    assert isinstance(engine.model._late_branches[0].body.mixture, GroupedExperts)
     assert [note for note in engine.model.notes if "kept so; activations are not rounded" in note]
 
 
@@ -231,7 +231,7 @@ def test_an_engine_gives_the_tokens_of_experts_with_biases(tmp_path):
     expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(2), params)
     engine = make_engine(path, attention_backend="triton")
     assert run(engine, ragged_prompts(2), params) == expected
-    assert isinstance(engine.model._branches[3].body.mixture, GroupedExperts)
+    assert isinstance(engine.model._late_branches[0].body.mixture, GroupedExperts)
 
 
 @interpreted

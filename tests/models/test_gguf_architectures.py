@@ -18,7 +18,18 @@ FAMILIES = (
     *("qwen3_5", "qwen3_5-moe", "qwen3_next", "granite-hybrid", "granite-hybrid-moe"),
     *("gemma4-e2b", "gemma4-26b", "gemma4-31b", "ministral3", "glm4"),
 )
-OF_DATA = ("granitemoe", "granitemoeshared", "exaone4", "exaone4-global", "ernie4_5", "seed_oss", "olmo3")
+OF_DATA = (
+    "granitemoe",
+    "granitemoeshared",
+    "exaone4",
+    "exaone4-global",
+    "ernie4_5",
+    "seed_oss",
+    "olmo3",
+    "gemma",
+    "nemotron",
+)
+OF_DATA += ("arcee", "stablelm", "stablelm-parallel", "starcoder2", "cohere", "cohere2", "ernie4_5-moe", "glm4-moe")
 THREE_VALUES = {"linear_num_value_heads": 6}  # of a key head: two orders of 2 x 2 heads would be the same backwards
 GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OVERRIDES = dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_next"), THREE_VALUES) | {

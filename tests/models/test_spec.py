@@ -12,6 +12,7 @@ from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, NATIVE_FAMILIES, cached_
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
+from pagedcli.models.families import FAMILIES
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope import RopeSpec
@@ -57,8 +58,8 @@ def test_a_bare_llama_config_gets_the_defaults_of_its_family(tmp_path):
 COMPOSED = [
     family
     for family in (*COMPOSED_FAMILIES, *DATA_FAMILIES)
-    # no one rope each, or key/value heads that do not divide 32
-    if family not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium")
+    # no one rope each, or key/value heads that do not divide 32 or have no default
+    if family not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium", "nemotron")
 ]
 
 
@@ -75,11 +76,13 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path,
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == head_dim
     assert max(filter(None, ours.windows), default=None) == sliding
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    names = {meaning: name for name, meaning in FAMILIES[ours.model_type].renamed.items()}
+    assert ours.rms_norm_eps == getattr(theirs, names.get("rms_norm_eps", "rms_norm_eps"))
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    eos = theirs.eos_token_id or []
+    assert ours.rope.partial == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+    eos = [] if theirs.eos_token_id is None else theirs.eos_token_id
     assert list(ours.eos_token_ids) == (eos if isinstance(eos, list) else [eos])
     assert ours.bos_token_id == theirs.bos_token_id
 

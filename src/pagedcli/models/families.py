@@ -142,7 +142,7 @@ _COHERE = Family(
     "never",
     neighbours=True,
     renamed={"layer_norm_eps": "rms_norm_eps"},
-    defaults={"rms_norm_eps": 1e-5, "logit_scale": 0.0625, _TIED: True},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "logit_scale": 0.0625, _TIED: True},
     traits=cohere,
     through_transformers=lambda config: bool(config.get("use_qk_norm")),
 )
@@ -238,7 +238,7 @@ FAMILIES = {
         architecture="Cohere2ForCausalLM",
         sliding="alternating",
         ropes="in windows",
-        defaults=_COHERE.defaults | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        defaults=_COHERE.defaults | {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4},
         # without windows no layer has a rotary embedding
         through_transformers=lambda config: config.get("sliding_window", 4096) is None,
     ),

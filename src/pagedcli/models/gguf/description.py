@@ -20,6 +20,7 @@ FAMILIES = {
     "qwen3": "qwen3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
@@ -40,6 +41,14 @@ FAMILIES = {
     "glm4": "glm4",
     "exaone4": "exaone4",
     "ernie4_5": "ernie4_5",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "glm4moe": "glm4_moe",
+    "arcee": "arcee",
+    "nemotron": "nemotron",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "command-r": "cohere",
+    "cohere2": "cohere2",
     "seed_oss": "seed_oss",
 }
 # (general.architecture, what its metadata say) -> model_type
@@ -49,7 +58,7 @@ EXCEPTIONS = {
     ("mistral3", "attention.temperature_scale"): "ministral3",
 }
 # Rotary embedding there turns neighbouring elements, so the rows of q and k are stored in another order.
-_REORDERED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3")
+_REORDERED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "arcee")
 # A key head serves every n-th value head there, elsewhere n neighbours.
 _TILED = ("qwen35", "qwen35moe")
 # Tokens that end an answer, whatever the file calls them: files name one, and chats end with another.
@@ -493,7 +502,28 @@ def _lfm2(fields: _Fields) -> dict[str, Any]:
     return config
 
 
+def _layer_norm(fields: _Fields) -> dict[str, Any]:
+    return {"rms_norm_eps": fields.real("attention.layer_norm_epsilon", 1e-5)}
+
+
+def _cohere(fields: _Fields) -> dict[str, Any]:
+    windows = _windows(fields, 4) if fields.prefix == "cohere2" else {}
+    return {**_layer_norm(fields), "logit_scale": fields.real("logit_scale", 1.0), **windows}
+
+
+def _glm_experts(fields: _Fields) -> dict[str, Any]:
+    return {
+        "num_dense_layers": fields.number("leading_dense_block_count", 0),
+        "n_shared_experts": fields.number("expert_shared_count", 0),
+        "routed_scaling_factor": fields.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": fields.get("expert_weights_norm") is not False,
+        "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
+        "partial_rotary_factor": fields.rotated(),
+    }
+
+
 _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
+    "gemma": lambda _: {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": _gemma,
     "gemma3": _gemma,
     "phi3": _phi3,
@@ -520,6 +550,25 @@ _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "mistral3": _mistral3,
     "glm4": lambda fields: {"partial_rotary_factor": fields.rotated()},
     "exaone4": lambda fields: _windows(fields, 4),
+    "ernie4_5-moe": lambda fields: {
+        "moe_layer_start_index": fields.number("leading_dense_block_count", 0),
+        "moe_layer_interval": fields.number("interleave_moe_layer_step", 1),
+        "n_shared_experts": fields.number("expert_shared_count", 0),
+    },
+    "glm4moe": _glm_experts,
+    "nemotron": lambda fields: {**_layer_norm(fields), "partial_rotary_factor": fields.rotated()},
+    "stablelm": lambda fields: {
+        **_layer_norm(fields),
+        "partial_rotary_factor": fields.rotated(),
+        "use_parallel_residual": not fields.has("blk.0.ffn_norm.weight"),
+    },
+    # files do not name the window, which all published models have
+    "starcoder2": lambda fields: {
+        **_layer_norm(fields),
+        "sliding_window": fields.number("attention.sliding_window", 4096),
+    },
+    "command-r": _cohere,
+    "cohere2": _cohere,
 }
 
 
