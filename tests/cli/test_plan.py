@@ -321,3 +321,9 @@ def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
     found = as_json("-", "--config", path, stdin=line)
     assert found["num_valid_rows"] == 1
     assert "varlen" in found["engine"][0]["value"]
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_and_not_looked_up_on_the_hub(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    said = plan(tmp_path / "in.jsonl", "--tokenizer", tmp_path / "absent", expect=2).stderr
+    assert f"--tokenizer: there is no folder {tmp_path}/absent" in said

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from trace_harness import simulated, write
 
 from pagedcli import files
 from pagedcli.cli.session import StopRequest
@@ -46,6 +47,24 @@ def test_rows_do_not_need_stderr(prompts, stderr):
 def test_rows_that_cannot_be_written_are_a_plain_error(prompts, stdout, why):
     result = shell(f"pagedcli generate {prompts} {' '.join(FAST)} {stdout}", expect=1)
     assert result.stderr.endswith(f"error: cannot write to standard output: {why}\n")
+
+
+@pytest.mark.parametrize("flags", ["", "--dump-kv", "--dump-kv --format json"])
+def test_steps_whose_reader_has_gone_end_as_a_broken_pipe_does(tmp_path, flags):
+    trace = write(tmp_path / "run.jsonl", simulated())
+    result = shell(f"{{ pagedcli replay {trace} {flags}; echo $? >&2; }} | true", expect=0)
+    assert result.stderr == "141\n"
+
+
+def test_a_full_disk_is_an_error_of_the_rows_even_if_the_trace_cannot_be_written_either(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "ignore_eos": true}\n' * 60)
+    files = f"{tmp_path}/in.jsonl -o {tmp_path}/out.jsonl --record {tmp_path}/run.jsonl"
+    flags = "--max-tokens 30 --num-gpu-blocks-override 64"
+    result = shell(f"ulimit -f 8; pagedcli generate {files} {flags}", expect=1)  # 4 or 8 KiB, as the shell counts
+    *_, notice, error, hint = result.stderr.splitlines()
+    assert notice == f"cannot write the trace {tmp_path}/run.jsonl: File too large"
+    assert error.startswith(f"error: cannot write {tmp_path}/out.jsonl.partial: File too large")
+    assert "--resume" in hint
 
 
 def test_a_file_does_not_need_stdout(prompts, tmp_path):

@@ -1,10 +1,11 @@
 """Which request a name means, and what is said of a name that means none."""
 
 import pytest
-from trace_harness import EventList
+from trace_harness import EventList, simulated, write
 
-from pagedcli.errors import UsageError
+from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import RequestAdded, RequestRefused, only_wanted
+from pagedcli.trace.files import TraceReader
 from pagedcli.views.names import find_request
 
 
@@ -63,3 +64,14 @@ def test_unwanted_fields_are_dropped_and_only_these():
         ((1, 2), "code-Mirano"), (None, "code-Mirano"), ((1, 2), None), (None, None),
     ]  # fmt: skip
     assert all(each.request_id == "0" for each in kept)
+
+
+def test_what_is_no_trace_is_not_searched_and_of_a_damaged_one_the_beginning_is(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(TraceError, match="not a trace of pagedcli"):
+        find_request(TraceReader(path), "1", "run.jsonl")
+    write(path, simulated())
+    first, second, *_ = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second + "{\n" + second)
+    assert find_request(TraceReader(path), "seq:0", "run.jsonl").seq_ids == {0}

@@ -15,6 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions
@@ -224,7 +226,7 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
         values = _values(positions)
     _, *prompt = sample.prompt_logprobs or [None]
     if sample.text is None and sample.token_ids is None:
-        raise KeyError(f"no field {answer!r} (see --output-field)")
+        raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
     ending = (sample.finish_reason, sample.stop_reason)
     return ComparedSample(sample.text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), ending)
 

@@ -138,12 +138,10 @@ def _tables_format(dump: Dump, format_: ShownFormat) -> Format:
 
 
 def _step_printer(dump: Dump, format_: Format, *, rows_on_stdout: bool) -> "StepPrinter":
-    from rich.console import Console
-
-    from pagedcli.show.step_tables import StepPrinter
+    from pagedcli.show.step_tables import StepConsole, StepPrinter
 
     width = table_width(stderr=rows_on_stdout)
-    console = Console(stderr=rows_on_stdout)
+    console = StepConsole(stderr=rows_on_stdout)
     return StepPrinter(console, chosen=dump.chosen, format=format_, width=width)
 
 

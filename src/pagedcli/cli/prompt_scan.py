@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
+from pagedcli.errors import UsageError
 from pagedcli.planning.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, M
     from pagedcli.planning.decide import model_folder
 
     engine = loaded.config.engine
+    if tokenizer is not None and not tokenizer.exists():
+        raise UsageError(f"--tokenizer: there is no folder {tokenizer}", hint="name a folder with a tokenizer.json")
     if tokenizer is not None and tokenizer.is_dir():
         check_files(tokenizer)
     folder = tokenizer if tokenizer is not None else model_folder(engine, weights=False)

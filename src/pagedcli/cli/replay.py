@@ -7,7 +7,6 @@ from typing import Annotated, BinaryIO, cast
 
 import msgspec
 import typer
-from rich.console import Console
 
 from pagedcli.cli.block import replay_block
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
@@ -18,7 +17,7 @@ from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
 from pagedcli.files import check_files, whole_file
 from pagedcli.printable import one_line, plural, printable_json
 from pagedcli.show.perfetto import export_perfetto
-from pagedcli.show.step_tables import StepPrinter
+from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import TerminalJson, is_interactive, say
 from pagedcli.trace.check import check_trace
@@ -154,7 +153,7 @@ def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
 
 def _print_steps(trace: Path, chosen: StepChoice, follow: NamedRequest | None, format_: StepFormat) -> None:
     reader = TraceReader(trace)
-    printer = StepPrinter(Console(), follow=follow, chosen=chosen, format=Format(format_), width=table_width())
+    printer = StepPrinter(StepConsole(), follow=follow, chosen=chosen, format=Format(format_), width=table_width())
     for event in printer.fold.steps(reader):
         printer.show(event)
         if isinstance(event, StepScheduled) and chosen.is_over(event.step):

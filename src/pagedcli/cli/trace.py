@@ -24,7 +24,7 @@ from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
 from pagedcli.show.panels import PlainView, print_ending
-from pagedcli.show.step_tables import StepPrinter
+from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.files import TraceWriter
@@ -123,7 +123,7 @@ def _named(name: str, job: Job) -> NamedRequest:
 def _print_steps(
     run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, chosen: StepChoice, format: Format
 ) -> int:
-    printer = StepPrinter(Console(), whole_run, follow=follow, chosen=chosen, format=format, width=table_width())
+    printer = StepPrinter(StepConsole(), whole_run, follow=follow, chosen=chosen, format=format, width=table_width())
     code = run(printer, clock_ns=printer.clock_ns)
     if chosen.first and not printer.num_printed:
         raise no_such_step(chosen, "this run", printer.moment.state)

@@ -311,6 +311,14 @@ def step_markdown(moment: Moment) -> str:
     return "\n".join(parts) + "\n"
 
 
+class StepConsole(Console):
+    """The console of a StepPrinter."""
+
+    def on_broken_pipe(self) -> None:
+        """The command ends as after other output; rich would end it with exit code 1."""
+        raise BrokenPipeError
+
+
 class StepPrinter:
     """Prints the chosen steps as their forward pass sees the cache: as tables, Markdown, or one JSON object per line.
 

@@ -4,6 +4,7 @@ A run is recorded as `run.recording.jsonl`, which becomes `run.jsonl` at its end
 `run.part2.jsonl`. Used by everything that records a run or reads one.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pagedcli.files import PendingFile, is_in_use, is_stream
 from pagedcli.line_files import LineReader, LineWriter, has_compressed_name
 from pagedcli.printable import plural
 
+_log = logging.getLogger("pagedcli")
 _SUFFIXES = (".jsonl.zst", ".jsonl")
 
 
@@ -143,8 +145,13 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except TraceError as error:
+            if error_type is None:
+                raise
+            _log.warning("%s", error.message)  # what ended the run matters more, such as rows on the same full disk
 
 
 class TraceReader:

@@ -5,7 +5,6 @@ Used by --follow and --request. The user's own id takes precedence over a reques
 
 import difflib
 from collections.abc import Iterable
-from contextlib import suppress
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import Event, RequestAdded, RequestRefused
@@ -54,11 +53,15 @@ class NamedRequest:
 
 
 def find_request(source: EventSource, name: str, where: str) -> NamedRequest:
-    """The request of a recorded run. Raises: UsageError, with the nearest names, if there is none."""
-    found = NamedRequest(name)
-    with suppress(TraceError):  # damaged: what comes before can be shown
+    """The request of a recorded run. Raises: UsageError, with the nearest names, if there is none;
+    TraceError if the source is not a trace."""
+    found, event = NamedRequest(name), None
+    try:
         for event in source:
             found.see(event)
+    except TraceError:
+        if event is None:  # not a trace; of a damaged one, what comes before can be shown
+            raise
     found.check(where)
     return found
 
