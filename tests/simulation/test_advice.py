@@ -150,6 +150,8 @@ def test_smaller_blocks_are_compared_by_the_time_of_their_own_steps():
     found = advise(replace(subject(prompts, num_blocks=2000), timed=Calibrations(STEP_TIME, {})))
     assert "block size" not in {trial.setting.kind for trial in found.trials}
     assert found.not_tried == "--block-size 8, whose steps have not been timed (pagedcli plan does)"
+    alone = replace(subject([own(n, 33) for n in range(24)], num_blocks=2000), timed=Calibrations(STEP_TIME, {}))
+    assert advise(alone).not_tried is None, "smaller blocks would save nothing if they were as fast"
 
 
 def test_with_the_time_of_steps_limits_are_tried_too_and_tuning_combines_changes():

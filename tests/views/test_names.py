@@ -67,11 +67,11 @@ def test_unwanted_fields_are_dropped_and_only_these():
 
 
 def test_what_is_no_trace_is_not_searched_and_of_a_damaged_one_the_beginning_is(tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"prompt": "a"}\n')
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
     with pytest.raises(TraceError, match="not a trace of pagedcli"):
-        find_request(TraceReader(path), "1", "run.jsonl")
-    write(path, simulated())
+        find_request(TraceReader(prompts), "1", "in.jsonl")
+    path = write(tmp_path / "run.jsonl", simulated())
     first, second, *_ = path.read_text().splitlines(keepends=True)
     path.write_text(first + second + "{\n" + second)
     assert find_request(TraceReader(path), "seq:0", "run.jsonl").seq_ids == {0}

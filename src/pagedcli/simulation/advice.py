@@ -282,16 +282,19 @@ def advise(
     if not subject.has_tokens and subject.limits.enable_prefix_caching:
         recorded = " (--record-tokens)" if subject.workload.format == "pagedcli" else ""
         reasons.append(f"smaller blocks and another order, which need the tokens{recorded}")
-    reasons += [f"{flag}, whose steps have not been timed (pagedcli plan does)" for flag in _untimed(subject)]
+    reasons += [f"{flag}, whose steps have not been timed (pagedcli plan does)" for flag in _untimed(search)]
     return Advice(search.base, tuple(search.sorted()), subject.timed is not None, "; ".join(reasons) or None)
 
 
-def _untimed(subject: Subject) -> list[str]:
-    """Settings that cannot be compared by time."""
+def _untimed(search: "_Search") -> list[str]:
+    """Settings that cannot be compared by time, of smaller blocks those that would gain if steps were as fast."""
+    subject = search.subject
     if subject.timed is None:
         return []
-    sizes = [size for size in subject.smaller_blocks if size not in subject.timed.by_block_size]
-    flags = [f"--block-size {size}" for size in sizes if subject.limits.enable_prefix_caching]
+    flags = []
+    for size in subject.smaller_blocks if subject.limits.enable_prefix_caching else ():
+        if size not in subject.timed.by_block_size and search.may_gain(_with_blocks_of(subject, size)):
+            flags.append(f"--block-size {size}")
     if subject.other_kv is not None and subject.other_kv.step_time is None:
         flags.append(f"--kv-cache-dtype {subject.other_kv.name}")
     return [" and ".join(flags)] if flags else []
@@ -336,6 +339,12 @@ class _Search:
             gain = -1.0  # some rows would be refused
         return Trial(setting, found, gain)
 
+    def may_gain(self, setting: Setting) -> bool:
+        try:
+            return self.try_out(setting).gain >= WORTH_SAYING
+        except OutOfTimeError:
+            return True
+
     def add(self, setting: Setting) -> None:
         self.trials.append(self.try_out(setting))
 
@@ -371,17 +380,22 @@ def _caching(subject: Subject) -> Iterator[Setting]:
 
 def _block_sizes(subject: Subject) -> Iterator[Setting]:
     """Smaller blocks in the same memory. By time only those whose steps have been timed, as they are slower."""
-    limits, timed = subject.limits, subject.timed
+    timed = subject.timed
     for size in subject.smaller_blocks:
-        own = None
-        if timed is not None:
-            if size not in timed.by_block_size:
-                continue
+        setting = _with_blocks_of(subject, size)
+        if timed is None:
+            yield setting
+        elif size in timed.by_block_size:
             others = {other: each for other, each in timed.by_block_size.items() if other != size}
-            own = Calibrations(timed.by_block_size[size], {limits.block_size: timed.own, **others})
-        smaller = replace(limits, block_size=size, num_blocks=(limits.num_blocks or 0) * limits.block_size // size)
-        setting = _with_pool(subject, "block size", (("--block-size", str(size)),), smaller, "more blocks to read")
-        yield replace(setting, timed=own, block_bytes=subject.plan.block_bytes * size // limits.block_size)
+            own = Calibrations(timed.by_block_size[size], {subject.limits.block_size: timed.own, **others})
+            yield replace(setting, timed=own)
+
+
+def _with_blocks_of(subject: Subject, size: int) -> Setting:
+    limits = subject.limits
+    smaller = replace(limits, block_size=size, num_blocks=(limits.num_blocks or 0) * limits.block_size // size)
+    setting = _with_pool(subject, "block size", (("--block-size", str(size)),), smaller, "more blocks to read")
+    return replace(setting, block_bytes=subject.plan.block_bytes * size // limits.block_size)
 
 
 def _order(subject: Subject) -> Iterator[Setting]:
