@@ -126,6 +126,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0],
         },
     ),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 32, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
     "arcee": ("ArceeConfig", {"rope_parameters": _YARN}),
     "nemotron": ("NemotronConfig", {"head_dim": 32}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
@@ -293,7 +297,7 @@ DATA_FAMILIES = (
         "ernie4_5",
     ),
     *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "ernie4_5-moe", "glm4-moe"),
-    *("starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
+    *("hunyuan", "starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)
 GEMMA4_FAMILIES = ("gemma4-e2b", "gemma4-12b", "gemma4-26b", "gemma4-31b")

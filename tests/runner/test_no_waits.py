@@ -15,7 +15,17 @@ pytest.importorskip("triton")
 
 FAMILIES = ("qwen3", "llama-untied", "gemma2", "gemma3", "phi3-longrope", "olmo2", "granite", "smollm3")
 QUICK = ("qwen3", "gemma3", "cohere", "phi3-longrope", "qwen2-moe", "gemma4-26b")
-FAMILIES += ("starcoder2", "cohere", "glm4-moe", "qwen3-moe", "qwen2-moe", "mixtral", "olmoe", *GEMMA4_FAMILIES)
+FAMILIES += (
+    "hunyuan",
+    "starcoder2",
+    "cohere",
+    "glm4-moe",
+    "qwen3-moe",
+    "qwen2-moe",
+    "mixtral",
+    "olmoe",
+    *GEMMA4_FAMILIES,
+)
 HYBRIDS = ("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "lfm2-moe", "bamba", "granite-hybrid")
 # windows shorter than the prompts, several groups of layers
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}

@@ -122,9 +122,11 @@ def split_heads(
     norm: tuple[Tensor, float] | None,
     angles: tuple[Tensor, Tensor] | None,
     neighbours: bool = False,
+    norms_last: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the step's tokens, q and k normed and rotated. `neighbours`: the pairs (2i, 2i + 1) are rotated; q
-    and k then hold their first elements before their second ones, which changes no product of the two.
+    """q, k and v of the step's tokens, q and k normed and rotated, with `norms_last` rotated and normed. `neighbours`:
+    the pairs (2i, 2i + 1) are rotated; q and k then hold their first elements before their second ones, which changes
+    no product of the two.
 
     Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); angles of rotary_rows, or
              None: no rotation;
@@ -132,10 +134,12 @@ def split_heads(
     """
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    if norm is not None:
+    if norm is not None and not norms_last:
         qk = rms_norm(qk, *norm)  # q and k in one pass
     if angles is not None:
         qk = _rotate_first(qk, *angles, neighbours=neighbours)
+    if norm is not None and norms_last:
+        qk = rms_norm(qk, *norm)
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
 
 

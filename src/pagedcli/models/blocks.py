@@ -151,7 +151,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Te
     wavelength_steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     if rope.type == "yarn":
         return _yarn(rope, head_dim, rope.theta**wavelength_steps)
-    frequencies = 1.0 / (rope.theta**wavelength_steps)
+    theta = rope.theta if rope.alpha == 1 else rope.theta * rope.alpha ** (head_dim / (head_dim - 2))
+    frequencies = 1.0 / (theta**wavelength_steps)
     if rope.type == "proportional":
         is_rotated = torch.arange(head_dim // 2) < int(rope.partial * head_dim // 2)
         return frequencies.where(is_rotated, 0.0) / rope.factor
@@ -290,6 +291,7 @@ class Attention:
     qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
     norm: tuple[Tensor, float] | None  # of q and k: weight [H + G, D] and eps
     norms_all: bool  # of all of q and all of k, not of each head
+    norms_last: bool  # after the rotary embedding
     table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
     neighbours: bool  # see layers.basic.split_heads
     query_scales: Tensor | None  # [P] of query_scales; None: all are 1
@@ -319,7 +321,15 @@ class Attention:
             norm_all(qkv, *sizes, *norm)
             norm = None
         angles = None if self.table is None else step.angles_of(self.table)
-        q, k, v = split_heads(qkv, *sizes, self.head_dim, norm=norm, angles=angles, neighbours=self.neighbours)
+        q, k, v = split_heads(
+            qkv,
+            *sizes,
+            self.head_dim,
+            norm=norm,
+            angles=angles,
+            neighbours=self.neighbours,
+            norms_last=self.norms_last,
+        )
         if self.query_scales is not None:
             q *= self.query_scales.index_select(0, step.positions)[:, None, None]
         return q, k, v

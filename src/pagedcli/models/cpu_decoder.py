@@ -192,6 +192,7 @@ class _Builder(Parts):
             inner_size=max(spec.widest_mlp, shared or 0, spec.recurrent.inner if spec.recurrent else 0),
             output_gate=spec.output_gate,
             norms_heads=spec.qk_norm_all,
+            norms_last=spec.norms_last,
             value_norm=spec.value_norm,
             float_norms=spec.float_norms,
             gate=_GATES[spec.hidden_act],

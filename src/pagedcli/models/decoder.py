@@ -329,11 +329,12 @@ class _Builder(Parts):
             qkv=self._linear(f"{key}.qkv"),
             norm=None if weight is None else (weight, spec.rms_norm_eps),
             norms_all=spec.qk_norm_all,
+            norms_last=spec.norms_last,
             table=None if rope is None else self.table(rope, spec.head_dim),
             neighbours=rope is not None and rope.neighbours,
             query_scales=None if rope is None else self.query_scales(rope),
             out=self._summed_linear(f"{key}.out"),
-            fused_store=self._fused_store,
+            fused_store=self._fused_store and not spec.norms_last,
             sinks=self._tensors.pop(f"{key}.sinks", None),
             has_gate=spec.output_gate,
         )

@@ -242,6 +242,21 @@ FAMILIES = {
         # without windows no layer has a rotary embedding
         through_transformers=lambda config: config.get("sliding_window", 4096) is None,
     ),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        None,
+        None,
+        2048,
+        (1, 2),
+        "never",
+        rope_alpha=True,
+        defaults={"rms_norm_eps": 1e-5},
+        traits=lambda _: {
+            "qk_norm": True,
+            "norms_last": True,
+            "names": TensorNames(head_norms=("query_layernorm", "key_layernorm")),
+        },
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,

@@ -141,6 +141,7 @@ class Family:
     ropes: Literal["same", "as listed", "by window", "in windows", "by theta", "if named"] = "same"
     local_theta: float | None = None  # of windows, where ropes differ by window; None: that of full attention
     partial_rope: bool = False  # partial_rotary_factor is read
+    rope_alpha: bool = False  # alpha of a dynamic rotary embedding is read, which then depends on no length
     neighbours: bool = False  # rotary embedding turns the pairs (2i, 2i + 1)
     query_growth: bool = False  # llama_4_scaling_beta is read
     defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json

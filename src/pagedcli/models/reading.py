@@ -236,7 +236,8 @@ def _layer_ropes(
     if family.ropes == "by window":
         by_kind = _ropes_by_window(config, family, max_positions, where)
         return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields, family))
-    rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
+    may = {"may_be_partial": family.partial_rope, "may_have_alpha": family.rope_alpha}
+    rope = read_rope_spec(config, max_positions, where, **may)
     growth = rope.query_growth if family.query_growth else 0.0
     rope = replace(rope, neighbours=family.neighbours, query_growth=growth)
     if family.ropes == "if named" and fields.position_embedding_type != "rope":

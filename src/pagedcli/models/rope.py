@@ -4,7 +4,7 @@ Free of torch. blocks.py turns a RopeSpec into cosines and sines.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()  # longrope: factor of each wavelength up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: beyond it
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
+    alpha: float = 1.0  # stretches theta by alpha^(R / (R - 2)), R elements of a head that are rotated
     divisors: tuple[float, ...] = ()  # of each frequency, as GGUF files have them in place of llama3's parameters
     neighbours: bool = False  # pairs are the elements (2i, 2i + 1) instead of (i, i + half)
     query_growth: float = 0.0  # queries are multiplied by 1 + this * ln(1 + position // original length)
@@ -79,6 +80,7 @@ class _RopeJson(msgspec.Struct):
     truncate: bool = True
     partial_rotary_factor: float | None = None
     llama_4_scaling_beta: float | None = None
+    alpha: float | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
 
@@ -92,7 +94,12 @@ class _ConfigJson(msgspec.Struct):
 
 
 def read_rope_spec(
-    config: dict[str, Any], max_position_embeddings: int, where: Path, *, may_be_partial: bool = False
+    config: dict[str, Any],
+    max_position_embeddings: int,
+    where: Path,
+    *,
+    may_be_partial: bool = False,
+    may_have_alpha: bool = False,
 ) -> RopeSpec:
     """The RopeSpec of a config.json, whichever of the two forms it uses.
 
@@ -108,7 +115,7 @@ def read_rope_spec(
         if any(isinstance(value, dict) for value in (config.get(form) or {}).values()):
             raise ModelError(f"{where}: {form} differs between layers, which is not supported for this family")
     rope = fields.rope_scaling or fields.rope_parameters or _RopeJson()  # transformers prefers rope_scaling, too
-    rope_type = rope.rope_type or rope.type or "default"
+    rope_type, alpha = _type_and_alpha(rope, may_have_alpha)
     if rope_type not in _TYPES:
         raise ModelError(f"{where}: rope type {rope_type!r} is not supported (supported: {', '.join(_TYPES)})")
     partial = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
@@ -147,20 +154,31 @@ def read_rope_spec(
             attention_factor=_attention_factor(rope, factor),
         )
     if rope_type == "longrope":
-        if not rope.short_factor:
-            raise ModelError(f"{where}: rope type 'longrope' needs 'short_factor'")
-        factor = rope.factor or max_position_embeddings / original
-        by_length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        return RopeSpec(
-            type="longrope",
-            theta=theta,
-            partial=partial,
-            original_max_position_embeddings=original,
-            short_factor=tuple(rope.short_factor),
-            long_factor=tuple(rope.long_factor or ()),
-            attention_factor=rope.attention_factor or by_length,
-        )
-    return RopeSpec(theta=theta, partial=partial)
+        found = _longrope(rope, original, max_position_embeddings, where)
+        return replace(found, theta=theta, partial=partial)
+    return RopeSpec(theta=theta, partial=partial, alpha=alpha)
+
+
+def _longrope(rope: _RopeJson, original: int, max_position_embeddings: int, where: Path) -> RopeSpec:
+    if not rope.short_factor:
+        raise ModelError(f"{where}: rope type 'longrope' needs 'short_factor'")
+    factor = rope.factor or max_position_embeddings / original
+    by_length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeSpec(
+        type="longrope",
+        original_max_position_embeddings=original,
+        short_factor=tuple(rope.short_factor),
+        long_factor=tuple(rope.long_factor or ()),
+        attention_factor=rope.attention_factor or by_length,
+    )
+
+
+def _type_and_alpha(rope: _RopeJson, may_have_alpha: bool) -> tuple[str, float]:
+    """A dynamic rotary embedding with alpha is a plain one of another theta."""
+    rope_type = rope.rope_type or rope.type or "default"
+    if may_have_alpha and rope_type == "dynamic" and rope.alpha is not None:
+        return "default", rope.alpha
+    return rope_type, 1.0
 
 
 def _check_positive(fields: _ConfigJson, where: Path) -> None:

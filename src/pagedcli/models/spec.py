@@ -98,6 +98,7 @@ class ModelSpec:
     layer_heads: tuple[Heads, ...] = ()  # G and D of each layer, where layers differ; empty: the same in all
     kv_sources: tuple[int | None, ...] = ()  # of each layer: an earlier one whose K and V it reads; empty: none does
     # What follows describes the native decoder, and differs from Llama where it is set.
+    norms_last: bool = False  # the norms of q and k come after the rotary embedding
     qk_norm_all: bool = False  # RMSNorm over all heads of q together, and of k
     # where attention and MLP are normed; shared: one norm is before both, whose results are added together
     layer_norms: Literal["before", "after", "around", "shared"] = "before"

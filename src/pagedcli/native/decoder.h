@@ -42,6 +42,7 @@ struct Model {
     int64_t gate;         // Epilogue of gate_up
     int64_t centred_norms;  // norms of the residual subtract the mean, too; 2: biases follow their weights
     int64_t side_by_side;   // attention and MLP see the same norm of the residual, and are added to it together
+    int64_t norms_last;     // q_norm and k_norm come after the rotary embedding
     double eps, attention_scale, soft_cap, residual_multiplier;  // soft_cap 0: none
     const Layer* layers;
     const void* final_norm;

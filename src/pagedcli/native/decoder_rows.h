@@ -146,10 +146,12 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, int6
         if (layer.q_norm && m.norms_heads) norm(row, layer.q_norm, H * D), norm(row + H * D, layer.k_norm, G * D);
         for (int64_t h = 0; h < H + G; h++) {
             E* head = row + (h < H ? each * h : (each - 1) * H + h) * D;
-            if (layer.q_norm && !m.norms_heads) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
+            const bool normed = layer.q_norm && !m.norms_heads;
+            if (normed && !m.norms_last) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
             if (!layer.rope_table) continue;
             if (layer.neighbours) part_neighbours(head, layer.rotated);
             rotate<T>(head, (const E*)layer.rope_table + positions[t] * layer.rotated, layer.rotated);
+            if (normed && m.norms_last) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
             if (!layer.query_scales || h >= H) continue;
             const vf scale = splat(Rows<T>::load_one((const E*)layer.query_scales + positions[t]));
             for (int64_t i = 0; i < D; i += VL) store_some<T>(head + i, load_some<T>(head + i, D - i) * scale, D - i);

@@ -91,7 +91,7 @@ class ModelStruct(ctypes.Structure):
         *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "last_keeper")),
         *((name, _int64) for name in ("qkv_size", "head_size")),
         *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
-        *((name, _int64) for name in ("centred_norms", "side_by_side")),
+        *((name, _int64) for name in ("centred_norms", "side_by_side", "norms_last")),
         *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
         *((name, _pointer) for name in ("layers", "final_norm")),
         ("input_size", _int64),
