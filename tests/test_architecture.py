@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,15 @@ def python_files():
     return sorted(SRC.rglob("*.py"))
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path, *, module_level_only=False):
     """Dotted names imported by a file; relative imports are not used in this project."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     typing_only = {
         node
         for block in ast.walk(tree)
@@ -79,7 +86,7 @@ def imports(path, *, module_level_only=False):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def package_of(path):
@@ -114,13 +121,14 @@ def test_no_function_is_longer_than_a_screen():
     longer = {
         f"{path.relative_to(SRC)}: {node.name}"
         for path in python_files()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     }
     assert longer == LONGER_FUNCTIONS
 
 
+@cache
 def modules():
     """Dotted name -> file of every module of the package."""
     found = {}
@@ -132,14 +140,14 @@ def modules():
 
 def import_graph():
     """Module -> modules that it imports at any level, or names in a string to import them later."""
-    known = modules()
+    known = modules().copy()
     del known["pagedcli"]  # the package itself holds __version__, and LLM for its users only
     graph = {}
     for name, path in known.items():
         used = imports(path)
         # `from package import module` is an import of the module alone
         used -= {module.rpartition(".")[0] for module in used & known.keys()} - plain_imports(path)
-        strings = {node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        strings = {node.value for node in ast.walk(parsed(path))
                    if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
         graph[name] = (used | strings) & known.keys() - {name}
     return graph
@@ -148,7 +156,7 @@ def import_graph():
 def plain_imports(path):
     """Modules of which a name that is no module is imported."""
     known = modules()
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    nodes = ast.walk(parsed(path))
     return {node.module for node in nodes if isinstance(node, ast.ImportFrom)
             and any(f"{node.module}.{alias.name}" not in known for alias in node.names)}  # fmt: skip
 

@@ -42,14 +42,26 @@ def test_a_named_pipe_gives_the_rows_of_a_file(prompts, out, tmp_path):
     assert json.loads(plan)["num_rows"] == 3
 
 
-@pytest.mark.parametrize("form", ["generate /dev/stdin < {}", "generate <(cat {})", "generate /dev/stdin < <(cat {})"])
-def test_pipes_of_a_shell_give_the_rows_of_a_file(prompts, form):
+SEVERAL = """
+import sys
+from pagedcli.__main__ import run
+inputs, flags = sys.argv[1:4], sys.argv[4:]
+for name in inputs:
+    sys.argv[1:] = ["generate", name, *flags]
+    try:
+        run()
+    except SystemExit as end:
+        assert not end.code, name
+"""
+
+
+def test_pipes_of_a_shell_give_the_rows_of_a_file(prompts):
     if not os.path.exists("/bin/bash"):
         pytest.skip("bash is not on this machine")
-    python = shlex.join([sys.executable, "-m", "pagedcli"])
-    command = f"{python} {form.format(shlex.quote(str(prompts)))} {shlex.join(FAST)}"
+    python, file = shlex.join([sys.executable, "-c", SEVERAL]), shlex.quote(str(prompts))
+    command = f"{python} <(cat {file}) /dev/stdin /dev/fd/3 {shlex.join(FAST)} < <(cat {file}) 3< {file}"
     made = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
-    assert [row["index"] for row in rows_of(made.stdout)] == [0, 1, 2], made.stderr
+    assert [row["index"] for row in rows_of(made.stdout)] == [0, 1, 2] * 3, made.stderr
 
 
 def test_a_finished_run_from_a_pipe_is_known_by_its_lines(out):

@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def num_prompt_tokens(*arguments):
-    shown = json.loads(pagedcli("plan", *arguments, "--format", "json").stdout)
+    shown = json.loads(pagedcli("plan", *arguments, "--max-tokens", "1", "--no-calibrate", "--format", "json").stdout)
     return shown["num_prompt_tokens"]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import gguf, random_blocks
-from interpreter import interpreted, plain, run_interpreted
+from interpreter import interpreted
 from quantized_zoo import exact_activations
 
 from pagedcli.models.gguf.blocks import numbers
@@ -13,11 +13,6 @@ from pagedcli.models.gguf.types import TYPES
 
 pytest.importorskip("triton")
 IN_TRITON = [number for number, kind in TYPES.items() if kind.in_triton]
-
-
-@plain
-def test_blocks_in_the_interpreter():
-    run_interpreted(__file__, at_least=len(IN_TRITON))
 
 
 @interpreted
