@@ -3,6 +3,13 @@
 from pagedcli import LLM, SamplingParams
 """
 
+import os
+
+# How often torch's threads look for work before they sleep: as often as the decoder's own (native/parallel.cpp). The
+# default is milliseconds after each operation, on cores that the decoder needs then. Read when torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
 TYPE_CHECKING = False  # as in typing, whose import is too slow before Ctrl-C has its handler
 if TYPE_CHECKING:
     from pagedcli.llm import LLM

@@ -6,6 +6,8 @@ import re
 import pytest
 from cli_harness import pagedcli
 
+from pagedcli.bench.spread import Busy, BusyWatch
+
 TIGHT = ("--num-gpu-blocks-override", "8", "--max-num-seqs", "6")
 
 
@@ -26,12 +28,24 @@ def forecast_of(path, *flags, expect=0):
 
 def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
     first, second = (pagedcli("plan", many) for _ in range(2))
     assert "calibrating: loads builtin" in first.stderr
     assert "calibrating" not in second.stderr
     assert re.search(r"^time +[\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s\)$", second.stdout, re.M)
     assert re.search(r"^generated tokens +\d+ ms +[\d.]+ %$", second.stdout, re.M)
     assert "measured on this machine" in second.stdout
+
+
+def test_a_calibration_among_other_work_says_so_and_is_made_again_when_that_has_ended(many, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    outputs = []
+    for others in (0.4, 0.4, 0.0, 0.4):
+        monkeypatch.setattr(BusyWatch, "read", lambda _, others=others: Busy(others, steal=0.0))
+        outputs.append(pagedcli("plan", many))
+    assert ["calibrating" in output.stderr for output in outputs] == [True, False, True, False]
+    warns = ["other work took 40.0 % of the processor meanwhile" in " ".join(out.stdout.split()) for out in outputs]
+    assert warns == [True, True, False, False]
 
 
 def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, monkeypatch):

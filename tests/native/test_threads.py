@@ -1,6 +1,8 @@
 """The number of threads follows the affinity mask and the quota of a container."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -41,3 +43,14 @@ def test_threads_are_lowered_and_never_raised():
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_of_torch_sleep_soon_unless_the_user_says_otherwise(given, expected):
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import pagedcli, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    result = subprocess.run([sys.executable, "-c", code], env=env | given, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == expected

@@ -21,6 +21,7 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.bench.spread import BusyWatch
 from pagedcli.config import Config, EngineConfig
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
@@ -38,7 +39,7 @@ from pagedcli.planning.step_time import (
     made_of,
     save_step_time,
 )
-from pagedcli.printable import plural
+from pagedcli.printable import percent_text, plural
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -55,6 +56,7 @@ _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks we
 _MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
 _MOST_STEPS, _STEPS_S = 32, 0.3  # of a run for what passes between steps
 _TIMES = 5  # that something outside of steps is done
+_LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
 _SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
 
 
@@ -80,9 +82,10 @@ def step_time_here(
     from, or why there is none."""
     key = time_key(config, spec, plan)
     where = f"{key.processor}, {plural(key.threads, 'thread')}" if key.threads else key.processor
-    if (found := load_step_time(key)) is not None:
+    found = load_step_time(key)
+    if found is not None and not (found.disturbed and may_calibrate and _is_quiet()):
         runs = f" and {plural(found.num_runs, 'run')}" if found.num_runs else ""
-        return found, f"measured on this machine ({where}) by a calibration{runs}"
+        return found, f"measured on this machine ({where}) by a calibration{runs}{_disturbed(found)}"
     if not may_calibrate:
         return None, "no calibration of this model on this machine: plan without --no-calibrate makes one"
     folder = model_folder(config, weights=False)
@@ -95,7 +98,23 @@ def step_time_here(
     except PagedcliError as error:
         return None, f"no calibration: {error.message}"
     save_step_time(key, found)
-    return found, f"measured on this machine ({where}) by a calibration"
+    return found, f"measured on this machine ({where}) by a calibration{_disturbed(found)}"
+
+
+def _disturbed(found: StepTime) -> str:
+    """What to know about a calibration besides its source."""
+    if not found.disturbed:
+        return ""
+    taken = percent_text(found.disturbed)
+    return f"; other work took {taken} of the processor meanwhile: a later plan without it measures again"
+
+
+def _is_quiet() -> bool:
+    """Whether this machine does little else at the moment."""
+    watch = BusyWatch()
+    time.sleep(_LOOK_S)
+    busy = watch.read()
+    return busy is None or not busy.disturbs
 
 
 def calibrate(
@@ -107,10 +126,17 @@ def calibrate(
 ) -> StepTime:
     """Measure an idle engine, by its clock. `tokenizer`: also measure what rows take outside of steps. `on_progress`
     receives the share of the budget that is used."""
+    watch = BusyWatch()
     measurement = _Measurement(engine, BUDGET_S if budget_s is None else budget_s, on_progress)
     measurement.run_steps()
     found = made_of(measurement.typical(), attended_layers(engine.plan.groups))
-    return found if tokenizer is None else _with_host_time(engine, tokenizer, found)
+    if tokenizer is not None:
+        found = _with_host_time(engine, tokenizer, found)
+    busy = watch.read()
+    if busy is None or not busy.disturbs:
+        return found
+    taken = busy.others + busy.steal
+    return replace(found, error=max(found.error, taken), disturbed=taken)
 
 
 Kind = tuple[int, ...]

@@ -150,6 +150,7 @@ class StepTime:
     layers: tuple[AttendedLayers, ...] = EVERYTHING
     error: float = FIRST_ERROR  # by which a predicted time is off, as a share of it
     num_runs: int = 0  # finished runs that it has learned from
+    disturbed: float = 0.0  # share of all cores that other work took while it was measured, if that was too much
 
     def seconds(self, work: StepWork) -> float:
         """The time of a step."""
