@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.cpu import CpuAttention
 from pagedcli.attention.select import REGISTRY
-from pagedcli.core.groups import TableShape, group_bytes, page_bytes
+from pagedcli.core.groups import TableShape, page_bytes, sized
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
@@ -200,9 +200,9 @@ def published_caches() -> str:
     rows = []
     for name, (model_type, config) in _DIFFERING.items():
         spec = native_spec(Path("."), {"vocab_size": 262144, **config}, model_type)
-        groups, own = layer_groups(spec.attention_layers), (spec.num_kv_heads, spec.head_dim)
-        num_bytes = page_bytes(groups, block_size=16, heads=own, kv_dtype="bfloat16")
-        sizes = [group_bytes(group, block_size=16, heads=own, kv_dtype="bfloat16") for group in groups]
+        own = spec.num_kv_heads, spec.head_dim
+        groups = sized(layer_groups(spec.attention_layers), heads=own, kv_dtype="bfloat16")
+        num_bytes, sizes = page_bytes(groups, 16), [group.used_bytes(16) or 0 for group in groups]
         overall = [size for group, size in zip(groups, sizes, strict=True) if group.window is None]
         windowed_bytes = sum(sizes) - sum(overall)
         used = windowed_bytes / num_bytes / (len(groups) - len(overall)), sum(overall) / num_bytes / len(overall)

@@ -7,6 +7,7 @@ from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.step_input import StepTokens
+from pagedcli.events import CacheGroup
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -139,11 +140,14 @@ class ScriptedStep:
 
 
 def scripted_plan(num_blocks, block_size=2, **changes):
-    """A plan with changes of its own fields or of its limits."""
+    """A plan with changes of its own fields or of its limits. `windows`: of each group of layers."""
     limits = {
         "block_size": block_size, "num_blocks": num_blocks, "max_model_len": num_blocks * block_size + 64,
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "vocab_size": 1_000_000,
     }  # fmt: skip
+    windows = changes.pop("windows", (None,))
+    # one layer each, of one head of one element in two bytes
+    limits["groups"] = tuple(CacheGroup(window, (layer,), (1, 1), 4) for layer, window in enumerate(windows))
     limits |= {name: value for name, value in changes.items() if name in Limits.__dataclass_fields__}
     others = {name: value for name, value in changes.items() if name not in Limits.__dataclass_fields__}
     return Plan(**{"limits": Limits(**limits), "model": "none", "block_bytes": block_size * 4, **others})

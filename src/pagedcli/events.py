@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,6 +27,19 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag_field="event", tag=_snake
     """Base of all events. In a trace file each is one JSON object whose `event` names its type."""
 
 
+class CacheGroup(msgspec.Struct, frozen=True, gc=False):
+    """Layers whose K and V of the same tokens are in one block, see core.groups."""
+
+    window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    layers: tuple[int, ...] = ()  # rising; empty: not known, in simulations without a model
+    heads: tuple[int, int] | None = None  # of each layer: key/value heads, and their size; None: the model's
+    token_bytes: int | None = None  # K and V of a token in all of them; None: not known
+
+    def used_bytes(self, block_size: int) -> int | None:
+        """Bytes that they take of a block, whose rest stays unused; None: not known."""
+        return None if self.token_bytes is None else self.token_bytes * block_size
+
+
 class EngineStarted(Event, frozen=True, gc=False):
     """First record of a trace: the plan of the engine."""
 
@@ -40,7 +53,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     refused: tuple[str, ...]  # why faster backends were not chosen, one line each
     num_blocks: int
     block_size: int  # tokens per block
-    block_bytes: int  # bytes of one block over all layers, K and V
+    block_bytes: int  # bytes of one block, K and V of all layers of a group
     max_model_len: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,10 +61,15 @@ class EngineStarted(Event, frozen=True, gc=False):
     enable_prefix_caching: bool
     eviction: Eviction = "lru"  # the policy of the block pool
     min_prefill_tokens: int = 0  # of prompts that start in a step of decodes; fewer wait for some steps
-    windows: tuple[int | None, ...] = (None,)  # tokens that a query sees, of each group of layers; None: all before it
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # of layers, which share the pool
     preemption_policy: Literal["last", "largest"] = "last"
     step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group."""
+        return tuple(group.window for group in self.groups)
 
 
 class RequestAdded(Event, frozen=True, gc=False):

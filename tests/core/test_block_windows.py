@@ -5,7 +5,7 @@ from hypothesis import settings
 from pool_harness import PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.groups import TableShape, cache_groups, group_size, page_bytes
+from pagedcli.core.groups import TableShape, cache_groups, page_bytes, sized
 
 
 def grow(manager, seq, token):
@@ -86,7 +86,7 @@ def test_groups_have_the_size_of_the_fewest_layers_alike():
     gemma3_1b = [None if (i + 1) % 6 == 0 else 512 for i in range(26)]
     groups = cache_groups(gemma3_1b)
     assert [group.window for group in groups] == [512] * 6 + [None]
-    assert group_size(groups) == 4
+    assert [len(group.layers) for group in groups] == [4] * 4 + [3] * 2 + [4]
     assert sorted(layer for group in groups for layer in group.layers) == list(range(26))
     assert cache_groups([None] * 3)[0].layers == (0, 1, 2)
     assert [group.layers for group in cache_groups([4, None, 4, None])] == [(0, 2), (1, 3)]
@@ -148,7 +148,9 @@ def test_groups_of_layers_with_other_heads_take_about_the_same_bytes():
     # layers of twice the bytes: a block holds one of them or two of the others
     wide = cache_groups([4] * 4 + [None] * 2, [(1, 8)] * 4 + [(1, 16)] * 2)
     assert [(group.heads, len(group.layers)) for group in wide] == [((1, 8), 4), ((1, 16), 2)]
-    assert page_bytes(wide, block_size=2, heads=(1, 8), kv_dtype="int8") == 2 * 4 * 2 * 12  # scales: (16 + 4) * 2 < 48
+    int8 = sized(wide, heads=(1, 8), kv_dtype="int8")  # scales: (8 + 4) * 4 against (16 + 4) * 2
+    assert [group.used_bytes(2) for group in int8] == [2 * 2 * 4 * 12, 2 * 2 * 2 * 20]
+    assert page_bytes(int8, 2) == 2 * 4 * 2 * 12
     # room for three layers of 4 elements, though the five of 2 take only 10
     rounded = cache_groups([4] * 25 + [None] * 5, [(2, 2)] * 25 + [(1, 2)] * 5)
     assert [len(group.layers) for group in rounded] == [3] * 7 + [2] * 2 + [5]

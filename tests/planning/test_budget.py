@@ -24,6 +24,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.core.budget import TERMS, StepShape, Terms, block_bytes
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import UsageError
+from pagedcli.events import CacheGroup
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import native_spec, read_spec
@@ -48,6 +49,7 @@ QWEN3_06B = native_spec(
     },
     "qwen3",
 )
+GROUP = CacheGroup(layers=tuple(range(28)), heads=(8, 128))
 
 
 def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
@@ -58,10 +60,10 @@ def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
     terms = Terms(total=total, reserve=reserve, others=used - current, weights=current, activations=peak - current)
     assert (terms.used, terms.available) == (used, total - used - (peak - current))
     assert terms.num_blocks(per_block) == 621
-    assert block_formula(QWEN3_06B, 256, "bfloat16") == (
+    assert block_formula(GROUP, 256, "bfloat16") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
     )
-    assert block_formula(QWEN3_06B, 256, "int8") == (
+    assert block_formula(GROUP, 256, "int8") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x (128 head_dim x 1 bytes + 4 of scale) = 15,138,816"
     )
     assert footprint(QWEN3_06B, AS_STORED, "torch", 2).parameters == 596_049_920  # the number on its model card: 0.6B
@@ -206,7 +208,7 @@ def test_target_rows_invert_the_terms():
 
 
 def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
-    rows = list(size_rows(QWEN3_06B, 10 * GIB, 40960))
+    rows = list(size_rows([GROUP], 10 * GIB, 40960))
     assert len(rows) == 24
     for row in rows:
         assert row["num_kvcache_blocks"] == 10 * GIB // row["block_bytes"]

@@ -68,7 +68,7 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, famil
     path, expected = models(family)
     engine = make_engine(path, **HARD)
     assert engine.plan.in_one_call
-    engine = make_engine(path, **HARD, num_gpu_blocks_override=SMALL_POOLS[len(engine.plan.groups)])
+    engine = make_engine(path, **HARD, num_gpu_blocks_override=SMALL_POOLS[len(engine.plan.limits.groups)])
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens > 0
@@ -149,8 +149,8 @@ def test_samples_and_beams_are_the_same_in_a_small_pool_and_in_torch(models):
 def test_layers_that_read_others_hold_no_blocks(models):
     path, _ = models("gemma4-e2b")
     engine = make_engine(path, **HARD)
-    assert [group.layers for group in engine.plan.groups] == [(0, 1), (2,)], "of six layers"
-    assert [group.heads for group in engine.plan.groups] == [(1, 32), (1, 64)]
+    assert [group.layers for group in engine.plan.limits.groups] == [(0, 1), (2,)], "of six layers"
+    assert [group.heads for group in engine.plan.limits.groups] == [(1, 32), (1, 64)]
     # K and V, 4 tokens, float32: two layers of one head of 32, or one of 64, in the same bytes
     assert engine.plan.block_bytes == 2 * 4 * 64 * 4 == engine.runner.kv_cache[:, :, 0].nbytes
     # a prompt again: all its full blocks hit that are still held, 17 of one group and those of the last window

@@ -8,7 +8,7 @@ from scripted import Simulation
 from trace_harness import EventList, check_events, simulated
 
 from pagedcli.cli.profile_memory import group_rows
-from pagedcli.core.groups import TableShape, cache_groups
+from pagedcli.core.groups import TableShape, cache_groups, sized
 from pagedcli.errors import TraceError
 from pagedcli.events import StepFinished, WindowPassed
 from pagedcli.trace.check import TraceChecker
@@ -82,7 +82,7 @@ def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
     sim.run()
     assert set(used[16:-1]) == {4, 5}
     assert used[-1] == 0
-    groups = cache_groups([16, 16])
+    groups = sized(cache_groups([16, 16]), heads=(1, 1), kv_dtype="int8")
     tables = TableShape.of(4, groups)
     [row] = group_rows({"here": 253}, groups=groups, tables=tables, block_bytes=8, chunk=8)
     assert (row["num_blocks"], row["kv_cache_bytes"], row["one_table_bytes"]) == (5, 40, 64 * 8)

@@ -81,8 +81,10 @@ def random_run(seed, emit):
 
 
 def written(paths):
-    """The files of a model without recurrent state."""
-    return {table: path for table, path in paths.items() if table != "slots"}
+    """The files that there are: without recurrent state none of slots, with one group of layers none of groups."""
+    found = {table: path for table, path in paths.items() if path.exists()}
+    assert paths.keys() - found.keys() <= {"slots", "groups"}
+    return found
 
 
 def dump(path, seed, chosen=ALL):
@@ -120,6 +122,12 @@ def test_the_files_hold_the_pool_at_every_step(tmp_path, seed):
         (summary,) = (row for row in tables["steps"] if row["step"] == step)
         assert (summary["used_blocks"], summary["cached_blocks"]) == (len(in_use), len(blocks) - len(in_use))
         assert summary["empty_blocks"] == empty == summary["num_blocks"] - len(blocks)
+        of_groups = [row for row in tables.get("groups", ()) if row["step"] == step]
+        assert len(of_groups) == (2 if seed % 4 == 3 else 0)
+        for row in of_groups:
+            own = [block for block in blocks if block["group"] == row["group"]]
+            in_use = [block for block in own if block["ref_count"]]
+            assert (row["used_blocks"], row["cached_blocks"]) == (len(in_use), len(own) - len(in_use))
     found = [(row["seq_id"], row["reason"], row["blocks_hit"], row["tokens_hit"]) for row in tables["lookups"]]
     assert found == expected.lookups
 

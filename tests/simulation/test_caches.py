@@ -8,6 +8,7 @@ from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedcli.events import CacheGroup
 from pagedcli.simulation.caches import (
     NEVER,
     accesses_of,
@@ -90,7 +91,8 @@ def test_one_request_at_a_time_hits_like_a_cache_without_running_requests_also_w
     rng = np.random.default_rng(0)
     prompts = [[7] * 8 + rng.integers(0, 2, 6).tolist() for _ in range(40)]
     workload = workload_of(prompts, num_output=1)
-    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=1, max_num_batched_tokens=4, windows=windows)
+    groups = tuple(CacheGroup(window) for window in windows)
+    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=1, max_num_batched_tokens=4, groups=groups)
     sweep = Sweep(workload, accesses_of(workload, 2), windows=windows, chunk=4)
     for num_blocks in (8, 12, 20, 40, 200):
         num_blocks *= len(windows)

@@ -129,7 +129,7 @@ def calibrate(
     watch = BusyWatch()
     measurement = _Measurement(engine, BUDGET_S if budget_s is None else budget_s, on_progress)
     measurement.run_steps()
-    found = made_of(measurement.typical(), attended_layers(engine.plan.groups))
+    found = made_of(measurement.typical(), attended_layers(engine.plan.limits.groups))
     if tokenizer is not None:
         found = _with_host_time(engine, tokenizer, found)
     busy = watch.read()
@@ -269,7 +269,7 @@ class _Measurement:
 
 def timed_steps(engine: LLMEngine) -> Iterator[tuple[StepWork, float]]:
     """Run an engine until it is idle: the work and the seconds of each step, as the engine counts them."""
-    layers, works, observed_ns = attended_layers(engine.plan.groups), list[StepWork](), 0
+    layers, works, observed_ns = attended_layers(engine.plan.limits.groups), list[StepWork](), 0
 
     def observe(work: ScheduledStep) -> None:
         nonlocal observed_ns

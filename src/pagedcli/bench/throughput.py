@@ -128,7 +128,7 @@ def _run_all(
     num_passes = len(workloads)
     key = time_key(engine.config, engine.spec, engine.plan)
     known = load_step_time(key)
-    watch_steps = EndTime(engine, known, attended_layers(engine.plan.groups))
+    watch_steps = EndTime(engine, known, attended_layers(engine.plan.limits.groups))
     stats = BatchStats(facts=engine.stats)
     if known is not None:
         engine.observe_work = watch_steps.observe_work

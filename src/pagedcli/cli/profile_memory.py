@@ -8,12 +8,14 @@ from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, c
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, blocks_for
-from pagedcli.core.groups import CacheGroup, TableShape, group_bytes, group_size, page_bytes
+from pagedcli.core.groups import TableShape, token_bytes
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import ConfigError, UsageError
+from pagedcli.events import CacheGroup
 from pagedcli.planning.cards import CARDS
 from pagedcli.planning.prompt_survey import percentile
 from pagedcli.printable import plural
+from pagedcli.show.group_words import group_lines
 from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
 from pagedcli.show.terminal import say
 
@@ -22,7 +24,6 @@ _PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not fo
 Row = dict[str, Any]
 
 if TYPE_CHECKING:
-    from pagedcli.models.spec import ModelSpec
     from pagedcli.runner.memory_profile import Profile
 
 _requests = partial(option, panel="Requests")
@@ -74,7 +75,7 @@ def profile_memory(
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
-    if len(profile.plan.groups) > 1 or profile.plan.limits.tables.has_windows:
+    if len(profile.plan.limits.groups) > 1 or profile.plan.limits.tables.has_windows:
         tables.append(_group_table(profile, lengths))
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
@@ -194,11 +195,11 @@ def _waterfall_table(profile: "Profile") -> Table:
     if is_measured and profile.forecast is not None:
         columns.append(Column("difference", "off by", percent))
     columns.append(Column("note", "what it is"))
-    num_slots = pool.num_blocks // len(plan.groups) * plan.limits.block_size
+    num_slots = pool.num_blocks // len(plan.limits.groups) * plan.limits.block_size
     in_windows = ", and more where windows release blocks" if plan.limits.tables.has_windows else ""
-    largest = max(plan.groups, key=lambda group: group_bytes(group, **_block_of(profile)))
+    largest = max(plan.limits.groups, key=lambda group: group.token_bytes or 0)
     notes = [
-        f"bytes/block = {block_formula(profile.spec, plan.limits.block_size, plan.kv_dtype, largest)}",
+        f"bytes/block = {block_formula(largest, plan.limits.block_size, plan.kv_dtype)}",
         f"{plural(pool.num_blocks, 'block')} of {size(plan.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
     ]
     if limits.has_states:
@@ -215,26 +216,19 @@ def _waterfall_table(profile: "Profile") -> Table:
 def _tokens_of_state(profile: "Profile") -> int:
     """Tokens whose K and V take as much memory as one state."""
     limits = profile.plan.limits
-    return limits.state_bytes * limits.block_size // (profile.plan.block_bytes * len(profile.plan.groups))
+    return limits.state_bytes * limits.block_size // (profile.plan.block_bytes * len(profile.plan.limits.groups))
 
 
-def _block_of(profile: "Profile") -> dict[str, Any]:
-    """What a block of this engine is, for group_bytes."""
-    plan, spec = profile.plan, profile.spec
-    heads = spec.num_kv_heads, spec.head_dim
-    return {"block_size": plan.limits.block_size, "heads": heads, "kv_dtype": plan.kv_dtype}
-
-
-def block_formula(spec: "ModelSpec", block_size: int, kv_dtype: str, group: CacheGroup | None = None) -> str:
-    """Bytes per block, of all layers or of a group, with the numbers filled in."""
-    group = group or CacheGroup(None, tuple(range(spec.num_layers)))
-    num_kv_heads, head_dim = heads = group.heads or (spec.num_kv_heads, spec.head_dim)
+def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
+    """Bytes per block of a group that names its heads, with the numbers filled in."""
+    assert group.heads is not None, "the group names its heads"
+    num_kv_heads, head_dim = group.heads
     head = f"{head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
     if kv_dtype in SCALE_BYTES:
         head = f"({head} + {SCALE_BYTES[kv_dtype]} of scale)"
     return (
         f"2 (K and V) x {len(group.layers)} layers x {block_size} tokens x {num_kv_heads} kv_heads"
-        f" x {head} = {group_bytes(group, block_size=block_size, heads=heads, kv_dtype=kv_dtype):,}"
+        f" x {head} = {token_bytes(group, kv_dtype) * block_size:,}"
     )
 
 
@@ -330,72 +324,77 @@ def group_rows(
     lengths: Mapping[str, int], *, groups: Sequence[CacheGroup], tables: TableShape, block_bytes: int, chunk: int
 ) -> Iterator[Row]:
     """What a sequence of each length holds in the groups of each kind of layers while it generates, at most while its
-    prompt is computed in chunks, and if no block were released before it ends."""
+    prompt is computed in chunks, and if no block were released before it ends. The groups are sized."""
     for name, num_tokens in lengths.items():
         whole = blocks_for(num_tokens, tables.block_size)
         for window, heads in dict.fromkeys((group.window, group.heads) for group in groups):
-            alike = [i for i, group in enumerate(groups) if (group.window, group.heads) == (window, heads)]
-            num_blocks = sum(tables.most_in_group(index, num_tokens, 1) for index in alike)
-            differ: Row = {} if heads is None else {"num_kv_heads": heads[0], "head_dim": heads[1]}
+            alike = {i: group for i, group in enumerate(groups) if (group.window, group.heads) == (window, heads)}
+            held = {index: tables.most_in_group(index, num_tokens, 1) for index in alike}
+            num_kv_heads, head_dim = heads or (None, None)
+            num_blocks = sum(held.values())
+            used = sum(held[index] * (group.used_bytes(tables.block_size) or 0) for index, group in alike.items())
             yield {
                 "at": name,
                 "num_tokens": num_tokens,
                 "window": window,
-                **differ,
-                "num_layers": sum(len(groups[index].layers) for index in alike),
+                "num_kv_heads": num_kv_heads,
+                "head_dim": head_dim,
+                "num_layers": sum(len(group.layers) for group in alike.values()),
                 "num_groups": len(alike),
                 "num_blocks": num_blocks,
                 "num_prefill_blocks": sum(tables.most_in_group(index, num_tokens, chunk) for index in alike),
                 "kv_cache_bytes": num_blocks * block_bytes,
+                "unused_bytes": num_blocks * block_bytes - used,
                 "one_table_bytes": whole * len(alike) * block_bytes,
             }
 
 
-def _group_notes(profile: "Profile") -> Iterator[str]:
-    """How full the blocks of each kind of layers are, and which layers have none."""
-    plan, kinds = profile.plan, {(group.window, group.heads): group for group in profile.plan.groups}
-    for (window, heads), group in kinds.items():
-        assert heads is not None, "the layers differ in them"
-        seen = "no window" if window is None else f"a window of {window:,}"
-        used, layers = size(group_bytes(group, **_block_of(profile))), plural(len(group.layers), "layer")
-        yield f"{seen}, {heads[0]} x {heads[1]}: {layers} use {used} of a block's {size(plan.block_bytes)}"
+def _group_notes(profile: "Profile", rows: Sequence[Row]) -> Iterator[str]:
+    """What the columns mean, how full the blocks of each group are, and which layers have none."""
+    limits = profile.plan.limits
+    yield (
+        f"a block holds {limits.block_size} tokens of the layers of a group; blocks: while it generates; in prefill: at"
+        f" most, with chunks of {limits.chunk_size:,} tokens"
+    )
+    longest = [row for row in rows if row["num_tokens"] == limits.max_model_len]
+    unused, held = (sum(row[name] for row in longest) for name in ("unused_bytes", "kv_cache_bytes"))
+    yield (
+        f"unused: what the layers leave of these blocks, {unused / held:.1%} of the KV cache of a sequence of"
+        f" {limits.max_model_len:,} tokens"
+    )
+    yield "without release: the same layers, if no block were released before the sequence ends"
+    yield from group_lines(limits.groups, block_size=limits.block_size, block_bytes=profile.plan.block_bytes)
     if num_shared := sum(layer.source is not None for layer in profile.spec.attention_layers):
         yield f"{plural(num_shared, 'layer')} read the K and V of an earlier layer and have no blocks"
 
 
 def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
-    plan = profile.plan
-    by_heads = any(group.heads is not None for group in plan.groups)
+    limits = profile.plan.limits
     rows = list(
         group_rows(
             lengths,
-            groups=plan.groups,
-            tables=plan.limits.tables,
-            block_bytes=plan.block_bytes,
-            chunk=plan.limits.chunk_size,
+            groups=limits.groups,
+            tables=limits.tables,
+            block_bytes=profile.plan.block_bytes,
+            chunk=limits.chunk_size,
         )
     )
     columns = [
         Column("at", "a sequence of"),
         Column("num_tokens", "tokens", count),
-        Column("window", "window", lambda window: "none" if window is None else count(window)),
-        *(Column(*each, count) for each in (("num_kv_heads", "KV heads"), ("head_dim", "of size")) if by_heads),
+        Column("window", "window", count),
+        Column("num_kv_heads", "KV heads", count),
+        Column("head_dim", "of size", count),
         Column("num_layers", "layers", count),
         Column("num_groups", "groups", count),
         Column("num_blocks", "blocks", count),
         Column("num_prefill_blocks", "in prefill", count),
         Column("kv_cache_bytes", "KV cache", size),
+        Column("unused_bytes", "unused", size),
         Column("one_table_bytes", "without release", size),
     ]
-    blocks = f"blocks: while it generates; in prefill: at most, with chunks of {plan.limits.chunk_size:,} tokens"
-    notes = [
-        f"a block holds {plan.limits.block_size} tokens of {group_size(plan.groups)} layers; {blocks}",
-        "without release: the same layers, if no block were released before the sequence ends",
-    ]
-    if by_heads:
-        notes[0] = f"a block holds {plan.limits.block_size} tokens of the layers of a group; {blocks}"
-        notes += list(_group_notes(profile))
-    return Table("groups", "What one sequence holds, by window", columns, rows, notes)
+    notes = list(_group_notes(profile, rows))
+    return Table("groups", "What one sequence holds, by window and heads", columns, rows, notes)
 
 
 def target_rows(
@@ -485,14 +484,13 @@ def _fit_table(profile: "Profile") -> Table:
     return Table("fits", "What fits into all that is left, by weight format and KV dtype", columns, rows, notes)
 
 
-def size_rows(
-    spec: "ModelSpec", kv_bytes: int, num_tokens: int, *, groups: Sequence[CacheGroup] | None = None
-) -> Iterator[Row]:
-    """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
-    groups, heads = groups or (CacheGroup(None, tuple(range(spec.num_layers))),), (spec.num_kv_heads, spec.head_dim)
+def size_rows(groups: Sequence[CacheGroup], kv_bytes: int, num_tokens: int) -> Iterator[Row]:
+    """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit. The groups name
+    their heads."""
     for dtype in KV_DTYPES:
+        most = max(token_bytes(group, dtype) for group in groups)
         for block_size in BLOCK_SIZES:
-            num_bytes = page_bytes(groups, block_size=block_size, heads=heads, kv_dtype=dtype)
+            num_bytes = most * block_size
             num_blocks = max(0, kv_bytes) // num_bytes
             yield {
                 "kv_dtype": dtype,
@@ -506,7 +504,7 @@ def size_rows(
 
 def _size_table(profile: "Profile") -> Table:
     pool_bytes = profile.pool.num_blocks * profile.plan.block_bytes
-    rows = list(size_rows(profile.spec, pool_bytes, profile.plan.limits.max_model_len, groups=profile.plan.groups))
+    rows = list(size_rows(profile.plan.limits.groups, pool_bytes, profile.plan.limits.max_model_len))
     columns = [
         Column("kv_dtype", "KV dtype"),
         Column("block_size", "block size", count),
@@ -577,7 +575,7 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
         "block_bytes": profile.plan.block_bytes,
         "num_kvcache_blocks": profile.pool.num_blocks,
         "num_kvcache_blocks_reason": profile.pool.reason,
-        "num_kvcache_tokens": profile.pool.num_blocks // len(profile.plan.groups) * block_size,
+        "num_kvcache_tokens": profile.pool.num_blocks // len(profile.plan.limits.groups) * block_size,
         "kv_cache_bytes": profile.pool.num_blocks * profile.plan.block_bytes,
         "max_model_len": profile.plan.limits.max_model_len,
         "activation_peak_tokens": profile.plan.limits.largest_step.num_tokens,

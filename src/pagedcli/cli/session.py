@@ -78,7 +78,7 @@ def run_job(
     with engine:
         quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
         key = time_key(job.loaded.config.engine, engine.spec, engine.plan)
-        end_time = EndTime(engine, load_step_time(key), attended_layers(engine.plan.groups))
+        end_time = EndTime(engine, load_step_time(key), attended_layers(engine.plan.limits.groups))
         served = ServedRequests(engine.plan)
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()

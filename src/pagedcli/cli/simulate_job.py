@@ -14,11 +14,11 @@ from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.checkpoints import POLICIES
-from pagedcli.core.groups import CacheGroup, page_bytes
+from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
-from pagedcli.events import Emit, Eviction
+from pagedcli.events import CacheGroup, Emit, Eviction
 from pagedcli.files import whole_file
 from pagedcli.models.footprint import footprint
 from pagedcli.models.loading import weight_format
@@ -58,8 +58,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
     plan = _plan(loaded, options, workload, recorded, decided, block_size)
     if model is not None:
-        limits = _with_states(loaded, model, replace(plan.limits, windows=model.windows))
-        plan = replace(plan, limits=limits, block_bytes=model.block_bytes(block_size))
+        limits = _with_states(loaded, model, replace(plan.limits, groups=model.groups))
+        plan = replace(plan, limits=limits, block_bytes=page_bytes(model.groups, block_size))
     if not plan.limits.has_states and "engine.checkpoints" in loaded.sources:
         raise UsageError(
             "--checkpoints needs recurrent state", hint="name a model that has it (-m), or --num-state-slots"
@@ -150,14 +150,6 @@ class _Model:
     groups: tuple[CacheGroup, ...]  # of layers that share blocks
     kv_dtype: str
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return tuple(group.window for group in self.groups)
-
-    def block_bytes(self, block_size: int) -> int:
-        heads = self.spec.num_kv_heads, self.spec.head_dim
-        return page_bytes(self.groups, block_size=block_size, heads=heads, kv_dtype=self.kv_dtype)
-
 
 def _model(loaded: LoadedConfig, workload: Workload, decided: Plan | None) -> _Model | None:
     """The model, if there is one that pagedcli reads: of traces only the one named. `decided`: the engine of generate,
@@ -167,9 +159,10 @@ def _model(loaded: LoadedConfig, workload: Workload, decided: Plan | None) -> _M
     _, spec = prompt_model(loaded, None)
     if spec is None or spec.is_fallback:
         return None
-    groups = layer_groups(spec.attention_layers)
     kv_dtype = _kv_dtype(loaded) if decided is None else decided.kv_dtype
-    return _Model(rank_spec(loaded.config.engine, spec), groups, kv_dtype)
+    own = rank_spec(loaded.config.engine, spec)
+    groups = sized(layer_groups(own.attention_layers), heads=(own.num_kv_heads, own.head_dim), kv_dtype=kv_dtype)
+    return _Model(own, groups, kv_dtype)
 
 
 def _with_states(loaded: LoadedConfig, model: _Model, limits: Limits) -> Limits:

@@ -10,25 +10,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from pagedcli.core.budget import block_bytes, blocks_for
+from pagedcli.events import CacheGroup
 
 Heads = tuple[int, int]  # of a layer: G key/value heads of D elements
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers whose K and V of the same tokens are in one block."""
-
-    window: int | None  # tokens that a query sees, itself included; None: all before it
-    layers: tuple[int, ...]  # as many as a block has room for; where there are fewer, part of it stays unused
-    heads: Heads | None = None  # of each layer; None: the model's, which are the same in all layers
 
 
 def cache_groups(
     windows: Sequence[int | None], heads: Sequence[Heads | None] = (), keeps: Sequence[bool] = ()
 ) -> tuple[CacheGroup, ...]:
-    """The groups of a model whose layers have these windows and heads, those that see everything last. `keeps`: whether
-    each has K and V of its own; by default all have.
+    """The groups of a model whose layers have these windows and heads, those that see everything last; their bytes are
+    not known yet. `keeps`: whether each layer has K and V of its own; by default all have.
 
     Layers of one kind have window and heads in common. A block has room for the kind that takes least, or for the
     largest if they are about equal: few groups keep tables short, small ones leave little of a block unused. It holds
@@ -59,27 +53,28 @@ def _order(kind: tuple[int | None, Heads | None]) -> tuple[float, Heads]:
     return float("inf") if window is None else window, heads or (0, 0)
 
 
-def group_size(groups: Sequence[CacheGroup]) -> int:
-    """Layers that a block has room for."""
-    return max(len(group.layers) for group in groups)
+def sized(groups: Sequence[CacheGroup], *, heads: Heads, kv_dtype: str) -> tuple[CacheGroup, ...]:
+    """The groups with their bytes. `heads`: of the groups that name none."""
+    named = [group if group.heads else replace(group, heads=heads) for group in groups]
+    return tuple(replace(group, token_bytes=token_bytes(group, kv_dtype)) for group in named)
 
 
-def page_bytes(groups: Sequence[CacheGroup], *, block_size: int, heads: Heads, kv_dtype: str) -> int:
-    """Bytes of a block, K and V of all layers of a group: the most that a group needs. `heads`: those of the groups
-    that name none."""
-    return max(group_bytes(group, block_size=block_size, heads=heads, kv_dtype=kv_dtype) for group in groups)
-
-
-def group_bytes(group: CacheGroup, *, block_size: int, heads: Heads, kv_dtype: str) -> int:
-    """Bytes that the layers of a group use of a block."""
-    num_kv_heads, head_dim = group.heads or heads
+def token_bytes(group: CacheGroup, kv_dtype: str) -> int:
+    """Bytes of a token's K and V in all layers of a group that names its heads."""
+    assert group.heads is not None, "the group names its heads"
+    num_kv_heads, head_dim = group.heads
     return block_bytes(
         num_layers=len(group.layers),
-        block_size=block_size,
+        block_size=1,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         kv_dtype=kv_dtype,
     )
+
+
+def page_bytes(groups: Sequence[CacheGroup], block_size: int) -> int:
+    """Bytes of a block: the most that one of these sized groups takes."""
+    return max(group.used_bytes(block_size) or 0 for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

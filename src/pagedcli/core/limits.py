@@ -9,7 +9,7 @@ from pagedcli.config import EngineConfig, PreemptionPolicy
 from pagedcli.core.budget import StepShape
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import ConfigError
-from pagedcli.events import EngineStarted, Eviction
+from pagedcli.events import CacheGroup, EngineStarted, Eviction
 
 NO_LIMIT = 2**62  # where an engine's own limits are not known
 # default tokens per step, where no GPU is known, and on a CPU: more do not help it
@@ -30,7 +30,7 @@ class Limits:
     min_prefill_tokens: int = 0  # of prompts that start in a step of decodes; fewer wait, but not for long; 0: none do
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # of the pool; None: not measured yet
-    windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # of layers that share the pool, see core.groups
     num_state_slots: int | None = None  # of recurrent state, see core.state_slots; None: there are none, or not known
     state_bytes: int = 0  # of a slot, over all layers with a state
     checkpoints: str = "branches"  # of their state, see core.checkpoints
@@ -67,9 +67,14 @@ class Limits:
         return self.chunked_prefill_size or self.max_num_batched_tokens
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group of layers."""
+        return self.tables.windows
+
+    @property
     def tables(self) -> TableShape:
         """The block tables of a sequence."""
-        return TableShape(self.block_size, self.windows)
+        return TableShape.of(self.block_size, self.groups)
 
     @property
     def table_dimensions(self) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from pagedcli import __version__
 from pagedcli.core.budget import Terms
-from pagedcli.core.groups import CacheGroup
 from pagedcli.core.limits import Limits
 from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, StateSlotsMade
 
@@ -31,8 +30,7 @@ class Plan:
     weights: str | None = None  # how those of linear layers are quantized
     kernels: Kernels = "torch"  # of linear layers
     in_one_call: bool = False  # the native library runs a whole step
-    groups: tuple[CacheGroup, ...] = ()  # of layers that share blocks
-    block_bytes: int = 0  # over all layers of a group, K and V
+    block_bytes: int = 0  # the most that a group of limits.groups takes
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
     graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
     no_graphs: str | None = None  # why there are none

@@ -74,7 +74,7 @@ class KVEventPublisher(View[PoolState]):
             last["block_hashes"].append(block_hash)
             last["token_ids"] += tokens
             return
-        window = state.started.windows[group]
+        window = state.started.groups[group].window
         kind = {"kv_cache_spec_kind": "full_attention"} if window is None else {
             "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window
         }  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
-from pagedcli.core.groups import CacheGroup
 from pagedcli.errors import BackendError
+from pagedcli.events import CacheGroup
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits

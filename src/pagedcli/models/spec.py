@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer, Heads
-from pagedcli.core.groups import CacheGroup, cache_groups
+from pagedcli.core.groups import cache_groups
+from pagedcli.events import CacheGroup
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.recurrent_spec import Recurrent, StateTensor
 from pagedcli.models.rope import RopeSpec

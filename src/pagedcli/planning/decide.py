@@ -14,7 +14,7 @@ from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import Terms
 from pagedcli.core.checkpoints import CheckpointPolicy
-from pagedcli.core.groups import page_bytes
+from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
@@ -62,7 +62,8 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
             " run here",
             hint="`pagedcli doctor` says why; or use --device cpu",
         )
-    groups = layer_groups(own.attention_layers)
+    kv_dtype, heads = dtype_name(attention.kv_dtype or dtype), (own.num_kv_heads, own.head_dim)
+    groups = sized(layer_groups(own.attention_layers), heads=heads, kv_dtype=kv_dtype)
     gpu = machine.gpu(str(device))
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
     no_graphs = why_no_graphs(config, spec, device, choice.kind)
@@ -71,7 +72,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         max_model_len=max_model_len,
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, own, gpu, dtype),
         min_prefill_tokens=resolve_min_prefill_tokens(config, with_graphs=no_graphs is None),
-        windows=tuple(group.window for group in groups),
+        groups=groups,
         vocab_size=spec.vocab_size,
         state_bytes=state_bytes,
     )
@@ -84,7 +85,6 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     if (note := stored.note(dtype, kernels)) is not None:
         notes += (note,)
     notes += rope_notes(spec.rope, max_model_len)
-    kv_dtype = dtype_name(attention.kv_dtype or dtype)
     return Plan(
         limits=limits,
         model=config.model,
@@ -97,10 +97,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         weights=None if stored is AS_STORED else stored.name,
         kernels=kernels,
         in_one_call=decoder == IN_ONE_CALL,
-        groups=groups,
-        block_bytes=page_bytes(
-            groups, block_size=limits.block_size, heads=(own.num_kv_heads, own.head_dim), kv_dtype=kv_dtype
-        ),
+        block_bytes=page_bytes(groups, limits.block_size),
         # no gain where host and device are the same processor
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(limits.max_num_seqs)),

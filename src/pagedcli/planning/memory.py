@@ -198,7 +198,7 @@ class Fit:
     @property
     def token_bytes(self) -> int:
         """Of the KV cache, over all layers, as long as no window has passed the token."""
-        return self.plan.block_bytes * len(self.plan.groups) // self.plan.limits.block_size
+        return self.plan.block_bytes * len(self.plan.limits.groups) // self.plan.limits.block_size
 
     @property
     def block_room(self) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pagedcli.core.groups import CacheGroup
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.events import CacheGroup
 from pagedcli.files import whole_file
 
 FORM = 2  # of what a calibration measures: records of another form are not read

@@ -156,6 +156,9 @@ def work_lines(moment: Moment) -> Text:
     ]
     if state.engine is not None and any(state.engine.windows):
         lines.append(f"windows   save {plural(use.passed_blocks, 'block')} ({byte_text(use.passed_bytes)})")
+    if state.num_groups > 1:
+        share = use.unused_bytes / use.used_bytes if use.used_bytes else None
+        lines.append(f"groups    leave {byte_text(use.unused_bytes)} of the blocks in use unused ({percent(share)})")
     slots = slots_line(state)
     if slots is not None:
         lines.append(f"state     {slots}")

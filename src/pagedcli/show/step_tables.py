@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pagedcli.events import Event, PrefixLookedUp, StepScheduled
 from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.show.group_words import group_table
 from pagedcli.show.held_clock import HeldClock
 from pagedcli.show.panels import block_ids_text, id_ranges, percent, pool_line, ref_counts_line, why_waiting
 from pagedcli.show.tables import Column, Format, Row, Table, as_markdown, count, markdown_text, shown_cells
@@ -41,7 +42,8 @@ def step_tables(moment: Moment) -> list[Table]:
     state = moment.state
     tables_of = {seq.seq_id: seq.block_table for seq in state.running()}
     prefixes, longest = shared_prefixes(tables_of)
-    tables = [_sequences(moment, longest), _prefixes(prefixes), _slots(state), _lookups(moment), _hits(moment)]
+    of_pool = [_prefixes(prefixes), group_table(state), _slots(state)]
+    tables = [_sequences(moment, longest), *of_pool, _lookups(moment), _hits(moment)]
     return [table for table in tables if table.rows]
 
 

@@ -262,9 +262,9 @@ class _Shift:
         return after
 
     def fits(self, event: EngineStarted) -> bool:
-        """Whether a part continues in a pool of the same size."""
-        engine = self._engine
-        return engine is None or (engine.num_blocks, engine.block_size) == (event.num_blocks, event.block_size)
+        """Whether a part continues in a pool of the same size, for as many groups of layers."""
+        first, other = ((each.num_blocks, each.block_size, len(each.groups)) for each in (self._engine or event, event))
+        return first == other
 
     def observe(self, event: Event) -> Event:
         """Record the numbers that an event uses."""

@@ -8,8 +8,9 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import pagedcli.events as ev
+from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.eviction import POLICIES
-from pagedcli.core.groups import TableShape
+from pagedcli.core.groups import TableShape, page_bytes, token_bytes
 from pagedcli.core.limits import Limits
 from pagedcli.errors import ConfigError, TraceError
 from pagedcli.trace.dispatch import Handler, handlers_of
@@ -28,7 +29,29 @@ def refuse(event: ev.Event, what: str) -> NoReturn:
 def tables_of(state: PoolState) -> TableShape:
     """The block tables of the engine's sequences."""
     assert state.engine is not None, "an engine has started"
-    return TableShape(state.engine.block_size, state.engine.windows)
+    return TableShape.of(state.engine.block_size, state.engine.groups)
+
+
+def _check_groups(event: ev.EngineStarted) -> None:
+    """Refuse groups of layers that no model has, or whose bytes do not follow from their heads."""
+    groups = event.groups
+    if not groups or any(window is not None and window < 1 for window in event.windows):
+        refuse(event, f"groups of layers with windows {event.windows}")
+    if all(group == ev.CacheGroup(group.window) for group in groups):
+        return  # simulated without a model
+    layers = [layer for group in groups for layer in group.layers]
+    if len(set(layers)) < len(layers) or any(
+        not group.layers or group.layers[0] < 0 or list(group.layers) != sorted(group.layers) for group in groups
+    ):
+        refuse(event, f"groups of layers {[list(group.layers) for group in groups]}")
+    if any(group.heads is None or min(group.heads) < 1 for group in groups):
+        refuse(event, f"groups of layers with heads {[group.heads for group in groups]}")
+    num_bytes = [group.token_bytes for group in groups]
+    if not any(num_bytes == [token_bytes(group, dtype) for group in groups] for dtype in ITEMSIZE):
+        refuse(event, f"groups of layers take {num_bytes} bytes per token, which no dtype explains")
+    most = page_bytes(groups, event.block_size)
+    if event.block_bytes != most:
+        refuse(event, f"a block has {event.block_bytes:,} bytes, but the largest group takes {most:,}")
 
 
 class LawBook:
@@ -102,10 +125,9 @@ class PoolLaws(LawBook):
             )
         if event.eviction not in POLICIES:
             refuse(event, f"eviction {event.eviction!r} is unknown")
-        if not event.windows or any(window is not None and window < 1 for window in event.windows):
-            refuse(event, f"groups of layers with windows {event.windows}")
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
             refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
+        _check_groups(event)
         try:
             Limits.of(event)
         except ConfigError as error:
@@ -158,6 +180,8 @@ class PoolLaws(LawBook):
                 refuse(event, f"block {block_id} cannot be found under a hash")
             if before is not None and state.parent_hashes[block_id] != state.hashes[before]:
                 refuse(event, f"block {block_id} does not follow block {before} in its chain")
+            if state.block_groups[block_id] != index % num_groups:
+                refuse(event, f"block {block_id} holds K and V of group {state.block_groups[block_id]} of the layers")
             before = block_id
 
     def before_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:

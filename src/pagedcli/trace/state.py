@@ -15,7 +15,8 @@ from pagedcli.trace.slots import SlotLedger
 
 
 class BlockLedger:
-    """Per block: ref_counts, hashes, parent_hashes (of the chain before a full block), filler_seq_ids.
+    """Per block: ref_counts, hashes, parent_hashes (of the chain before a full block), filler_seq_ids, and the group of
+    layers that block_groups names: the one that wrote it last.
 
     A block is in use (ref_count > 0), cached (free and full) or empty (free, no content).
     """
@@ -29,6 +30,7 @@ class BlockLedger:
         self.hashes: list[int | None] = [None] * num_blocks
         self.parent_hashes: list[int | None] = [None] * num_blocks
         self.filler_seq_ids: list[int | None] = [None] * num_blocks
+        self.block_groups = [0] * num_blocks
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
         self.num_cached_blocks = 0  # free and full
@@ -126,7 +128,8 @@ class BlockLedger:
         self.hash_to_block_id = {block_hash: block_id for block_hash, block_id in found if block_id in cached}
 
     def _copy_ledger(self, other: "BlockLedger") -> None:
-        for name in ("ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "hash_to_block_id", "free_block_ids"):
+        per_block = "ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "block_groups"
+        for name in (*per_block, "hash_to_block_id", "free_block_ids"):
             setattr(other, name, getattr(self, name).copy())
 
 
@@ -368,7 +371,7 @@ class PoolState(BlockLedger):
     @property
     def num_groups(self) -> int:
         """Groups of layers, each with a block per block_size tokens of a sequence."""
-        return 1 if self.engine is None else len(self.engine.windows)
+        return 1 if self.engine is None else len(self.engine.groups)
 
     @property
     def step_number(self) -> int | None:
@@ -491,9 +494,11 @@ class PoolState(BlockLedger):
         self._num_entries += len(event.block_ids)
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
-        for block_id in event.block_ids:
+        table, num_groups = self.seqs[event.seq_id].block_table, self.num_groups
+        for index, block_id in enumerate(event.block_ids, len(table)):
             self.hold(block_id)
-        self.seqs[event.seq_id].block_table.extend(event.block_ids)
+            self.block_groups[block_id] = index % num_groups
+        table.extend(event.block_ids)
         self._num_entries += len(event.block_ids)
 
     def on_block_evicted(self, event: ev.BlockEvicted) -> None:
@@ -531,6 +536,7 @@ class PoolState(BlockLedger):
     def on_block_copied(self, event: ev.BlockCopied) -> None:
         table = self.seqs[event.seq_id].block_table
         table.insert(self._hole, table.pop())
+        self.block_groups[event.copy_block_id] = self.block_groups[event.source_block_id]
 
     def on_sequence_forked(self, event: ev.SequenceForked) -> None:
         for block_id in event.block_ids:

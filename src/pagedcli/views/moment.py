@@ -17,6 +17,7 @@ from pagedcli.printable import plural
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.fold import EventSource, Fold, pool_fold
 from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.views.cache_groups import group_uses
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.state_slots import slot_counts, state_slots
 from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, StepSeries, memory_use, pool_counts
@@ -164,6 +165,7 @@ class Moment(View[PoolState]):
                 for seq in state.running() + state.waiting()
             ],
             "lookups": msgspec.to_builtins(step.lookups) if step is not None else [],
+            "groups": [asdict(use) for use in group_uses(state)],
             **_slots_summary(state),
             "hit_rates": {
                 "run": _rates(stats.run), f"last_{ROLLING_STEPS}_steps": _rates(stats.rolling),

@@ -13,6 +13,7 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
+from pagedcli.views.cache_groups import group_uses
 
 ROLLING_STEPS = 100
 
@@ -197,6 +198,7 @@ class MemoryUse:
     saved_bytes: int
     passed_blocks: int  # released or never taken because no later token sees them; without windows they would be held
     passed_bytes: int
+    unused_bytes: int  # of blocks in use, that the layers of their group leave of them
     contiguous_bytes: int  # a cache that reserves max_model_len for each running sequence would take
     contiguous_times: float | None  # this many times what is in use
 
@@ -219,6 +221,7 @@ def memory_use(state: PoolState) -> MemoryUse:
         saved_bytes=state.num_blocks_saved * engine.block_bytes,
         passed_blocks=passed,
         passed_bytes=passed * engine.block_bytes,
+        unused_bytes=sum(use.unused_bytes or 0 for use in group_uses(state)) if state.num_groups > 1 else 0,
         contiguous_bytes=contiguous,
         contiguous_times=contiguous / used_bytes if used_bytes else None,
     )

@@ -1,17 +1,18 @@
-"""The pool of each step as rows of tables: steps, sequences, blocks, lookups; for models with recurrent state, slots.
-A view; writes no files.
+"""The pool of each step as rows of tables: steps, sequences, blocks, lookups; for models with several groups of layers,
+groups; for those with recurrent state, slots. A view; writes no files.
 
 Used by --dump-kv FILE. Every column is declared here, with its type and meaning; files and docs follow.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 import pagedcli.events as ev
 from pagedcli.errors import UsageError
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.views.cache_groups import group_uses
 from pagedcli.views.state_slots import state_slots
 from pagedcli.views.stats import ROLLING_STEPS, RunStats
 
@@ -128,6 +129,7 @@ TABLES: dict[str, tuple[DataColumn, ...]] = {
         ("ref_count", "int", "sequences that hold it; 0: cached"),
         ("num_tokens", "int", "slots that hold a token after this step"),
         ("hash", "text", "its content and all before it, 16 hexadecimal digits; null: partial, not yet findable"),
+        ("group", "int", "the group of layers whose K and V it holds, from 0"),
         ("seq_ids", "ints", "the sequences that hold it"),
         ("requests", "texts", "what they are called: the row's id, else the request's number"),
     ),
@@ -145,6 +147,18 @@ TABLES: dict[str, tuple[DataColumn, ...]] = {
         ("miss_reason", "text", "caching_off, no_full_block or no_match; null: every full block was found"),
         ("partial_tokens", "int", "tokens after the last hit that a cached block begins with, too"),
         ("shared_tokens", "int", "tokens that an earlier sequence begins with, too, cached or not; null: not counted"),
+    ),
+    "groups": _columns(
+        _STEP,
+        ("group", "int", "number of the group of layers, from 0"),
+        ("window", "int", "tokens that a query sees in these layers, itself included; null: all before it"),
+        ("layers", "ints", "the layers, numbered from 0 among those that attend"),
+        ("num_kv_heads", "int", "key/value heads of each layer"),
+        ("head_dim", "int", "size of a head"),
+        ("used_bytes", "int", "bytes of a block that the layers take"),
+        ("used_blocks", "int", "blocks in use that hold K and V of these layers"),
+        ("cached_blocks", "int", "cached blocks that do"),
+        ("unused_bytes", "int", "bytes of the blocks in use that the layers leave"),
     ),
     "slots": _columns(
         _STEP,
@@ -177,7 +191,7 @@ class StepRows(View[PoolState]):
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         for table in TABLES:  # each exists even if nothing follows
-            if table != "slots":
+            if table != "slots" and (table != "groups" or state.num_groups > 1):
                 self._write(table, ())
 
     def on_state_slots_made(self, event: ev.StateSlotsMade, state: PoolState) -> None:
@@ -199,6 +213,8 @@ class StepRows(View[PoolState]):
         self._write("steps", [self._step_row(event, state)])
         self._write("sequences", _sequence_rows(event, state))
         self._write("blocks", _block_rows(event.step, state))
+        if state.num_groups > 1:
+            self._write("groups", [(event.step, *astuple(use)) for use in group_uses(state)])
         if state.slots is not None:
             self._write("slots", _slot_rows(event.step, state))
 
@@ -242,8 +258,8 @@ def _block_rows(step: int, state: PoolState) -> Iterator[Row]:
         held = owners.get(block_id, [])
         num_tokens = max((tokens_in_block(seq, place, state) for seq, place in held), default=state.block_size)
         yield (
-            step, block_id, "in_use" if ref_count else "cached", ref_count, num_tokens,
-            hash_text(block_hash), [seq.seq_id for seq, _ in held], [seq.label for seq, _ in held],
+            step, block_id, "in_use" if ref_count else "cached", ref_count, num_tokens, hash_text(block_hash),
+            state.block_groups[block_id], [seq.seq_id for seq, _ in held], [seq.label for seq, _ in held],
         )  # fmt: skip
 
 

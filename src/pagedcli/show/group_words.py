@@ -1,0 +1,58 @@
+"""The groups of layers in words and as a table: for a block, the pool of a step, profile-memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from pagedcli.events import CacheGroup
+from pagedcli.printable import byte_text, plural
+from pagedcli.show.panels import id_ranges
+from pagedcli.show.tables import Column, Table, count
+from pagedcli.trace.state import PoolState
+from pagedcli.views.cache_groups import group_of, group_uses
+
+
+def group_lines(groups: Sequence[CacheGroup], *, block_size: int, block_bytes: int) -> Iterator[str]:
+    """`groups 0-3: 4 layers each, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`: a line for those alike."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number, group in enumerate(groups):
+        kinds.setdefault((group.window, group.heads, len(group.layers)), []).append(number)
+    for numbers in kinds.values():
+        group = groups[numbers[0]]
+        many, each = ("s", " each") if len(numbers) > 1 else ("", "")
+        layers = [f"{plural(len(group.layers), 'layer')}{each}"] if group.layers else []
+        shape = _shape_words(group, block_size=block_size, block_bytes=block_bytes)
+        yield f"group{many} {id_ranges(numbers)}: {', '.join([*layers, *shape])}"
+
+
+def block_group_words(state: PoolState, block_id: int) -> str | None:
+    """`group 4: layers 1 7 13, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`; None: the block is empty, or
+    the engine says nothing about its layers."""
+    number, engine = group_of(state, block_id), state.started
+    if number is None or (engine.groups == (CacheGroup(),)):
+        return None
+    group = engine.groups[number]
+    layers = [f"layer{'' if len(group.layers) == 1 else 's'} {id_ranges(group.layers)}"] if group.layers else []
+    shape = _shape_words(group, block_size=engine.block_size, block_bytes=engine.block_bytes)
+    return f"group {number}: {', '.join([*layers, *shape])}"
+
+
+def _shape_words(group: CacheGroup, *, block_size: int, block_bytes: int) -> Iterator[str]:
+    """What the layers have in common, as far as it is known."""
+    yield "no window" if group.window is None else f"window {group.window:,}"
+    if group.heads is not None:
+        yield f"{plural(group.heads[0], 'KV head')} of {group.heads[1]}"
+    used_bytes = group.used_bytes(block_size)
+    if used_bytes is not None:
+        yield f"{byte_text(used_bytes)} of {byte_text(block_bytes)} used"
+
+
+def group_table(state: PoolState) -> Table:
+    """What each group takes of a block, and its blocks; no rows if there is one, as all blocks are alike."""
+    uses = group_uses(state)
+    columns = [
+        Column("group", "group", count), Column("window", "window", count), Column("num_kv_heads", "KV heads", count),
+        Column("head_dim", "of size", count), Column("used_bytes", "of a block", byte_text),
+        Column("used_blocks", "in use", count), Column("cached_blocks", "cached", count),
+        Column("unused_bytes", "unused", byte_text), Column("layers", "layers", id_ranges, words=True),
+    ]  # fmt: skip
+    return Table("groups", "Groups of layers", columns, [asdict(use) for use in uses] if len(uses) > 1 else [])
