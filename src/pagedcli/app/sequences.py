@@ -8,6 +8,7 @@ from rich.text import Text
 
 from pagedcli.app.colours import MUTED
 from pagedcli.printable import one_line, plural
+from pagedcli.show.group_words import block_group_words
 from pagedcli.show.panels import block_ids_text, why_waiting
 from pagedcli.trace.state import SeqState
 from pagedcli.views.conditions import Condition, parse
@@ -61,6 +62,8 @@ def block_facts(moment: Moment, block_id: int) -> Text:
         found = state.hash_to_block_id.get(content)
         if found != block_id:
             lines.append(f"           block {found} has the same content, and lookups find that one")
+    if state.num_groups > 1 and (group := block_group_words(state, block_id)) is not None:
+        lines.append(f"layers     {group}")
     return Text("\n".join(lines))
 
 

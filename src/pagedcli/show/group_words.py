@@ -25,10 +25,9 @@ def group_lines(groups: Sequence[CacheGroup], *, block_size: int, block_bytes: i
 
 
 def block_group_words(state: PoolState, block_id: int) -> str | None:
-    """`group 4: layers 1 7 13, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`; None: the block is empty, or
-    the engine says nothing about its layers."""
+    """`group 4: layers 1 7 13, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`; None: the block is empty."""
     number, engine = group_of(state, block_id), state.started
-    if number is None or (engine.groups == (CacheGroup(),)):
+    if number is None:
         return None
     group = engine.groups[number]
     layers = [f"layer{'' if len(group.layers) == 1 else 's'} {id_ranges(group.layers)}"] if group.layers else []
