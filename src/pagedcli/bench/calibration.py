@@ -39,7 +39,7 @@ from pagedcli.planning.step_time import (
     made_of,
     save_step_time,
 )
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -85,7 +85,7 @@ def step_time_here(
     found = load_step_time(key)
     if found is not None and not (found.disturbed and may_calibrate and _is_quiet()):
         runs = f" and {plural(found.num_runs, 'run')}" if found.num_runs else ""
-        return found, f"measured on this machine ({where}) by a calibration{runs}{_disturbed(found)}"
+        return found, f"measured on this machine ({where}) by a calibration{runs}"
     if not may_calibrate:
         return None, "no calibration of this model on this machine: plan without --no-calibrate makes one"
     folder = model_folder(config, weights=False)
@@ -98,15 +98,7 @@ def step_time_here(
     except PagedcliError as error:
         return None, f"no calibration: {error.message}"
     save_step_time(key, found)
-    return found, f"measured on this machine ({where}) by a calibration{_disturbed(found)}"
-
-
-def _disturbed(found: StepTime) -> str:
-    """What to know about a calibration besides its source."""
-    if not found.disturbed:
-        return ""
-    taken = percent_text(found.disturbed)
-    return f"; other work took {taken} of the processor meanwhile: a later plan without it measures again"
+    return found, f"measured on this machine ({where}) by a calibration"
 
 
 def _is_quiet() -> bool:

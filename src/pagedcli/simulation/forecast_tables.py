@@ -73,6 +73,9 @@ def forecast_table(
         if found.seconds is None
         else f"time: {source}; that of the summary of generate, without loading"
     )
+    if step_time is not None and step_time.disturbed:
+        taken = percent_text(step_time.disturbed)
+        notes.append(f"other work took {taken} of the processor meanwhile: a later plan without it measures again")
     if found.num_refused:
         notes.append(f"{plural(found.num_refused, 'request')} that the pool cannot hold: left out")
     if found.share < 1:
