@@ -297,7 +297,7 @@ class StepBuilder:
 
     def __init__(self, limits: Limits) -> None:
         self.block_size = limits.block_size
-        self._groups = np.arange(len(limits.windows))[:, None]
+        self._groups = np.arange(len(limits.groups))[:, None]
         self._has_states = limits.has_states
         self._tables = np.zeros(limits.table_dimensions, dtype=np.int32)
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each

@@ -60,7 +60,7 @@ class DeviceState:
         return cls(
             device=device,
             block_size=limits.block_size,
-            num_groups=len(limits.windows),
+            num_groups=len(limits.groups),
             num_state_slots=limits.num_state_slots or 0,
             kv_cache=kv_cache,
             states=state_pools(model, limits.num_state_slots or 0, dtype, device),

@@ -97,7 +97,7 @@ class Subject:
 def _blocks_of(request: TraceRequest, limits: Limits) -> int:
     """Blocks of a request if it shares none and releases none."""
     num_tokens = request.num_prompt_tokens + largest_output(request)
-    return request.num_samples * blocks_for(num_tokens, limits.block_size) * len(limits.windows)
+    return request.num_samples * blocks_for(num_tokens, limits.block_size) * len(limits.groups)
 
 
 @dataclass(frozen=True, slots=True)
