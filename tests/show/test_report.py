@@ -11,9 +11,11 @@ import pytest
 from scripted import Simulation
 
 from pagedcli.events import StepScheduled
+from pagedcli.show.group_words import block_group_words
 from pagedcli.show.report import BlockFrames, TableFrames, embedded_json, render_report
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
+from pagedcli.views.cache_groups import group_of, group_uses
 
 NASTY = "</script><script>document.title='owned'</script>"
 CHINESE = "你好,世界"
@@ -66,28 +68,30 @@ def test_the_page_holds_the_run_and_nothing_from_outside(tmp_path):
     assert all(len(column) == data["numSteps"] for column in data["columns"].values())
 
 
-def test_frames_fold_to_the_pool_of_every_step(tmp_path):
+@pytest.mark.parametrize("windows", [(None,), (4, None), (3, 5, None)])
+def test_frames_fold_to_the_states_and_groups_of_every_step(tmp_path, windows):
     frames, pools = BlockFrames(), []
     folding = pool_fold(frames)
-    for event in folding.steps(TraceReader(recorded(tmp_path / "run.jsonl"))):
+    trace = recorded(tmp_path / "run.jsonl", num_blocks=24 * len(windows), windows=windows)
+    for event in folding.steps(TraceReader(trace)):
         if isinstance(event, StepScheduled):
-            state = folding.state
-            pools.append([code(state, block_id) for block_id in range(state.num_blocks)])
-    folded = [0] * 40
-    for delta, pool in zip(frames.grouped(1), pools, strict=True):
-        for packed in delta:
-            folded[packed // 16] = packed % 16
-        assert folded == pool
-    frames.add(state)  # the end of the run
-    grouped = [0] * 40
-    deltas = frames.grouped(7)
-    assert len(deltas) == -(-len(pools) // 7) + 1
-    for number, delta in enumerate(deltas):
-        for packed in delta:
-            grouped[packed // 16] = packed % 16
-        if number < len(deltas) - 1:
-            assert grouped == pools[min(number * 7 + 6, len(pools) - 1)]
-    assert grouped == [code(folding.state, block_id) for block_id in range(40)]
+            pools.append(cells(folding.state))
+    frames.add(folding.state)  # the end of the run
+    pools.append(cells(folding.state))
+    for group in (1, 7):
+        deltas, folded = frames.grouped(group), [(0, None)] * folding.state.num_blocks
+        assert len(deltas) == -(-(len(pools) - 1) // group) + 1
+        for number, delta in enumerate(deltas):
+            for packed in delta:
+                place, code = divmod(packed, 16)
+                block_id, of_layers = divmod(place, len(windows))
+                folded[block_id] = code, of_layers if code else None
+            last = len(pools) - 1 if number == len(deltas) - 1 else min(number * group + group, len(pools) - 1) - 1
+            assert folded == pools[last]
+    moved = sum(
+        a != b and a[0] == b[0] for before, after in pairwise(pools) for a, b in zip(before, after, strict=True)
+    )
+    assert (moved > 0) == (len(windows) > 1), "a block of the same state in another group"
 
 
 def test_table_frames_fold_to_the_block_tables_of_every_step(tmp_path):
@@ -106,6 +110,11 @@ def test_table_frames_fold_to_the_block_tables_of_every_step(tmp_path):
             tables = {seq_id: table for seq_id, table in tables.items() if table}
             last = min(number * group + group, len(expected)) - 1
             assert tables == (expected[last] if number < -(-len(expected) // group) else {})
+
+
+def cells(state):
+    """Of each block its code on the map, and its group."""
+    return [(code(state, block_id), group_of(state, block_id)) for block_id in range(state.num_blocks)]
 
 
 def code(state, block_id):
@@ -315,6 +324,68 @@ def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(t
     assert found["quoted"][0] == "hit"
     assert found["quoted"][-1].startswith("ceiling")
     assert found["overflow"] <= 0
+
+
+def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_path, chromium):
+    trace = recorded(tmp_path / "run.jsonl", num_blocks=90, windows=(30, 30, None))
+    script = """
+      const drawn = [], draw = CanvasRenderingContext2D.prototype.fillText, found = { modes: {} };
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (this.canvas.id === "map") drawn.push([String(text), this.globalAlpha]);
+        draw.call(this, text, x, y);
+      };
+      setFrame(20);
+      found.offered = [...$("colour-by").options].map(option => option.value);
+      for (const mode of found.offered) {
+        $("colour-by").value = mode; $("colour-by").dispatchEvent(new Event("change"));
+        drawn.length = 0; drawMap();
+        found.modes[mode] = { drawn: [...drawn], legend: $("map-legend").textContent, note: $("map-note").textContent };
+      }
+      found.table = [...$("groups").tBodies[0].rows].map(row => [...row.cells].map(cell => cell.textContent));
+      found.words = [...pool.keys()].filter(block => pool[block]).map(block => [block, blockWords(block)]);
+      const block = [...tables][0][1][0];
+      selectBlock(block); found.block = block; found.story = $("block-story").textContent;
+      return found;
+    """
+    path = tmp_path / "report.html"
+    path.write_bytes(with_script(render_report(TraceReader(trace)), script))
+    found = probe_of(chromium(path))
+    folding = pool_fold()
+    next(event for event in folding.steps(TraceReader(trace)) if isinstance(event, StepScheduled) and event.step == 20)
+    state = folding.state
+    assert found["offered"] == ["state", "group", "0", "1", "2"]
+    groups = [group_of(state, block_id) for block_id in range(90)]
+    assert found["modes"]["group"]["drawn"] == [[str(group), 1] for group in groups if group is not None]
+    assert "The number is the group's." in found["modes"]["group"]["note"]
+    assert "of another group" in found["modes"]["1"]["legend"]
+    shared = [group for group, count in zip(groups, state.ref_counts, strict=True) if count > 1]
+    assert len(set(shared)) > 1
+    assert [alpha for _, alpha in found["modes"]["2"]["drawn"]] == pytest.approx(
+        [1 if group == 2 else 0.15 for group in shared], abs=0.01
+    )
+    for row, use in zip(found["table"], group_uses(state), strict=True):
+        window, used = "none" if use.window is None else str(use.window), "16 B of 16 B"
+        counts = [str(use.used_blocks), str(use.cached_blocks)]
+        assert row == [str(use.group), str(use.group), window, "1 of 1", used, *counts, "0 B"]
+    assert [block_id for block_id, _ in found["words"]] == [i for i, group in enumerate(groups) if group is not None]
+    for block_id, words in found["words"]:
+        assert f", {block_group_words(state, block_id)}" in words
+    assert f", group {groups[found['block']]}" in found["story"]
+
+
+def test_a_model_whose_layers_are_alike_has_no_groups_on_its_page(tmp_path, chromium):
+    path = tmp_path / "report.html"
+    script = """
+      setFrame(20); selectBlock([...tables][0][1][0]);
+      const words = ["map-note", "block-words", "block-story", "engine"].map(id => $(id).textContent).join(" ");
+      return { hidden: [$("colour-choice").hidden, $("groups-section").hidden], words };
+    """
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
+    assert page_data(page)["groups"] == []
+    path.write_bytes(with_script(page, script))
+    found = probe_of(chromium(path))
+    assert found["hidden"] == [True, True]
+    assert "group" not in found["words"]
 
 
 def blocks_of(text):

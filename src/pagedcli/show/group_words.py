@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from pagedcli.events import CacheGroup
+from pagedcli.events import CacheGroup, EngineStarted
 from pagedcli.printable import byte_text, plural
 from pagedcli.show.panels import id_ranges
 from pagedcli.show.tables import Column, Table, count
@@ -25,10 +25,13 @@ def group_lines(groups: Sequence[CacheGroup], *, block_size: int, block_bytes: i
 
 
 def block_group_words(state: PoolState, block_id: int) -> str | None:
-    """`group 4: layers 1 7 13, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`; None: the block is empty."""
-    number, engine = group_of(state, block_id), state.started
-    if number is None:
-        return None
+    """group_words of what a block holds; None: it is empty."""
+    number = group_of(state, block_id)
+    return None if number is None else group_words(state.started, number)
+
+
+def group_words(engine: EngineStarted, number: int) -> str:
+    """`group 4: layers 1 7 13, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`."""
     group = engine.groups[number]
     layers = [f"layer{'' if len(group.layers) == 1 else 's'} {id_ranges(group.layers)}"] if group.layers else []
     shape = _shape_words(group, block_size=engine.block_size, block_bytes=engine.block_bytes)

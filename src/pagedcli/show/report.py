@@ -16,11 +16,14 @@ import msgspec
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
+from pagedcli.show.group_words import group_words
 from pagedcli.show.pages import palette
+from pagedcli.show.panels import id_ranges
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
+from pagedcli.views.cache_groups import group_uses
 from pagedcli.views.explain import REASON_WORDS, CheckpointUse, Explainer, Lookup, Totals, divergence_text
 from pagedcli.views.moment import Moment
 from pagedcli.views.stats import StepSeries
@@ -32,19 +35,22 @@ _Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceF
 
 
 class BlockFrames(View[PoolState]):
-    """The pool at every step as changes since the previous step: block_id * 16 + code.
+    """The pool at every step as changes since the previous step: (block_id * num_groups + group) * 16 + code.
 
-    0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more.
+    0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more. Empty
+    blocks have group 0.
     """
 
     def __init__(self) -> None:
         self.deltas: list[array[int]] = []
         self.first_step = 0
-        self._codes = bytearray()
+        self._num_groups = 1
+        self._cells: list[int] = []  # of each block as of the last frame: group * 16 + code
         self._touched: set[int] = set()
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        self._touched.update(range(len(self._codes)))  # another part begins with an empty pool
+        self._num_groups = state.num_groups
+        self._touched.update(range(len(self._cells)))  # another part begins with an empty pool
 
     def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self._add_step(event.step, state)
@@ -70,16 +76,17 @@ class BlockFrames(View[PoolState]):
 
     def add(self, state: PoolState) -> None:
         """Append a frame of the current pool."""
-        codes = self._codes
-        if not codes:
-            codes.extend(bytes(state.num_blocks))
+        cells = self._cells
+        if not cells:
+            cells.extend([0] * state.num_blocks)
         delta = array("q")
         for block_id in sorted(self._touched):
             ref_count, full = state.ref_counts[block_id], state.hashes[block_id] is not None
             code = 2 + min(ref_count, _MOST_SHARED) if ref_count > 1 else 2 * ref_count + full
-            if code != codes[block_id]:
-                codes[block_id] = code
-                delta.append(block_id * 16 + code)
+            cell = state.block_groups[block_id] * 16 + code if code else 0
+            if cell != cells[block_id]:
+                cells[block_id] = cell
+                delta.append(block_id * self._num_groups * 16 + cell)
         self._touched.clear()
         self.deltas.append(delta)
 
@@ -89,7 +96,8 @@ class BlockFrames(View[PoolState]):
             return [delta.tolist() for delta in self.deltas]
         *steps, end = self.deltas
         groups = [steps[start : start + group] for start in range(0, len(steps), group)]
-        frames = [{packed >> 4: packed for delta in deltas for packed in delta} for deltas in groups]
+        cells = self._num_groups * 16
+        frames = [{packed // cells: packed for delta in deltas for packed in delta} for deltas in groups]
         return [*(list(last.values()) for last in frames), end.tolist()]
 
 
@@ -188,6 +196,7 @@ def render_report(
         "file": reader.path.name,
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
+        "groups": _groups_document(state),
         "story": story(run.findings(state), run.elapsed_s, make_advice(state)),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
@@ -206,6 +215,19 @@ def render_report(
         "explain": _explain_document(run.explainer, make_decoder()),
     }
     return _page(f"pagedcli report: {reader.path.name}", document)
+
+
+def _groups_document(state: PoolState) -> list[dict[str, Any]]:
+    """What does not change of each group of layers, and its words; empty if there is one, as all blocks are alike."""
+    uses = group_uses(state) if state.num_groups > 1 else []
+    return [
+        {
+            "words": group_words(state.started, use.group), "layers": id_ranges(use.layers), "window": use.window,
+            "heads": None if use.num_kv_heads is None else f"{use.num_kv_heads} of {use.head_dim}",
+            "usedBytes": use.used_bytes,
+        }
+        for use in uses
+    ]  # fmt: skip
 
 
 def _page(title: str, document: dict[str, Any]) -> bytes:

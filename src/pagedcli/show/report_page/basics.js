@@ -6,6 +6,7 @@ const columns = data.columns, engine = data.engine, summary = data.summary, requ
 const R = Object.fromEntries(data.requestColumns.map((name, i) => [name, i]));  // R.label: place in a row of requests
 const requestOf = new Map(requests.map(row => [row[R.seq], row]));
 const numPoints = columns.used.length, numFrames = data.frames.length, numBlocks = engine.num_blocks;
+const numGroups = engine.groups.length;  // of layers
 
 const number = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -53,7 +54,7 @@ const colour = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   for (const name of ["card", "text", "muted", "grid", "accent", "empty", "empty-edge", "cached", "partial", "used", "shared",
-    "waiting", "prefill", "decode", "preempted", "curve2"]) colour[name] = style.getPropertyValue("--" + name).trim();
+    "waiting", "prefill", "decode", "preempted", "curve2", "series0", "series1", "series2", "series3", "series4", "series5"]) colour[name] = style.getPropertyValue("--" + name).trim();
 }
 readColours();
 

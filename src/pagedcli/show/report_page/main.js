@@ -119,7 +119,7 @@ function drawHead() {
     if (sources[i]) line.append(" ", linkTo(...sources[i]));
     return line;
   }));
-  $("engine").textContent = `${engine.model} on ${engine.device}, ${engine.dtype}, attention ${engine.backend}; ${plural(numBlocks, "block")} of ${plural(engine.block_size, "token")} (${bytes(numBlocks * engine.block_bytes)}); at most ${show(engine.max_num_seqs)} sequences and ${show(engine.max_num_batched_tokens)} tokens per step; prefix caching ${engine.enable_prefix_caching ? "on" : "off"}, eviction ${engine.eviction}`;
+  $("engine").textContent = `${engine.model} on ${engine.device}, ${engine.dtype}, attention ${engine.backend}; ${plural(numBlocks, "block")} of ${plural(engine.block_size, "token")} (${bytes(numBlocks * engine.block_bytes)})${numGroups > 1 ? ` for ${numGroups} groups of layers` : ""}; at most ${show(engine.max_num_seqs)} sequences and ${show(engine.max_num_batched_tokens)} tokens per step; prefix caching ${engine.enable_prefix_caching ? "on" : "off"}, eviction ${engine.eviction}`;
   const notes = [...data.notes];
   if (data.group > 1) notes.push(`the run is long: each point stands for ${data.group} steps`);
   if (summary.num_failed_steps) notes.push(`${plural(summary.num_failed_steps, "step")} failed, and the sequences running in them waited again`);
@@ -144,7 +144,7 @@ function drawHead() {
 }
 const swatch = (context, key) => { context.fillStyle = colour[key]; context.fillRect(1, 3, 14, 10); context.strokeStyle = colour["empty-edge"]; context.lineWidth = 1; context.strokeRect(1.5, 3.5, 13, 9); };
 function drawLegends() {
-  legend("map-legend", CELLS, (context, code) => drawCell(context, 0, 0, 17, code));
+  drawMapLegend();
   legend("occupancy-legend", OCCUPANCY_WORDS, swatch);
   legend("timeline-legend", data.statuses.map(status => [status, status]), (context, status) => drawPhase(context, 0, 1, 16, 14, status));
   for (const chart of charts) if (chart.drawLegend) chart.drawLegend();
