@@ -11,14 +11,18 @@ from pagedcli.cli.main import app
 from pagedcli.events import StepScheduled
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.block_life import BlockLife
+from pagedcli.views.cache_groups import group_of
 from pagedcli.views.step_rows import block_owners
 
 
+@pytest.mark.parametrize(("num_blocks", "windows"), [(14, (None,)), (20, (4, None))])
 @pytest.mark.parametrize("seed", range(6))
-def test_owners_and_contents_are_those_of_the_pool_at_every_step(seed):
-    lives = [BlockLife(block_id) for block_id in range(14)]
+def test_owners_contents_and_groups_are_those_of_the_pool_at_every_step(seed, num_blocks, windows):
+    lives = [BlockLife(block_id) for block_id in range(num_blocks)]
     folding = pool_fold(*lives)
-    for event in folding.steps(EventList(simulated(seed=seed, caching=seed != 3, fails=0.1 * (seed % 2)))):
+    fails = 0.1 * (seed % 2)
+    events = simulated(num_blocks=num_blocks, seed=seed, caching=seed != 3, fails=fails, windows=windows)
+    for event in folding.steps(EventList(events)):
         if not isinstance(event, StepScheduled):
             continue
         state = folding.state
@@ -29,6 +33,8 @@ def test_owners_and_contents_are_those_of_the_pool_at_every_step(seed):
             block_hash = state.hashes[life.block_id]
             kept = life.contents[-1] if life.contents and life.contents[-1].until is None else None
             assert (None if kept is None else kept.hash) == block_hash
+            held = {each.group for each in [*life.owners, *([] if kept is None else [kept])]}
+            assert held == ({group_of(state, life.block_id)} - {None})
     assert any(each.end == "preempted" for life in lives for each in life.tenures)
     assert all(each.until is not None for life in lives for each in life.tenures)
 
@@ -77,6 +83,32 @@ def test_replay_and_explain_tell_the_same_life(trace):
         assert len(now["owners"]) == now["ref_count"]
     assert run("explain", trace, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,since,until")
     assert "### Story of block 3" in run("replay", trace, "--block", "3", "--format", "md").stdout
+
+
+def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
+    """A sequence takes blocks of both groups in turn: block 3 is in place 3 at first, of layers that see everything."""
+    path = write(tmp_path / "run.jsonl", simulated(num_blocks=28, windows=(4, None)))
+    words = "group {}: layer {}, {}, 1 KV head of 1, 8 B of 8 B used"
+    narrow, wide = words.format(0, 0, "window 4"), words.format(1, 1, "no window")
+    now = run("replay", path, "--block", "3", "--step", "0").stdout
+    assert wide in now
+    assert narrow not in now
+    life = run("explain", path, "--block", "3").stdout
+    assert narrow in life
+    assert wide in life
+    whole = json.loads(run("explain", path, "--block", "3", "--format", "json").stdout)
+    for kind in ("holders", "contents"):
+        assert {each["group"] for each in whole[kind]} == {0, 1}
+    assert all(each["place"] % 2 == each["group"] for each in whole["holders"] if each["how"] == "allocated")
+    first = json.loads(run("replay", path, "--block", "3", "--step", "0", "--format", "json").stdout)
+    assert (first["group"], [each["group"] for each in first["owners"]]) == (1, [1])
+    assert run("explain", path, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,group,since")
+    empty = json.loads(run("replay", path, "--block", "27", "--step", "0", "--format", "json").stdout)
+    assert (empty["state"], empty["group"]) == ("empty", None)
+
+
+def test_where_all_layers_are_alike_no_group_is_named(trace):
+    assert "group" not in run("explain", trace, "--block", "3").stdout + run("replay", trace, "--block", "3").stdout
 
 
 def test_what_is_refused(trace):

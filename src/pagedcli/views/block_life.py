@@ -19,6 +19,7 @@ class Tenure:
     seq_id: int
     label: str  # what a person calls its request
     place: int  # in its block table, from 0
+    group: int  # of the layers whose K and V it held
     since: int | None  # step; None: before the first
     how: str
     until: int | None = None  # the step that released it; None: still held
@@ -30,6 +31,7 @@ class Content:
     """What the block held once it was full."""
 
     hash: int
+    group: int  # of the layers whose K and V it held
     since: int | None  # step
     seq_id: int  # that filled it
     label: str
@@ -87,6 +89,7 @@ class BlockLife(View[PoolState]):
         tenure = self._holders.get(event.seq_id)
         if tenure is not None:
             tenure.place = state.seqs[event.seq_id].block_table.index(self.block_id)
+            tenure.group = state.block_groups[self.block_id]
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._end_all(state, "the run was cut off")
@@ -123,7 +126,8 @@ class BlockLife(View[PoolState]):
         seq = state.seqs[event.seq_id]
         block_hash = event.hashes[event.block_ids.index(self.block_id)]
         token_ids = self._slice(seq.seq_id, seq.block_table.index(self.block_id), state)
-        self.contents.append(Content(block_hash, state.step_number, seq.seq_id, seq.label, token_ids))
+        group = state.block_groups[self.block_id]
+        self.contents.append(Content(block_hash, group, state.step_number, seq.seq_id, seq.label, token_ids))
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.block_id == self.block_id:
@@ -156,7 +160,7 @@ class BlockLife(View[PoolState]):
     def _begin(self, seq_id: int, how: str, state: PoolState) -> None:
         seq = state.seqs[seq_id]
         place = len(seq.block_table) - 1 - seq.block_table[::-1].index(self.block_id)
-        tenure = Tenure(seq_id, seq.label, place, state.step_number, how)
+        tenure = Tenure(seq_id, seq.label, place, state.block_groups[self.block_id], state.step_number, how)
         self.tenures.append(tenure)
         self._holders[seq_id] = tenure
 
