@@ -3,6 +3,7 @@
 Used by inspection and kvevents. The file of a killed run is readable up to where it was cut off.
 """
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,19 @@ class LineReader:
             return f"{self.path}: the file was cut off in its first line, and nothing of the {self._what} is left"
         return f"{self.path}: the file is empty, not a {self._what}"
 
+    def rescue_hint(self, num_lines: int) -> str | None:
+        """How to keep the lines before damage; None: there are none."""
+        if not num_lines:
+            return None
+        path = self.path
+        if has_compressed_name(path, self._what):
+            whole = path.with_name(path.name.removesuffix(".jsonl.zst") + ".whole.jsonl")
+            command = f"zstdcat {shlex.quote(str(path))} | head -n {num_lines}"
+        else:
+            whole = path.with_name(path.name.removesuffix(".jsonl") + ".whole.jsonl")
+            command = f"head -n {num_lines} {shlex.quote(str(path))}"
+        return f"what precedes the damage is still a {self._what}: {command} > {shlex.quote(str(whole))}"
+
     def __iter__(self) -> Iterator[bytes]:
         self.line_number = num_blank = 0
         for line in self._split():
@@ -145,7 +159,8 @@ class LineReader:
                     self._check_ratio(num_read, num_made)
                     yield made
         except zstd.ZstdError as error:
-            raise TraceError(f"{self.path}: damaged after line {self.line_number}: {error}") from error
+            what = f"damaged after line {self.line_number}: {error}"
+            raise TraceError(f"{self.path}: {what}", hint=self.rescue_hint(self.line_number)) from error
         if num_read and not decompressor.eof:
             self._is_cut = True
             self.notes.append("the compressed stream has no end: the run was cut off")

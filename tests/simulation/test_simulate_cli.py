@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import sys
 
 import pytest
 from cli_harness import pagedcli
@@ -185,6 +186,13 @@ def test_bad_lines_give_exit_code_3_and_their_places(tmp_path):
     trace = write(tmp_path / "t.jsonl", ["{", *rows(3)])
     result = simulate(trace, "--pool", "64", expect=3)
     assert f"bad line {trace}:1:" in result.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that nobody can write")
+def test_a_simulation_that_cannot_be_recorded_says_what_to_do(trace):
+    error = simulate(trace, "--pool", "40", "--record", "/sys/run.jsonl", expect=1).stderr
+    assert "cannot write the trace /sys/run.jsonl: Permission denied" in error
+    assert "hint: name a file that can be written, or leave out --record\n" in error
 
 
 def test_a_recording_of_a_simulation_is_a_trace_that_holds_every_law(trace, tmp_path):

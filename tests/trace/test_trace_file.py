@@ -1,13 +1,17 @@
 """A trace file gives back the events, line by line, and says clearly what is wrong with it."""
 
 import random
+import re
+import shutil
+import subprocess
 
 import msgspec
 import pytest
 from scripted import Simulation
 
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.events import EngineStarted, Event, StepFinished
+from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, StepFinished
+from pagedcli.line_files import zstd
 from pagedcli.simulation.formats import read_traces
 from pagedcli.trace.files import TraceReader, TraceWriter
 
@@ -85,20 +89,67 @@ def test_a_wrong_type_and_an_unknown_event_are_named(tmp_path):
     record(path)
     head = path.read_bytes().split(b"\n")[0]
     path.write_bytes(head + b'\n{"event":"step_started","step":"0","time_ns":1}\n')
-    with pytest.raises(TraceError, match=r"run\.jsonl:2: Expected `int`, got `str` - at `\$\.step`"):
+    with pytest.raises(TraceError, match=r"run\.jsonl:2: .*Expected `int`, got `str` - at `\$\.step`"):
         list(TraceReader(path))
     path.write_bytes(head + b'\n{"event":"moon_landing"}\n')
     with pytest.raises(TraceError, match=r"run\.jsonl:2: .*moon_landing"):
         list(TraceReader(path))
 
 
-def test_another_schema_version_is_refused_with_the_version_that_wrote_it(tmp_path):
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    "damaged", [lambda line: line[:15], lambda line: b"\x00" + line, lambda line: line[:15] + line, lambda line: b"7"]
+)
+@pytest.mark.parametrize("number", [1, 30])
+def test_a_damaged_line_is_named_with_what_can_still_be_read(tmp_path, suffix, damaged, number):
+    events, path = record(tmp_path / "whole.jsonl"), tmp_path / f"run{suffix}"
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines()
+    lines[number - 1] = damaged(lines[number - 1])
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(zstd.compress(content) if suffix.endswith("zst") else content)
+    with pytest.raises(TraceError) as caught:
+        list(TraceReader(path))
+    message, hint = caught.value.message, caught.value.hint
+    assert message.startswith(f"{path}:{number}: ")
+    if number == 1:
+        assert "not a trace of pagedcli, or its first line is damaged (" in message
+        assert hint == f"record it again: pagedcli generate PROMPTS.jsonl --record {path} --overwrite"
+        return
+    assert ": the trace is damaged: this line is no event (" in message
+    command = re.fullmatch("what precedes the damage is still a trace: (.*)", hint)[1]
+    if suffix.endswith("zst") and shutil.which("zstdcat") is None:
+        pytest.skip("no zstdcat on this machine (apt-get install zstd)")
+    subprocess.run(["sh", "-c", command], check=True)
+    assert list(TraceReader(tmp_path / "run.whole.jsonl")) == events[: number - 1]
+
+
+def test_a_damaged_compressed_stream_is_named_with_what_can_still_be_read(tmp_path):
+    record(tmp_path / "whole.jsonl")
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    path = tmp_path / "run.jsonl.zst"
+    path.write_bytes(zstd.compress(b"".join(lines[:30])) + b"\xff" * 40)
+    with pytest.raises(TraceError, match=r"run\.jsonl\.zst: damaged after line 30: ") as caught:
+        list(TraceReader(path))
+    assert " | head -n 30 > " in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "hint"),
+    [
+        (SCHEMA_VERSION - 1, "older", "record it again: pagedcli generate PROMPTS.jsonl --record {path} --overwrite"),
+        (99, "newer", "read it with pagedcli 7.1, which wrote it, or a later version"),
+    ],
+)
+def test_another_schema_version_is_refused_with_what_to_do(tmp_path, schema, words, hint):
     path = tmp_path / "run.jsonl"
     started = next(event for event in record(path) if isinstance(event, EngineStarted))
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(started, schema_version=99, pagedcli_version="7.1")))
-    with pytest.raises(TraceError, match="schema version 99") as caught:
+    changes = {"schema_version": schema, "pagedcli_version": "7.1"}
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(started, **changes)))
+    with pytest.raises(TraceError) as caught:
         list(TraceReader(path))
-    assert "7.1" in str(caught.value.hint)
+    expected = f"{path}:1: the trace's format (schema {schema}) is {words} than the one that this version reads"
+    assert caught.value.message == f"{expected} ({SCHEMA_VERSION})"
+    assert caught.value.hint == hint.format(path=path)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,18 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch):
         writer.close()
 
 
+def test_a_folder_that_is_gone_ends_the_recording_and_not_the_run(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    writer = TraceWriter(folder / "run.jsonl")
+    folder.rmdir()
+    for event in EVENTS:
+        writer(event)
+    with pytest.raises(TraceError, match="cannot write the trace") as caught:
+        writer.close()
+    assert caught.value.hint == "the rows are not affected"
+
+
 def test_the_first_record_is_on_disk_before_the_first_step(tmp_path):
     writer = TraceWriter(tmp_path / "run.jsonl.zst")
     writer(EVENTS[0])

@@ -381,5 +381,6 @@ def _recording(path: Path | None) -> Iterator[Emit | None]:
     if path is None:
         yield None
         return
-    with TraceWriter(path, overwrite=True) as writer:
+    hint = "name a file that can be written, or leave out --record"
+    with TraceWriter(path, overwrite=True, unwritten_hint=hint) as writer:
         yield writer

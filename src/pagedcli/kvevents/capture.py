@@ -146,7 +146,10 @@ class CaptureReader:
                 raise TraceError(f"{self.place}: a message without a time or a source")
             return [base64.b64decode(frame, validate=True) for frame in row.frames], row.t, row.source
         except (msgspec.DecodeError, binascii.Error, RecursionError) as error:
-            raise TraceError(f"{self.place}: {error}") from error
+            what = f"the recording is damaged: this line is no message ({error})"
+            raise TraceError(
+                f"{self.place}: {what}", hint=self._lines.rescue_hint(self._lines.line_number - 1)
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

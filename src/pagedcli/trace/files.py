@@ -5,6 +5,7 @@ A run is recorded as `run.recording.jsonl`, which becomes `run.jsonl` at its end
 """
 
 import logging
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,12 +64,20 @@ class TraceWriter:
     The file is `run.recording.jsonl` until `close`, then `run.jsonl`; a killed run leaves it under the first name,
     readable. `resume` writes the next part, `run.part2.jsonl`, next to what an earlier run has left. `overwrite`
     removes what is there when the engine has started. A file that cannot be written ends the recording, not the run:
-    `close` says so.
+    `close` says so, with `unwritten_hint` if nothing was recorded.
     Raises: UsageError for a name that is not a trace's, a missing folder, or a trace that already exists.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        unwritten_hint: str = "the rows are not affected",
+    ) -> None:
         self.num_events = 0
+        self._unwritten_hint = unwritten_hint
         self.observer_ns = 0  # time spent here
         self._flush_every_ns = _COMPRESS_EVERY_NS if has_compressed_name(path, "trace") else 0
         self._encoder = msgspec.json.Encoder()
@@ -137,7 +146,7 @@ class TraceWriter:
         self._lines, problem, self._problem = None, self._problem, None
         if problem is not None:
             left = recording_path(self.path)
-            hint = f"what was recorded before is in {left}" if left.exists() else "the rows are not affected"
+            hint = f"what was recorded before is in {left}" if left.exists() else self._unwritten_hint
             raise TraceError(
                 f"cannot write the trace {self.path}: {problem.strerror or problem}", hint=hint
             ) from problem
@@ -212,7 +221,7 @@ class TraceReader:
             try:
                 event = self._decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise TraceError(f"{self.place}: {error}") from error
+                raise self._damage(error) from error
             if self.line_number > 1 and isinstance(event, EngineStarted):
                 raise TraceError(f"{self.place}: engine_started: a second start in one trace file")
             yield event
@@ -223,14 +232,26 @@ class TraceReader:
         try:
             head = msgspec.json.decode(line, type=_Head)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise TraceError(f"{self.place}: not a trace of pagedcli ({error})") from error
+            what = f"not a trace of pagedcli, or its first line is damaged ({error})"
+            raise TraceError(f"{self.place}: {what}", hint=self._record_again()) from error
         if head.event != EngineStarted.__struct_config__.tag or head.schema_version is None:
             raise TraceError(f"{self.place}: a trace begins with engine_started, this file with {head.event!r}")
         if head.schema_version != SCHEMA_VERSION:
+            is_older = head.schema_version < SCHEMA_VERSION
+            age, writer = "older" if is_older else "newer", f"pagedcli {head.pagedcli_version}"
             raise TraceError(
-                f"{self.place}: schema version {head.schema_version}, this pagedcli reads version {SCHEMA_VERSION}",
-                hint=f"read it with the version that wrote it: pagedcli {head.pagedcli_version}",
+                f"{self.place}: the trace's format (schema {head.schema_version}) is {age} than the one that this "
+                f"version reads ({SCHEMA_VERSION})",
+                hint=self._record_again() if is_older else f"read it with {writer}, which wrote it, or a later version",
             )
+
+    def _damage(self, error: Exception) -> TraceError:
+        """The error for a line that cannot be decoded."""
+        what = f"the trace is damaged: this line is no event ({error})"
+        return TraceError(f"{self.place}: {what}", hint=self._lines.rescue_hint(self.line_number - 1))
+
+    def _record_again(self) -> str:
+        return f"record it again: pagedcli generate PROMPTS.jsonl --record {shlex.quote(str(self.path))} --overwrite"
 
 
 class _EmptyFile(TraceError):
