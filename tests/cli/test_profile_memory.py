@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -328,3 +329,23 @@ def test_one_sentence_says_whole_requests_and_the_setting_for_what_is_left(large
 def test_a_request_that_never_fits_is_told_with_the_longest_that_does(large):
     sentence = as_json("-m", large, "--quantization", "int4", "--memory", "18.6GiB")["serves"]
     assert "serves 0 requests of 40,960 tokens at once with this model: the longest that fits has" in sentence
+
+
+def test_notes_about_groups_write_bytes_and_shares_as_the_tables_do(tmp_path):
+    """A block of 16 KiB has room for four layers with heads of 32, of which groups have three and two, and for two with
+    heads of 64. A sequence holds five, five and ten blocks."""
+    sliding, full = "sliding_attention", "full_attention"
+    layers = {"layer_types": [sliding, sliding, full, sliding, sliding, full, sliding, sliding]}
+    path = tiny_model(
+        "gemma4-e2b", tmp_path / "model", num_hidden_layers=8, num_kv_shared_layers=1, sliding_window=64, **layers
+    )
+    screen = profile_memory("-m", path, "--block-size", 16, "--max-model-len", 160, "--memory", "1GiB").stdout
+    for line in (
+        "group 0: 3 layers, window 64, 1 KV head of 32, 12.00 KiB of 16.00 KiB used",
+        "group 1: 2 layers, window 64, 1 KV head of 32, 8.00 KiB of 16.00 KiB used",
+        "group 2: 2 layers, no window, 1 KV head of 64, 16.00 KiB of 16.00 KiB used",
+        "without blocks: 1 layer sharing the K and V of an earlier layer",
+        "unused: what the layers leave of these blocks, 18.8 % of the KV cache of a sequence of 160 tokens",
+    ):
+        assert f"\n{line}\n" in screen
+    assert re.findall(r"\S*\d\.\d [KMG]iB", screen) == []

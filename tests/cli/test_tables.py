@@ -33,6 +33,27 @@ def test_only_a_narrow_terminal_wraps_and_only_the_last_column():
     assert lines[-1] == "a note"
 
 
+def test_columns_of_numbers_that_do_not_fit_continue_below():
+    columns = [Column("name", "name"), *(Column(f"n{i}", f"number {i}", count) for i in range(6))]
+    rows = [{"name": name, **{f"n{i}": 10**i for i in range(6)}} for name in ("a", "longer")]
+    table = Table("t", "T", columns, rows, ["a note"])
+    assert as_text(table, 40).splitlines() == [
+        "T",
+        "name    number 0  number 1  number 2",
+        "        number 3  number 4  number 5",
+        "------------------------------------",
+        "a              1        10       100",
+        "           1,000    10,000   100,000",
+        "longer         1        10       100",
+        "           1,000    10,000   100,000",
+        "a note",
+    ]
+    wide = as_text(table)
+    assert max(map(len, wide.splitlines())) == 66
+    assert as_text(table, 66) == wide
+    assert max(map(len, as_text(table, 65).splitlines())) <= 65
+
+
 def test_a_table_without_rows_says_so():
     assert as_text(Table("t", "T", COLUMNS, [])) == "T\nnone\n"
 

@@ -3,9 +3,11 @@
 Used by the application of trace and replay.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from typing import ClassVar
+from string import ascii_lowercase, digits
+from typing import ClassVar, TypeVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -17,8 +19,10 @@ from textual.message import Message
 
 from pagedcli.app.rows import Line, Painted, line_of
 from pagedcli.printable import plural
+from pagedcli.show.group_words import alike, layers_words, window_words
 from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
+from pagedcli.views.cache_groups import group_of
 from pagedcli.views.moment import Moment
 
 # block state: glyph, style, meaning
@@ -29,16 +33,29 @@ _GLYPHS = {
     "full": ("■", Style(color="green"), "in use"),
     "shared": ("S", Style(color="magenta", bold=True), "shared by 2-9, + more"),
 }
+_GROUP_GLYPHS = digits + ascii_lowercase  # by number; `+` for those after them
+_GROUP_COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red", "white")
+_CACHED_OF_GROUP = Style(underline=True)
+_STYLES = {
+    **{kind: style for kind, (_, style, _) in _GLYPHS.items()},
+    **{colour: Style(color=colour) for colour in _GROUP_COLOURS},
+    **{f"{colour} cached": Style(color=colour) + _CACHED_OF_GROUP for colour in _GROUP_COLOURS},
+    "mixed": Style(),
+    "mixed cached": _CACHED_OF_GROUP,
+}
+ONE_GROUP = "all layers of this model are in one group"
 _LINES_BELOW = 2  # the pool's figures and the legend
 _MARKED = Style(reverse=True)  # blocks of the selected sequence keep their glyphs
 _CURSOR = Style(color="black", bgcolor="yellow", bold=True, underline=True)
-Cell = tuple[str, str, bool]  # kind, glyph, whether it is marked
+T = TypeVar("T")
+Look = tuple[str, str]  # kind, glyph
+Cell = tuple[str, str, bool]  # the same, and whether it is marked
 
 
 class BlockMap(Painted):
     """The blocks in the order of their ids: all, only those in use, or those of one cell. Where they do not fit, each
-    cell stands for several and shows their most common state, or `shared` if any of them is. Cells of marked blocks are
-    drawn in reverse."""
+    cell stands for several and shows their most common state, or `shared` if any of them is; by group, the most common
+    group of layers of those that are not empty. Cells of marked blocks are drawn in reverse."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", show=False),
@@ -64,6 +81,7 @@ class BlockMap(Painted):
         self._moment: Moment | None = None
         self._marked: set[int] = set()
         self._only_used = False
+        self._by_group = False
         self._within: range | None = None  # the blocks of one cell
         self._shown: Sequence[int] = ()
         self._cells: list[Cell] = []
@@ -83,6 +101,14 @@ class BlockMap(Painted):
         """Switch between all blocks and those in use."""
         self._only_used, self._within = not self._only_used and self._within is None, None
         self._arrange()
+
+    def switch_groups(self) -> str:
+        """Switch between the states of the blocks and their groups of layers. Returns why it could not, or nothing."""
+        if self._moment is None or self._moment.state.num_groups == 1:
+            return ONE_GROUP
+        self._by_group = not self._by_group
+        self._arrange()
+        return ""
 
     def go_to(self, block_id: int) -> None:
         """Put the cursor on a block, which is then seen on its own."""
@@ -105,12 +131,14 @@ class BlockMap(Painted):
         for seq in state.running():
             for block_id in seq.held_block_ids:
                 holders.setdefault(block_id, []).append(str(seq.seq_id))
-        rows = ["block\tstate\tref count\tcontent\theld by seq"]
+        has_groups = state.num_groups > 1
+        rows = ["\t".join(["block", "state", "ref count", "content", *["group"] * has_groups, "held by seq"])]
         for block_id in self._shown:
             content = state.hashes[block_id]
             kind, held = _kind(state, block_id)[0], " ".join(holders.get(block_id, ()))
-            cells = (block_id, kind, state.ref_counts[block_id], "" if content is None else f"{content:016x}", held)
-            rows.append("\t".join(map(str, cells)))
+            group = group_of(state, block_id)
+            cells = [block_id, kind, state.ref_counts[block_id], "" if content is None else f"{content:016x}"]
+            rows.append("\t".join(map(str, [*cells, *["" if group is None else group] * has_groups, held])))
         return "\n".join(rows) + "\n"
 
     def _title(self) -> str:
@@ -119,7 +147,14 @@ class BlockMap(Painted):
             which = f"blocks {self._within[0]:,} to {self._within[-1]:,}"
         else:
             which = "blocks in use" if self._only_used else "block pool"
+        if self._draws_groups:
+            which += " by group of layers"
         return which if per_cell == 1 else f"{which}, 1 cell = {plural(per_cell, 'block')}"
+
+    @property
+    def _draws_groups(self) -> bool:
+        """Parts of a resumed run may be of different models."""
+        return self._by_group and self._moment is not None and self._moment.state.num_groups > 1
 
     # ------------------------------------------------------------------ cells
 
@@ -136,7 +171,7 @@ class BlockMap(Painted):
             self._shown = [block_id for block_id, count in enumerate(state.ref_counts) if count]
         else:
             self._shown = self._within or range(state.num_blocks)
-        self._cells = _cells(state, self._shown, self._per_cell, self._marked)
+        self._cells = _cells(state, self._shown, self._per_cell, self._marked, by_group=self._draws_groups)
         self._cursor = max(0, min(self._cursor, len(self._cells) - 1))
         if self._title() != self._shown_title:
             self._shown_title = self.border_title = self._title()
@@ -164,7 +199,9 @@ class BlockMap(Painted):
         return [*_runs(self._cells[first:cursor]), at_cursor, *_runs(self._cells[cursor + 1 : after])]
 
     def _text_below(self) -> Text:
-        return self._under_cursor() if self.has_focus else self._legend()
+        if self.has_focus:
+            return self._under_cursor()
+        return self._group_legend() if self._draws_groups else self._legend()
 
     def _legend(self) -> Text:
         text = Text()
@@ -173,21 +210,43 @@ class BlockMap(Painted):
                 glyph, meaning = ("2", meaning) if self._per_cell == 1 else (glyph, "some shared")
             text.append(glyph, style).append(f" {meaning}  ")
         if self._marked:
-            text.append("■", _GLYPHS["full"][1] + _MARKED).append(" selected")
+            text.append("■", _STYLES["full"] + _MARKED).append(" selected")
         return text
+
+    def _group_legend(self) -> Text:
+        """`0 window 16, 2 layers  1 no window, 1 layer  cached  selected  · empty`, these in their styles."""
+        assert self._moment is not None
+        text, groups = Text(), self._moment.state.started.groups
+        for numbers in alike(groups):
+            for number in numbers:
+                kind, glyph = _look_of_group(number)
+                text.append(glyph, _STYLES[kind])
+            text.append(f" {', '.join([window_words(groups[numbers[0]]), *layers_words(groups, numbers)])}  ")
+        if self._per_cell > 1:
+            text.append("* several alike  ")
+        text.append("cached", _CACHED_OF_GROUP)
+        if self._marked:
+            text.append("  ").append("selected", _MARKED)
+        glyph, style, meaning = _GLYPHS["empty"]
+        return text.append("  ").append(glyph, style).append(f" {meaning}")
 
     def _under_cursor(self) -> Text:
         assert self._moment is not None
         ids = self._ids_at(self._cursor)
         if not ids:
             return Text("no blocks")
-        if len(ids) > 1:
-            return Text(f"blocks {ids[0]:,} to {ids[-1]:,}: Enter shows them one by one, z the blocks in use")
         state, block_id = self._moment.state, ids[0]
+        if len(ids) > 1:
+            blocks, how = f"blocks {ids[0]:,} to {ids[-1]:,}", "Enter shows them one by one"
+            if self._draws_groups:
+                return Text(f"{blocks}: {_group_words(state, ids)}; {how}")
+            return Text(f"{blocks}: {how}, z the blocks in use")
         holders = [seq.seq_id for seq in state.running() if block_id in seq.block_table]
         held = f"held by seq {', '.join(map(str, holders[:8]))}{' ...' if len(holders) > 8 else ''}"
         kind = _GLYPHS[_kind(state, block_id)[0]][2] if not holders else held
-        return Text(f"block {block_id:,}: {kind}; Enter shows what it held")
+        group = group_of(state, block_id) if state.num_groups > 1 else None
+        of_group = "" if group is None else f", group {group} ({window_words(state.started.groups[group])})"
+        return Text(f"block {block_id:,}{of_group}: {kind}; Enter shows what it held")
 
     # ------------------------------------------------------------------ keys and mouse
 
@@ -231,26 +290,32 @@ class BlockMap(Painted):
 def _runs(cells: list[Cell]) -> Line:
     """Equal neighbours as one segment."""
     return [
-        Segment(glyph * len(list(same)), _GLYPHS[kind][1] + _MARKED if is_marked else _GLYPHS[kind][1])
+        Segment(glyph * len(list(same)), _STYLES[kind] + _MARKED if is_marked else _STYLES[kind])
         for (kind, glyph, is_marked), same in groupby(cells)
     ]
 
 
-def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int]) -> list[Cell]:
+def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int], *, by_group: bool) -> list[Cell]:
     """Per cell its kind, its glyph (for one shared block its ref_count), and whether it has a marked block."""
+    of_one, of_several = (_group_of_one, _group_of_several) if by_group else (_kind, _summary)
     if per_cell == 1:
-        return [(*_kind(state, block_id), block_id in marked) for block_id in shown]
+        return [(*of_one(state, block_id), block_id in marked) for block_id in shown]
     if isinstance(shown, range):
         marked_cells = {(block_id - shown.start) // per_cell for block_id in marked if block_id in shown}
     else:
         marked_cells = {place // per_cell for place, block_id in enumerate(shown) if block_id in marked}
     return [
-        (*_summary(state, shown[start : start + per_cell]), cell in marked_cells)
+        (*of_several(state, shown[start : start + per_cell]), cell in marked_cells)
         for cell, start in enumerate(range(0, len(shown), per_cell))
     ]
 
 
-def _kind(state: PoolState, block_id: int) -> tuple[str, str]:
+def _values(of_blocks: list[T], ids: Sequence[int]) -> list[T]:
+    """Those of some blocks."""
+    return of_blocks[ids.start : ids.stop] if isinstance(ids, range) else [of_blocks[i] for i in ids]
+
+
+def _kind(state: PoolState, block_id: int) -> Look:
     count = state.ref_counts[block_id]
     if count > 1:
         return "shared", str(count) if count < 10 else "+"
@@ -261,12 +326,9 @@ def _kind(state: PoolState, block_id: int) -> tuple[str, str]:
     return kind, _GLYPHS[kind][0]
 
 
-def _summary(state: PoolState, ids: Sequence[int]) -> tuple[str, str]:
+def _summary(state: PoolState, ids: Sequence[int]) -> Look:
     """Several blocks as one cell."""
-    if isinstance(ids, range):
-        counts, hashes = state.ref_counts[ids.start : ids.stop], state.hashes[ids.start : ids.stop]
-    else:
-        counts, hashes = [state.ref_counts[i] for i in ids], [state.hashes[i] for i in ids]
+    counts, hashes = _values(state.ref_counts, ids), _values(state.hashes, ids)
     num_free, num_exclusive, num_unhashed = counts.count(0), counts.count(1), hashes.count(None)
     if num_free + num_exclusive < len(counts):
         kind = "shared"
@@ -275,3 +337,48 @@ def _summary(state: PoolState, ids: Sequence[int]) -> tuple[str, str]:
     else:
         kind = "empty" if 2 * num_unhashed > len(counts) else "cached"
     return kind, _GLYPHS[kind][0]
+
+
+# ---------------------------------------------------------------------- by group of layers
+
+
+def _look_of_group(group: int | None, *, is_cached: bool = False) -> Look:
+    if group is None:
+        return "empty", _GLYPHS["empty"][0]
+    colour = _GROUP_COLOURS[group % len(_GROUP_COLOURS)]
+    return f"{colour} cached" if is_cached else colour, _GROUP_GLYPHS[group : group + 1] or "+"
+
+
+def _group_of_one(state: PoolState, block_id: int) -> Look:
+    return _look_of_group(group_of(state, block_id), is_cached=not state.ref_counts[block_id])
+
+
+def _group_of_several(state: PoolState, ids: Sequence[int]) -> Look:
+    """The most common group of those that are not empty, if there is one, as cached if most of these are."""
+    counts, num_used = _counts_by_group(state, ids)
+    if not counts:
+        return _look_of_group(None)
+    most, is_cached = max(counts.values()), 2 * num_used < counts.total()
+    most_common = [group for group, count in counts.items() if count == most]
+    if len(most_common) > 1:
+        return "mixed cached" if is_cached else "mixed", "*"
+    return _look_of_group(most_common[0], is_cached=is_cached)
+
+
+def _counts_by_group(state: PoolState, ids: Sequence[int]) -> tuple[Counter[int], int]:
+    """How many blocks of each group are not empty, and how many of all are in use."""
+    counts, hashes = _values(state.ref_counts, ids), _values(state.hashes, ids)
+    num_free, num_unhashed = counts.count(0), hashes.count(None)
+    if num_free == num_unhashed == len(counts):
+        return Counter(), 0
+    groups = _values(state.block_groups, ids)
+    if num_free and num_unhashed:  # else none is empty
+        groups = [group for group, count, held in zip(groups, counts, hashes, strict=True) if count or held is not None]
+    return Counter(groups), len(counts) - num_free
+
+
+def _group_words(state: PoolState, ids: Sequence[int]) -> str:
+    """`5 of group 1, 3 of group 0`, the most common one first."""
+    counts, _ = _counts_by_group(state, ids)
+    in_order = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    return ", ".join(f"{num_blocks:,} of group {group}" for group, num_blocks in in_order) or "all empty"

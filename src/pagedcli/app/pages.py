@@ -14,6 +14,8 @@ from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
 from pagedcli.app.rows import Rows
+from pagedcli.show.step_tables import laid_out
+from pagedcli.show.tables import Table, shown_cells
 
 _WORD_WIDTH = 10  # in front of each line of a story
 
@@ -97,6 +99,56 @@ class StoryPage(Page):
         message.stop()
         if self._hint:
             self.dismiss(self._places[message.key])
+
+
+class TablePage(Page):
+    """A table of the moment, which follows it: the keys that step and pause work here, too."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "app.copy_table", "copy", show=False),
+        Binding("space", "app.pause", show=False),
+        Binding("full_stop,right", "app.step(1)", show=False),
+        Binding("comma,left", "app.step(-1)", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = _TableRows(id="table")
+        self._page = Vertical(id="page")
+        self._page.border_subtitle = ". , step, Space plays, Esc closes"
+
+    def compose(self) -> ComposeResult:
+        with self._page:
+            yield self._rows
+
+    def on_mount(self) -> None:
+        self._rows.focus()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._rows.lay_out)
+
+    def show(self, title: str, table: Table) -> None:
+        """Show the table of a moment, laid out for the page's width."""
+        self._page.border_title, self._rows.table = Content(title), table
+        if self.is_mounted:
+            self._rows.lay_out()
+
+
+class _TableRows(Rows):
+    """The lines of a table; a copy has its cells."""
+
+    table: Table | None = None
+
+    def lay_out(self) -> None:
+        if self.table is not None:
+            lines = laid_out(self.table, self.text_width)[1:]  # the page has the title
+            self.show(None, range(len(lines)), lambda key, width: lines[key])
+
+    def as_text(self) -> str:
+        if self.table is None:
+            return ""
+        rows = [[column.header for column in self.table.columns], *shown_cells(self.table)]
+        return "".join("\t".join(row) + "\n" for row in rows)
 
 
 class _Completion(Suggester):

@@ -10,16 +10,17 @@ from textual.containers import Container, Vertical
 from textual.widgets import Footer
 
 from pagedcli.app.base import DeckApp
-from pagedcli.app.block_map import BlockMap
+from pagedcli.app.block_map import ONE_GROUP, BlockMap
 from pagedcli.app.colours import MUTED
 from pagedcli.app.commands import Command, number
-from pagedcli.app.pages import Ask, StoryPage
+from pagedcli.app.pages import Ask, StoryPage, TablePage
 from pagedcli.app.pool_decks import LiveDeck, PoolDeck
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows, block_facts, sequence_facts
 from pagedcli.app.timeline import TimeLine
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line, plural
+from pagedcli.show.group_words import group_table
 from pagedcli.show.panels import hit_lines, percent, work_lines
 from pagedcli.trace.state import SeqState
 from pagedcli.views.conditions import FIELDS, GRAMMAR
@@ -36,6 +37,8 @@ _LEGEND = """\
                zoom, left, right move; mouse: click, drag, wheel
  block pool    · empty  ○ cached  ▫ filling  ■ in use  2-9 + shared by so many
                in reverse: of the selected sequence
+ G             0-9 a-z + the group of layers whose K and V a block holds,
+               underlined: cached; :groups has their windows and layers
  state         +N: tokens computed in this step
  tokens        in the cache / of the sequence
  out           generated / at most
@@ -84,6 +87,7 @@ class PoolApp(DeckApp):
         Binding("c", "columns", "columns", show=False),
         Binding("a", "show_all", show=False),
         Binding("z", "zoom", "zoom", show=False),
+        Binding("G", "groups", show=False),
         Binding("p", "jump('preemption', False)", "preemption", show=False),
         Binding("P", "jump('preemption', True)", show=False),
         Binding("e", "jump('eviction', False)", show=False),
@@ -101,7 +105,8 @@ class PoolApp(DeckApp):
                most blocks, id, tokens, out; or click on a column
  c             block tables and reasons, not the figures; and back
  a             show finished sequences, too
- z             zoom to the blocks in use, and back"""
+ z             zoom to the blocks in use, and back
+ G             the block pool by groups of layers, and back"""
 
     def __init__(self, deck: PoolDeck, title: str) -> None:
         super().__init__(deck, title)
@@ -178,6 +183,8 @@ class PoolApp(DeckApp):
         self._show_selected(moment)
         self._show_figures(moment)
         self._show_events(moment)
+        if isinstance(self.screen, TablePage):
+            self._fill_groups(self.screen)
 
     def _show_sequences(self, moment: Moment) -> None:
         seqs, cells = self._list.seqs(moment), SequenceRows(moment, self._list)
@@ -285,6 +292,9 @@ class PoolApp(DeckApp):
     def action_zoom(self) -> None:
         self._map.zoom()
 
+    def action_groups(self) -> None:
+        self.say(self._map.switch_groups())
+
     def tick(self) -> None:
         if self.has_ended and not self._has_shown_end:  # nothing is left of what was listed until now
             self._has_shown_end = self._list.with_finished = True
@@ -302,6 +312,7 @@ class PoolApp(DeckApp):
             Command("block", "N", "to a block of the pool", self._jump_to_block),
             Command("req", "ID", "to a request, by its id or number", self._jump_to_request, self._names),
             Command("seq", "N", "to a sequence, by its number", self._jump_to_number_of_seq),
+            Command("groups", "", "the groups of layers", self._show_groups),
             Command("slots", "", "the slots of recurrent state", self._show_slots),
             self.landmark_command("preempt", "preemption", "preemption"),
             self.landmark_command("evict", "eviction", "eviction"),
@@ -318,6 +329,18 @@ class PoolApp(DeckApp):
             return f"there is no block {argument!r}: they are numbered from 0 to {num_blocks - 1:,}"
         self._map.go_to(block_id)
         return ""
+
+    def _show_groups(self, argument: str) -> str:
+        if self._moment.state.num_groups == 1:
+            return ONE_GROUP
+        page = TablePage()
+        self._fill_groups(page)
+        self.call_after_refresh(self.push_screen, page)  # once the line that was typed is closed
+        return ""
+
+    def _fill_groups(self, page: TablePage) -> None:
+        state = self._moment.state
+        page.show(f"groups of layers, step {state.step_number}", group_table(state))
 
     def _show_slots(self, argument: str) -> str:
         state = self._moment.state

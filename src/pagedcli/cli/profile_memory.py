@@ -359,13 +359,13 @@ def _group_notes(profile: "Profile", rows: Sequence[Row]) -> Iterator[str]:
     longest = [row for row in rows if row["num_tokens"] == limits.max_model_len]
     unused, held = (sum(row[name] for row in longest) for name in ("unused_bytes", "kv_cache_bytes"))
     yield (
-        f"unused: what the layers leave of these blocks, {unused / held:.1%} of the KV cache of a sequence of"
+        f"unused: what the layers leave of these blocks, {percent(unused / held)} of the KV cache of a sequence of"
         f" {limits.max_model_len:,} tokens"
     )
     yield "without release: the same layers, if no block were released before the sequence ends"
     yield from group_lines(limits.groups, block_size=limits.block_size, block_bytes=profile.plan.block_bytes)
     if num_shared := sum(layer.source is not None for layer in profile.spec.attention_layers):
-        yield f"{plural(num_shared, 'layer')} read the K and V of an earlier layer and have no blocks"
+        yield f"without blocks: {plural(num_shared, 'layer')} sharing the K and V of an earlier layer"
 
 
 def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:

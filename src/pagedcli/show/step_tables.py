@@ -16,7 +16,18 @@ from pagedcli.printable import one_line, plural, printable_json
 from pagedcli.show.group_words import group_table
 from pagedcli.show.held_clock import HeldClock
 from pagedcli.show.panels import block_ids_text, id_ranges, percent, pool_line, ref_counts_line, why_waiting
-from pagedcli.show.tables import Column, Format, Row, Table, as_markdown, count, markdown_text, shown_cells
+from pagedcli.show.tables import (
+    Column,
+    Format,
+    Row,
+    Table,
+    as_markdown,
+    column_lines,
+    continued_indent,
+    count,
+    markdown_text,
+    shown_cells,
+)
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
@@ -206,20 +217,7 @@ def _layout(table: Table, widths: Sequence[int], width: int | None) -> list[list
         return [places]
     if not table.columns[last].is_number and width - before_last >= _LEAST_ROOM:
         return [places]
-    lines, used = [[0]], widths[0]
-    for place in places[1:]:
-        if used + 2 + widths[place] <= width:
-            lines[-1].append(place)
-            used += 2 + widths[place]
-        else:
-            lines.append([place])
-            used = _indent(widths) + widths[place]
-    return lines
-
-
-def _indent(widths: Sequence[int]) -> int:
-    """Of all lines of a row but the first: the rest stands below its second column."""
-    return widths[0] + 2
+    return column_lines(widths, width)
 
 
 def _row_lines(
@@ -227,7 +225,7 @@ def _row_lines(
 ) -> list[Text]:
     lines: list[Text] = []
     for number, places in enumerate(layout):
-        line = Text(" " * (_indent(widths) if number else 0), no_wrap=True)
+        line = Text(" " * (continued_indent(widths) if number else 0), no_wrap=True)
         for place in places:
             cell, column = row[place], table.columns[place]
             if place != places[0]:

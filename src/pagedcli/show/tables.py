@@ -103,13 +103,16 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
 
 
 def as_text(table: Table, width: int | None = None) -> str:
-    """Aligned columns, numbers right, text left. Text beyond `width` cells wraps in the last column."""
+    """Aligned columns, numbers right, text left. Beyond `width` cells text wraps in the last column; where that is a
+    number, or has no room, the columns continue on further lines of each row."""
     if not table.rows:
         return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
     cells = [[column.header for column in table.columns], *shown_cells(table)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
     room = None if width is None or table.columns[-1].is_number or width - indent < 16 else width - indent
+    if width is not None and room is None and indent + widths[-1] > width:
+        return "\n".join([*_continued(table, cells, widths, width), *_notes(table.notes, width)]) + "\n"
     lines = [one_line(table.title)]
     for row in cells:
         padded = [
@@ -121,6 +124,36 @@ def as_text(table: Table, width: int | None = None) -> str:
     rule = "  ".join("-" * w for w in [*widths[:-1], min(widths[-1], room or widths[-1])])
     lines.insert(2, rule)
     return "\n".join([*lines, *_notes(table.notes, width)]) + "\n"
+
+
+def _continued(table: Table, cells: Sequence[Sequence[str]], widths: Sequence[int], width: int) -> list[str]:
+    layout = column_lines(widths, width)
+    lines = [
+        " " * (continued_indent(widths) if number else 0)
+        + "  ".join(_pad(row[i], widths[i], to_right=table.columns[i].is_number) for i in places).rstrip()
+        for row in cells
+        for number, places in enumerate(layout)
+    ]
+    lines.insert(len(layout), "-" * max(map(cell_len, lines)))
+    return [one_line(table.title), *lines]
+
+
+def column_lines(widths: Sequence[int], width: int) -> list[list[int]]:
+    """The places of the columns by line of a row, where they do not fit into one."""
+    lines, used = [[0]], widths[0]
+    for place in range(1, len(widths)):
+        if used + 2 + widths[place] <= width:
+            lines[-1].append(place)
+            used += 2 + widths[place]
+        else:
+            lines.append([place])
+            used = continued_indent(widths) + widths[place]
+    return lines
+
+
+def continued_indent(widths: Sequence[int]) -> int:
+    """Of all lines of a row but the first: the rest stands below its second column."""
+    return widths[0] + 2
 
 
 def as_csv(table: Table, *, with_title: bool = False) -> str:

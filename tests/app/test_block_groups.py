@@ -1,0 +1,225 @@
+"""The block pool by groups of layers: what the map, its legend, the copy and the page of groups show."""
+
+from collections import Counter
+
+import pytest
+from app_harness import drive, press, screen_text, settle, shown
+from scripted import Simulation
+from test_navigation import colours, typed
+from trace_harness import EventList, simulated
+
+from pagedcli.app.block_map import _CACHED_OF_GROUP, _MARKED, _STYLES, _cells
+from pagedcli.app.colours import contrast
+from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_decks import ReplayDeck
+from pagedcli.trace.state import PoolState
+from pagedcli.views.cache_groups import group_of
+from pagedcli.views.moment import Replay
+
+WINDOWS = (4, None, 6)
+
+
+@pytest.fixture(scope="module")
+def events():
+    return simulated(num_blocks=60, windows=WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def many_events():
+    return simulated(num_blocks=5000, num_requests=40, max_num_seqs=16, max_num_batched_tokens=64, windows=WINDOWS)
+
+
+def app_of(events):
+    return PoolApp(ReplayDeck(Replay(EventList(events))), "pagedcli replay run.jsonl")
+
+
+def check_cells(app):
+    """Each cell shows the most common group of its blocks, by hand; returns what the cells show."""
+    state, cells, per_cell = app.deck.moment.state, app._map._cells, app._map._per_cell
+    for cell, (kind, glyph, is_marked) in enumerate(cells):
+        ids = app._map._shown[cell * per_cell : (cell + 1) * per_cell]
+        held = [block_id for block_id in ids if group_of(state, block_id) is not None]
+        counts = Counter(state.block_groups[block_id] for block_id in held)
+        most = [group for group, count in counts.items() if count == max(counts.values())]
+        assert glyph == ("·" if not most else str(most[0]) if len(most) == 1 else "*")
+        num_cached = sum(not state.ref_counts[block_id] for block_id in held)
+        assert bool(_STYLES[kind].underline) == (2 * num_cached > len(held))
+        assert is_marked == any(block_id in app._map._marked for block_id in ids)
+    return {kind for kind, _, _ in cells}
+
+
+def test_a_key_draws_the_group_of_each_block_at_every_step(events):
+    app, seen = app_of(events), set()
+
+    async def script(pilot):
+        await press(pilot, "G")
+        for stop in range(app.deck.last + 1):
+            app.deck.move_to(stop)
+            app.tick()
+            seen.update(check_cells(app))
+            state = app.deck.moment.state
+            uses = Counter(cell[1] for cell in app._map._cells)
+            assert uses["·"] == state.num_empty_blocks
+        await settle(pilot)
+        return screen_text(app)
+
+    text = drive(app, script, (120, 40))
+    assert "block pool by group of layers" in text
+    assert "0 window 4, 1 layer  1 no window, 1 layer  2 window 6, 1 layer  cached  · empty" in text
+    assert seen >= {"empty", "green", "green cached", "magenta", "magenta cached", "cyan", "cyan cached"}
+
+
+def test_the_map_of_a_small_run_by_hand():
+    """Blocks of 2; windows of 4 and none: span by span a block of each group. An underscore stands for underlined."""
+    events = []
+    sim = Simulation(10, 2, windows=(4, None), emit=events.append)
+    sim.add([1, 2, 3, 4, 5], 5)
+    sim.run()
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, "G")
+        drawn = []
+        for stop in range(app.deck.last + 1):
+            app.deck.move_to(stop)
+            app.tick()
+            await settle(pilot)
+            y = app._map.region.y + 1
+            cells = zip(screen_text(app).splitlines()[y].rstrip(), app._map._cells, strict=True)
+            drawn.append("".join(f"{glyph}_" if _STYLES[kind].underline else glyph for glyph, (kind, _, _) in cells))
+        return drawn
+
+    assert drive(app, script) == [
+        "010101····",  # 5 tokens in 3 spans
+        "0_10101····",  # token 6 sees tokens 3 to 6
+        "0_1010101··",
+        "0_10_10101··",  # token 8 sees tokens 5 to 8
+        "0_10_1010101",
+        "0_1_0_1_0_1_0_1_··",  # the end: the last span was not full
+    ]
+
+
+@pytest.mark.parametrize("keys", ["G", "Gz", "zG"])
+def test_a_cell_of_several_blocks_shows_the_most_common_group(many_events, keys):
+    app = app_of(many_events)
+
+    async def script(pilot):
+        for stop in range(5, app.deck.last, 9):
+            app.deck.move_to(stop)
+            app.tick()
+            await settle(pilot)
+            if stop == 5:
+                await press(pilot, *keys)
+            check_cells(app)
+        return screen_text(app)
+
+    text = drive(app, script)
+    assert "by group of layers" in text
+    assert ("1 cell =" in text) == ("* several alike" in text) == ("z" not in keys)
+
+
+def test_a_model_with_one_group_says_so():
+    app = app_of(simulated())
+
+    async def script(pilot):
+        text = await press(pilot, "G")
+        assert "all layers of this model are in one group" in text
+        assert "by group" not in text
+        assert "all layers of this model are in one group" in await typed(pilot, ":", "groups")
+
+    drive(app, script)
+
+
+def test_the_line_under_the_cursor_and_the_copy_name_the_group(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, *"5", "enter")
+        state = app.deck.moment.state
+        block_id = next(seq for seq in state.running()).held_block_ids[1]
+        group = state.block_groups[block_id]
+        window = "no window" if WINDOWS[group] is None else f"window {WINDOWS[group]}"
+        for keys in ("", "G"):
+            await press(pilot, *keys)
+            assert f"block {block_id}, group {group} ({window}): held by seq" in await typed(
+                pilot, ":", f"block {block_id}"
+            )
+        rows = [line.split("\t") for line in app._map.as_text().splitlines()]
+        assert rows[0] == ["block", "state", "ref count", "content", "group", "held by seq"]
+        groups = [group_of(state, block_id) for block_id in range(state.num_blocks)]
+        assert [row[4] for row in rows[1:]] == ["" if each is None else str(each) for each in groups]
+
+    drive(app, script, (120, 40))
+
+
+def test_the_line_under_a_cell_counts_its_blocks_by_group(many_events):
+    app = app_of(many_events)
+
+    async def script(pilot):
+        await press(pilot, ">", "G", "shift+tab", "home")
+        state, ids = app.deck.moment.state, app._map._ids_at(0)
+        counts = Counter(group for each in ids if (group := group_of(state, each)) is not None)
+        assert len(ids) > 1
+        assert counts
+        words = ", ".join(
+            f"{counts[group]} of group {group}" for group in sorted(counts, key=lambda g: (-counts[g], g))
+        )
+        assert f"blocks 0 to {ids[-1]}: {words}; Enter shows them" in screen_text(app)
+
+    drive(app, script, (120, 40))
+
+
+def test_letters_follow_the_digits_and_then_a_plus():
+    state = PoolState()
+    state.reset_blocks(40)
+    state.ref_counts, state.block_groups = [1] * 39 + [0], list(range(40))
+    glyphs = [glyph for _, glyph, _ in _cells(state, range(40), 1, set(), by_group=True)]
+    assert "".join(glyphs) == "0123456789abcdefghijklmnopqrstuvwxyz+++·"
+
+
+def test_groups_have_a_page_that_follows_the_steps(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, *"20", "enter")
+        await typed(pilot, ":", "groups")
+        await settle(pilot)
+        for _ in range(3):
+            state = app.deck.moment.state
+            text = await press(pilot, "down")
+            assert f"groups of layers, step {state.step_number}" in text
+            await press(pilot, "y")
+            heading, *rows = [line.split("\t") for line in app.clipboard.splitlines()]
+            assert heading[:2] == ["group", "window"]
+            in_use = Counter(state.block_groups[each] for each, count in enumerate(state.ref_counts) if count)
+            assert [int(row[heading.index("in use")]) for row in rows] == [in_use[group] for group in range(3)]
+            await press(pilot, ".")
+        assert "block pool" in await press(pilot, "escape")
+
+    drive(app, script, (120, 40))
+
+
+@pytest.mark.parametrize("focus", ["_map", "_sequences"])
+def test_the_colours_of_groups_have_contrast(events, focus):
+    """At least 4.5 : 1, WCAG's level AA for text."""
+    app = app_of(events)
+
+    async def script(pilot):
+        getattr(app, focus).focus()
+        await press(pilot, *"20", "enter", "G")
+        strips = app.screen._compositor.render_strips()
+        region = app._map.region
+        seen = [
+            (text, contrast(*pair)) for y in range(region.y + 1, region.bottom) for text, pair, _ in colours(strips[y])
+        ]
+        assert len(seen) > 20
+        assert [each for each in seen if each[1] < 4.5] == []
+
+    drive(app, script, (120, 40))
+
+
+def test_cached_and_selected_blocks_differ_without_colour(events):
+    assert _CACHED_OF_GROUP.underline
+    assert _MARKED.reverse
+    text = shown(app_of(events), *"20", "enter", "G", size=(120, 40))
+    assert "cached  selected  · empty" in text
