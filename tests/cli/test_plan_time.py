@@ -30,11 +30,21 @@ def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, mon
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
     first, second = (pagedcli("plan", many) for _ in range(2))
-    assert "calibrating: loads builtin" in first.stderr
+    assert re.search("calibrating: loads builtin .* s; once for machine and model\n", first.stderr)
     assert "calibrating" not in second.stderr
     assert re.search(r"^time +[\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s\)$", second.stdout, re.M)
     assert re.search(r"^generated tokens +\d+ ms +[\d.]+ %$", second.stdout, re.M)
     assert "measured on this machine" in second.stdout
+
+
+def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: blocked / "times")
+    monkeypatch.setattr("pagedcli.bench.calibration.BUDGET_S", 0.1)
+    error = pagedcli("plan", many).stderr
+    assert f"; each time, as {blocked / 'times'} cannot be written: Not a directory (set XDG_CACHE_HOME)\n" in error
+    assert "once for machine and model" not in error
 
 
 def test_a_calibration_among_other_work_says_so_and_is_made_again_when_that_has_ended(many, tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ from pagedcli.planning.step_time import (
     load_step_time,
     made_of,
     save_step_time,
+    why_not_kept,
 )
 from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
@@ -91,7 +92,9 @@ def step_time_here(
     folder = model_folder(config, weights=False)
     if config.load_format != "dummy" and not weight_files(folder):
         return None, f"{folder} has no weights, and times are measured with the model loaded"
-    say(f"calibrating: loads {config.model} and times steps for up to {BUDGET_S:.0f} s; once for machine and model")
+    lost = why_not_kept()
+    often = "once for machine and model" if lost is None else f"each time, as {lost} (set XDG_CACHE_HOME)"
+    say(f"calibrating: loads {config.model} and times steps for up to {BUDGET_S:.0f} s; {often}")
     try:
         with LLMEngine(calibration_config(config, plan)) as engine:
             found = calibrate(engine, open_tokenizer(Config(engine=config), folder), on_progress=on_progress)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 import numpy as np
@@ -400,6 +401,17 @@ def _read(file_name: str) -> _File | None:
         return msgspec.json.decode((cache_folder() / Path(file_name).name).read_bytes(), type=_File)
     except (OSError, ValueError):  # also of a name that no file can have
         return None
+
+
+def why_not_kept() -> str | None:
+    """Why a calibration would be lost, in words; None: it can be kept."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
 
 
 def save_step_time(key: TimeKey, step_time: StepTime) -> None:
