@@ -115,7 +115,7 @@ def test_a_cell_of_several_blocks_shows_the_most_common_group(many_events, keys)
 
     text = drive(app, script)
     assert "by group of layers" in text
-    assert ("1 cell =" in text) == ("* several alike" in text) == ("z" not in keys)
+    assert ("1 cell =" in text) == ("* tied" in text) == ("z" not in keys)
 
 
 def test_a_model_with_one_group_says_so():

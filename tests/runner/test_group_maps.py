@@ -11,7 +11,7 @@ from model_zoo import tiny_model
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.config import EngineConfig
-from pagedcli.events import StepScheduled
+from pagedcli.events import BlockCopied, StepScheduled
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.group_words import group_table
@@ -48,7 +48,7 @@ class Watched:
 
     def run(self, prompts, params):
         for number, prompt in enumerate(prompts):
-            self.engine.add_request(str(number), prompt, params)
+            self.engine.add_request(f"{number} of {len(prompts)}", prompt, params)
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
@@ -61,10 +61,13 @@ def traced(request, tmp_path_factory):
     limits = {"max_num_seqs": 6, "max_model_len": 160, "chunked_prefill_size": 7, "async_scheduling": False}
     with TraceWriter(trace) as writer:
         watched = Watched(path, writer, num_gpu_blocks_override=NUM_BLOCKS, block_size=BLOCK_SIZE, **limits)
-        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-        watched.run(ragged_prompts(), params)
+        params = SamplingParams(temperature=1, seed=0, n=2, max_tokens=30, ignore_eos=True)
+        prompts = ragged_prompts()
+        watched.run(prompts[:3], params)  # with room for their second samples, which fork
+        watched.run(prompts[3:], params)
     assert watched.engine.stats.num_preemptions > 0
     assert watched.engine.stats.num_cached_tokens > 0
+    assert any(isinstance(event, BlockCopied) for event in TraceReader(trace))
     return watched, trace
 
 

@@ -104,7 +104,9 @@ class BlockMap(Painted):
 
     def switch_groups(self) -> str:
         """Switch between the states of the blocks and their groups of layers. Returns why it could not, or nothing."""
-        if self._moment is None or self._moment.state.num_groups == 1:
+        if self._moment is None:
+            return ""  # nothing is drawn yet
+        if self._moment.state.num_groups == 1:
             return ONE_GROUP
         self._by_group = not self._by_group
         self._arrange()
@@ -223,7 +225,7 @@ class BlockMap(Painted):
                 text.append(glyph, _STYLES[kind])
             text.append(f" {', '.join([window_words(groups[numbers[0]]), *layers_words(groups, numbers)])}  ")
         if self._per_cell > 1:
-            text.append("* several alike  ")
+            text.append("* tied  ")
         text.append("cached", _CACHED_OF_GROUP)
         if self._marked:
             text.append("  ").append("selected", _MARKED)

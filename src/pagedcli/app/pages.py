@@ -26,7 +26,10 @@ class Page(ModalScreen[int | None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "close", "close")]
     DEFAULT_CSS = """
     Page { align: center middle; }
-    Page > #page { width: 94%; height: 90%; background: $surface; border: round $primary; padding: 0 1; }
+    Page > #page {
+        width: 94%; min-width: 80; max-width: 100%; height: 90%;
+        background: $surface; border: round $primary; padding: 0 1;
+    }
     Page #facts { height: auto; max-height: 50%; }
     """
 
@@ -104,6 +107,7 @@ class StoryPage(Page):
 class TablePage(Page):
     """A table of the moment, which follows it: the keys that step and pause work here, too."""
 
+    DEFAULT_CSS = "TablePage > #page { padding: 0; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "app.copy_table", "copy", show=False),
         Binding("space", "app.pause", show=False),
