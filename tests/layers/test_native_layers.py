@@ -200,7 +200,7 @@ def test_callers_on_two_python_threads_do_not_disturb_each_other():
     def work():
         for _ in range(200):
             out = torch.empty(64, dtype=torch.int64)
-            functions.decoder_argmax(0, logits.data_ptr(), 64, 4096, out.data_ptr(), 3)
+            functions.sampling_argmax(0, logits.data_ptr(), 64, 4096, out.data_ptr(), 3)
             if not torch.equal(out, expected):
                 wrong.append(out)
 
@@ -222,7 +222,7 @@ functions = bind(load_library().functions)
 logits = torch.arange(64 * 4096.).view(64, 4096)
 def run():
     out = torch.empty(64, dtype=torch.int64)
-    functions.decoder_argmax(0, logits.data_ptr(), 64, 4096, out.data_ptr(), 4)
+    functions.sampling_argmax(0, logits.data_ptr(), 64, 4096, out.data_ptr(), 4)
     return out.tolist() == [4095] * 64
 assert run()
 child = os.fork()

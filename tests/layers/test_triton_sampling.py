@@ -1,10 +1,12 @@
 """Sampling against a definition written out in float64: what the limits keep, how often each token is drawn, ties, and
-logits that are no numbers; in torch, and by Triton kernels through the interpreter. The kernels compile for every GPU.
+logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter. The Triton
+kernels compile for every GPU.
 
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
 """
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,22 @@ from interpreter import INTERPRETED, interpreted, plain
 
 from pagedcli.layers import sampling
 from pagedcli.layers.sampling import Limits
+from pagedcli.native import load_library
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=["triton"] if INTERPRETED else ["torch", "native"])
+def implementation(request, monkeypatch):
+    if request.param == "native":
+        load_library()
+    else:
+        monkeypatch.setattr(sampling, "loaded_library", lambda: None)
+    return request.param
+
+
+each_implementation = pytest.mark.usefixtures("implementation")
 
 
 def slow(*cases):
@@ -51,7 +66,7 @@ def smallest_kept(logits, temperature, limits):
         from pagedcli.layers import triton_sampling
 
         return triton_sampling.smallest_kept(logits, temperature, limits)
-    return sampling.smallest_kept(logits, temperature, limits)
+    return sampling.floors(logits, temperature, limits)
 
 
 def defined(logits, temperature, top_k, top_p, min_p):
@@ -78,6 +93,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@each_implementation
 @pytest.mark.parametrize(
     ("dtype", "vocab_size", "spread"),
     [
@@ -102,6 +118,7 @@ def test_limits_keep_what_is_defined_alone_and_in_a_crowd(vocab_size, spread, dt
         assert torch.equal(alone[0], found[row])
 
 
+@each_implementation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
 def test_ties_at_the_border_are_all_kept_and_top_k_counts_k_of_them(dtype):
     logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 0.0, -0.0, float("-inf")]]).to(dtype)
@@ -112,26 +129,29 @@ def test_ties_at_the_border_are_all_kept_and_top_k_counts_k_of_them(dtype):
     }.items():  # fmt: skip
         assert float(smallest_kept(logits, torch.ones(1), limits_of((top_k, top_p, 0.0)))) == smallest, (top_k, top_p)
     uniform = torch.linspace(0, 1, 12)
-    drawn = choose(logits.expand(12, -1), torch.ones(12), uniform, limits_of(*[(2, 1.0, 0.0)] * 12))
+    drawn = choose(logits.expand(12, -1).contiguous(), torch.ones(12), uniform, limits_of(*[(2, 1.0, 0.0)] * 12))
     assert sorted(set(drawn.tolist())) == [0, 1, 2, 3]
 
 
+@each_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float16, torch.bfloat16)], ids=str)
 def test_equal_rows_are_kept_whole_and_drawn_evenly(dtype):
     logits = torch.full((1, 3000), -2.5, dtype=dtype)
-    floors = smallest_kept(logits.expand(len(ROWS), -1), torch.ones(len(ROWS)), limits_of(*ROWS))
+    floors = smallest_kept(logits.expand(len(ROWS), -1).contiguous(), torch.ones(len(ROWS)), limits_of(*ROWS))
     assert (floors <= -2.5).all()
     uniform = (torch.arange(10) + 0.5) / 10
-    tokens = choose(logits.expand(10, -1), torch.ones(10), uniform, limits_of(*[(3, 0.1, 0.5)] * 10))
+    tokens = choose(logits.expand(10, -1).contiguous(), torch.ones(10), uniform, limits_of(*[(3, 0.1, 0.5)] * 10))
     assert (tokens - uniform * 3000).abs().max() <= 1.5
 
 
+@each_implementation
 def test_the_whole_range_of_float32_is_searched():
     logits = torch.tensor([[3e38, 1e38, 5.0, 1e-30, 1e-42, 0.0, -1e-42, -1e-30, -7.0, -3e38]])
     for top_k in range(1, 11):
         assert float(smallest_kept(logits, torch.ones(1), limits_of((top_k, 1.0, 0.0)))) == float(logits[0, top_k - 1])
 
 
+@each_implementation
 def test_more_candidates_than_are_copied_are_searched_where_they_are():
     logits = 1 + noise(1, 30000, scale=1e-3)
     found = smallest_kept(logits, torch.ones(1), limits_of((25000, 1.0, 0.0)))
@@ -144,7 +164,6 @@ def test_more_candidates_than_are_copied_are_searched_where_they_are():
 # ---------------------------------------------------------------------- tokens
 
 
-@interpreted
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
@@ -154,7 +173,9 @@ def test_more_candidates_than_are_copied_are_searched_where_they_are():
     ],
     ids=str,
 )
-def test_choice_equals_its_twin(vocab_size, dtype):
+def test_choice_equals_its_twin(vocab_size, dtype, implementation):
+    if implementation == "torch":
+        pytest.skip("the twin itself")
     rows = 12
     logits = noise(rows, vocab_size, dtype=dtype, scale=3.0)
     temperature = torch.tensor([0.0, 0.7, 1.0, 2.5] * 3)
@@ -162,7 +183,8 @@ def test_choice_equals_its_twin(vocab_size, dtype):
     limits = limits_of(*[(0, 1.0, 0.0), (20, 0.9, 0.0), (0, 0.9, 0.05)] * 4)
     for given in (None, limits):
         ours = choose(logits, temperature, uniform, given)
-        expected = sampling.choose_tokens(logits, temperature, uniform, given, num_drawn=9)
+        with mock.patch.object(sampling, "loaded_library", lambda: None):
+            expected = sampling.choose_tokens(logits, temperature, uniform, given, num_drawn=9)
         assert ours[temperature == 0].tolist() == expected[temperature == 0].tolist()
         for row in range(rows):
             if ours[row] != expected[row]:  # allowed only where the target lies on the border, up to float32 rounding
@@ -178,6 +200,7 @@ def test_choice_equals_its_twin(vocab_size, dtype):
             assert choose(*alone, given and one(given, i)).tolist() == [int(ours[i])]
 
 
+@each_implementation
 def test_choice_keeps_to_the_limits_and_takes_the_first_of_equals():
     logits = torch.zeros(3, 9000)
     logits[:, [17, 5000, 8999]] = 1.0
@@ -193,6 +216,7 @@ def test_choice_keeps_to_the_limits_and_takes_the_first_of_equals():
 LIMITED = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.2), (4, 0.9, 0.1)]
 
 
+@each_implementation
 @pytest.mark.parametrize("row", [LIMITED[4], *slow(*((row,) for row in LIMITED[:4]))], ids=str)
 def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_their_own(row):
     good = noise(2, 5000, scale=3.0)
@@ -218,7 +242,7 @@ def chi_square(rows, num_draws):
     for seed, (temperature, row) in enumerate(rows):
         uniform = torch.rand(num_draws, generator=torch.Generator().manual_seed(seed))
         temperatures = torch.full((num_draws,), temperature)
-        tokens = choose(logits.expand(num_draws, -1), temperatures, uniform, limits_of(*[row] * num_draws))
+        tokens = choose(logits.expand(num_draws, -1).contiguous(), temperatures, uniform, limits_of(*[row] * num_draws))
         floor, _ = defined(logits, temperature, *row)
         kept = logits.double() >= floor
         expected = (logits.double() / temperature).masked_fill(~kept, float("-inf")).softmax(-1)
@@ -239,6 +263,7 @@ KINDS = [
 ]
 
 
+@each_implementation
 @plain
 def test_a_hundred_thousand_draws_follow_the_definition():
     chi_square(KINDS, 100_000)

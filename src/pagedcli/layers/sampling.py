@@ -1,8 +1,8 @@
-"""Sampling from logits: the definition, in plain torch, which runs on CPUs. The kernels for GPUs (triton_sampling) are
-tested against it. Tokens are drawn by inverse transform sampling in vocabulary order.
+"""Sampling from logits: the definition, in plain torch, and where it runs on a CPU, the native kernels. These and those
+for GPUs (triton_sampling) are tested against it. Tokens are drawn by inverse transform sampling in vocabulary order.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,9 @@ def choose_tokens(
         from pagedcli.layers.triton_sampling import choose_tokens as choose_tokens_without_a_sort
 
         return choose_tokens_without_a_sort(logits, temperature, uniform, limits)
-    floor = None if limits is None else _floors(logits, temperature, limits)
+    floor = None if limits is None else floors(logits, temperature, limits)
+    if _kernels(logits) is not None:
+        return _native_draw(logits, temperature, uniform, floor)
     if num_drawn == logits.shape[0]:
         return draw_tokens(logits, temperature, uniform, floor)
     tokens = likeliest_tokens(logits)
@@ -49,8 +51,36 @@ def choose_tokens(
     return tokens.index_copy_(0, drawn, draw_tokens(*rows))  # type: ignore[arg-type]
 
 
-def _floors(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
+def _kernels(logits: Tensor) -> Any:
+    """The native library's functions, if it is loaded and these logits are on a CPU as it reads them."""
+    library = loaded_library()
+    if library is None or logits.is_cuda or logits.dtype not in DTYPE_CODES or not logits.is_contiguous():
+        return None
+    return bind(library.functions)
+
+
+def _native_draw(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None) -> Tensor:
+    """As draw_tokens; the argmax of rows with temperature 0."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    temperature, uniform = temperature.float().contiguous(), uniform.float().contiguous()
+    _kernels(logits).sampling_draw(
+        DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, temperature.data_ptr(), uniform.data_ptr(),
+        None if floor is None else floor.data_ptr(), tokens.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens
+
+
+def floors(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
     """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
+    if (kernels := _kernels(logits)) is not None:
+        found = torch.empty(logits.shape[0])
+        temperature, top_k = temperature.float().contiguous(), limits.top_k.int().contiguous()
+        top_p, min_p = (limit.float().contiguous() for limit in (limits.top_p, limits.min_p))
+        kernels.sampling_floors(
+            DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, temperature.data_ptr(), top_k.data_ptr(),
+            top_p.data_ptr(), min_p.data_ptr(), found.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return found
     limited = (limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)
     rows = (limited & (temperature > 0)).nonzero().flatten()
     floor = torch.full((logits.shape[0],), float("-inf"), device=logits.device)
@@ -69,12 +99,12 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
         tokens = logits.argmax(-1)  # for a row with NaN its index: torch treats NaN as the maximum
         largest = logits.gather(-1, tokens[:, None])[:, 0]
         return tokens.where(largest.isfinite(), INVALID)
-    library = loaded_library()
-    if library is None or logits.dtype not in DTYPE_CODES or not logits.is_contiguous():
+    kernels = _kernels(logits)
+    if kernels is None:
         largest, tokens = logits.max(-1)
         return tokens.where(largest.isfinite(), INVALID)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    bind(library.functions).decoder_argmax(
+    kernels.sampling_argmax(
         DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, tokens.data_ptr(), torch.get_num_threads()
     )
     return tokens
@@ -96,7 +126,7 @@ def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values, tokens
     scores = scores.contiguous()
     values, tokens = torch.empty((num_rows, count)), torch.empty((num_rows, count), dtype=torch.int64)
-    bind(library.functions).decoder_top(
+    bind(library.functions).sampling_top(
         scores.data_ptr(), num_rows, vocab_size, count, values.data_ptr(), tokens.data_ptr(), torch.get_num_threads()
     )
     return values, tokens

@@ -201,63 +201,6 @@ template <class T> struct Forward {
     }
 };
 
-// The largest of n elements; NaN if one is.
-template <class T> float largest(const typename T::Elem* x, int64_t n) {
-    vf top = splat(-INFINITY);
-    vi bad = {};
-    for (int64_t i = 0; i + VL <= n; i += VL) {
-        vf v = Rows<T>::load(x + i);
-        bad |= v != v;
-        top = max_of(top, v);
-    }
-    float best = max_in(top);
-    for (int j = 0; j < VL; j++)
-        if (bad[j]) return NAN;
-    for (int64_t i = n / VL * VL; i < n; i++) {
-        const float v = Rows<T>::load_one(x + i);
-        if (v != v) return v;
-        best = std::max(best, v);
-    }
-    return best;
-}
-
-template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
-    using E = typename T::Elem;
-    constexpr int64_t CHUNK = 1024, FEW = 4 * VL;  // only the chunk that holds the largest is looked at twice
-    parallel_for(threads_for(threads, num_rows * size / 4), num_rows, [&](int64_t r) {
-        const E* row = (const E*)scores + r * size;
-        float best = largest<T>(row, std::min(CHUNK, size));
-        int64_t where = 0;
-        for (int64_t i = CHUNK; i < size && best == best; i += CHUNK) {
-            const float top = largest<T>(row + i, std::min(CHUNK, size - i));
-            if (!(top <= best)) best = top, where = i;  // as in torch, NaN is larger than any number
-        }
-        out[r] = -1;
-        if (!std::isfinite(best)) return;
-        while (where + FEW <= size && largest<T>(row + where, FEW) < best) where += FEW;
-        while (Rows<T>::load_one(row + where) != best) where++;
-        out[r] = where;
-    });
-}
-
-// The k largest, largest first, equal ones by their place.
-void top_of_row(const float* x, int64_t n, int64_t k, float* values, int64_t* places) {
-    int64_t count = 0, i = 0;
-    auto put = [&](int64_t place) {
-        if (count == k && !(x[place] > values[k - 1])) return;
-        int64_t at = count < k ? count++ : k - 1;
-        for (; at > 0 && values[at - 1] < x[place]; at--) values[at] = values[at - 1], places[at] = places[at - 1];
-        values[at] = x[place], places[at] = place;
-    };
-    while (i < k) put(i++);
-    for (; i + 4 * VL <= n; i += 4 * VL) {
-        const vf top = max_of(max_of(loadf(x + i), loadf(x + i + VL)), max_of(loadf(x + i + 2 * VL), loadf(x + i + 3 * VL)));
-        if (!(max_in(top) > values[k - 1])) continue;
-        for (int64_t j = 0; j < 4 * VL; j++) put(i + j);
-    }
-    while (i < n) put(i++);
-}
-
 }  // namespace
 
 extern "C" {
@@ -271,17 +214,5 @@ int decoder_forward(const Model* model, const Step* step) {
 void decoder_norm_rows(int64_t dtype, const void* x, const void* weight, int64_t num_rows, int64_t size, float eps, void* out,
                        int threads) {
     with_activations(dtype, [&](auto type) { norm_rows<decltype(type)>(x, weight, false, num_rows, size, eps, out, threads); });
-}
-
-// The index of the largest of each row [num_rows][size], the first one of equals; -1 where the largest is no number.
-void decoder_argmax(int64_t dtype, const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
-    with_activations(dtype, [&](auto type) { likeliest<decltype(type)>(scores, num_rows, size, out, threads); });
-}
-
-// The k largest of each row [num_rows][size], 0 < k <= size.
-void decoder_top(const float* scores, int64_t num_rows, int64_t size, int64_t k, float* values, int64_t* places, int threads) {
-    parallel_for(threads_for(threads, num_rows * size), num_rows, [&](int64_t r) {
-        top_of_row(scores + r * size, size, k, values + r * k, places + r * k);
-    });
 }
 }

@@ -123,7 +123,7 @@ class StepStruct(ctypes.Structure):
 
 @functools.cache
 def bind(library: ctypes.CDLL) -> Any:
-    """Declare the functions of linear*.cpp and decoder.cpp. Returns the library."""
+    """Declare the functions of linear*.cpp, decoder.cpp and sampling.cpp. Returns the library."""
     signatures: dict[str, tuple[list[Any], Any]] = {
         "linear_padded_rows": ([_pointer], _int64),
         "linear_num_panels": ([_pointer], _int64),
@@ -138,8 +138,10 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),
         "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_float, _pointer, _int], None),
-        "decoder_argmax": ([_int64, _pointer, _int64, _int64, _pointer, _int], None),
-        "decoder_top": ([_pointer, _int64, _int64, _int64, _pointer, _pointer, _int], None),
+        "sampling_argmax": ([_int64, _pointer, _int64, _int64, _pointer, _int], None),
+        "sampling_top": ([_pointer, _int64, _int64, _int64, _pointer, _pointer, _int], None),
+        "sampling_floors": ([_int64, _pointer, _int64, _int64, *[_pointer] * 5, _int], None),
+        "sampling_draw": ([_int64, _pointer, _int64, _int64, *[_pointer] * 4, _int], None),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
