@@ -1,4 +1,4 @@
-"""Advice checked by running it: python scripts/check_advice.py [--files 20 | --tune [--rounds 1]]
+"""Advice checked by running it: python scripts/check_advice.py [--files 20 | --tune [--rounds 1] [--seconds 5]]
 
 For files with shared prefixes and pools of several sizes: generate, then generate with each of the advised flags.
 Cached tokens, preemptions, recomputed and computed tokens and the peak must be those that were promised, and no row of
@@ -112,7 +112,7 @@ class Job:
     output: int
     flags: tuple[str, ...] = ()
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, num_rows: int) -> None:
         rng, words = random.Random(self.name), _TEXT.split()
 
         def text(most: int) -> str:
@@ -122,7 +122,7 @@ class Job:
         rows = [
             {"prompt": f"{rng.choice(heads)} {number} {text(self.rest)}",
              "max_tokens": rng.randint(self.output // 2, self.output), "ignore_eos": True}
-            for number in range(self.num_rows)
+            for number in range(num_rows)
         ]  # fmt: skip
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -144,9 +144,10 @@ def timed(folder: Path, *flags: str) -> tuple[float, float]:
     return json.loads((folder / "summary.json").read_text())["elapsed_s"], processor_s
 
 
-def check_tuned(folder: Path, job: Job, rounds: int) -> bool:
-    """Whether the tuned job is at least as fast."""
-    job.write(folder / "in.jsonl")
+def check_tuned(folder: Path, job: Job, rounds: int, seconds: float) -> bool:
+    """Whether the tuned job is at least as fast. The job has as many rows as take about so many seconds."""
+    job.write(folder / "in.jsonl", job.num_rows)
+    job.write(folder / "in.jsonl", round(job.num_rows * seconds / timed(folder, *job.flags)[0]))
     yaml, said = pagedcli("plan", folder / "in.jsonl", "--tune", *job.flags)
     (folder / "tuned.yaml").write_text(yaml)
     promised_text = next(line for line in said.splitlines() if line.startswith("tuned: "))
@@ -167,13 +168,13 @@ def check_tuned(folder: Path, job: Job, rounds: int) -> bool:
     return after <= 1.02 * before
 
 
-def check_tuning(folder: Path, rounds: int) -> int:
+def check_tuning(folder: Path, rounds: int, seconds: float) -> int:
     """How many tuned jobs are slower."""
     with (
         mock.patch("pagedcli.planning.step_time.cache_folder", return_value=folder / "times"),  # calibrates first
         mock.patch("pagedcli.cli.session.MOST_ADVICE_S", 0.0),  # at the end of a run: not its processor time
     ):
-        return sum(not check_tuned(folder, job, rounds) for job in _JOBS)
+        return sum(not check_tuned(folder, job, rounds, seconds) for job in _JOBS)
 
 
 def main() -> int:
@@ -181,10 +182,11 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=20)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of a job of --tune, roughly")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         if args.tune:
-            num_slower = check_tuning(Path(name), args.rounds)
+            num_slower = check_tuning(Path(name), args.rounds, args.seconds)
             print(f"{len(_JOBS)} jobs, {num_slower} slower than the default")
             return 1 if num_slower else 0
         results = [check_file(Path(name), seed) for seed in range(args.files)]

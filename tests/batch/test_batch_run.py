@@ -1,5 +1,6 @@
 """Whole batch runs on the built-in model: one row per line, whatever the line; the same rows, whatever the pool."""
 
+import gc
 import io
 import json
 import random
@@ -318,6 +319,17 @@ def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):
     assert 0 < len(rows) < 50
     for request_id in list(harness.engine._requests):
         harness.engine.abort(request_id)
+
+
+def test_the_garbage_collector_looks_only_through_what_a_run_has_made(harness):
+    frozen = []
+
+    def observe(stats):
+        frozen.append(gc.get_freeze_count())
+
+    harness.run([plain([5, 6])], run={"observe": observe})
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_max_errors_stops_a_run_of_bad_lines(harness):

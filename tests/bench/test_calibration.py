@@ -3,12 +3,13 @@
 import pytest
 
 from pagedcli.batch.prompts import open_tokenizer
-from pagedcli.bench.calibration import calibrate, calibration_config
+from pagedcli.bench.calibration import _fresh_byte_s, _Measurement, calibrate, calibration_config
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import this_machine
+from pagedcli.planning.step_time import StepWork
 from pagedcli.runner.llm_engine import LLMEngine
 
 
@@ -34,6 +35,17 @@ def test_all_prompts_of_a_calibration_differ(engine, monkeypatch):
     long = [tokens for tokens, _ in prompts if len(tokens) > 32]
     assert len(set(long)) == len(long)
     assert max(sum(tokens[:32] == other[:32] for other in long) for tokens in long) >= 16  # they share a beginning
+
+
+def test_the_first_use_of_blocks_is_measured_apart_and_belongs_to_no_kind_of_step(engine, monkeypatch):
+    steps = [(StepWork(8, 1, num_chunks=1, num_first_used=first), 0.010 + first * 0.002) for first in (0, 1, 3)]
+    measurement = _Measurement(engine, 1.0, lambda share: None)
+    measurement.steps = {(0,): steps}
+    [(_, seconds)] = measurement.typical(0.002)
+    assert seconds == pytest.approx(0.010)
+    times = iter([10**9, 3 * 10**9])
+    monkeypatch.setattr(engine, "clock_ns", lambda: next(times))
+    assert _fresh_byte_s(engine) == 2 / 2**27
 
 
 def test_without_words_nothing_is_tokenized(engine):

@@ -183,7 +183,7 @@ def test_choice_equals_its_twin(vocab_size, dtype, implementation):
     limits = limits_of(*[(0, 1.0, 0.0), (20, 0.9, 0.0), (0, 0.9, 0.05)] * 4)
     for given in (None, limits):
         ours = choose(logits, temperature, uniform, given)
-        with mock.patch.object(sampling, "loaded_library", lambda: None):
+        with mock.patch.object(sampling, "loaded_library", return_value=None):
             expected = sampling.choose_tokens(logits, temperature, uniform, given, num_drawn=9)
         assert ours[temperature == 0].tolist() == expected[temperature == 0].tolist()
         for row in range(rows):

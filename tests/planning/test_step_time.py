@@ -45,9 +45,9 @@ def work_of_step(*, lengths, num_steps=0, **limits):
 
 def test_work_counts_tokens_chunks_and_what_they_attend_to():
     work = work_of_step(lengths=[5, 1], max_num_batched_tokens=4)
-    assert work == StepWork(4, 0, num_chunks=1, attended_by_prompts=1 + 2 + 3 + 4)
+    assert work == StepWork(4, 0, num_chunks=1, attended_by_prompts=1 + 2 + 3 + 4, num_first_used=1)
     work = work_of_step(lengths=[5, 3], num_steps=1, max_num_batched_tokens=16)
-    assert work == StepWork(2, 2, attended_by_decodes=6 + 4, distinct=10)
+    assert work == StepWork(2, 2, attended_by_decodes=6 + 4, distinct=10, num_first_used=0)
     assert work.is_decode
 
 
@@ -59,6 +59,15 @@ def test_a_shared_prefix_is_attended_to_by_each_but_read_once():
         run.step()
     run.step()
     assert (found[-1].attended_by_decodes, found[-1].distinct) == (20 + 19 + 18, (4 + 3) * 4)
+
+
+def test_a_block_is_used_for_the_first_time_once():
+    run, found = Simulation(64, 4, enable_prefix_caching=False, max_num_batched_tokens=64), []
+    run.observe_work = lambda work: found.append(work.num_first_used)
+    for length in (9, 5, 13):
+        run.add(range(length), 1)
+        run.run()
+    assert found == [3, 0, 1]  # of blocks of four tokens
 
 
 @pytest.mark.parametrize(("start", "new"), [(0, 5), (2, 1), (3, 9), (20, 4)])
@@ -90,6 +99,13 @@ def test_a_slow_step_by_chance_makes_no_larger_step_shorter():
 def test_a_mixed_step_pays_for_its_tokens_and_for_each_that_is_sampled():
     work = StepWork(64, 8, num_chunks=3, attended_by_prompts=100)
     assert TRUE.seconds(work) == pytest.approx(9.0 + (3.0 - 2.0) + 3 * 0.5 + 0.1)
+
+
+def test_memory_that_is_used_for_the_first_time_takes_time_of_its_own():
+    time, work = replace(TRUE, first_use_s=0.125), StepWork(8, 8, num_first_used=4)
+    assert time.seconds(work) == pytest.approx(TRUE.seconds(work) + 0.5)
+    assert time.split(work)["memory"] == 0.5
+    assert time.scaled(2.0).split(work)["memory"] == 1.0
 
 
 def test_a_record_is_found_again_from_the_steps_that_it_predicts():

@@ -18,7 +18,7 @@ from pagedcli.simulation.sources import PromptRequests, read_prompts
 CLOCK = StepTime(
     prompts=((1, 0.01), (512, 0.5)), decodes=((1, 0.01), (64, 0.1)), attended_by_prompts_s=1e-6,
     attended_by_decodes_s=1e-6, row_s=0.001, between_s=1e-4, prompt_token_s=1e-5, text_token_s=1e-4,
-    output_token_s=1e-5,
+    output_token_s=1e-5, first_use_s=1e-3,
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def test_counts_are_those_of_the_run(tmp_path, flags, n, least):
 def test_time_is_what_its_parts_take(tmp_path):
     found = predicted(file_of(tmp_path / "prompts.jsonl", 20), {})
     assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert found.parts["memory"] >= found.peak_used_blocks * CLOCK.first_use_s
     assert 0 < found.first_row_s < found.seconds
     assert found.tokens_per_s == pytest.approx(found.num_generated_tokens / found.seconds)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import msgspec
+import torch
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions, Prepared, Prompts, open_tokenizer
@@ -28,6 +29,7 @@ from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import weight_files
 from pagedcli.models.spec import ModelSpec
+from pagedcli.native.system import empty_in_huge_pages
 from pagedcli.planning.decide import model_folder
 from pagedcli.planning.expected import time_key
 from pagedcli.planning.step_time import (
@@ -46,7 +48,8 @@ from pagedcli.sampling_params import SamplingParams
 
 BUDGET_S = 10.0
 LONG_CONTEXT = 2048  # tokens of the sequences that show what attention takes
-NUM_LONG = 4  # sequences of a quarter of that
+NUM_LONG = 4  # sequences of a quarter of that, at least
+MOST_BYTES = 2**30  # of the KV cache for these
 NUM_SHARING = 64  # sequences that begin with the prompt of that length
 REPEATS, QUICK = 10, 0.1  # times that prompts are served again, if that takes at most this share of the budget
 RANDOM = 32  # sequences whose tokens are drawn
@@ -58,6 +61,8 @@ _MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
 _MOST_STEPS, _STEPS_S = 32, 0.3  # of a run for what passes between steps
 _TIMES = 5  # that something outside of steps is done
 _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
+_FRESH_BYTES, _PAGE = 2**27, 4096
+_SHARE_OF_ONE = 0.05  # of the budget, for decodes of one sequence
 _SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
 
 
@@ -67,6 +72,8 @@ def calibration_config(config: EngineConfig, plan: Plan) -> EngineConfig:
     longest = min(LONG_CONTEXT, limits.max_model_len)
     tables = limits.tables
     num_blocks = limits.max_num_seqs * tables.num_entries(_SHORT + _MANY) + 2 * tables.num_entries(longest)
+    many_long = limits.max_num_seqs * tables.num_entries(longest // NUM_LONG + _MANY)
+    num_blocks += min(many_long, MOST_BYTES // plan.block_bytes)
     return msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru")
 
 
@@ -124,7 +131,9 @@ def calibrate(
     watch = BusyWatch()
     measurement = _Measurement(engine, BUDGET_S if budget_s is None else budget_s, on_progress)
     measurement.run_steps()
-    found = made_of(measurement.typical(), attended_layers(engine.plan.limits.groups))
+    first_use_s = _fresh_byte_s(engine) * engine.plan.block_bytes
+    found = made_of(measurement.typical(first_use_s), attended_layers(engine.plan.limits.groups))
+    found = replace(found, first_use_s=first_use_s)
     if tokenizer is not None:
         found = _with_host_time(engine, tokenizer, found)
     busy = watch.read()
@@ -167,9 +176,14 @@ class _Measurement:
     _first_s: float = 0.0  # of the fastest decode before the measurement
     _longest: list[int] = field(default_factory=list)  # token ids of the longest prompt so far, of equal ones the last
 
-    def typical(self) -> list[tuple[StepWork, float]]:
-        """The median of the steps of each kind, of two middle ones the faster."""
-        return [sorted(steps, key=lambda step: step[1])[(len(steps) - 1) // 2] for steps in self.steps.values()]
+    def typical(self, first_use_s: float = 0.0) -> list[tuple[StepWork, float]]:
+        """The median of the steps of each kind, of two middle ones the faster, without what the first use of blocks
+        takes."""
+        found = []
+        for steps in self.steps.values():
+            own = ((work, max(0.0, seconds - work.num_first_used * first_use_s)) for work, seconds in steps)
+            found.append(sorted(own, key=lambda step: step[1])[(len(steps) - 1) // 2])
+        return found
 
     @property
     def _used(self) -> float:
@@ -194,7 +208,8 @@ class _Measurement:
         for number in _doublings(1, min(limits.max_num_seqs, limits.max_num_batched_tokens)):
             if number > 1 and (_FEW - 1) * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
                 break
-            num_tokens = self._num_decodes(self._last(prompts=False) or self._first_s)
+            share = _SHARE_OF_ONE if number == 1 else 0.0
+            num_tokens = self._num_decodes(self._last(prompts=False) or self._first_s, share)
             self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, num_tokens))
         self._measure_attention(most_tokens)
         for number in sorted({1, min(RANDOM, limits.max_num_seqs)}):
@@ -216,8 +231,15 @@ class _Measurement:
         sizes = [work.num_tokens for work, _ in self.typical() if work.is_decode and 1 < work.num_tokens <= most]
         if longest > 2 * _SHORT and sizes and self._shares:
             self._run(_Prompts((longest,) * max(sizes), num_tokens, alike=True))
-        if (each := longest // NUM_LONG) > 2 * _SHORT and limits.max_num_seqs >= NUM_LONG:
-            self._run(_Prompts((each,) * NUM_LONG, num_tokens))
+        if (each := longest // NUM_LONG) > 2 * _SHORT:
+            decodes_s = num_tokens * self._last(prompts=False)
+            affordable = int((0.3 * self._left(1.0) - decodes_s) / (each * second))
+            most = min(
+                max(NUM_LONG, affordable), self.engine.plan.num_blocks // limits.tables.num_entries(each + num_tokens)
+            )
+            measured = {work.num_tokens for work, _ in self.typical() if work.is_decode}
+            if sizes := [number for number in measured if NUM_LONG <= number <= most]:
+                self._run(_Prompts((each,) * max(sizes), num_tokens))
 
     def _repeat(self) -> None:
         for _ in range(REPEATS):
@@ -225,9 +247,12 @@ class _Measurement:
                 if took_s < min(QUICK * self.budget_s, self._left(1.0)):
                     self._run(prompts)
 
-    def _num_decodes(self, step_s: float) -> int:
-        """Tokens to generate in steps of so many seconds. The first decodes after a prompt are the slowest."""
-        return _MANY if step_s <= min(_QUICK_S, 1e-3 * self.budget_s) else _FEW
+    def _num_decodes(self, step_s: float, share: float = 0.0) -> int:
+        """Tokens to generate in steps of so many seconds: many of quick ones, and of slow ones as many as take this
+        share of the budget. The first decodes after a prompt are the slowest."""
+        if step_s <= min(_QUICK_S, 1e-3 * self.budget_s):
+            return _MANY
+        return max(_FEW, min(_MANY, int(share * self.budget_s / step_s)))
 
     @property
     def _shares(self) -> bool:
@@ -260,6 +285,16 @@ class _Measurement:
             self.steps.setdefault(_kind(work), []).append((work, seconds))
         self._took_s[prompts] = time.perf_counter() - before
         self.on_progress(min(1.0, self._used))
+
+
+def _fresh_byte_s(engine: LLMEngine) -> float:
+    """Seconds in which the system provides a byte of memory, as it does when blocks are used for the first time."""
+    if not engine.plan.on_cpu:
+        return 0.0
+    room = empty_in_huge_pages(_FRESH_BYTES, torch.uint8)
+    started_ns = engine.clock_ns()
+    room[::_PAGE].zero_()
+    return 1e-9 * (engine.clock_ns() - started_ns) / _FRESH_BYTES
 
 
 def timed_steps(engine: LLMEngine) -> Iterator[tuple[StepWork, float]]:

@@ -83,9 +83,8 @@ class BlockManager:
 
     The free list has empty blocks first, then cached ones, least recently used first. A fresh block is its first one,
     except that duplicates, which no lookup finds, go before the other cached ones. A policy other than lru chooses
-    among the cached ones itself. Every operation is O(1) per block (eviction other
-    than lru: O(log n)). `emit` receives an event after each change; with None no event is built. `hash_function` lets
-    tests force collisions.
+    among the cached ones itself. Every operation is O(1) per block (eviction other than lru: O(log n)). `emit` receives
+    an event after each change; with None no event is built. `hash_function` lets tests force collisions.
     """
 
     def __init__(
@@ -111,6 +110,7 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self.num_evictions = 0
+        self.num_touched = 0  # blocks that have been used: the first ones
         self.has_forks = False  # whether sequences have ever shared partial blocks
         self._free_duplicates: dict[int, None] = {}  # cached blocks that no lookup finds, in order of release; lru only
         self._policy = make_policy(eviction)  # None: lru
@@ -120,9 +120,8 @@ class BlockManager:
         self._hash_function = hash_function
         # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
         self._followers: dict[int | None, dict[int, None]] = {}
-        # blocks marked full in this step and in unread steps before it: perhaps not written yet
-        self._filled_now: list[int] = []
-        self._filled_before: list[int] = []
+        self._filled_now: list[int] = []  # blocks marked full in this step: perhaps not written yet
+        self._filled_before: list[int] = []  # the same of unread steps before it
         self._unknown: list[CacheUser] = []  # whose last block will be full, once its last token is known
 
     @property
@@ -612,6 +611,7 @@ class BlockManager:
             self._evict(block)
         block.ref_count = 1
         self.used_block_ids.add(block_id)
+        self.num_touched = max(self.num_touched, block_id + 1)
         return block_id
 
     def _evict(self, block: Block) -> None:
@@ -659,11 +659,11 @@ class BlockManager:
         free, used = set(self.free_block_ids), self.used_block_ids
         assert not free & used, f"blocks both free and used: {sorted(free & used)}"
         assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"
-        for block in self.blocks:
-            name = f"block {block.block_id}"
-            assert (block.ref_count == 0) == (block.block_id in free), f"{name}: ref_count and free list disagree"
-            assert block.ref_count >= 0, f"{name}: ref_count {block.ref_count}"
-            assert block.prefix is None or len(block.token_ids) == self.block_size, "a hashed block is not full"
+        for name, block in ((f"block {block.block_id}", block) for block in self.blocks):
+            is_right = block.ref_count == 0 if block.block_id in free else block.ref_count > 0
+            assert is_right, f"{name}: free list and ref_count {block.ref_count} disagree"
+            full = len(block.token_ids) == self.block_size and block.block_id < self.num_touched
+            assert block.prefix is None or full, f"{name} has a hash, but is not full or was never used"
         for hash_value, block_id in self.hash_to_block_id.items():
             assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
         in_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]

@@ -26,6 +26,7 @@ class ScheduledStep:
     seqs: list[Sequence] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
+    num_first_used: int = 0  # blocks that hold K and V for the first time since the engine started
     num_preempted: int = 0
     blocked: WaitingReason | None = None  # why the first in the queue was not started
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
@@ -106,13 +107,14 @@ class Scheduler:
         The previous step's tokens may still be on the device (num_pending_tokens): only preemption needs their values,
         and waits for them. With `report` False the caller reports the work, once it knows which sequences have ended.
         """
-        work = ScheduledStep()
+        work, num_touched = ScheduledStep(), self.block_manager.num_touched
         budget = self._schedule_running(work)
         if self.limits.min_prefill_tokens and self._awaits_prompts(work, budget):
             self._num_held += 1
             work.blocked = "min_prefill_tokens"
         else:
             work.blocked = self._admit_waiting(work, budget)
+        work.num_first_used = self.block_manager.num_touched - num_touched
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
         if report:

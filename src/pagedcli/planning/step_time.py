@@ -19,7 +19,7 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import whole_file
 
-FORM = 2  # of what a calibration measures: records of another form are not read
+FORM = 3  # of what a calibration measures: records of another form are not read
 FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
 _LEAST_ERROR = 0.03
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
@@ -63,6 +63,7 @@ class StepWork:
     attended_by_prompts: float = 0.0  # by chunks of several tokens
     attended_by_decodes: float = 0.0  # by single tokens
     distinct: float = 0.0  # at most so many different tokens are attended to by single tokens
+    num_first_used: int = 0  # blocks whose memory the system provides now, as they are used for the first time
 
     @classmethod
     def of(cls, work: ScheduledStep, scheduler: Scheduler, layers: Items[AttendedLayers] = EVERYTHING) -> "StepWork":
@@ -84,7 +85,16 @@ class StepWork:
         by_decodes = sum(_attended_once(starts, each) for each in layers)
         manager = scheduler.block_manager
         held = (manager.num_blocks - manager.num_free_blocks) * manager.block_size / manager.num_groups
-        return cls(num_tokens, num_sampled, num_random, num_chunks, by_prompts, by_decodes, min(held, by_decodes))
+        return cls(
+            num_tokens=num_tokens,
+            num_sampled=num_sampled,
+            num_random=num_random,
+            num_chunks=num_chunks,
+            attended_by_prompts=by_prompts,
+            attended_by_decodes=by_decodes,
+            distinct=min(held, by_decodes),
+            num_first_used=work.num_first_used,
+        )
 
     @property
     def attended(self) -> float:
@@ -143,6 +153,7 @@ class StepTime:
     distinct_s: float = 0.0  # more for each different token that decodes attend to: it comes from memory
     chunk_s: float = 0.0  # for each sequence that starts or continues a prompt
     randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
+    first_use_s: float = 0.0  # for each block that is used for the first time
     row_s: float = 0.0  # outside of steps: to read, submit and write a row
     between_s: float = 0.0  # from each step to the next one
     prompt_token_s: float = 0.0  # outside of steps: to read and submit
@@ -164,16 +175,19 @@ class StepTime:
             + work.attended_by_decodes * self.attended_by_decodes_s
             + work.distinct * self.distinct_s
         )
-        random_s = between(self.randoms, work.num_random) if work.num_random else 0.0
+        rest = {
+            "attention": attention,
+            "sampling": between(self.randoms, work.num_random) if work.num_random else 0.0,
+            "memory": work.num_first_used * self.first_use_s,
+        }
         if work.is_decode:
             tokens_s = between(self.decodes, work.num_tokens) if work.num_tokens else 0.0
-            return {"generation": tokens_s, "attention": attention, "sampling": random_s}
+            return rest | {"generation": tokens_s}
         prompts_s, generating = between(self.prompts, work.num_tokens), work.num_sampled / work.num_tokens
-        return {
+        return rest | {
             "prompts": prompts_s * (1 - generating) + self.chunk_s * work.num_chunks,
             "generation": prompts_s * generating,
-            "attention": attention,
-            "sampling": self.sampling_s(work.num_sampled) + random_s,
+            "sampling": rest["sampling"] + self.sampling_s(work.num_sampled),
         }
 
     def sampling_s(self, num_sampled: int) -> float:
@@ -211,6 +225,7 @@ class StepTime:
             attended_by_decodes_s=factor * self.attended_by_decodes_s,
             distinct_s=factor * self.distinct_s,
             chunk_s=factor * self.chunk_s,
+            first_use_s=factor * self.first_use_s,
             row_s=factor * self.row_s,
             between_s=factor * self.between_s,
             prompt_token_s=factor * self.prompt_token_s,

@@ -17,7 +17,7 @@ from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
 MOST_SIMULATED = 2**20  # of the work of a file, see requests.work_of: some 5 seconds
-PARTS = ("prompts", "generation", "attention", "sampling", "rows")
+PARTS = ("prompts", "generation", "attention", "sampling", "memory", "rows")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ PART_NAMES = {
     "generation": "generated tokens",
     "attention": "attention to earlier tokens",
     "sampling": "sampling",
+    "memory": "first use of KV blocks: memory from the system",
     "rows": "rows: reading, text and writing",
 }
 
