@@ -115,7 +115,8 @@ const sources = [  // of the sentences at the top
 function drawHead() {
   $("title").textContent = "KV cache of " + data.file;
   $("story").replaceChildren(...data.story.map((sentence, i) => {
-    const line = element("p", sentence);
+    const line = element("p");  // --flags are not broken after their dashes
+    line.append(...sentence.split(/(--[\w-]+)/).map((part, at) => at % 2 ? element("span", part, "flag") : part));
     if (sources[i]) line.append(" ", linkTo(...sources[i]));
     return line;
   }));
