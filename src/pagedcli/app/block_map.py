@@ -20,7 +20,7 @@ from textual.message import Message
 from pagedcli.app.rows import Line, Painted, line_of
 from pagedcli.printable import plural
 from pagedcli.show.group_words import alike, layers_words, window_words
-from pagedcli.show.panels import pool_line
+from pagedcli.show.panels import id_ranges, pool_line
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_of
 from pagedcli.views.moment import Moment
@@ -380,7 +380,10 @@ def _counts_by_group(state: PoolState, ids: Sequence[int]) -> tuple[Counter[int]
 
 
 def _group_words(state: PoolState, ids: Sequence[int]) -> str:
-    """`5 of group 1, 3 of group 0`, the most common one first."""
+    """`5 of group 1, 3 each of groups 0 2`, the most common first."""
     counts, _ = _counts_by_group(state, ids)
-    in_order = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
-    return ", ".join(f"{num_blocks:,} of group {group}" for group, num_blocks in in_order) or "all empty"
+    words = []
+    for count in sorted(set(counts.values()), reverse=True):
+        groups = sorted(group for group in counts if counts[group] == count)
+        words.append(f"{count:,} {'each of groups' if len(groups) > 1 else 'of group'} {id_ranges(groups)}")
+    return ", ".join(words) or "all empty"

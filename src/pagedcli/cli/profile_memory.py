@@ -362,7 +362,7 @@ def _group_notes(profile: "Profile", rows: Sequence[Row]) -> Iterator[str]:
         f"unused: what the layers leave of these blocks, {percent(unused / held)} of the KV cache of a sequence of"
         f" {limits.max_model_len:,} tokens"
     )
-    yield "without release: the same layers, if no block were released before the sequence ends"
+    yield "if kept: the same layers, if no block were released before the sequence ends"
     yield from group_lines(limits.groups, block_size=limits.block_size, block_bytes=profile.plan.block_bytes)
     if num_shared := sum(layer.source is not None for layer in profile.spec.attention_layers):
         yield f"without blocks: {plural(num_shared, 'layer')} sharing the K and V of an earlier layer"
@@ -380,7 +380,7 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
         )
     )
     columns = [
-        Column("at", "a sequence of"),
+        Column("at", "sequence of"),
         Column("num_tokens", "tokens", count),
         Column("window", "window", count),
         Column("num_kv_heads", "KV heads", count),
@@ -391,7 +391,7 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
         Column("num_prefill_blocks", "in prefill", count),
         Column("kv_cache_bytes", "KV cache", size),
         Column("unused_bytes", "unused", size),
-        Column("one_table_bytes", "without release", size),
+        Column("one_table_bytes", "if kept", size),
     ]
     notes = list(_group_notes(profile, rows))
     return Table("groups", "What one sequence holds, by window and heads", columns, rows, notes)
