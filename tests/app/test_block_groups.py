@@ -196,6 +196,20 @@ def test_groups_have_a_page_that_follows_the_steps(events):
     drive(app, script, (120, 40))
 
 
+def test_a_moment_is_shown_while_the_screen_closes(events, monkeypatch):
+    app = app_of(events)
+
+    async def script(pilot):
+        app.deck.move_to(20)
+        app.deck.poll()
+        with monkeypatch.context() as patch:
+            patch.setattr(app, "_screen_stacks", {"_default": []})
+            app.show_moment()
+        assert app._map._moment is app.deck.moment
+
+    drive(app, script)
+
+
 @pytest.mark.parametrize("focus", ["_map", "_sequences"])
 def test_the_colours_of_groups_have_contrast(events, focus):
     """At least 4.5 : 1, WCAG's level AA for text."""

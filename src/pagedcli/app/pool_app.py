@@ -118,6 +118,7 @@ class PoolApp(DeckApp):
         self._selected = Lines(id="selected")
         self._figures = Lines(id="figures", can_focus=True)
         self._events = Rows(id="events", empty="nothing yet")
+        self._groups: TablePage | None = None  # while it is open
         self._shown_events: tuple[int, int] | None = None  # how many there were, and the width
         self._has_followed = False
         self._has_shown_end = False
@@ -183,8 +184,8 @@ class PoolApp(DeckApp):
         self._show_selected(moment)
         self._show_figures(moment)
         self._show_events(moment)
-        if isinstance(self.screen, TablePage):
-            self._fill_groups(self.screen)
+        if self._groups is not None:
+            self._fill_groups(self._groups)
 
     def _show_sequences(self, moment: Moment) -> None:
         seqs, cells = self._list.seqs(moment), SequenceRows(moment, self._list)
@@ -333,10 +334,13 @@ class PoolApp(DeckApp):
     def _show_groups(self, argument: str) -> str:
         if self._moment.state.num_groups == 1:
             return ONE_GROUP
-        page = TablePage()
+        self._groups = page = TablePage()
         self._fill_groups(page)
-        self.call_after_refresh(self.push_screen, page)  # once the line that was typed is closed
+        self.call_after_refresh(self.push_screen, page, self._forget_groups)  # once the line that was typed is closed
         return ""
+
+    def _forget_groups(self, _: int | None) -> None:
+        self._groups = None
 
     def _fill_groups(self, page: TablePage) -> None:
         state = self._moment.state
