@@ -343,6 +343,7 @@ def main() -> None:
     together = [{name: python} for name, python in pythons.items()] if options.shape in EXPERTS else [pythons]
     with tempfile.TemporaryDirectory() as folder:
         for kind in options.types:
+            (options.keep or Path(folder)).mkdir(parents=True, exist_ok=True)
             path = (options.keep or Path(folder)) / f"{options.shape}-{kind}.gguf"
             if not path.exists():
                 write_model(path, options.shape, kind)
