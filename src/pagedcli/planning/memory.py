@@ -33,6 +33,7 @@ HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, m
 GRAPH_BYTES = 8 * 2**20  # bytes of one CUDA graph without its tensors, within a factor of two
 EXPERT_TOKENS = 2048  # most tokens whose experts the native CPU decoder computes at a time (MOST_TOKENS in experts.cpp)
 SORT_BYTES = 24  # per logit: float32 copies, sorted values with their int64 indices, and probabilities
+PENALTY_BYTES = 9  # per logit: a float32 copy and the tables of penalties; the native kernels need no sort
 FROM_HEAP = 32 * 2**20  # bytes; glibc takes smaller tensors from its heap, which keeps what is freed
 FREED_BYTES = 8  # per logit: two float32 copies that are freed before the peak, and stay in the heap
 _GIB = 2**30
@@ -100,10 +101,10 @@ def activation_bytes(
     """
     hidden = step.num_tokens * itemsize * spec.hidden_size
     num_logits = step.num_seqs * spec.vocab_size
-    sampling = num_logits * (itemsize + SORT_BYTES)
-    if num_logits * ITEMSIZE["float32"] < from_heap:
-        sampling += num_logits * FREED_BYTES
+    sampling = num_logits * (itemsize + (PENALTY_BYTES if native else SORT_BYTES))
     if not native:
+        if num_logits * ITEMSIZE["float32"] < from_heap:
+            sampling += num_logits * FREED_BYTES
         return max(step_bytes(spec, step.num_tokens, itemsize), hidden + sampling)
     num_kv_heads, head_dim = spec.widest_heads
     heads = (spec.num_heads + 2 * num_kv_heads) * head_dim

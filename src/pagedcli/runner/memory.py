@@ -19,6 +19,7 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
 from pagedcli.layers.sampling import Limits, choose_tokens
+from pagedcli.native import loaded_library
 from pagedcli.native.system import release_free_memory
 from pagedcli.planning.machine import host_memory
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
@@ -143,13 +144,14 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
 
 @torch.inference_mode()
 def _sample_with_most_memory(logits: Tensor) -> None:
-    """top-p over equal logits, the worst case of the CPU's sort. On a GPU penalties take more: a copy in float32 and
-    the tables of logit_changes.KeptTokens."""
+    """top-p over equal logits, the worst case of the sort in torch on a CPU. Kernels need none; there penalties take
+    most: a copy in float32 and the tables of logit_changes.KeptTokens."""
     rows, device = logits.shape[0], logits.device
-    held = [torch.empty_like(logits, dtype=dtype) for dtype in _OF_PENALTIES if logits.is_cuda]
+    by_kernels = logits.is_cuda or loaded_library() is not None
+    held = [torch.empty_like(logits, dtype=dtype).zero_() for dtype in _OF_PENALTIES if by_kernels]
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
     limits = Limits(zeros.int(), top_p=0.95 * ones, min_p=zeros)
-    choose_tokens((held or [logits])[0].zero_(), ones, limits.top_p, limits, num_drawn=rows)
+    choose_tokens(held[0] if held else logits.zero_(), ones, limits.top_p, limits, num_drawn=rows)
 
 
 def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
