@@ -1,5 +1,5 @@
 """Predicted against measured: 20 jobs of three models, each forecast as `plan` does and then run as `generate` does.
-python scripts/check_forecasts.py [--seconds 8] [--models builtin,dense,moe] [--only chat,"short rows"] [--fresh]
+python scripts/check_forecasts.py [--seconds 8] [--models builtin,dense,moe] [--only chat,"short rows"] [--around]
 
 The models are the built-in one, the shape of Qwen3-0.6B and a mixture of experts, the last two with random weights
 (those of the mixture such that each token picks its own experts); nothing is downloaded. Each model is calibrated
@@ -199,8 +199,8 @@ def measured(job: Job, model: Model, path: Path, clock_ns) -> tuple[float, dict[
 
 
 def check(job: Job, model: Model, folder: Path, options: argparse.Namespace, clock_ns) -> tuple[list[float], bool]:
-    """Predict and run a job. Returns how far the prediction was off, then that of a calibration right before the job if
-    one is wanted, and whether the counts were equal."""
+    """Predict and run a job. Returns how far the prediction was off, then that of the calibrations right before and
+    after the job if they are wanted, and whether the counts were equal."""
     path, spec = folder / "rows.jsonl", read_spec(model_folder(model.config))
     write_rows(job, 8, path, spec.vocab_size)
     each = (predicted(job, model, path).seconds or 1.0) / 8
@@ -211,16 +211,18 @@ def check(job: Job, model: Model, folder: Path, options: argparse.Namespace, clo
         found = predicted(job, model, path)
         assert found.seconds is not None, "the model is calibrated"
         num_rows = max(2, min(20_000, round(num_rows * seconds / found.seconds)))
-    forecasts = [found]
-    if options.fresh:
-        forecasts.append(predicted(job, calibrated(model.config, clock_ns), path))
+    around = [calibrated(model.config, clock_ns)] if options.around else []
     watch = BusyWatch()
     took_s, counts = measured(job, model, path, clock_ns)
     busy = watch.read()
     expected = {"steps": found.num_steps, "hits": found.num_cached_tokens, "preemptions": found.num_preemptions,
                 "peak blocks": found.peak_used_blocks}  # fmt: skip
     wrong = [f"{name} {expected[name]:,} and {counts[name]:,}" for name in counts if counts[name] != expected[name]]
-    errors = [(each.seconds or 0.0) / took_s - 1 for each in forecasts]
+    times_s = [found.seconds]
+    if options.around:
+        around.append(calibrated(model.config, clock_ns))
+        times_s.append(statistics.mean(predicted(job, each, path).seconds or 0.0 for each in around))
+    errors = [each_s / took_s - 1 for each_s in times_s]
     shown = "  ".join(f"{error:+7.1%}" for error in errors)
     others = f", busy: {busy.others:.0%}" if busy is not None and busy.disturbs else ""
     equal = "; ".join(wrong) or "counts equal"
@@ -237,7 +239,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of a job, roughly")
     parser.add_argument("--models", default="builtin,dense,moe", help="any of builtin, dense, moe")
     parser.add_argument("--only", help="jobs, by their names, with commas")
-    parser.add_argument("--fresh", action="store_true", help="also predict by a calibration right before each job")
+    parser.add_argument("--around", action="store_true", help="also predict by calibrations before and after each job")
     parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of the clock")
     options = parser.parse_args()
     clock_ns = time.perf_counter_ns
@@ -257,7 +259,7 @@ def main() -> int:
                 errors.append(off)
                 all_equal &= is_equal
     counts, good = "equal" if all_equal else "different", all_equal
-    for off, calibration in zip(zip(*errors, strict=True), ("of its model", "right before the job"), strict=False):
+    for off, calibration in zip(zip(*errors, strict=True), ("of its model", "before and after each job"), strict=False):
         median, largest = statistics.median(off), max(off)
         good &= median < 0.10 and largest < 0.25
         print(f"{len(off)} jobs, calibration {calibration}: median error {median:.1%}, largest {largest:.1%}")

@@ -3,7 +3,7 @@
 import pytest
 
 from pagedcli.batch.prompts import open_tokenizer
-from pagedcli.bench.calibration import _fresh_byte_s, _Measurement, calibrate, calibration_config
+from pagedcli.bench.calibration import _Measurement, _Prompts, _usual, calibrate, calibration_config
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig
 from pagedcli.models.reading import read_spec
@@ -38,14 +38,37 @@ def test_all_prompts_of_a_calibration_differ(engine, monkeypatch):
 
 
 def test_the_first_use_of_blocks_is_measured_apart_and_belongs_to_no_kind_of_step(engine, monkeypatch):
-    steps = [(StepWork(8, 1, num_chunks=1, num_first_used=first), 0.010 + first * 0.002) for first in (0, 1, 3)]
     measurement = _Measurement(engine, 1.0, lambda share: None)
-    measurement.steps = {(0,): steps}
-    [(_, seconds)] = measurement.typical(0.002)
-    assert seconds == pytest.approx(0.010)
-    times = iter([10**9, 3 * 10**9])
-    monkeypatch.setattr(engine, "clock_ns", lambda: next(times))
-    assert _fresh_byte_s(engine) == 2 / 2**27
+    monkeypatch.setattr(engine, "clock_ns", iter(range(0, 10**12, 10**9)).__next__)
+    measurement._provide(20)
+    num_blocks = measurement._num_provided
+    assert num_blocks >= 20
+    assert measurement.first_use_s == 1.0 / num_blocks
+    measurement._provide(20)  # they are there
+    assert measurement._num_provided == num_blocks
+    monkeypatch.undo()
+    measurement._run(_Prompts((40,), 1))
+    assert all(work.num_first_used == 0 for steps in measurement.steps.values() for work, _ in steps)
+    assert 0 < engine.block_manager.num_touched <= measurement._num_provided
+
+
+def test_of_decodes_only_those_that_follow_their_like_count_and_the_end_of_sequences_counts_apart(engine):
+    measurement = _Measurement(engine, 1.0, lambda share: None)
+    measurement._run(_Prompts((4,) * 8, 6))  # a prompt step and 5 decodes: the first and the last one do not count
+    [decodes] = [steps for steps in measurement.steps.values() if steps[0][0].is_decode]
+    assert [work.num_tokens for work, _ in decodes] == [8] * 3
+    [(_, seconds, number)] = measurement._ends
+    assert number == 8
+    measurement.steps = {
+        kind: [(work, 0.5 * seconds) for work, _ in steps] for kind, steps in measurement.steps.items()
+    }
+    assert measurement.end_s == pytest.approx(0.5 * seconds / 8)
+
+
+def test_a_disturbed_step_does_not_count():
+    work = StepWork(1, 1)
+    assert _usual([(work, seconds) for seconds in (1.0, 1.5, 2.0, 9.0)]) == (work, 1.5)
+    assert _usual([(work, 3.0), (work, 1.0)]) == (work, 1.0)
 
 
 def test_without_words_nothing_is_tokenized(engine):

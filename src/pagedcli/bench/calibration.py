@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean, median
 
 import msgspec
-import torch
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions, Prepared, Prompts, open_tokenizer
@@ -29,7 +28,7 @@ from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import weight_files
 from pagedcli.models.spec import ModelSpec
-from pagedcli.native.system import empty_in_huge_pages
+from pagedcli.native.system import HUGE_PAGE
 from pagedcli.planning.decide import model_folder
 from pagedcli.planning.expected import time_key
 from pagedcli.planning.step_time import (
@@ -61,8 +60,10 @@ _MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
 _MOST_STEPS, _STEPS_S = 32, 0.3  # of a run for what passes between steps
 _TIMES = 5  # that something outside of steps is done
 _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
-_FRESH_BYTES, _PAGE = 2**27, 4096
 _SHARE_OF_ONE = 0.05  # of the budget, for decodes of one sequence
+_DISTURBED = 2.0  # times the median of its kind: of a step while the machine did something else
+_FEWER = 8  # times fewer sequences with long contexts
+_SEVERAL = 4  # sequences that end together, at least, to show what the end of one takes
 _SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
 
 
@@ -131,11 +132,11 @@ def calibrate(
     watch = BusyWatch()
     measurement = _Measurement(engine, BUDGET_S if budget_s is None else budget_s, on_progress)
     measurement.run_steps()
-    first_use_s = _fresh_byte_s(engine) * engine.plan.block_bytes
-    found = made_of(measurement.typical(first_use_s), attended_layers(engine.plan.limits.groups))
-    found = replace(found, first_use_s=first_use_s)
+    found = made_of(measurement.typical(), attended_layers(engine.plan.limits.groups))
+    found = replace(found, first_use_s=measurement.first_use_s)
     if tokenizer is not None:
         found = _with_host_time(engine, tokenizer, found)
+    found = replace(found, row_s=found.row_s + measurement.end_s)
     busy = watch.read()
     if busy is None or not busy.disturbs:
         return found
@@ -151,6 +152,12 @@ def _kind(work: StepWork) -> Kind:
     contexts = (work.attended_by_decodes / work.num_tokens // ALIKE, work.distinct / work.num_tokens // ALIKE)
     counts = (work.num_tokens, work.num_sampled, work.num_random, work.num_chunks)
     return (*counts, int(work.attended_by_prompts), *map(int, contexts))
+
+
+def _usual(steps: list[tuple[StepWork, float]]) -> tuple[StepWork, float]:
+    """The mean of steps of one kind, but for those that take over twice as long as the median."""
+    work, middle_s = sorted(steps, key=lambda step: step[1])[(len(steps) - 1) // 2]
+    return work, mean(seconds for _, seconds in steps if seconds <= _DISTURBED * middle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +182,24 @@ class _Measurement:
     _num_requests: int = 0
     _first_s: float = 0.0  # of the fastest decode before the measurement
     _longest: list[int] = field(default_factory=list)  # token ids of the longest prompt so far, of equal ones the last
+    _ends: list[tuple[Kind, float, int]] = field(default_factory=list)  # steps in which all sequences of a run end
+    _num_provided: int = 0  # blocks, the first ones, whose memory the system has provided
+    _provided_s: float = 0.0  # in which it did
 
-    def typical(self, first_use_s: float = 0.0) -> list[tuple[StepWork, float]]:
-        """The median of the steps of each kind, of two middle ones the faster, without what the first use of blocks
-        takes."""
-        found = []
-        for steps in self.steps.values():
-            own = ((work, max(0.0, seconds - work.num_first_used * first_use_s)) for work, seconds in steps)
-            found.append(sorted(own, key=lambda step: step[1])[(len(steps) - 1) // 2])
-        return found
+    def typical(self) -> list[tuple[StepWork, float]]:
+        """One step of each kind."""
+        return [_usual(steps) for steps in self.steps.values()]
+
+    @property
+    def end_s(self) -> float:
+        """Seconds for each sequence that ends with a step."""
+        found = [(seconds - _usual(self.steps[kind])[1]) / number for kind, seconds, number in self._ends]
+        return max(0.0, median(found)) if found else 0.0
+
+    @property
+    def first_use_s(self) -> float:
+        """Seconds for each block that is used for the first time."""
+        return self._provided_s / max(1, self._num_provided)
 
     @property
     def _used(self) -> float:
@@ -198,6 +214,7 @@ class _Measurement:
         self._run(_Prompts((_SHORT,), 4))  # threads, libraries and kernels start
         self._first_s = min(seconds for steps in self.steps.values() for work, seconds in steps if work.is_decode)
         self.steps.clear()
+        self._ends.clear()
         self._took_s.clear()
         self._started = time.perf_counter()
         # small ones first: they are what most steps of a run are
@@ -238,8 +255,12 @@ class _Measurement:
                 max(NUM_LONG, affordable), self.engine.plan.num_blocks // limits.tables.num_entries(each + num_tokens)
             )
             measured = {work.num_tokens for work, _ in self.typical() if work.is_decode}
-            if sizes := [number for number in measured if NUM_LONG <= number <= most]:
-                self._run(_Prompts((each,) * max(sizes), num_tokens))
+            sizes = [number for number in measured if NUM_LONG <= number <= most]
+            # a few, whose keys and values the processor may hold in its caches, and many
+            for number in sorted({max(sizes), max(sizes) // _FEWER} & {*sizes}) if sizes else ():
+                # until the last one joins the others, which generate in the steps that compute its prompt
+                num_steps = -(-each * number // (most_tokens - number // 2))
+                self._run(_Prompts((each,) * number, num_steps + num_tokens))
 
     def _repeat(self) -> None:
         for _ in range(REPEATS):
@@ -281,20 +302,37 @@ class _Measurement:
             if not prompts.alike and length >= len(self._longest):
                 self._longest = tokens
             engine.add_request(str(self._num_requests), tokens, params)
+        most_tokens = [length + prompts.num_tokens for length in prompts.lengths]
+        self._provide(sum(map(engine.limits.tables.num_entries, most_tokens)))
+        num_decodes = 0  # of the step before
+        last: tuple[Kind, float, int] | None = None  # (kind, seconds, sequences), if it is a decode as the one before
         for work, seconds in timed_steps(engine):
-            self.steps.setdefault(_kind(work), []).append((work, seconds))
+            # a decode after another step is slower: caches, tables and the end of sequences
+            if work.is_decode and work.num_tokens != num_decodes:
+                num_decodes, last = work.num_tokens, None
+                continue
+            kind = _kind(work)
+            self.steps.setdefault(kind, []).append((replace(work, num_first_used=0), seconds))
+            num_decodes, last = (work.num_tokens, (kind, seconds, num_decodes)) if work.is_decode else (0, None)
+        if last is not None and num_decodes >= _SEVERAL and len(self.steps[last[0]]) > 1:
+            self._ends.append(last)
+            self.steps[last[0]].pop()
         self._took_s[prompts] = time.perf_counter() - before
         self.on_progress(min(1.0, self._used))
 
-
-def _fresh_byte_s(engine: LLMEngine) -> float:
-    """Seconds in which the system provides a byte of memory, as it does when blocks are used for the first time."""
-    if not engine.plan.on_cpu:
-        return 0.0
-    room = empty_in_huge_pages(_FRESH_BYTES, torch.uint8)
-    started_ns = engine.clock_ns()
-    room[::_PAGE].zero_()
-    return 1e-9 * (engine.clock_ns() - started_ns) / _FRESH_BYTES
+    def _provide(self, num_blocks: int) -> None:
+        """Use so many more blocks for the first time, in whole pages, and time it: steps would, a few of them for all
+        others whose blocks are in the same pages."""
+        engine, first = self.engine, self._num_provided
+        if not engine.plan.on_cpu:
+            return
+        cache = engine.runner.kv_cache
+        each_page = max(1, HUGE_PAGE // cache[0, 0, 0].nbytes)  # blocks
+        last = -(-(engine.block_manager.num_touched + num_blocks) // each_page) * each_page
+        self._num_provided = min(max(first, last), cache.shape[2])
+        started_ns = engine.clock_ns()
+        cache[:, :, first : self._num_provided].zero_()
+        self._provided_s += 1e-9 * (engine.clock_ns() - started_ns)
 
 
 def timed_steps(engine: LLMEngine) -> Iterator[tuple[StepWork, float]]:

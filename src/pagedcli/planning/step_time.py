@@ -19,7 +19,7 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import whole_file
 
-FORM = 3  # of what a calibration measures: records of another form are not read
+FORM = 4  # of what a calibration measures: records of another form are not read
 FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
 _LEAST_ERROR = 0.03
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
@@ -39,6 +39,11 @@ class AttendedLayers:
         growing = min(max(self.window - start, 0), num_new)  # queries that see everything before them
         seen = growing * start + growing * (growing + 1) // 2 + (num_new - growing) * self.window
         return self.share * seen
+
+    def read(self, start: int, num_new: int) -> float:
+        """Tokens that at least one of these queries attends to, times the share of the layers."""
+        before = start if self.window is None else min(start, self.window - 1)
+        return self.share * (before + num_new)
 
 
 EVERYTHING = (AttendedLayers(None, 1.0),)
@@ -62,6 +67,7 @@ class StepWork:
     num_chunks: int = 0  # sequences that compute several tokens
     attended_by_prompts: float = 0.0  # by chunks of several tokens
     attended_by_decodes: float = 0.0  # by single tokens
+    read_by_prompts: float = 0.0  # tokens of the sequences that chunks continue, those before them and their own
     distinct: float = 0.0  # at most so many different tokens are attended to by single tokens
     num_first_used: int = 0  # blocks whose memory the system provides now, as they are used for the first time
 
@@ -70,7 +76,7 @@ class StepWork:
         """Of a scheduled step that has not been computed yet."""
         starts: list[int] = []  # of sequences that compute one token
         num_tokens = num_sampled = num_random = num_chunks = 0
-        by_prompts = 0.0
+        by_prompts = read_by_prompts = 0.0
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             start = seq.num_computed_tokens
             num_tokens += num_new
@@ -82,6 +88,7 @@ class StepWork:
             else:
                 num_chunks += 1
                 by_prompts += sum(each.attended(start, num_new) for each in layers)
+                read_by_prompts += sum(each.read(start, num_new) for each in layers)
         by_decodes = sum(_attended_once(starts, each) for each in layers)
         manager = scheduler.block_manager
         held = (manager.num_blocks - manager.num_free_blocks) * manager.block_size / manager.num_groups
@@ -92,6 +99,7 @@ class StepWork:
             num_chunks=num_chunks,
             attended_by_prompts=by_prompts,
             attended_by_decodes=by_decodes,
+            read_by_prompts=read_by_prompts,
             distinct=min(held, by_decodes),
             num_first_used=work.num_first_used,
         )
@@ -150,11 +158,13 @@ class StepTime:
     decodes: Knots  # of sequences with one token each, by their number: without what attention to each token adds
     attended_by_prompts_s: float  # for each attended token
     attended_by_decodes_s: float
-    distinct_s: float = 0.0  # more for each different token that decodes attend to: it comes from memory
+    read_by_prompts_s: float = 0.0  # for each token that is read once for all queries of a chunk
+    distincts: Knots = ((0, 0.0), (1, 0.0))  # more by the number of different tokens of these, which are read: the
+    # first ones from the processor's caches
     chunk_s: float = 0.0  # for each sequence that starts or continues a prompt
     randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
     first_use_s: float = 0.0  # for each block that is used for the first time
-    row_s: float = 0.0  # outside of steps: to read, submit and write a row
+    row_s: float = 0.0  # to read, submit and write a row outside of steps, and to end its sequence in one
     between_s: float = 0.0  # from each step to the next one
     prompt_token_s: float = 0.0  # outside of steps: to read and submit
     text_token_s: float = 0.0  # outside of steps: more if it is read as text: to tokenize
@@ -172,8 +182,9 @@ class StepTime:
         """The time of a step by what it is for."""
         attention = (
             work.attended_by_prompts * self.attended_by_prompts_s
+            + work.read_by_prompts * self.read_by_prompts_s
             + work.attended_by_decodes * self.attended_by_decodes_s
-            + work.distinct * self.distinct_s
+            + between(self.distincts, work.distinct)
         )
         rest = {
             "attention": attention,
@@ -223,7 +234,8 @@ class StepTime:
             randoms=slower(self.randoms),
             attended_by_prompts_s=factor * self.attended_by_prompts_s,
             attended_by_decodes_s=factor * self.attended_by_decodes_s,
-            distinct_s=factor * self.distinct_s,
+            read_by_prompts_s=factor * self.read_by_prompts_s,
+            distincts=slower(self.distincts),
             chunk_s=factor * self.chunk_s,
             first_use_s=factor * self.first_use_s,
             row_s=factor * self.row_s,
@@ -249,36 +261,38 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
     plain = [(work, seconds) for work, seconds in samples if not work.num_random]
     decodes = [(work, seconds) for work, seconds in plain if work.is_decode]
     alone = [(work, seconds) for work, seconds in plain if work.num_chunks == 1 and not work.attended_by_decodes]
-    by_prompts = _slope(alone, "attended_by_prompts")
-    by_decodes, distinct = _decode_slopes(decodes)
+    by_decodes, distincts = _decode_attention(decodes)
     ones = [(work, seconds) for work, seconds in decodes if work.num_tokens == 1]
+    short = [step for step in decodes if step[0].attended_by_decodes < _FEW * step[0].num_tokens]
     flat = ((1, _LEAST_S), (2, _LEAST_S))
 
-    def with_chunks(chunk_s: float) -> StepTime:
+    def with_costs(chunk_s: float, read_s: float) -> StepTime:
+        own = [(work, seconds - work.read_by_prompts * read_s) for work, seconds in alone]
         found = StepTime(
             prompts=flat,
             decodes=flat,
-            attended_by_prompts_s=by_prompts,
+            attended_by_prompts_s=_slope(own, "attended_by_prompts"),
             attended_by_decodes_s=by_decodes,
-            distinct_s=distinct,
+            read_by_prompts_s=read_s,
+            distincts=distincts,
             chunk_s=chunk_s,
             layers=layers,
         )
-        return replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, decodes))
+        return replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, short or decodes))
 
-    found, chunk_s = with_chunks(0.0), 0.0
-    several = [
-        (work, seconds)
-        for work, seconds in plain
-        if work.num_chunks >= _MANY
-        and not work.attended_by_decodes
-        and work.attended_by_prompts < _SHORT * work.num_tokens  # looking up long beginnings takes time, too
-    ]
+    found, chunk_s, read_s = with_costs(0.0, 0.0), 0.0, 0.0
+    several = [(work, seconds) for work, seconds in plain if work.num_chunks >= _MANY]
     most_s = max(0.0, min(seconds for _, seconds in found.prompts[1:]) - found.prompts[0][1])  # time grows with tokens
-    for _ in range(_ROUNDS if several else 0):
-        missing = np.median([(seconds - found.seconds(work)) / work.num_chunks for work, seconds in several])
-        chunk_s = min(max(0.0, chunk_s + float(missing)), most_s)
-        found = with_chunks(chunk_s)
+    starting = [
+        (work, seconds)
+        for work, seconds in several
+        if not work.attended_by_decodes and work.attended_by_prompts < _SHORT * work.num_tokens
+    ]
+    long = [step for step in several if step[0].attended_by_prompts > _LONG * step[0].num_tokens]
+    for _ in range(_ROUNDS):
+        chunk_s = min(max(0.0, chunk_s + _missing_s(found, starting, "num_chunks")), most_s)
+        read_s = max(0.0, read_s + _missing_s(found, long, "read_by_prompts"))
+        found = with_costs(chunk_s, read_s)
     randoms: dict[int, list[float]] = {}
     for work, seconds in samples:
         if work.num_random and work.is_decode:
@@ -288,7 +302,8 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
 
 _LEAST_S = 1e-6  # of a knot
 _MANY = 4  # chunks, whose time differs by more than chance from that of one
-_SHORT = 16  # tokens that each of theirs attends to at most
+_SHORT, _LONG = 16, 256  # tokens that each of theirs attends to: at most, if they start, and at least, if read long ago
+_FEW = 64  # tokens that each decode attends to: of more, the error of the slopes would be in the knot
 _ROUNDS = 12  # each leaves a quarter of what is missing at most, as the rest of a prompt's knots changes with it
 
 
@@ -322,6 +337,13 @@ def _means(times: dict[int, list[float]]) -> Knots:
     return tuple(knots) if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
 
 
+def _missing_s(found: StepTime, samples: Items[tuple[StepWork, float]], name: str) -> float:
+    """By how much these steps take longer than predicted, for each unit of this field: the median."""
+    return float(
+        np.median([(seconds - found.seconds(work)) / getattr(work, name) for work, seconds in samples] or [0.0])
+    )
+
+
 def _slope(samples: Items[tuple[StepWork, float]], name: str) -> float:
     """Seconds for each unit of this field: least squares with a constant for each size of step, not below 0."""
     by_size: dict[int, list[tuple[float, float]]] = {}
@@ -332,20 +354,32 @@ def _slope(samples: Items[tuple[StepWork, float]], name: str) -> float:
     return max(0.0, float(units @ times) / float(units @ units)) if units.any() else 0.0
 
 
-def _decode_slopes(decodes: Items[tuple[StepWork, float]]) -> tuple[float, float]:
-    """Seconds for each attended token, and more for each different one. Sequences with contexts of their own show the
-    sum of both, those that share a beginning what each of them still takes."""
-    own_s = _slope([step for step in decodes if step[0].distinct == step[0].attended_by_decodes], "attended_by_decodes")
-    found: list[float] = []
+def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Knots]:
+    """Seconds for each attended token, and more by the number of different ones. Sequences with contexts of their own
+    show the sum of both, those that share a beginning what each of them still takes."""
+    shortest: dict[int, tuple[StepWork, float]] = {}  # the step of each size with the fewest attended tokens
+    for step in decodes:
+        known = shortest.setdefault(step[0].num_tokens, step)
+        if step[0].attended < known[0].attended:
+            shortest[step[0].num_tokens] = step
+    sums: dict[int, list[float]] = {0: [0.0]}  # of both, by the number of different tokens
     for work, seconds in decodes:
-        if work.distinct < work.attended_by_decodes / 2:
-            alike = [step for step in decodes if step[0].num_tokens == work.num_tokens]
-            least, least_s = min(alike, key=lambda step: step[0].attended)
-            attended, distinct = work.attended - least.attended, work.distinct - least.distinct
-            if attended > distinct:
-                found.append((seconds - least_s - own_s * distinct) / (attended - distinct))
-    each_s = min(max(0.0, float(np.median(found))), own_s) if found else 0.0
-    return each_s, own_s - each_s
+        least, least_s = shortest[work.num_tokens]
+        if work.distinct == work.attended and work.attended > 2 * least.attended:
+            added_s = max(0.0, seconds - least_s) * work.attended / (work.attended - least.attended)
+            sums.setdefault(round(work.attended), []).append(added_s)
+    if len(sums) == 1:
+        return 0.0, ((0, 0.0), (1, 0.0))
+    own = _means(sums)
+    again: list[float] = []  # for each token that is attended to once more
+    for work, seconds in decodes:
+        least, least_s = shortest[work.num_tokens]
+        attended, distinct = work.attended - least.attended, work.distinct - least.distinct
+        if work.distinct < work.attended / 2 and attended > distinct:
+            own_s = between(own, work.distinct) - between(own, least.distinct)
+            again.append((seconds - least_s - own_s) / (attended - distinct))
+    each_s = min(max(0.0, float(np.median(again))), own[-1][1] / own[-1][0]) if again else 0.0
+    return each_s, tuple((number, max(0.0, seconds - number * each_s)) for number, seconds in own)
 
 
 # ---------------------------------------------------------------------- the file
