@@ -17,7 +17,7 @@ from pagedcli.batch.job import Job
 from pagedcli.cli.session import run_job
 from pagedcli.cli.trace import both
 from pagedcli.config import load_config
-from pagedcli.events import StepFinished, StepStarted
+from pagedcli.events import StepFinished, StepScheduled, StepStarted
 from pagedcli.show.held_clock import HeldClock
 from pagedcli.trace.files import TraceReader, TraceWriter
 
@@ -289,6 +289,42 @@ class WatchedClock(HeldClock):
             self.is_held = True
             yield
             self.is_held = False
+
+
+def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
+    """The screen showed an earlier one, for which it had asked last, and `.` seemed to do two steps."""
+    deck, steps = LiveDeck(paused=True), []
+    deck.clock_ns = WatchedClock()
+
+    def emit(event):
+        steps.extend([event.step] if isinstance(event, StepScheduled) else [])
+        deck.on_event(event)
+
+    def work():
+        sim = Simulation(8, 2, emit=emit)
+        sim.add([1, 2, 3], 6)
+        sim.run()
+        deck.finish()
+
+    def wait(holds):
+        end = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    deck.screen_is_open.set()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    wait(lambda: steps == [0] and deck.clock_ns.is_held)
+    deck.faster(-7)  # a step in two seconds
+    deck.toggle_pause()
+    wait(lambda: steps == [0, 1] and deck.clock_ns.is_held)
+    deck.toggle_pause()
+    wait(lambda: deck.live.state.step_number == 1)
+    assert deck.poll()
+    assert deck.moment.state.step_number == 1
+    deck.release()
+    thread.join(10)
 
 
 def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):

@@ -261,7 +261,7 @@ def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, cap
     progress = BenchProgress("W1")
     for share in (0.1, 0.25, 0.3):
         progress(share)
-    assert capsys.readouterr().err == "W1: 25%, about 60 s left\n"
+    assert capsys.readouterr().err == "W1: 25%, about 75 s left\n"
 
 
 @pytest.mark.usefixtures("measured_once")
@@ -275,12 +275,15 @@ def test_passes_are_shown_as_they_end_and_by_default_fit_a_minute(monkeypatch, c
     assert len(json.loads(result.stdout)["throughput"][0]["all_wall_s"]) == 1
 
 
-def test_the_remaining_time_is_that_of_all_workloads(monkeypatch, capsys):
-    clock = iter([100.0, 100.0, 115.0])
+def test_the_remaining_time_is_that_of_all_workloads_and_each_loads_once(monkeypatch, capsys):
+    """After a load of 96 s the first 3 % of the tokens were followed by "about 3,063 s left"."""
+    clock = iter([100.0, 196.0, 211.0])
     monkeypatch.setattr("pagedcli.show.terminal.time.monotonic", lambda: next(clock))
-    progress = BenchProgress("W5", start_s=60.0, before=0.5, part=0.5)
-    progress(0.1)
-    assert capsys.readouterr().err == "W5: 55%, about 45 s left\n"
+    progress = BenchProgress("W5", before=0.25, part=0.5)
+    for share in (0.0, 0.1):
+        progress(share)
+    left_s = 135 + (96 + 150) / 2
+    assert capsys.readouterr().err == f"W5: 30%, about {left_s:.0f} s left\n"
 
 
 def test_passes_refine_the_calibration_of_their_model(tmp_path, monkeypatch):

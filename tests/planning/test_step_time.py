@@ -27,8 +27,8 @@ KEY = TimeKey(
 )  # fmt: skip
 TRUE = StepTime(
     prompts=((1, 1.0), (8, 2.0), (64, 9.0)), decodes=((1, 1.0), (8, 3.0)), attended_by_prompts_s=0.001,
-    attended_by_decodes_s=0.002, read_by_prompts_s=0.003, distincts=((0, 0.0), (900, 1.8), (1800, 9.0)), chunk_s=0.5,
-    randoms=((1, 0.25), (8, 0.75)),
+    attended_by_decodes_s=0.002, read_by_prompts_s=0.003, distincts=((0, 0.0), (900, 1.8), (1800, 9.0)),
+    mixed_s=0.25, chunk_s=0.5, randoms=((1, 0.25), (8, 0.75)),
 )  # fmt: skip
 
 
@@ -104,6 +104,14 @@ def test_a_slow_step_by_chance_makes_no_larger_step_shorter():
 def test_a_mixed_step_pays_for_its_tokens_and_for_each_that_is_sampled():
     work = StepWork(64, 8, num_chunks=3, attended_by_prompts=100)
     assert TRUE.seconds(work) == pytest.approx(9.0 + (3.0 - 2.0) + 3 * 0.5 + 0.1)
+    assert TRUE.seconds(replace(work, attended_by_decodes=1)) == pytest.approx(TRUE.seconds(work) + 0.25 + 0.002)
+
+
+def test_what_any_step_with_a_prompt_takes_is_paid_once():
+    """Steps of the built-in model with 57 sequences and 7 short prompts were a quarter too short."""
+    time = replace(TRUE, prompts=((1, 1.0), (2, 2.0), (64, 2.0)), decodes=((1, 1.0), (2, 1.0), (64, 1.5)))
+    assert time.sampling_s(64) == pytest.approx(1.5 - 2.0 + (2.0 - 1.0))
+    assert time.sampling_s(2) == 0.0
 
 
 def test_memory_that_is_used_for_the_first_time_takes_time_of_its_own():
@@ -120,11 +128,12 @@ def test_a_record_is_found_again_from_the_steps_that_it_predicts():
               for n, a, d in ((1, 0, 0), (1, 900, 900), (8, 0, 0), (8, 1800, 1800), (8, 1800, 450))]  # fmt: skip
     works.append(StepWork(64, 4, num_chunks=4, attended_by_prompts=40))
     works.append(StepWork(64, 4, num_chunks=4, attended_by_prompts=64 * 300, read_by_prompts=4 * 316))
+    works.append(StepWork(64, 8, num_chunks=2, attended_by_prompts=40, attended_by_decodes=6, distinct=6))
     works += [StepWork(n, n, num_random=n) for n in (1, 8)]
     found = made_of([(work, TRUE.seconds(work)) for work in works], TRUE.layers)
     for name in ("prompts", "decodes", "randoms", "distincts"):
         assert getattr(found, name) == tuple((n, pytest.approx(s, rel=0.05)) for n, s in getattr(TRUE, name)), name
-    for name in ("attended_by_prompts_s", "attended_by_decodes_s", "read_by_prompts_s", "chunk_s"):
+    for name in ("attended_by_prompts_s", "attended_by_decodes_s", "read_by_prompts_s", "chunk_s", "mixed_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
 
 

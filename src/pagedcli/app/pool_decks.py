@@ -217,9 +217,8 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         if self._goal_reached or (isinstance(goal, int) and step >= goal):
             self._goal, self._goal_reached, self.paused = None, False, True
         with self._changed:
-            if time.monotonic() >= self._due_s or (self.paused and not self._steps_allowed):
-                self._catch_up()
-                self._moment, self._due_s = self.live.copy(), math.inf
+            if time.monotonic() >= self._due_s:
+                self._leave_moment()
             elif len(self._unfolded) >= _MOST_UNFOLDED:
                 self._catch_up()
             with self.clock_ns.held():
@@ -238,7 +237,13 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
                 self._steps_allowed -= 1
                 return
             else:
+                if self._unfolded:
+                    self._leave_moment()
                 self._changed.wait()
+
+    def _leave_moment(self) -> None:
+        self._catch_up()
+        self._moment, self._due_s = self.live.copy(), math.inf
 
     def finish(self) -> None:
         """The run has ended or failed."""

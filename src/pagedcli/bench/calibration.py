@@ -63,6 +63,7 @@ _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured aga
 _SHARE_OF_ONE = 0.05  # of the budget, for decodes of one sequence
 _DISTURBED = 2.0  # times the median of its kind: of a step while the machine did something else
 _FEWER = 8  # times fewer sequences with long contexts
+_JOINED, _JOINING = 48, 4  # sequences that generate while as many prompts come, and those that come in a step
 _SEVERAL = 4  # sequences that end together, at least, to show what the end of one takes
 _SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
 
@@ -167,6 +168,7 @@ class _Prompts:
     lengths: tuple[int, ...]  # tokens
     num_tokens: int  # that each generates
     temperature: float = 0.0
+    joined: bool = False  # by as many short prompts of one token, a few after each step
     alike: bool = False  # as the longest one before up to their last tokens, so that they generate different ones
 
 
@@ -231,6 +233,9 @@ class _Measurement:
         self._measure_attention(most_tokens)
         for number in sorted({1, min(RANDOM, limits.max_num_seqs)}):
             self._run(_Prompts((_SHORT,) * number, self._num_decodes(self._first_s), temperature=1.0))
+        if limits.max_num_seqs > 2 * _JOINING and self._first_s < _QUICK_S:  # else they differ little from other steps
+            number = min(_JOINED, limits.max_num_seqs - 2 * _JOINING)
+            self._run(_Prompts((_SHORT,) * number, number // _JOINING, joined=True))
         self._repeat()
 
     def _measure_attention(self, most_tokens: int) -> None:
@@ -295,18 +300,16 @@ class _Measurement:
         params = SamplingParams(
             temperature=prompts.temperature, max_tokens=prompts.num_tokens, ignore_eos=True, seed=self._num_requests
         )
-        for length in prompts.lengths:
-            self._num_requests += 1
-            same = self._longest[:-_SHORT] if prompts.alike else []
-            tokens = same + [self._draw.randrange(engine.spec.vocab_size) for _ in range(length - len(same))]
-            if not prompts.alike and length >= len(self._longest):
-                self._longest = tokens
-            engine.add_request(str(self._num_requests), tokens, params)
+        self._add(prompts, prompts.lengths, params)
         most_tokens = [length + prompts.num_tokens for length in prompts.lengths]
-        self._provide(sum(map(engine.limits.tables.num_entries, most_tokens)))
+        num_blocks = sum(map(engine.limits.tables.num_entries, most_tokens))
+        self._provide(2 * num_blocks if prompts.joined else num_blocks)
         num_decodes = 0  # of the step before
         last: tuple[Kind, float, int] | None = None  # (kind, seconds, sequences), if it is a decode as the one before
+        joining = list(prompts.lengths) if prompts.joined else []
         for work, seconds in timed_steps(engine):
+            self._add(prompts, joining[:_JOINING], SamplingParams(temperature=0.0, max_tokens=1))
+            del joining[:_JOINING]
             # a decode after another step is slower: caches, tables and the end of sequences
             if work.is_decode and work.num_tokens != num_decodes:
                 num_decodes, last = work.num_tokens, None
@@ -319,6 +322,16 @@ class _Measurement:
             self.steps[last[0]].pop()
         self._took_s[prompts] = time.perf_counter() - before
         self.on_progress(min(1.0, self._used))
+
+    def _add(self, prompts: _Prompts, lengths: Items[int], params: SamplingParams) -> None:
+        for length in lengths:
+            self._num_requests += 1
+            same = self._longest[:-_SHORT] if prompts.alike else []
+            vocab_size = self.engine.spec.vocab_size
+            tokens = same + [self._draw.randrange(vocab_size) for _ in range(length - len(same))]
+            if not prompts.alike and length >= len(self._longest):
+                self._longest = tokens
+            self.engine.add_request(str(self._num_requests), tokens, params)
 
     def _provide(self, num_blocks: int) -> None:
         """Use so many more blocks for the first time, in whole pages, and time it: steps would, a few of them for all

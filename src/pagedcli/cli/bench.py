@@ -36,16 +36,24 @@ class BenchProgress(ProgressLine):
     """The share done and the remaining time. `before` and `part`: the shares of the whole command that were done before
     this part of it, and that it is."""
 
-    def __init__(self, what: str, *, start_s: float | None = None, before: float = 0.0, part: float = 1.0) -> None:
+    def __init__(self, what: str, *, before: float = 0.0, part: float = 1.0) -> None:
         super().__init__(line_every_s=10.0)
         self._what, self._before, self._part = what, before, part
-        self._late_s = 0.0 if start_s is None else time.monotonic() - start_s
+        self._first: tuple[float, float] | None = None  # (seconds, share) at the first call, when all is loaded
 
     def __call__(self, share: float) -> None:
         """Show that this share of the part's work is done."""
-        done = self._before + share * self._part
-        if done > 0:
-            self.show(lambda s: f"{self._what}: {done:.0%}, about {(s + self._late_s) * (1 - done) / done:,.0f} s left")
+        if self._first is None:
+            self._first = time.monotonic() - self._start_s, share
+        load_s, first = self._first
+
+        def text(seconds: float) -> str:
+            part_s = (seconds - load_s) / (share - first)  # without loading, which the parts to come do once, too
+            left_s = part_s * (1 - share) + (load_s + part_s) * (1 - self._before - self._part) / self._part
+            return f"{self._what}: {self._before + share * self._part:.0%}, about {left_s:,.0f} s left"
+
+        if share > first:
+            self.show(text)
 
 
 def read_earlier(path: Path | None, name: str) -> list[dict[str, Any]] | None:
@@ -434,7 +442,7 @@ def _run_all(
         first = passes[0]
         say(f"{first.name}: {first.about}")
         before, part = sum(weights[:place]) / sum(weights), weights[place] / sum(weights)
-        progress = BenchProgress(first.name, start_s=start_s, before=before, part=part)
+        progress = BenchProgress(first.name, before=before, part=part)
         left_s = _MINUTE_S - (time.monotonic() - start_s)
 
         def on_pass(run: Run, first: Workload = first, progress: BenchProgress = progress) -> None:

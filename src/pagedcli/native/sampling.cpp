@@ -33,21 +33,30 @@ template <class T> float largest(const typename T::Elem* x, int64_t n) {
     return best;
 }
 
+// The largest element of a row, NaN if one is: as in torch, NaN is larger than any number. And the chunk that holds it.
+template <class T> struct Peak {
+    float value;
+    int64_t start = 0;
+
+    Peak(const typename T::Elem* row, int64_t size) : value(largest<T>(row, std::min(CHUNK, size))) {
+        for (int64_t i = CHUNK; i < size && value == value; i += CHUNK) {
+            const float other = largest<T>(row + i, std::min(CHUNK, size - i));
+            if (!(other <= value)) value = other, start = i;
+        }
+    }
+};
+
 template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
     using E = typename T::Elem;
     constexpr int64_t FEW = 4 * VL;  // only the chunk that holds the largest is looked at twice
     parallel_for(threads_for(threads, num_rows * size / 4), num_rows, [&](int64_t r) {
         const E* row = (const E*)scores + r * size;
-        float best = largest<T>(row, std::min(CHUNK, size));
-        int64_t where = 0;
-        for (int64_t i = CHUNK; i < size && best == best; i += CHUNK) {
-            const float top = largest<T>(row + i, std::min(CHUNK, size - i));
-            if (!(top <= best)) best = top, where = i;  // as in torch, NaN is larger than any number
-        }
+        const Peak<T> best(row, size);
         out[r] = -1;
-        if (!std::isfinite(best)) return;
-        while (where + FEW <= size && largest<T>(row + where, FEW) < best) where += FEW;
-        while (Rows<T>::load_one(row + where) != best) where++;
+        if (!std::isfinite(best.value)) return;
+        int64_t where = best.start;
+        while (where + FEW <= size && largest<T>(row + where, FEW) < best.value) where += FEW;
+        while (Rows<T>::load_one(row + where) != best.value) where++;
         out[r] = where;
     });
 }
@@ -74,12 +83,7 @@ void top_of_row(const float* x, int64_t n, int64_t k, float* values, int64_t* pl
 template <class T> class Distribution {
   public:
     Distribution(const typename T::Elem* row, int64_t size, float temperature)
-        : row(row), size(size), scale(1.44269504f / temperature), top(largest<T>(row, std::min(CHUNK, size))) {
-        for (int64_t i = CHUNK; i < size && top == top; i += CHUNK) {
-            const float other = largest<T>(row + i, std::min(CHUNK, size - i));
-            if (!(other <= top)) top = other;
-        }
-    }
+        : row(row), size(size), scale(1.44269504f / temperature), top(Peak<T>(row, size).value) {}
 
     bool is_valid() const { return std::isfinite(top); }
 

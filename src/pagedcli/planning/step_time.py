@@ -161,6 +161,7 @@ class StepTime:
     read_by_prompts_s: float = 0.0  # for each token that is read once for all queries of a chunk
     distincts: Knots = ((0, 0.0), (1, 0.0))  # more by the number of different tokens of these, which are read: the
     # first ones from the processor's caches
+    mixed_s: float = 0.0  # more for a step that both continues prompts and generates: each has kernels of its own
     chunk_s: float = 0.0  # for each sequence that starts or continues a prompt
     randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
     first_use_s: float = 0.0  # for each block that is used for the first time
@@ -195,17 +196,21 @@ class StepTime:
             tokens_s = between(self.decodes, work.num_tokens) if work.num_tokens else 0.0
             return rest | {"generation": tokens_s}
         prompts_s, generating = between(self.prompts, work.num_tokens), work.num_sampled / work.num_tokens
+        both_s = self.mixed_s if work.attended_by_decodes else 0.0
         return rest | {
             "prompts": prompts_s * (1 - generating) + self.chunk_s * work.num_chunks,
-            "generation": prompts_s * generating,
+            "generation": prompts_s * generating + both_s,
             "sampling": rest["sampling"] + self.sampling_s(work.num_sampled),
         }
 
     def sampling_s(self, num_sampled: int) -> float:
-        """What so many sequences that get a token add to a step with prompts."""
+        """What so many sequences that get a token add to a step with prompts: what they take more than prompts of as
+        many tokens, but for what any step with a prompt takes, as it does so already."""
         if num_sampled < 2:
             return 0.0
-        return max(0.0, between(self.decodes, num_sampled) - between(self.prompts, num_sampled))
+        fewest, fewest_s = self.prompts[1]
+        any_prompt_s = max(0.0, fewest_s - between(self.decodes, fewest))
+        return max(0.0, between(self.decodes, num_sampled) - between(self.prompts, num_sampled) + any_prompt_s)
 
     def host_s(self, rows: "HostWork") -> float:
         """What rows take outside of steps."""
@@ -236,6 +241,7 @@ class StepTime:
             attended_by_decodes_s=factor * self.attended_by_decodes_s,
             read_by_prompts_s=factor * self.read_by_prompts_s,
             distincts=slower(self.distincts),
+            mixed_s=factor * self.mixed_s,
             chunk_s=factor * self.chunk_s,
             first_use_s=factor * self.first_use_s,
             row_s=factor * self.row_s,
@@ -293,6 +299,12 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
         chunk_s = min(max(0.0, chunk_s + _missing_s(found, starting, "num_chunks")), most_s)
         read_s = max(0.0, read_s + _missing_s(found, long, "read_by_prompts"))
         found = with_costs(chunk_s, read_s)
+    mixed = [
+        seconds - found.seconds(work)
+        for work, seconds in plain
+        if work.num_chunks and 0 < work.attended_by_decodes < _FEW * work.num_sampled
+    ]
+    found = replace(found, mixed_s=max(0.0, float(np.median(mixed)))) if mixed else found
     randoms: dict[int, list[float]] = {}
     for work, seconds in samples:
         if work.num_random and work.is_decode:
