@@ -65,6 +65,27 @@ def test_of_decodes_only_those_that_follow_their_like_count_and_the_end_of_seque
     assert measurement.end_s == pytest.approx(0.5 * seconds / 8)
 
 
+def test_prompts_that_join_others_make_mixed_steps(engine):
+    measurement = _Measurement(engine, 1.0, lambda share: None)
+    measurement._run(_Prompts((4,) * 8, 4, joined=True))
+    mixed = [
+        work
+        for steps in measurement.steps.values()
+        for work, _ in steps
+        if work.num_chunks and work.attended_by_decodes
+    ]
+    assert {(work.num_chunks, work.num_sampled) for work in mixed} == {(4, 12)}
+
+
+def test_a_calibration_of_tight_limits_ends():
+    """More sequences than tokens of a step, and hardly room for one long sequence."""
+    config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=64, max_model_len=48, max_num_batched_tokens=64)
+    plan = decide(config, read_spec(model_folder(config)), this_machine())
+    with LLMEngine(calibration_config(config, plan)) as engine:
+        found = calibrate(engine, budget_s=2)
+    assert min(seconds for _, seconds in (*found.prompts, *found.decodes)) > 0
+
+
 def test_a_disturbed_step_does_not_count():
     work = StepWork(1, 1)
     assert _usual([(work, seconds) for seconds in (1.0, 1.5, 2.0, 9.0)]) == (work, 1.5)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from math import ceil
 from statistics import mean, median
 
 import msgspec
@@ -255,17 +256,23 @@ class _Measurement:
             self._run(_Prompts((longest,) * max(sizes), num_tokens, alike=True))
         if (each := longest // NUM_LONG) > 2 * _SHORT:
             decodes_s = num_tokens * self._last(prompts=False)
-            affordable = int((0.3 * self._left(1.0) - decodes_s) / (each * second))
-            most = min(
-                max(NUM_LONG, affordable), self.engine.plan.num_blocks // limits.tables.num_entries(each + num_tokens)
-            )
+            most = max(NUM_LONG, int((0.3 * self._left(1.0) - decodes_s) / (each * second)))
+
+            def together(number: int) -> int:
+                """Tokens that each generates until the last one has joined the others, and some more."""
+                num_steps = each * number / max(1, most_tokens - number // 2)  # the others generate meanwhile
+                return min(ceil(num_steps) + num_tokens, limits.max_model_len - each)
+
             measured = {work.num_tokens for work, _ in self.typical() if work.is_decode}
-            sizes = [number for number in measured if NUM_LONG <= number <= most]
+            fitting = {
+                number
+                for number in measured
+                if NUM_LONG <= number <= most
+                and number * limits.tables.num_entries(each + together(number)) <= self.engine.plan.num_blocks
+            }
             # a few, whose keys and values the processor may hold in its caches, and many
-            for number in sorted({max(sizes), max(sizes) // _FEWER} & {*sizes}) if sizes else ():
-                # until the last one joins the others, which generate in the steps that compute its prompt
-                num_steps = -(-each * number // (most_tokens - number // 2))
-                self._run(_Prompts((each,) * number, num_steps + num_tokens))
+            for number in sorted(fitting & {max(fitting), max(fitting) // _FEWER}) if fitting else ():
+                self._run(_Prompts((each,) * number, together(number)))
 
     def _repeat(self) -> None:
         for _ in range(REPEATS):
@@ -326,7 +333,7 @@ class _Measurement:
     def _add(self, prompts: _Prompts, lengths: Items[int], params: SamplingParams) -> None:
         for length in lengths:
             self._num_requests += 1
-            same = self._longest[:-_SHORT] if prompts.alike else []
+            same = self._longest[: length - _SHORT] if prompts.alike else []
             vocab_size = self.engine.spec.vocab_size
             tokens = same + [self._draw.randrange(vocab_size) for _ in range(length - len(same))]
             if not prompts.alike and length >= len(self._longest):
