@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all test-ray check lint wheel clean
+.PHONY: demo test test-all test-machine test-ray check lint wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -11,11 +11,15 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@echo "about 6 minutes on two cores; make test-all also runs the slow tests"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not machine"
 
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
-test-all: $(VENV)/.installed-dev test-ray
-	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(RAY_TESTS))
+test-all: $(VENV)/.installed-dev test-ray test-machine
+	$(BIN)/python -m pytest -n 2 -m "not machine" $(addprefix --ignore=,$(RAY_TESTS))
+
+# What compares with this machine's speed and memory: one test after another, on a quiet machine.
+test-machine: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m machine
 
 # Ray is installed where it can be; otherwise its tests are skipped, and say so.
 test-ray: $(VENV)/.installed-dev

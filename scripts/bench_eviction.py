@@ -37,7 +37,6 @@ from pagedcli.simulation.caches import (
     hits_per_request,
     stack_distances,
     tokens_of_hits,
-    unconstrained_hits,
     unscheduled_hits,
 )
 from pagedcli.simulation.formats import read_traces
@@ -140,18 +139,13 @@ class PromptSet:
     def bound(self, num_blocks: int) -> int:
         return self.tokens(clairvoyant_hits(*self._lists(), num_blocks))
 
-    def unconstrained(self, num_blocks: int) -> int:
-        # any block may hit, so tokens are counted in whole blocks
-        hits = unconstrained_hits(*self._lists(), num_blocks)
-        return min(self.unlimited, sum(hits) * self.accesses.block_size)
-
     def _lists(self) -> tuple[Sequence[int], Sequence[int]]:
         return self.accesses.blocks.tolist(), self.accesses.starts.tolist()
 
     def print_policies(self) -> None:
         """Prompt tokens computed again, and the share of the gap between lru and the clairvoyant that is closed."""
         print("  thousand prompt tokens computed again (share of the gap between lru and the clairvoyant closed)")
-        names = [*POLICIES, "next-use", "clairvoyant", "unconstrained"]
+        names = [*POLICIES, "next-use", "clairvoyant"]
         print("  pool   blocks" + "".join(f"{name:>18s}" for name in names))
         for share in POOLS:
             size = self.num_blocks(share)
@@ -159,8 +153,8 @@ class PromptSet:
             found.append(
                 self.tokens(windowed_hits(self.accesses, size, READ_AHEAD_POOLS * size * self.accesses.block_size))
             )
-            found += [self.bound(size), self.unconstrained(size)]
-            lru, bound = found[0], found[-2]
+            found.append(self.bound(size))
+            lru, bound = found[0], found[-1]
             cells = [
                 f"{(self.unlimited - tokens) / 1000:,.0f} ({_percent(tokens - lru, bound - lru)})" for tokens in found
             ]

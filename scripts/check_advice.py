@@ -25,7 +25,7 @@ from unittest import mock
 import typer
 
 from pagedcli.cli.main import app
-from pagedcli.simulation.advice import WORTH_SAYING, Trial, recorded_advice
+from pagedcli.simulation.advice import WORTH_SAYING, Trial, flags_of, recorded_advice
 
 _TEXT = "the old fox ran home and saw a red house near water while it rained"
 _NAMES = ("cached_tokens", "preemptions", "recomputed_tokens", "computed_tokens", "kv_blocks_peak")
@@ -83,7 +83,7 @@ def check_file(folder: Path, seed: int) -> tuple[int, int]:
     found = recorded_advice(trace)
     name, num_wrong = f"file {seed}, pool {pool[1]}", 0
     for trial in found.best:
-        flags = [text for pair in trial.setting.flags for text in pair if text]
+        flags = flags_of(trial.setting.changes)
         got, expected = counts(folder, *(() if pool[0] in flags else pool), *flags), promised(trial)
         num_wrong += got != expected
         print(f"{name}: {trial.setting.text}: {got}, promised {expected}", flush=True)

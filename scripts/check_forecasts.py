@@ -37,7 +37,7 @@ from pagedcli.batch.sinks import StreamSink
 from pagedcli.bench.calibration import calibrate, calibration_config
 from pagedcli.bench.spread import BusyWatch
 from pagedcli.bench.throughput import shape_folder
-from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig, LoadedConfig
+from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import model_folder
 from pagedcli.planning.expected import expected_plan
@@ -147,7 +147,7 @@ def write_experts(folder: Path) -> None:
 
 def calibrated(config: EngineConfig, clock_ns) -> Model:
     folder = model_folder(config)
-    plan, _ = expected_plan(config, read_spec(folder), this_machine())
+    plan = expected_plan(config, read_spec(folder), this_machine())
     tokenizer = open_tokenizer(Config(engine=config), folder)
     with LLMEngine(calibration_config(config, plan), clock_ns=clock_ns) as engine:
         return Model(config, calibrate(engine, tokenizer))
@@ -171,7 +171,7 @@ def job_config(job: Job, config: EngineConfig) -> EngineConfig:
 def predicted(job: Job, model: Model, path: Path) -> Forecast:
     config = job_config(job, model.config)
     folder = model_folder(config)
-    plan, _ = expected_plan(config, read_spec(folder), this_machine())
+    plan = expected_plan(config, read_spec(folder), this_machine())
     loaded = LoadedConfig(Config(engine=config), {})
     workload = read_prompts(str(path), open_prompts(loaded, str(path), folder, plan.limits))
     return forecast(workload, plan, model.time, reorder=job.reorder)
@@ -181,7 +181,7 @@ def measured(job: Job, model: Model, path: Path, clock_ns) -> tuple[float, dict[
     """Seconds without loading, and the counts."""
     config = job_config(job, model.config)
     tokenizer = open_tokenizer(Config(engine=config), model_folder(config))
-    options = BatchOptions(defaults=SamplingParams(), reorder=job.reorder)
+    options = BatchOptions(Config(sampling=SamplingParams(), run=RunConfig(reorder=job.reorder)))
     with LLMEngine(config, clock_ns=clock_ns) as engine:
         engine.add_request("warm-up", [5] * 4, SamplingParams(max_tokens=2))
         while engine.has_unfinished_requests():

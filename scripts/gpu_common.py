@@ -5,6 +5,7 @@ import json
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +222,12 @@ def nano_workload(scale: Scale) -> tuple[list[list[int]], list[Any]]:
         for _ in range(scale.num_prompts)
     ]
     return prompts, params
+
+
+def problem_of(error: Exception) -> str:
+    """The first line of an error, whose traceback goes to stderr."""
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def ragged_prompts(count: int) -> list[list[int]]:

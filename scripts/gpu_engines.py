@@ -3,11 +3,23 @@ other, in float32, where other batch shapes hardly change a choice.
 """
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import Result, Row, Rows, Scale, free_memory, generate, make_engine, nano_workload, ragged_prompts
+from gpu_common import (
+    Result,
+    Row,
+    Rows,
+    Scale,
+    free_memory,
+    generate,
+    make_engine,
+    nano_workload,
+    problem_of,
+    ragged_prompts,
+)
 
 WINDOWS: Row = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, Row] = {
@@ -26,7 +38,7 @@ FAMILIES: dict[str, Row] = {
     "gemma4-31b": {"sliding_window": 20},
 }
 HYBRIDS: dict[str, Row] = {"qwen3_5": {}, "qwen3_next": {}, "lfm2": {}, "bamba": {}, "granite-hybrid": {}}
-QUANTIZED = ("gptq", "gptq-act-order", "gptq-8bit", "awq", "pack-int4", "int8", "fp8-block")
+QUANTIZED = ("gptq", "gptq-act-order", "gptq-8bit", "awq", "pack-int4", "int8", "fp8-block", "mxfp4")
 # how a step can be run: kernels one by one or in graphs, each step after or before the last one is read
 LOOPS = {
     "plain": {"enforce_eager": True, "async_scheduling": False},
@@ -60,6 +72,37 @@ def num_equal(a: list[Any], b: list[Any]) -> int:
     return sum(x == y for x, y in zip(a, b, strict=True))
 
 
+def smoke(scale: Scale, rows: Rows) -> Result:
+    """Whether the headline's model runs, with the same tokens in graphs and without, and how long a step takes."""
+    from pagedcli.sampling_params import SamplingParams
+
+    num_prompts, num_new = (8, 32) if scale.on_gpu else (2, 3)
+    prompts = [[5 + (7 * i + row) % 300 for i in range(20 + row)] for row in range(num_prompts)]
+    params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
+    limits: Row = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": num_prompts, "max_model_len": 64}
+    ways = {"graphs": LOOPS["graphs, ahead"], "eager": LOOPS["plain"]}
+    ways["sdpa"] = {**LOOPS["plain"], "attention_backend": "sdpa"}
+    first: list[list[int]] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for way, options in ways.items():
+            row: Row = {"way": way, "of": num_prompts}
+            try:
+                engine = make_engine(scale, Path(folder), **limits, **options)
+                generate(engine, [prompt[::-1] for prompt in prompts], params)
+                steps, start = engine.stats.num_steps, time.perf_counter()
+                tokens = generate(engine, prompts, params)
+                row["ms per step"] = round(1e3 * (time.perf_counter() - start) / (engine.stats.num_steps - steps), 2)
+                first = first or tokens
+                row["equal"] = num_equal(tokens, first)
+            except Exception as error:  # The other ways are still to be checked.
+                row |= {"equal": 0, "problem": problem_of(error)}
+            rows.append(row)
+            engine = None
+            free_memory(scale)
+    equal = [row["way"] for row in rows if row["equal"] >= 0.9 * num_prompts]
+    return len(equal) == len(ways), f"same tokens: {', '.join(equal) or 'none'}"
+
+
 def families(scale: Scale, rows: Rows) -> Result:
     """Greedy tokens of every family and of transformers on a CPU, for small random models."""
     return check_families(scale, rows, FAMILIES if scale.on_gpu else {"qwen3": {}})
@@ -84,15 +127,15 @@ def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: in
     for family in names:
         row: Row = {"family": family, "prompts": num_prompts}
         with tempfile.TemporaryDirectory() as folder:
-            path = tiny_model(family, Path(folder) / "model", **chosen[family])
-            expected = transformers_tokens(path, prompts, num_new)
             try:
+                path = tiny_model(family, Path(folder) / "model", **chosen[family])
+                expected = transformers_tokens(path, prompts, num_new)
                 engine = judged(scale, path, chunked_prefill_size=7, **options)
                 equal = [num_equal(generate(engine, prompts, params), expected) for _ in range(repeats)]
                 row |= {"equal": min(equal), "cached": engine.stats.num_cached_tokens}
                 row |= {"graphs": len(engine.plan.graph_sizes)}
-            except Exception as error:  # of one family: the others are still to be checked
-                row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            except Exception as error:  # The other families are still to be checked.
+                row |= {"equal": 0, "problem": problem_of(error)}
         rows.append(row)
     equal = [row["family"] for row in rows if row["equal"] >= 0.95 * num_prompts]
     return len(equal) == len(names), f"tokens equal to transformers: {', '.join(equal)}"
@@ -188,7 +231,7 @@ def windows(scale: Scale, rows: Rows) -> Result:
 def quantized(scale: Scale, rows: Rows) -> Result:
     """Packed checkpoints against their dequantized twins."""
     from model_zoo import tiny_model
-    from quantized_zoo import FORMATS, quantized_twins
+    from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins
 
     from pagedcli.sampling_params import SamplingParams
 
@@ -198,18 +241,21 @@ def quantized(scale: Scale, rows: Rows) -> Result:
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            source = tiny_model("qwen3", Path(folder) / "model", intermediate_size=128, num_hidden_layers=1)
-            packed, plain = quantized_twins(source, Path(folder), *FORMATS[name])
-            expected = generate(engine_of(plain, "cpu"), prompts, params)
             row: Row = {"format": name, "prompts": num_prompts}
             try:
+                if name == "mxfp4":
+                    plain, packed = mxfp4_twins(Path(folder))
+                else:
+                    source = tiny_model("qwen3", Path(folder) / "model", intermediate_size=128, num_hidden_layers=1)
+                    packed, plain = quantized_twins(source, Path(folder), *FORMATS[name])
+                expected = generate(engine_of(plain, "cpu"), prompts, params)
                 engine = judged(scale, packed)
                 row |= {
                     "equal": num_equal(generate(engine, prompts, params), expected),
                     "weights": engine.plan.weight_bytes,
                 }
-            except Exception as error:  # of one format: the others are still to be checked
-                row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            except Exception as error:  # The other formats are still to be checked.
+                row |= {"equal": 0, "problem": problem_of(error)}
             rows.append(row)
     equal = [row["format"] for row in rows if row["equal"] >= 0.95 * num_prompts]
     return len(equal) == len(names), f"tokens equal to the dequantized weights': {', '.join(equal)}"

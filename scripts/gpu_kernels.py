@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_common import Result, Row, Rows, Scale, best_seconds
+from gpu_common import Result, Row, Rows, Scale, best_seconds, problem_of
 
 
 def backends(scale: Scale, rows: Rows) -> Result:
@@ -71,8 +71,8 @@ def attention_errors(scale: Scale) -> Iterator[Row]:
             row = {**where, "seed": seed, "allowed": 4 * TOLERANCE[dtype]}
             try:
                 yield {**row, "error": worst_error(run(backend, case), case.expected())}
-            except Exception as error:  # of one backend, whatever it is: the others are still to be checked
-                yield {**row, "error": float("inf"), "problem": str(error).partition("\n")[0]}
+            except Exception as error:  # The other backends are still to be checked.
+                yield {**row, "error": float("inf"), "problem": problem_of(error)}
 
 
 def compared(kernel: str, dtype: torch.dtype, error: float, allowed: float) -> Row:

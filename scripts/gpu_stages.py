@@ -236,7 +236,7 @@ RUN: dict[str, Callable[[Scale, Rows], Result]] = {
     for stage in (
         *(environment, ahead, ceilings, attention, memory, workload),
         *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
-        *(gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
+        *(gpu_engines.smoke, gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
         *(gpu_engines.hybrids, gpu_engines.windows),
         *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
         *(gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),

@@ -50,6 +50,7 @@ _SMALL = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "full_attn_idxs": [1],  # LFM2 attends in all layers by default, which no published model does
 }
 _WINDOWS = {
     "never": "none",
@@ -84,7 +85,7 @@ def native() -> str:
         spec = native_spec(Path("."), {"text_config": config} if family.nested else config, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
-        state = "none" if spec.recurrent is None else spec.recurrent.name
+        state = next((layer.mixer.name for layer in spec.layers if layer.mixer.state), "none")
         facts = (on_cpu, _WINDOWS[family.sliding], state, _split(spec))
         rows.append((f"`{model_type}`", family.architecture, *facts))
     head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
@@ -145,7 +146,7 @@ def published_states() -> str:
     rows = []
     for name, (model_type, config) in _RECURRENT.items():
         spec = native_spec(Path("."), config, model_type)
-        count, recurrent = footprint(spec, AS_STORED, "torch", 2).parameters, len(spec.recurrent_layers)
+        count, recurrent = footprint(spec, AS_STORED, "torch", 2).parameters, len(spec.states)
         layers = f"{len(spec.attention_layers)} attend, {recurrent} keep a state"
         rows.append((f"`{name}`", f"{count / 1e9:.1f}", layers, f"{spec.state_bytes(2) / 2**20:,.2f}"))
     return _table(("checkpoint", "parameters, 1e9", "layers", "state, MiB"), rows)

@@ -13,11 +13,17 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import EngineConfig
+from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def batch_options(columns, *, defaults=DEFAULTS, seed=0, **options):
+    keys = {name: options.pop(name) for name in RunConfig.__struct_fields__ if name in options}
+    config = Config(engine=EngineConfig(seed=seed), sampling=defaults, run=RunConfig(**keys))
+    return BatchOptions(config, columns, **options)
 
 
 class Harness:
@@ -31,7 +37,7 @@ class Harness:
     def run(self, lines, *, sink=None, output_token_ids=False, columns=None, run=None, **options):
         """The result and the rows of a run. `lines`: bytes or what JSON makes of them; or an iterator of Line.
 
-        `run`: further keywords of BatchRun; `options`: those of BatchOptions.
+        `run`: further keywords of BatchRun; `options`: keys of `run:`, `defaults`, fields of BatchOptions.
         """
         stream = io.BytesIO()
         columns = columns or Columns(token_ids=output_token_ids)
@@ -41,7 +47,7 @@ class Harness:
             MemorySource(lines) if isinstance(lines, list) else lines,
             sink or StreamSink(stream, order="input"),
             RowWriter(self.tokenizer, "demo", "key", 1, columns),
-            BatchOptions(**({"defaults": DEFAULTS, "columns": columns} | options)),
+            batch_options(columns, **options),
             **(run or {}),
         ).run()
         return result, [json.loads(row) for row in stream.getvalue().splitlines()]

@@ -63,6 +63,15 @@ def prompts_wait_in_small_batches() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is not there, for tests in triton's interpreter."""
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu().install(monkeypatch) as gpu:
+        yield gpu
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     import torch

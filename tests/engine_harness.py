@@ -23,7 +23,7 @@ def run(engine, prompts, params):
     while engine.has_unfinished_requests():
         for output in engine.step():
             outputs[output.request_id] = output
-        engine.block_manager.check(engine.scheduler.running)
+        engine.cache.check(engine.scheduler.running)
     assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
     return [[sample.token_ids for sample in outputs[str(i)].samples] for i in range(len(prompts))]
 

@@ -109,6 +109,14 @@ class PoolMachine(RuleBasedStateMachine):
     def holds(self):
         self.manager.check(self.live)
 
+    @invariant()
+    def content_in_the_pool_is_found(self):
+        """Or, where hashes collide, other content of the same hash."""
+        for block in self.manager.blocks:
+            if block.prefix is not None:
+                found = self.manager.blocks[self.manager.hash_to_block_id[block.hash]]
+                assert found.prefix.same_as(block.prefix) or self.hash_function is not hash_block
+
 
 class CollidingPoolMachine(PoolMachine):
     hash_function = staticmethod(lambda tokens, prefix: sum(tokens) % 2)

@@ -8,9 +8,10 @@ import json
 import shutil
 
 import torch
+from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 
-from pagedcli.layers.quantized import E2M1_ZERO, Float8Weight, QuantizedWeight
+from pagedcli.layers.quantized import E2M1_ZERO, CodedWeight
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
 
@@ -202,6 +203,45 @@ def float8(granularity, *, by_compressed_tensors=False):
     return quantize, {**config, "weight_block_size": [32, 32]} if granularity == "block" else config
 
 
+# by the four bits of e2m1: the sign, two bits of exponent, one of mantissa
+E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def random_mxfp4(generator, *shape):
+    """Numbers [..., groups, 16] and exponents [..., groups] as gpt-oss stores them."""
+    blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(115, 123, shape, dtype=torch.uint8, generator=generator)
+
+
+def numbers_of(blocks, scales):
+    """The numbers [..., in] that they stand for."""
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    return (E2M1_VALUES[pairs] * 2.0 ** (scales[..., None].float() - 127)).flatten(-2)
+
+
+def mxfp4_twins(folder):
+    """A gpt-oss model with MXFP4 experts, and the same numbers unquantized: (plain, packed)."""
+    generator = torch.Generator().manual_seed(0)
+    plain = tiny_model("gpt_oss", folder / "plain")
+    packed = shutil.copytree(plain, folder / "packed")
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, columns, rows = tensor.shape
+        blocks, scales = random_mxfp4(generator, experts, rows, columns // 32)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        tensors[name] = numbers_of(blocks, scales).transpose(1, 2).contiguous()
+        del stored[name]
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(config))
+    return plain, packed
+
+
 FORMATS = {
     "gptq": gptq(),
     "gptq-8bit": gptq(8, 64),
@@ -239,7 +279,7 @@ def random_weight(
     if not ordered:
         groups = (torch.arange(columns) // group_size)[torch.randperm(columns, generator=generator)]
     zeros = torch.randint(1 << bits, shape, generator=generator)
-    return QuantizedWeight(
+    return CodedWeight(
         codes=torch.randint(1 << bits, (out, columns), generator=generator).to(torch.uint8),
         bits=bits,
         scales=(torch.rand(shape, generator=generator) + 0.5).to(scales),
@@ -258,7 +298,7 @@ def random_float8(out, columns, group_size, *, seed=0):
     numbers = torch.randint(256, (out, columns), generator=generator).to(torch.uint8)
     numbers = torch.where(numbers & 127 == 127, 0, numbers).view(torch.float8_e4m3fn)
     scales = torch.rand((out, -(-columns // group_size)), generator=generator) + 0.5
-    return Float8Weight(numbers, scales / 100, group_size)
+    return CodedWeight(numbers, 8, scales / 100, 0, group_size)
 
 
 def exact_activations(tokens, columns):

@@ -185,7 +185,7 @@ class Simulation(EngineCore):
             return super().step()
         finally:
             if self._check:
-                self.block_manager.check(self.scheduler.running)
+                self.cache.check(self.scheduler.running)
 
     def run(self, max_steps=100_000):
         while self.has_unfinished_requests():

@@ -13,19 +13,23 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
-LOW = {"config_keys", "errors", "events", "files", "line_files", "printable", "sampling_params", "config"}
+LOW = {"config_keys", "errors", "events", "files", "line_files", "printable", "records", "sampling_params", "config"}
+LOW |= {"memory_limit"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
     "errors": set(),
     "events": {"errors"},
     "printable": set(),
+    "records": {"printable"},
     "interrupt": set(),
-    "files": {"errors", "interrupt"},
+    "files": {"errors", "interrupt", "line_files"},
     "line_files": {"errors"},
+    "remote": {"errors", "printable"},
+    "memory_limit": {"errors"},
     "config_keys": {"errors"},
     "sampling_params": {"config_keys", "errors"},
-    "config": {"config_keys", "errors", "events", "sampling_params"},
+    "config": {"config_keys", "errors", "events", "files", "sampling_params"},
     "llm_keywords": LOW,
     "core": LOW,
     "native": {"errors"},
@@ -38,10 +42,10 @@ ALLOWED = {
     "trace": {*LOW, "core"},
     "views": {*LOW, "core", "planning", "trace"},
     "show": {*LOW, "core", "planning", "trace", "views", "batch"},
-    "kvevents": {*LOW, "core", "trace", "views", "show"},
+    "kvevents": {*LOW, "core", "trace", "views", "show", "remote"},
     "simulation": {*LOW, "core", "planning", "models", "batch", "trace", "views", "show", "kvevents"},
     "app": {*LOW, "trace", "views", "show", "kvevents"},
-    "audit": {"errors", "files", "interrupt", "printable", "show"},
+    "audit": {"errors", "files", "interrupt", "printable", "records", "remote", "show"},
     "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords"},
     "distributed": {*BATCH, "batch", "llm_keywords"},
 }
@@ -55,7 +59,7 @@ ONLY_IN = {
     "flash_attn": {"attention"},
     "pyarrow": {"batch", "distributed", "show"},
     "ray": {"distributed"},
-    "httpx": {"audit"},
+    "httpx": {"remote"},
 }
 
 
@@ -215,14 +219,15 @@ def test_help_starts_fast_and_loads_no_torch():
         "heavy = {'torch', 'transformers', 'numpy', 'textual'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    times = []  # of the processor, as other tests run at the same time
-    for _ in range(3):
+    times = {program: [], "import typer, msgspec, yaml": []}  # of the processor, as other tests run at the same time
+    for each in [*times] * 3:
         start = processor_seconds_of_children()
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        times.append(processor_seconds_of_children() - start)
+        result = subprocess.run([sys.executable, "-c", each], capture_output=True, text=True, check=False)
+        times[each].append(processor_seconds_of_children() - start)
         assert result.returncode == 0, result.stderr
-    assert "generate" in result.stdout
-    assert min(times) < 0.4, f"pagedcli --help took {min(times):.2f} s"
+        assert "generate" in result.stdout or each != program
+    help_s, libraries_s = map(min, times.values())
+    assert help_s < 4 * libraries_s, f"pagedcli --help took {help_s:.2f} s, its libraries {libraries_s:.2f} s"
 
 
 def test_no_command_loads_torch_for_its_help_and_errors():

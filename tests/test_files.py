@@ -1,12 +1,28 @@
 """No command destroys a file: neither one that it reads, nor one that exists."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from pagedcli.errors import UsageError
-from pagedcli.files import PendingFile, check_files, check_new, is_stream, whole_file
+from pagedcli.files import (
+    TRACE,
+    FileKind,
+    PendingFile,
+    check_files,
+    check_new,
+    is_in_use,
+    is_stream,
+    read_own,
+    read_whole,
+    whole_file,
+)
+from pagedcli.line_files import zstd
 
 
 @pytest.fixture
@@ -51,9 +67,48 @@ def test_a_link_that_leads_nowhere_is_a_file_that_exists(tmp_path):
 
 
 def test_an_earlier_file_of_the_same_kind_can_be_replaced(data):
-    check_new("--metrics", data, replaceable=b"prec")
-    with pytest.raises(UsageError, match="already exists"):
-        check_new("--metrics", data, replaceable=b"# HELP")
+    check_new("--metrics", data, kind=FileKind("precious", b"prec"), overwrite=True)
+    for content in ("", "pr"):  # torn where it begins
+        data.write_text(content)
+        check_new("--metrics", data, kind=FileKind("precious", b"prec"), overwrite=True)
+
+
+ROW = '{"index":0,"id":null,"text":"A","finish_reason":"stop","usage":{},"error":null}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (ROW, "rows of generate"),
+        ('{"custom_id":"a","response":{},"error":null}\n', "rows of generate"),
+        ('{"id": 1, "prompt": "A"}\n', "a file of prompts"),
+        ('{"pagedcli_journal":1}\n', "the journal of a run"),
+        ("GGUF\x03", "a model file"),
+        ("index,id\n", None),
+    ],
+)
+def test_a_file_of_another_kind_is_never_replaced(data, content, found):
+    data.write_text(content)
+    with pytest.raises(UsageError) as refused:
+        check_new("--record", data, kind=TRACE, overwrite=True)
+    assert refused.value.message.endswith(f"exists, and is {found}" if found else "exists, and is not a trace")
+    assert refused.value.hint == "use another name"
+
+
+def test_an_output_without_a_kind_replaces_anything_but_traces_and_models(tmp_path, data):
+    check_new("the output", data, overwrite=True)
+    for suffix in (".jsonl", ".jsonl.zst"):
+        trace = tmp_path / f"run{suffix}"
+        content = b'{"event":"engine_started","schema_version":1}\n' + b"x" * 300_000
+        trace.write_bytes(zstd.compress(content) if suffix.endswith("zst") else content)
+        check_new("--record", trace, kind=TRACE, overwrite=True)
+        with pytest.raises(UsageError, match="is a trace"):
+            check_new("the output", trace, overwrite=True)
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(UsageError, match="is a model file"):
+            check_new("the output", tmp_path / name, overwrite=True)
 
 
 def test_folders_are_refused(tmp_path):
@@ -126,3 +181,74 @@ def test_a_pending_file_can_stand_under_a_name_of_its_own(tmp_path):
     assert (tmp_path / "run.jsonl").read_bytes() == b"one"
     with pytest.raises(FileExistsError):
         PendingFile(tmp_path / "other", overwrite=True, temporary=tmp_path / "run.jsonl")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files without names are Linux's")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_a_killed_process_leaves_nothing_behind(tmp_path, number):
+    code = f"""
+import os, signal
+from pathlib import Path
+from pagedcli.files import whole_file
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
+with whole_file(Path({str(tmp_path / "out.json")!r}), overwrite=False) as file:
+    file.write(b"half" * 100_000)
+    os.kill(os.getpid(), {int(number)})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_unnamed_files_hidden_ones_are_used_and_cleared_away(data, monkeypatch):
+    monkeypatch.setattr("pagedcli.files._unnamed_file", lambda folder: None)
+    left = data.with_name(f".{data.name}.0123abcd.tmp")
+    left.write_text("left by a killed process")
+    with whole_file(data, overwrite=True) as file:
+        file.write(b"new")
+        assert len([each for each in data.parent.iterdir() if each.suffix == ".tmp"]) == 1
+        assert not left.exists()
+    assert data.read_text() == "new"
+    assert list(data.parent.iterdir()) == [data]
+
+
+def test_a_new_file_has_the_permissions_that_the_user_gives_new_files(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "out", overwrite=False) as file:
+            file.write(b"new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_small_file_is_read_up_to_a_limit(data):
+    assert read_whole(data, len(data.read_bytes())) == data.read_bytes()
+    for path in (data, Path("/dev/zero")):
+        with pytest.raises(OSError, match="it has more than 3 bytes"):
+            read_whole(path, 3)
+
+
+def test_a_pipe_is_read_to_its_end_but_never_waited_for_without_end(tmp_path, monkeypatch):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    threading.Timer(0.05, fifo.write_bytes, [b"precious"]).start()
+    assert read_whole(fifo, 100) == b"precious"
+    reads, writes = os.pipe()  # as of <(echo ...) in a shell
+    os.write(writes, b"text")
+    os.close(writes)
+    assert read_whole(Path(f"/dev/fd/{reads}"), 100) == b"text"
+    os.close(reads)
+    monkeypatch.setattr("pagedcli.files._PIPE_WAIT_S", 0.05)
+    with pytest.raises(OSError, match="nothing was written to this pipe"):
+        read_whole(fifo, 100)
+
+
+def test_a_pipe_is_never_taken_for_a_file_of_ours(tmp_path):
+    hidden = tmp_path / ".out.01234567.tmp"
+    os.mkfifo(hidden)
+    with pytest.raises(FileNotFoundError):
+        read_own(hidden)
+    assert not is_in_use(hidden)
+    with whole_file(tmp_path / "out", overwrite=False) as file:
+        file.write(b"new")
+    assert (tmp_path / "out").read_bytes() == b"new"

@@ -10,7 +10,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-TYPE_CHECKING = False  # as in typing, whose import is too slow before Ctrl-C has its handler
+TYPE_CHECKING = False  # typing's own takes too long to import before Ctrl-C has its handler
 if TYPE_CHECKING:
     from pagedcli.llm import LLM
     from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
@@ -30,3 +30,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(sampling_params, name)
     raise AttributeError(f"module 'pagedcli' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

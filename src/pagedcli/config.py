@@ -1,6 +1,6 @@
 """The user's configuration: frozen, typed, validated. Precedence: default < YAML file < flag.
 
-Used by cli, batch and engine; needs no torch. How it is carried out on a machine: engine.decide, engine.engine_plan.
+Used by cli, batch and engine; needs no torch. How it is carried out on a machine: planning.decide, core.plan.
 """
 
 import difflib
@@ -17,16 +17,19 @@ import yaml
 from pagedcli.config_keys import check_ranges, key, keys_of
 from pagedcli.errors import ConfigError, ParameterError
 from pagedcli.events import Eviction
+from pagedcli.files import read_whole
 from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PreemptionPolicy = Literal["last", "largest"]
+InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
 BUILTIN_MODEL = "builtin"
 _MOST_YAML_BYTES, _MOST_YAML_VALUES = 2**20, 100_000
+_MOST_FILE_BYTES = 2**24  # of an @FILE: as much as a line of input may have
 _model, _cache, _batching, _rows = (partial(key, panel) for panel in ("Model", "KV cache", "Batching", "Rows"))
 
 
@@ -62,10 +65,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enforce_eager: Annotated[bool, _model("Disable CUDA graphs", affects_rows=False)] = False
     tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1, affects_rows=False)] = 1
 
-    block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, affects_rows=False)] = 16
+    block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, at_most=2**20, affects_rows=False)] = 16
     num_gpu_blocks_override: Annotated[
         int | None,
-        _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1, affects_rows=False),
+        _cache(
+            "Number of KV blocks, on any device",
+            default="as many as fit",
+            at_least=1,
+            affects_rows=False,
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         KvCacheDtype,
@@ -108,6 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Slots of models with recurrent state, for running sequences and checkpoints together",
             default="2 * max_num_seqs, in at most half of the memory",
             at_least=1,
+            at_most=2**23,
             affects_rows=False,
         ),
     ] = None
@@ -115,10 +124,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: Annotated[
         int | None,
         _batching(
-            "Maximum tokens per request, prompt and output together", default="the model's own limit", at_least=1
+            "Maximum tokens per request, prompt and output together",
+            default="the model's own limit",
+            at_least=1,
         ),
     ] = None
-    max_num_seqs: Annotated[int, _batching("Maximum number of running sequences", at_least=1, affects_rows=False)] = 256
+    max_num_seqs: Annotated[
+        int, _batching("Maximum number of running sequences", at_least=1, at_most=2**20, affects_rows=False)
+    ] = 256
     max_num_batched_tokens: Annotated[
         int | None,
         _batching(
@@ -180,6 +193,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     chat_template: Annotated[str | None, _rows("Jinja file or text", metavar="FILE", default="the tokenizer's own")] = (
         None
     )
+    input_format: Annotated[
+        InputFormat, _rows("Format of the input, e.g. of stdin; auto: by the name", affects_rows=False)
+    ] = "auto"
     field: Annotated[
         str | None,
         _rows(
@@ -304,7 +320,7 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
     if value.startswith("@"):
         place = f"{shown}: {value[1:]}"
         try:
-            value = Path(value[1:]).read_bytes().decode("utf-8-sig")
+            value = read_whole(Path(value[1:]), _MOST_FILE_BYTES).decode("utf-8-sig")
         except OSError as error:
             raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint="@ is followed by a file") from error
         except UnicodeDecodeError as error:
@@ -338,10 +354,7 @@ def _response_format(value: Any, place: str) -> dict[str, Any]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_YAML_BYTES + 1)
-        if len(text) > _MOST_YAML_BYTES:
-            raise ConfigError(f"{path} is over {_MOST_YAML_BYTES >> 20} MiB: not a configuration")
+        text = read_whole(path, _MOST_YAML_BYTES)
         document = yaml.safe_load(text.decode())
         if _num_values(document, {}) > _MOST_YAML_VALUES:
             raise ConfigError(f"{path} has over {_MOST_YAML_VALUES:,} values: not a configuration")

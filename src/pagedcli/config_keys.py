@@ -12,13 +12,15 @@ import msgspec
 
 from pagedcli.errors import ParameterError
 
+MOST = 2**40  # limit of any number without one of its own: sums of a few fit into 64 bits
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key of the configuration, without its type and default."""
 
     panel: str  # heading in help texts and configuration files
-    description: str  # with the unit, without the final period
+    description: str  # includes the unit, no final period
     metavar: str | None  # placeholder of the value in help texts; None: by its type
     default: str | None  # meaning of None, for help texts
     has_flag: bool  # False: in configuration files only
@@ -58,7 +60,7 @@ class Key:
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
+            and bool(value <= (MOST if self.at_most is None else self.at_most))
         )
 
 
@@ -100,7 +102,9 @@ def check_ranges(values: msgspec.Struct) -> None:
     for name, declared in _bounded(type(values)):
         value = getattr(values, name)
         if value is not None and not declared.allows(value):
-            raise ParameterError(f"{name} is {value}, allowed: {declared.allowed}")
+            is_huge = not declared.names and declared.at_most is None and value > MOST
+            allowed = f"{MOST} or less" if is_huge else declared.allowed
+            raise ParameterError(f"{name} is {value}, allowed: {allowed}")
 
 
 @functools.cache

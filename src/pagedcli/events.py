@@ -5,11 +5,13 @@ Emitted by the object that changed the state, after the change; folded by trace.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content were not found
+TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -17,6 +19,27 @@ WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
 ]
 CheckpointReason = Literal["branch", "interval", "end"]  # see core.checkpoints
+
+# the words of each reason, next to its name; what needs numbers is made of them in views.words
+MISS_WORDS: dict[MissReason, str] = {
+    "caching_off": "prefix caching is off",
+    "no_full_block": "no full block",
+    "no_match": "not cached",
+}
+WAITING_WORDS: dict[str, str] = {  # by WaitingReason
+    "max_num_seqs": "sequence limit",
+    "token_budget": "token budget",
+    "free_blocks": "free blocks",
+    "preemption": "room for a preempting sequence",
+    "min_prefill_tokens": "more prompts to start with",
+    "state_slots": "slots of recurrent state",
+    "checkpoint": "checkpoint of a running sequence",
+}
+CHECKPOINT_WORDS: dict[CheckpointReason, str] = {
+    "branch": "waiting prompts that part there",
+    "interval": "the interval of --checkpoints",
+    "end": "the end of the prompt",
+}
 
 
 def _snake_case(name: str) -> str:
@@ -32,7 +55,7 @@ class CacheGroup(msgspec.Struct, frozen=True, gc=False):
 
     window: int | None = None  # tokens that a query sees, itself included; None: all before it
     layers: tuple[int, ...] = ()  # rising; empty: not known, in simulations without a model
-    heads: tuple[int, int] | None = None  # of each layer: key/value heads, and their size; None: the model's
+    heads: tuple[int, int] | None = None  # key/value heads of each layer, and their size; None: the model's
     token_bytes: int | None = None  # K and V of a token in all of them; None: not known
 
     def used_bytes(self, block_size: int) -> int | None:
@@ -60,15 +83,16 @@ class EngineStarted(Event, frozen=True, gc=False):
     chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
     enable_prefix_caching: bool
     eviction: Eviction = "lru"  # the policy of the block pool
-    min_prefill_tokens: int = 0  # of prompts that start in a step of decodes; fewer wait for some steps
-    groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # of layers, which share the pool
+    min_prefill_tokens: int = 0  # prompt tokens that start together in a step of decodes; fewer wait for some steps
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # groups of layers that share the pool
     preemption_policy: Literal["last", "largest"] = "last"
     step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time
+    kinds: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # kinds of cache next to the blocks, see core.cache
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each group."""
+        """The window of each group, tokens; None: all are seen."""
         return tuple(group.window for group in self.groups)
 
 
@@ -81,9 +105,9 @@ class RequestAdded(Event, frozen=True, gc=False):
     num_prompt_tokens: int
     max_new_tokens: int
     salted: bool  # has a cache_salt: shares blocks only with requests of the same salt
-    token_ids: tuple[int, ...] | None = None  # the prompt, only if the user asked for tokens
+    token_ids: tuple[TokenId, ...] | None = None  # the prompt, only if the user asked for tokens
     row_id: str | None = None  # the id that the user gave the row; None: there is none, or ids are private
-    beam_width: int | None = None  # of a beam search, whose first sequence needs room for so many
+    beam_width: int | None = None  # sequences of a beam search, for which the first one needs room
 
 
 class RequestRefused(Event, frozen=True, gc=False):
@@ -106,11 +130,12 @@ class PrefixLookedUp(Event, frozen=True, gc=False):
     blocks_hit: int
     tokens_hit: int  # tokens that need no computing; at most num_tokens - 1
     first_miss: int | None  # index in the block table of the first full block not found
-    missing_hash: int | None  # its chain hash
+    missing_hash: int | None  # chain hash of its first missing group of layers
     miss_reason: MissReason | None  # None: every full block hit
     partial_tokens: int  # tokens after the last hit that match the start of a cached block after the same prefix
     # first lookup of a request: tokens that an earlier sequence begins with, too, cached or not; None: not compared
     shared_tokens: int | None = None
+    vetoed_by: str | msgspec.UnsetType = msgspec.UNSET  # the kind of cache that allowed less than the blocks
 
 
 class BlocksReused(Event, frozen=True, gc=False):
@@ -129,7 +154,8 @@ class BlocksAllocated(Event, frozen=True, gc=False):
 
 
 class BlockEvicted(Event, frozen=True, gc=False):
-    """A free cached block was evicted, to be allocated with new content. Precedes BlocksAllocated."""
+    """A free cached block was evicted, to be allocated with new content. Precedes BlocksAllocated. If lookups found its
+    content in it, and other blocks hold that, too, they find it in the first filled of these from now on."""
 
     block_id: int
     hash: int
@@ -182,7 +208,7 @@ class StateSlotsMade(Event, frozen=True, gc=False):
     """Follows EngineStarted of a model with recurrent state: its slots, all of them empty."""
 
     num_slots: int
-    slot_bytes: int  # of one slot, over all layers with a state
+    slot_bytes: int  # size of one slot, over all layers with a state
     checkpoints: str  # the policy of the configuration
 
 
@@ -192,8 +218,8 @@ class CheckpointLookedUp(Event, frozen=True, gc=False):
 
     seq_id: int
     cached_tokens: int  # leading tokens of full blocks whose K and V are cached in all groups of layers
-    checkpoint_tokens: int  # of these, those before the checkpoint that is used: the hit
-    slot_id: int | None  # of the checkpoint; None: there is none
+    checkpoint_tokens: int  # tokens before the checkpoint that is used: the hit
+    slot_id: int | None  # slot of the checkpoint; None: there is none
 
 
 class StateSlotTaken(Event, frozen=True, gc=False):
@@ -217,8 +243,8 @@ class CheckpointMade(Event, frozen=True, gc=False):
 
     seq_id: int
     slot_id: int
-    hash: int  # of the chain of blocks before it
-    num_tokens: int  # before it, a multiple of the block size
+    hash: int  # hash of the chain of blocks before the checkpoint
+    num_tokens: int  # tokens before the checkpoint, a multiple of the block size
     reason: CheckpointReason
 
 
@@ -276,7 +302,7 @@ class TokensSampled(Event, frozen=True, gc=False):
     """One new token for each of these sequences."""
 
     seq_ids: tuple[int, ...]
-    token_ids: tuple[int, ...] | None = None  # only if the user asked for tokens
+    token_ids: tuple[TokenId, ...] | None = None  # only if the user asked for tokens
 
 
 class RequestFinished(Event, frozen=True, gc=False):
@@ -304,8 +330,8 @@ class StepFailed(Event, frozen=True, gc=False):
 
     step: int
     time_ns: int  # monotonic clock
-    seq_ids: tuple[int, ...]  # those that wait again, ahead of all others and in this order
-    cached_block_ids: tuple[int, ...]  # in eviction order, after the empty ones, which are sorted by id
+    seq_ids: tuple[int, ...]  # sequences that wait again, ahead of all others and in this order
+    cached_block_ids: tuple[int, ...]  # cached blocks in eviction order, after the empty ones by id
 
 
 AnyEvent = (

@@ -14,15 +14,15 @@ import msgspec
 from pagedcli.errors import TraceError, UsageError
 
 if sys.version_info >= (3, 14):
-    from compression import zstd
+    from compression import zstd as zstd
 else:
-    from backports import zstd
+    from backports import zstd as zstd
 
 _CHUNK_BYTES = 1 << 18
 _MOST_LINE_BYTES = 1 << 26  # a prompt of a million token ids takes 7 MB
 # traces compress 10 to 50 times; a far higher ratio is a decompression bomb
 _MOST_RATIO = 1000
-_FREE_BYTES = 1 << 28  # of decompressed data before the ratio is checked
+_FREE_BYTES = 1 << 28  # decompressed bytes before the ratio is checked
 _ZSTD_LEVEL = 3
 MOST_BLANK_LINES = 1_000_000  # one after another: a small compressed file may hold billions
 _BLANK_BYTES = 64  # a longer line is not looked at
@@ -170,6 +170,14 @@ class LineReader:
             raise TraceError(
                 f"{self.path}: {num_read:,} bytes decompress to more than {num_made:,}: no {self._what} is like that"
             )
+
+
+def first_decompressed(content: bytes, num_bytes: int) -> bytes:
+    """What the beginning of a zstd file decompresses to; the same bytes if they are damaged."""
+    try:
+        return zstd.ZstdDecompressor().decompress(content, max_length=num_bytes)
+    except zstd.ZstdError:
+        return content
 
 
 def has_compressed_name(path: Path, what: str) -> bool:

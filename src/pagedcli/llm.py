@@ -9,9 +9,10 @@ from typing import Any, Self
 
 import msgspec
 
+from pagedcli.batch.chat_template import read_template
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.requests import Message, read_messages
-from pagedcli.batch.tokenizer import StopCheckers, Tokenizer, read_template
+from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import TokenLogprobs
@@ -25,7 +26,7 @@ from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # with logprobs only
+    cumulative_logprob: float | None  # None without logprobs
     logprobs: list[dict[int, Logprob]] | None  # token id -> logprob, per output token
     finish_reason: str  # 'stop', 'length', or 'error': see RequestOutput.error
     stop_reason: int | str | None  # the stop token or string
-    score: float | None = None  # of a beam: total log-probability / length ** length_penalty
+    score: float | None = None  # a beam's total log-probability / length ** length_penalty
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -103,11 +104,16 @@ class LLM:
         config = engine_config(str(model), engine_options)
         self.llm_engine = LLMEngine(config, emit=emit)
         self._tokenizer_name = tokenizer
-        self._num_resets = 0  # of the prefix cache
+        self._num_resets = 0  # resets of the prefix cache
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
         self._num_requests = 0
-        self._turn = threading.Lock()  # of the thread whose call is served
+        self._turn = threading.Lock()  # held by the thread whose call is served
+
+    def __repr__(self) -> str:
+        plan = self.llm_engine.plan
+        pool = f"{plan.num_blocks:,} blocks of {plan.limits.block_size} tokens"
+        return f"LLM({self.llm_engine.config.model!r}, device={plan.device!r}, dtype={plan.dtype!r}, {pool})"
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ Used by everything that prints. The only place that knows which characters are d
 
 import math
 import re
+from collections.abc import Iterable
 
 # C0 except tab and line feed, DEL and C1; bidirectional and invisible marks; line separators; lone surrogates
 _STEERING = re.compile(
@@ -79,3 +80,19 @@ def duration_text(seconds: float) -> str:
     if whole < 2 * 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600:,} h {whole // 60 % 60} min"
+
+
+def id_ranges(ids: Iterable[int]) -> str:
+    """`0-3 7 9`: ids in order, adjacent ones as a range."""
+    runs: list[list[int]] = []
+    for each in ids:
+        if runs and runs[-1][1] + 1 == each:
+            runs[-1][1] = each
+        else:
+            runs.append([each, each])
+    return " ".join(id_range(first, last) for first, last in runs)
+
+
+def id_range(first: int, last: int) -> str:
+    """`7`, `7 8` or `7-9`."""
+    return str(first) if first == last else f"{first}{' ' if first + 1 == last else '-'}{last}"

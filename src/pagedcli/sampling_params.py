@@ -16,7 +16,7 @@ GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would ov
 # the sampler computes in float32 and int32: an overflow would fail the whole batch
 LARGEST = 1e6
 MAX_TOP_K = 2**31 - 1
-MAX_SAMPLES = 1024  # of one request: a typo in n must not queue a million sequences
+MAX_SAMPLES = 1024  # limit of n: a typo must not queue a million sequences
 MAX_BEAMS = 256
 LARGEST_PENALTY = 16.0  # the exponent of a length
 _key = partial(key, "Sampling")
@@ -31,7 +31,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     json: dict[str, Any] | str | None = None  # a JSON schema, or its text
     regex: str | None = None
     choice: list[str] | None = None  # one of these texts
-    grammar: str | None = None  # in Lark's syntax, with the rule `start`
+    grammar: str | None = None  # Lark syntax with the rule `start`
     json_object: bool | None = None  # any JSON object
 
     def __post_init__(self) -> None:

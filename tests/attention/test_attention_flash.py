@@ -1,10 +1,9 @@
-"""varlen and flash-attn without a GPU: functions with the published signatures and meaning, computed by the reference.
+"""flash-attn without a GPU: functions with the published signatures and meaning, computed by the reference.
 
 The stand-ins are written from the packages' documentation; they check that our arguments, taken as documented, give
 exact attention. The kernels themselves are tested by the conformance test, on a GPU.
 """
 
-import inspect
 import types
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
 
-from pagedcli.attention import flash, varlen
+from pagedcli.attention import flash
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.errors import BackendError
 
@@ -38,23 +37,6 @@ def paged_attention(q, k_cache, v_cache, *, starts, lengths, table, scale, causa
             scores = scores.masked_fill(keys < positions - window_size[0], float("-inf"))
         out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
     return out
-
-
-def fake_varlen_attn(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    assert window_size in ((-1, -1), (-1, 0))
-    assert enable_gqa == (query.shape[1] != key.shape[2])
-    assert num_splits == 1, "pytorch issue 194167"
-    new = cu_seq_q.diff()
-    assert (max_q, max_k) == (new.max(), seqused_k.max())
-    assert torch.equal(cu_seq_k.diff(), seqused_k)
-    assert {x.dtype for x in (cu_seq_q, cu_seq_k, seqused_k, block_table)} == {torch.int32}
-    causal = window_size == (-1, 0)
-    return paged_attention(
-        query, key, value, starts=cu_seq_q, lengths=seqused_k, table=block_table, scale=scale, causal=causal
-    )
 
 
 def fake_flash2_varlen(
@@ -100,7 +82,6 @@ def fake_flash3_kvcache(
 
 
 BACKENDS = {
-    "varlen": lambda: varlen.VarlenAttention(fake_varlen_attn),
     "flash2": lambda: flash.flash2_backend(
         types.SimpleNamespace(flash_attn_with_kvcache=fake_flash2_kvcache, flash_attn_varlen_func=fake_flash2_varlen)
     ),
@@ -124,30 +105,7 @@ def test_flash_attends_within_the_window(name, lengths):
     assert worst_error(run(BACKENDS[name](), case), case.expected()) < TOLERANCE[DTYPE]
 
 
-def test_decode_asks_for_no_mask():
-    """A single query sees every key; torch serves grouped heads in decode only without a mask."""
-    batch = types.SimpleNamespace(
-        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
-        num_tokens=torch.tensor([5, 7], dtype=torch.int32),
-        block_table=torch.zeros(2, 1, dtype=torch.int32),
-        max_new=1,
-        max_total=7,
-    )
-    arguments = varlen.varlen_arguments(batch)
-    assert arguments["window_size"] == (-1, -1)
-    assert arguments["cu_seq_k"].tolist() == [0, 5, 12]
-    batch.max_new = 2
-    assert varlen.varlen_arguments(batch)["window_size"] == (-1, 0)
-
-
 def test_old_signatures_are_refused_by_what_they_lack():
-    def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-                      window_size=(-1, -1), enable_gqa=False, seqused_k=None):  # fmt: skip
-        raise AssertionError("never called")
-
-    assert varlen.missing_parameters(of_torch_2_11, varlen.NEEDED) == ["block_table", "num_splits"]
-    assert varlen.missing_parameters(fake_varlen_attn, varlen.NEEDED) == []
-
     def of_flash_attn_2_3(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None, causal=False, window_size=None):
         raise AssertionError("never called")
 
@@ -156,18 +114,7 @@ def test_old_signatures_are_refused_by_what_they_lack():
         flash.flash2_backend(old)
 
 
-def test_stand_in_has_the_parameters_of_the_installed_torch():
-    """Where torch's function is new enough to be used, the stand-in must not promise what torch does not have."""
-    module = pytest.importorskip("torch.nn.attention.varlen")
-    real = inspect.signature(module.varlen_attn).parameters
-    if varlen.missing_parameters(module.varlen_attn, varlen.NEEDED):
-        pytest.skip(f"torch {torch.__version__} has an older varlen_attn")
-    ours = inspect.signature(fake_varlen_attn).parameters
-    assert {name: p.kind for name, p in ours.items()}.items() <= {name: p.kind for name, p in real.items()}.items()
-
-
 def test_flash_limits_are_named():
     spec = AttentionSpec(torch.device("cpu"), DTYPE, 256, 8, 2, 64)
-    for load in (varlen.load, flash.load):
-        with pytest.raises(BackendError, match=r"CUDA|varlen_attn"):
-            load(spec)
+    with pytest.raises(BackendError, match="CUDA"):
+        flash.load(spec)

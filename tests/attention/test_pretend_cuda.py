@@ -31,14 +31,6 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    from pretend_cuda import PretendGpu
-
-    with PretendGpu().install(monkeypatch) as gpu:
-        yield gpu
-
-
-@pytest.fixture
 def idle_gpu(monkeypatch):
     """One whose kernels compute nothing, for what does not depend on it."""
     from pretend_cuda import PretendGpu
@@ -316,7 +308,7 @@ def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps
     assert re.search(found, caught.value.message)
     assert hint in caught.value.hint
     selection = select_backend("auto", device=device, dtype=torch.float32, **shape)
-    assert selection.backend.name in ("varlen", "sdpa")
+    assert selection.backend.name == "sdpa"
     assert re.search(found, selection.refused[0])
 
 

@@ -25,8 +25,8 @@ def test_boundaries_are_whole_blocks_from_the_shortest_cached_prefix():
 @pytest.mark.parametrize("extra", [0, 1, 3])
 @pytest.mark.parametrize("length", [15, 16, 17, 64])
 def test_a_prompt_has_the_tokens_it_should_have(length, extra):
-    (cold,), (warm,) = BUILDERS["repeat"](prompts(num_extra=extra), length).steps
-    assert cold == warm
+    (cold,), (warm,), (again,) = BUILDERS["repeat"](prompts(num_extra=extra), length).steps
+    assert cold == warm == again
     assert len(cold.words) + extra == length
 
 

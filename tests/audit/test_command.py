@@ -44,7 +44,7 @@ def wrong():
 
 def test_a_correct_server_passes(correct, tmp_path):
     result = pagedcli("audit", correct, *FEW, "--output-dir", tmp_path)
-    assert re.search(r"^ok +repeat +warm answers equal cold ones in 24 of 24 pairs", result.stdout, re.MULTILINE)
+    assert re.search(r"^ok +repeat +warm answers equal cold ones in 48 of 48 pairs", result.stdout, re.MULTILINE)
     assert "prefixes match in units of 16 tokens; the shortest cached prefix has 16" in result.stdout
     assert "The cache tells the truth" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -66,7 +66,7 @@ def test_a_fault_is_written_to_a_file_that_can_be_replayed(wrong, correct, tmp_p
 
     page = (tmp_path / "a.html").read_text()
     assert "do not trust this cache" in page
-    assert "in 8 of 24 pairs" in page
+    assert "in 16 of 48 pairs" in page
     assert "<svg" in page
     assert "<script" not in page
     assert "already exists" in pagedcli("audit", wrong, "-o", tmp_path / "a.html", expect=2).stderr
@@ -90,7 +90,7 @@ def test_json_has_everything(wrong, tmp_path):
     assert {row["status"] for row in document["verdicts"]} == {"ok", "FAULT"}, document["verdicts"]
     (failing,) = [row for row in document["verdicts"] if row["status"] == "FAULT"]
     differing = [row for row in document["pairs"] if row["differs"]]
-    assert failing["num_different"] == len(differing) == 8
+    assert failing["num_different"] == len(differing) == 16
     assert {row["prompt_tokens"] % 16 for row in differing} == {0}
 
 
@@ -112,7 +112,7 @@ def test_a_server_that_is_not_there_is_an_error():
     ("arguments", "words"),
     [
         ([], "there is no URL"),
-        (["ftp://x"], "not the address of a server"),
+        (["ftp://x"], "not the URL of a server"),
         ([NOWHERE, "--checks", "nonsense"], "there is no check 'nonsense'"),
         ([NOWHERE, "--key-env", "PAGEDCLI_NO_SUCH_KEY"], "PAGEDCLI_NO_SUCH_KEY is not set"),
         ([NOWHERE, "--output-dir", "/no/such/folder"], "there is no folder"),
@@ -167,4 +167,4 @@ def test_ctrl_c_shows_what_is_known(tmp_path):
 def test_the_self_test_finds_every_fault():
     result = pagedcli("audit", "--self-test", columns=120)
     assert "All servers were judged rightly" in result.stderr
-    assert len(re.findall(r"^[\w-]+ +right ", result.stdout, re.MULTILINE)) == 9
+    assert len(re.findall(r"^[\w-]+ +right ", result.stdout, re.MULTILINE)) == 12

@@ -1,5 +1,7 @@
 """Every planted fault is found by the check made for it, and a correct server passes."""
 
+import re
+
 import pytest
 
 from pagedcli.audit.audit import Audit, Options, exit_code, run_to_end
@@ -7,7 +9,8 @@ from pagedcli.audit.client import Budget, Client
 from pagedcli.audit.faulty import FAULTS, Settings, serving, token_of
 from pagedcli.audit.self_test import FOUND_BY, trial
 from pagedcli.audit.survey import WORDS
-from pagedcli.audit.verdicts import Status
+from pagedcli.audit.verdicts import Saving, Status
+from pagedcli.remote import ServerError
 
 # the checks that a fault needs, for the fast tests
 NEEDED = {
@@ -19,6 +22,9 @@ NEEDED = {
     "moved-block": ("noise", "moved"),
     "wrong-row": ("noise", "crowd"),
     "only-claimed": ("noise", "speed"),
+    "second-hit": ("noise", "repeat"),
+    "long-hit": ("noise", "repeat"),
+    "silent-leak": ("noise", "speed"),
 }
 
 
@@ -41,7 +47,7 @@ def test_every_fault_has_a_check_that_must_find_it():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     result = trial(Settings(fault=fault), Options(seed=0, checks=NEEDED[fault]))
-    assert result.is_right, f"found: {result.faults}"
+    assert result.result == "right", f"found: {result.by}"
 
 
 @pytest.mark.slow
@@ -49,7 +55,7 @@ def test_a_planted_fault_is_found(fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_in_every_full_audit(fault, seed):
     result = trial(Settings(fault=fault, seed=100 + seed), Options())
-    assert result.is_right, f"found: {result.faults}"
+    assert result.result == "right", f"found: {result.by}"
 
 
 KINDS = {
@@ -130,8 +136,8 @@ def test_a_fault_without_logprobs_shows_in_the_texts():
 def test_a_fault_of_whole_blocks_is_said_to_be_one(tmp_path):
     run = audit(Settings(fault="full-hit"), seed=1, checks=("noise", "repeat"), folder=tmp_path)
     (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]
-    assert "in 8 of 24 pairs" in verdict.text
-    assert "all of whole blocks exactly (16, 32, 64, 128 tokens)" in verdict.text
+    assert "in 16 of 48 pairs" in verdict.text
+    assert "all of whole blocks exactly (16, 32, 64, 128, ... 1,024 tokens)" in verdict.text
     assert f"shortest failing prompt: 16 tokens, in {run.files[0].name}" in verdict.text
 
 
@@ -159,3 +165,49 @@ def test_of_eviction_the_shortest_failing_prompt_is_named(tmp_path):
     pairs = zip(outcome.probe.pairs, outcome.differences, strict=True)
     failing = [outcome.seen[pair.warm].num_prompt for pair, found in pairs if found.exceeds(tolerance)]
     assert f"shortest failing prompt: {min(failing)} tokens" in verdict.text
+
+
+def test_a_server_that_maps_every_text_to_the_same_ids_is_not_accused():
+    with serving(Settings(has_one_id=True)) as server:
+        run = Audit(Client(server.url, Budget(300, 200_000, 280.0)), Options(seed=1))
+        with pytest.raises(ServerError, match="different prompts get the same answer"):
+            run_to_end(run)
+    assert run.verdicts() == []
+
+
+def test_noise_is_measured_past_the_cache_where_that_is_possible():
+    run = audit(Settings(fault="second-hit", noise=0.0), seed=1, checks=("noise", "repeat"))
+    assert run.evidence.noise().largest == 0.0
+    assert [check for check, _ in texts(run, Status.FAULT)] == ["repeat"]
+
+
+def test_a_fault_of_many_blocks_names_how_many():
+    run = audit(Settings(fault="long-hit"), seed=1, checks=("noise", "repeat"))
+    (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]
+    assert "1,024" in verdict.text
+    shortest = int(re.search(r"shortest failing prompt: ([\d,]+) tokens", verdict.text)[1].replace(",", ""))
+    assert 800 <= shortest <= 832
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([1.0] * 7, None),  # too few to exclude chance
+        ([1.0] * 8, True),
+        ([0.0] * 8, False),
+        ([0.0] + [1.0] * 7, None),
+        ([0.0, 0.1] + [1.0] * 18, True),
+        ([0.3] * 30, True),
+        ([0.2] * 30, False),
+        ([-1.0, 0.0, 1.0] * 10, None),
+    ],
+)
+def test_times_are_clear_when_chance_does_not_explain_them(shares, expected):
+    assert Saving(sorted(shares)).is_there is expected
+
+
+def test_times_that_are_not_clear_say_how_many_more_requests_would_tell():
+    assert Saving([1.0] * 8).needs(4) == ""
+    assert Saving([1.0] * 7).needs(4) == "; about 4 more requests would tell (--max-requests, --max-tokens)"
+    assert "about 76 more requests" in Saving([0.0] * 2 + [1.0] * 6).needs(4)
+    assert "too uneven" in Saving([-1.0] * 6 + [1.0] * 7).needs(4)

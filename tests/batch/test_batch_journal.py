@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import resource
 import signal
 
@@ -36,8 +37,8 @@ def held(journal):
 
 def test_rows_come_back_in_both_orders(path):
     journal = fill(Journal.create(path, FINGERPRINT))
-    assert list(journal.rows("input")) == [ROWS[index] for index in sorted(ROWS)]
-    assert list(journal.rows("completion")) == list(ROWS.values())
+    assert list(journal.rows("input")) == sorted(ROWS.items())
+    assert list(journal.rows("completion")) == list(ROWS.items())
     assert (journal.num_rows, journal.num_failed_rows) == (4, 1)
 
 
@@ -58,7 +59,7 @@ def test_a_journal_cut_at_any_byte_is_resumed_with_its_whole_rows(path):
         num_whole = max(sum(end <= cut for end in ends) - 1, 0)
         assert held(journal) == set(list(ROWS)[:num_whole])
         fill(journal, {index: row for index, row in ROWS.items() if index not in held(journal)})
-        assert list(journal.rows("input")) == [ROWS[index] for index in sorted(ROWS)]
+        assert list(journal.rows("input")) == sorted(ROWS.items())
         journal.close()
 
 
@@ -72,7 +73,7 @@ def test_a_damaged_record_is_made_again_and_the_others_are_kept(path, damage):
     journal = Journal.resume(path, FINGERPRINT)
     assert held(journal) == {3, 1, 2}
     fill(journal, {0: ROWS[0]})
-    assert list(journal.rows("input")) == [ROWS[index] for index in sorted(ROWS)]
+    assert list(journal.rows("input")) == sorted(ROWS.items())
 
 
 def test_a_row_that_is_there_twice_counts_once(path):
@@ -340,3 +341,13 @@ def test_a_sharded_stream_counts_its_own_rows():
     sink.write(4, 0, b"4", ok=True)
     sink.write(1, 0, b"1", ok=True)
     assert stream.getvalue() == b"1\n4\n"
+
+
+def test_after_a_power_cut_a_new_journal_has_its_name(tmp_path, monkeypatch):
+    """The file first, then its folder: a file's own sync may not keep its name."""
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
+    path = tmp_path / "runs" / "out.jsonl.partial"
+    path.parent.mkdir()
+    Journal.create(path, FINGERPRINT).close()
+    assert synced == [path.stat().st_ino, path.parent.stat().st_ino]

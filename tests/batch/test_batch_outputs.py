@@ -5,12 +5,11 @@ import json
 import random
 
 import pytest
-from batch_harness import DEFAULTS, Harness, without_run_dependent_fields
+from batch_harness import DEFAULTS, Harness, encode, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.prompts import Prepared, PreparedPrompt
-from pagedcli.batch.requests import RowHead
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.run import PrefixWindow
 
 
@@ -109,8 +108,8 @@ def test_places_for_metrics_and_summary_are_checked_before_the_run(prompts, tmp_
 
 
 def waiting(index, token_ids, salt=None):
-    line, prompts = Line(index, index + 1, b"", 0), [PreparedPrompt(token_ids, DEFAULTS)]
-    return Prepared(line, RowHead(index, index + 1), prompts, salt)
+    line, prompts = Line(index, index + 1, b"", 0), [RowPrompt(token_ids, DEFAULTS)]
+    return BatchRow(line, prompts=prompts, cache_salt=salt)
 
 
 def test_a_window_gives_out_common_beginnings_one_after_the_other():
@@ -122,6 +121,20 @@ def test_a_window_gives_out_common_beginnings_one_after_the_other():
     taken = [window.take(partial=True).line.index for _ in range(6)]
     assert [{2}, {0, 4}, {1}, {3}, {5}] == [{taken[0]}, set(taken[1:3]), {taken[3]}, {taken[4]}, {taken[5]}]
     assert not window
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_empty_prompt_among_others_is_only_an_error_row(tmp_path, resume):
+    lines = [{"prompt": prompt} for prompt in ("The fox", [], "", [[]], "Hello", [5, 6])]
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_bytes(encode([lines[0], b"no", *lines[1:]]))
+    run = ("generate", prompts, "-o", out, "--reorder", "prefix", "--max-tokens", 4)
+    if resume:
+        pagedcli(*run, "--max-errors", 1, expect=1)
+    pagedcli(*run, *(("--resume",) if resume else ()), expect=3)
+    rows = rows_of(out)
+    assert [row["index"] for row in rows] == list(range(7))
+    assert [row["index"] for row in rows if row["error"]] == [1, 2, 3, 4]
 
 
 def test_a_window_is_bounded_in_rows_and_tokens():

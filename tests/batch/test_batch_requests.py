@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcli.batch import lines as lines_module
-from pagedcli.batch.lines import LineSource
-from pagedcli.batch.requests import RequestParser, check_head, decode_line, read_head, with_system_prompt
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.lines import Line, LineSource
+from pagedcli.batch.requests import BatchRow, RequestParser, decode_line, with_system_prompt
 from pagedcli.errors import PagedcliError, RequestError, UsageError
 from pagedcli.sampling_params import MAX_SAMPLES, SamplingParams
 
@@ -20,9 +21,14 @@ DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
 
 def parse(line, *, defaults=DEFAULTS, strict=False, parser=None):
     document = decode_line(line if isinstance(line, bytes) else line.encode())
-    head = read_head(document, 0, 1)
-    check_head(document, head)
-    return (parser or RequestParser(defaults, strict=strict)).parse(document, head)
+    return (parser or RequestParser(defaults, strict=strict)).parse(document, checked_shape(document))
+
+
+def checked_shape(document):
+    row = BatchRow(Line(0, 1, b"", 0))
+    row.read_head(document, Columns())
+    row.check_head(document, Columns())
+    return row.shape
 
 
 def chat_line(body='{"messages": [{"role": "user", "content": "hi"}]}', url="/v1/chat/completions"):
@@ -295,10 +301,8 @@ _OBJECTS = st.recursive(
 @settings(max_examples=400, deadline=None)
 @given(_OBJECTS)
 def test_any_json_object_is_a_request_or_a_refusal_never_a_crash(document):
-    head = read_head(document, 0, 1)
     try:
-        check_head(document, head)
-        request = RequestParser(DEFAULTS).parse(document, head)
+        request = RequestParser(DEFAULTS).parse(document, checked_shape(document))
     except RequestError:
         return
     assert bool(request.prompts) == (request.messages is None)

@@ -220,9 +220,9 @@ def test_two_interrupts_stop_at_once_and_keep_the_finished_rows(tmp_path, monkey
 
     calls = []
 
-    def finish(self, output):
-        calls.append(output)
-        original(self, output)
+    def finish(self, row, answers):
+        calls.append(row)
+        original(self, row, answers)
         if len(calls) == 10:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)

@@ -141,6 +141,24 @@ def test_a_table_has_the_copied_columns_as_cells(tmp_path):
         assert ("prompt" in rows[0]) == (keep == "all")
 
 
+def test_a_table_has_the_index_of_every_row_in_either_order(tmp_path):
+    openai = [
+        {"custom_id": name, "url": "/v1/completions", "body": {"prompt": PROMPT, "n": n}}
+        for name, n in (("a", 1), ("b", 2), ("c", -1))
+    ]
+    prompts = written(tmp_path / "in.jsonl", [{"prompt": PROMPT}, *openai])
+    for order in ("input", "completion"):
+        out = tmp_path / f"{order}.csv"
+        pagedcli("generate", prompts, "-o", out, "--order", order, *FAST, expect=3)
+        rows = list(csv.DictReader(io.StringIO(out.read_text())))
+        assert sorted((row["index"], row["id"]) for row in rows) == [
+            *(("0", ""), ("1", "a"), ("2", "b"), ("2", "b"), ("3", "c")),
+        ]
+    pq = pytest.importorskip("pyarrow.parquet")
+    pagedcli("generate", prompts, "-o", tmp_path / "out.parquet", *FAST, expect=3)
+    assert pq.read_table(tmp_path / "out.parquet")["index"].to_pylist() == [0, 1, 2, 3]
+
+
 def test_a_resumed_run_must_have_the_same_columns(tmp_path):
     prompts = written(tmp_path / "in.jsonl", LINES[:2])
     run = ("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST)

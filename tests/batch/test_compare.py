@@ -11,6 +11,7 @@ from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.rows import RowWriter
+from pagedcli.config import Config
 from pagedcli.core.engine_core import EngineCore
 
 FULL = (*FAST, "--output-token-ids", "--logprobs", "3", "--temperature", "1", "--dtype", "float32")
@@ -233,5 +234,5 @@ def test_rows_generated_again_find_nothing_in_the_cache():
     assert any(answers[0].output.num_cached_tokens for _, answers in sample.rows)
     before = harness.engine.stats.num_cached_tokens
     rows = RowWriter(harness.tokenizer, "demo", "key", 1)
-    assert run_again(harness.engine, harness.tokenizer, rows, BatchOptions(defaults=DEFAULTS), sample) == []
+    assert run_again(harness.engine, harness.tokenizer, rows, BatchOptions(Config(sampling=DEFAULTS)), sample) == []
     assert harness.engine.stats.num_cached_tokens == before

@@ -9,8 +9,8 @@ from batch_harness import Harness, MemorySource, encode, without_run_dependent_f
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
-from pagedcli.batch.prompts import Prepared, PreparedPrompt
 from pagedcli.batch.repeats import Repeats, request_key
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
 from pagedcli.errors import UsageError
@@ -66,7 +66,7 @@ def test_the_rows_are_those_without_it_and_fewer_are_computed(harness, reorder):
     repeats = scanned(LINES)
     result, rows = harness.run(LINES, reorder=reorder, run={"repeats": repeats})
     assert [without_run_dependent_fields(row) for row in rows] == plain
-    assert result.stats.num_copied == NUM_EQUAL
+    assert result.stats.num_deduplicated == NUM_EQUAL
     generated = harness.engine.stats.num_generated_tokens - generated - plain_generated
     assert generated < plain_generated
     assert not repeats._same, "no answer is kept that no row needs"
@@ -74,19 +74,19 @@ def test_the_rows_are_those_without_it_and_fewer_are_computed(harness, reorder):
 
 def test_a_row_whose_equal_is_done_already_is_computed():
     repeats = scanned([{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}])
-    prompts = [PreparedPrompt([1], SamplingParams(temperature=0.0))]
+    prompts = [RowPrompt([1], SamplingParams(temperature=0.0))]
     lines = list(MemorySource([{"prompt": "a"}] * 3))
     repeats.leave_out(0)  # in the journal
-    assert repeats.take(Prepared(lines[1], None, prompts, None)) is False
-    assert repeats.take(Prepared(lines[2], None, prompts, None)) is True
-    assert [line.index for _, line in repeats.finish(1, [])] == [2]
+    assert repeats.take(BatchRow(lines[1], prompts=prompts)) is False
+    assert repeats.take(BatchRow(lines[2], prompts=prompts)) is True
+    assert [row.line.index for row in repeats.finish(1, [])] == [2]
 
 
 def test_only_the_rows_of_the_shard_and_up_to_the_limit_count():
     lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}]
-    prompts = [PreparedPrompt([1], SamplingParams(temperature=0.0))]
+    prompts = [RowPrompt([1], SamplingParams(temperature=0.0))]
     for settings in ({"shard": (0, 3)}, {"limit": 1}):
-        first = Prepared(next(iter(MemorySource(lines))), None, prompts, None)
+        first = BatchRow(next(iter(MemorySource(lines))), prompts=prompts)
         repeats = scanned(lines, **settings)
         assert repeats.take(first) is False
         assert not repeats._same, settings
@@ -94,8 +94,8 @@ def test_only_the_rows_of_the_shard_and_up_to_the_limit_count():
 
 def test_what_makes_two_rows_equal():
     def key(token_ids, salt=None, **params):
-        prompts = [PreparedPrompt(token_ids, SamplingParams(**params))]
-        return request_key(Prepared(None, None, prompts, salt))
+        prompts = [RowPrompt(token_ids, SamplingParams(**params))]
+        return request_key(BatchRow(None, prompts=prompts, cache_salt=salt))
 
     greedy = key([1, 2], temperature=0.0, seed=1)
     assert greedy == key([1, 2], temperature=0.0, seed=2), "greedy rows draw nothing"

@@ -8,11 +8,13 @@ from datetime import datetime
 
 import pytest
 from batch_harness import Harness
+from effort import Effort
 
+from pagedcli.batch.chat_template import TimeLimit
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import MAX_LINE_BYTES
 from pagedcli.batch.parquet import ParquetSource
-from pagedcli.batch.tokenizer import TimeLimit, Tokenizer
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import ModelError, RequestError, UsageError
 from pagedcli.models.hub import resolve_model
 
@@ -50,10 +52,10 @@ def large_schema(num_properties, num_objects=1):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_line_that_would_stall_all_rows_gives_an_error_row(harness, line, code):
-    start_s = time.monotonic()
-    _, rows = harness.run([GOOD, GOOD | line, GOOD])
+    with Effort() as spent:
+        _, rows = harness.run([GOOD, GOOD | line, GOOD])
     assert [row["error"] and row["error"]["code"] for row in rows] == [None, code, None]
-    assert time.monotonic() - start_s < 5, "a few tenths of a second; minutes without the limit"
+    assert spent.pieces < 250, "about ten; thousands without the limit"
 
 
 def test_grammars_within_the_limits_compile(harness):
@@ -79,8 +81,8 @@ def test_a_long_text_within_the_limit_is_tokenized_as_ever(harness, text):
 def test_a_chat_template_that_explodes_gives_an_error_row(harness, monkeypatch):
     loops = "{% for a in range(100000) %}" * 3 + "{% endfor %}" * 3
     huge = "{{ 'x' * 2**25 }}"
-    for template, limit_s, what in ((loops, 0.5, "more than 0.5 s"), (huge, 60.0, "33,554,432 characters")):
-        monkeypatch.setattr("pagedcli.batch.tokenizer._MAX_RENDER_S", limit_s)
+    for template, limit_s, what in ((loops, 0.5, "more than 0.5 s"), (huge, 60.0, "over 16,777,216 characters")):
+        monkeypatch.setattr("pagedcli.batch.chat_template._MAX_RENDER_S", limit_s)
         tokenizer = Tokenizer(harness.engine.model_path, chat_template=template)
         with pytest.raises(RequestError, match=what) as raised:
             tokenizer.encode_chat([{"role": "user", "content": "hi"}])
@@ -181,20 +183,14 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         ParquetSource(str(path), columns=Columns())
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "reason"),
-    [
-        ("tokenizer.json", {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}}, "Onig"),
-        ("tokenizer_config.json", {"model_max_length": "x"}, "not supported between"),
-    ],
-    ids=["a panic of the library", "a wrong type"],
-)
-def test_a_text_on_which_the_tokenizer_fails_gives_an_error_row(harness, tmp_path, monkeypatch, name, fields, reason):
+def test_a_text_on_which_the_tokenizer_fails_gives_an_error_row(harness, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(harness.engine.model_path, folder)
-    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     monkeypatch.setattr(harness, "tokenizer", Tokenizer(folder))
     _, rows = harness.run([{"prompt": "a" * 40 + "!"}, {"prompt": [5, 6]}])
     assert rows[0]["error"]["code"] == "tokenizer_error"
-    assert reason in rows[0]["error"]["message"]
+    assert "Onig" in rows[0]["error"]["message"], "a panic of the library"
     assert rows[1]["error"] is None

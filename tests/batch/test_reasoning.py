@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import LineDigest
+from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ParquetRows
-from pagedcli.batch.requests import RowHead
-from pagedcli.batch.rows import Answer, RowWriter
+from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.core.requests import RequestMetrics, RequestOutput, SampleOutput
 from pagedcli.models.hub import resolve_model
@@ -65,7 +66,8 @@ def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, **columns):
         texts.append(text)
     output = RequestOutput("0", prompt_ids, 0, samples, RequestMetrics(0, 0, None, 0, 0, 0))
     writer = RowWriter(tokenizer, "m", "key", 1, Columns(**columns))
-    return json.loads(writer.encode_success(RowHead(0, 1), [Answer(output, texts, False, has_marks)]))
+    prompt_of_row = RowPrompt(prompt_ids, SamplingParams(), is_chat=has_marks, output=output, texts=texts)
+    return json.loads(writer.encode_success(BatchRow(Line(0, 1, b"", 0)), [prompt_of_row]))
 
 
 def parts(row):
@@ -325,7 +327,7 @@ def test_parts_of_a_distributed_run_have_the_same_columns_whichever_rows_they_ha
     schemas = []
     for place, row in enumerate(rows):
         with (tmp_path / f"{place}.parquet").open("w+b") as file:
-            ParquetRows(reasoning=writer.reasoning_columns).write(file, lambda row=row: [row], LineDigest())
+            ParquetRows(reasoning=writer.reasoning_columns).write(file, lambda row=row: [(0, row)], LineDigest())
         schemas.append(parquet.read_schema(tmp_path / f"{place}.parquet"))
     assert schemas[0] == schemas[1]
     assert "reasoning_content" in schemas[0].names

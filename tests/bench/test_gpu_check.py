@@ -53,7 +53,7 @@ def test_a_dry_run_checks_kernels_loops_and_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "num_stages"), [("correctness", 13), ("speed", 8)])
+@pytest.mark.parametrize(("group", "num_stages"), [("correctness", 14), ("speed", 8)])
 def test_a_dry_run_of_every_stage(group, num_stages, tmp_path):
     assert len(check_dry_run(tmp_path, group)) == num_stages
 
@@ -77,18 +77,68 @@ def test_a_stage_that_is_stopped_keeps_its_rows(tmp_path, monkeypatch):
     assert module.read_rows(path) == {"ok": True, "summary": "all", "rows": [{"us": 1.0}, {"us": 2.0}]}
 
 
-def test_a_stage_that_fails_or_takes_too_long_loses_only_its_own_results(tmp_path, monkeypatch):
+@pytest.fixture
+def module(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import gpu_check as module
 
+    return module
+
+
+def test_a_stage_that_fails_or_takes_too_long_loses_only_its_own_results(tmp_path, monkeypatch, module):
     monkeypatch.setitem(module.LIMITS, "ceilings", 0.01)
-    slow = module.run_stage("ceilings", seconds=60, dry_run=True)
+    slow = module.run_stage("ceilings", tmp_path, seconds=60, dry_run=True)
     assert not slow["ok"]
     assert "stopped at its limit of 0.01 s" in slow["problem"]
     monkeypatch.setattr(module, "STAGES", tmp_path / "missing.py")
-    broken = module.run_stage("graphs", seconds=60, dry_run=True)
+    broken = module.run_stage("graphs", tmp_path, seconds=60, dry_run=True)
     assert not broken["ok"]
     assert "missing.py" in broken["problem"]
-    late = module.run_stage("graphs", seconds=3, dry_run=True)
+    assert "missing.py" in (tmp_path / "graphs.stderr.txt").read_text()
+    late = module.run_stage("graphs", tmp_path, seconds=3, dry_run=True)
     assert late["problem"] == "not run: no time was left"
     assert module.render([slow, broken, late]).count("FAILED") == 3
+
+
+def stage_that(module, monkeypatch, tmp_path, program):
+    """The result of a stage that is this program."""
+    script = tmp_path / "stage.py"
+    script.write_text("import json, os, subprocess, sys, time\nfrom pathlib import Path\n" + program)
+    monkeypatch.setattr(module, "STAGES", script)
+    return module.run_stage("graphs", tmp_path, seconds=60, dry_run=True)
+
+
+def test_a_stage_that_aborts_leaves_its_stack(tmp_path, monkeypatch, module):
+    result = stage_that(module, monkeypatch, tmp_path, "os.abort()\n")
+    assert "Fatal Python error: Aborted" in result["problem"]
+    assert "stage.py" in (tmp_path / "graphs.stderr.txt").read_text()
+
+
+def test_a_stopped_stage_leaves_no_children(tmp_path, monkeypatch, module):
+    monkeypatch.setitem(module.LIMITS, "graphs", 5)
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    program = f"child = {child}\nPath('{tmp_path}/pid').write_text(str(child.pid))\ntime.sleep(600)\n"
+    result = stage_that(module, monkeypatch, tmp_path, program)
+    assert "stopped at its limit" in result["problem"]
+    pid = int((tmp_path / "pid").read_text())
+    status = Path(f"/proc/{pid}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_after_a_cuda_error_the_other_cases_run_in_processes_of_their_own(tmp_path, monkeypatch, module):
+    program = """
+part = int(sys.argv[sys.argv.index("--part") + 1][0]) if "--part" in sys.argv else None
+cases = range(module) if part is None else [part]
+with open(sys.argv[2], "w") as file:
+    for case in cases:
+        poisoned = case == 2 or (part is None and case > 2)
+        row = {"case": case, "problem": "CUDA error: an illegal memory access"} if poisoned else {"case": case}
+        file.write(json.dumps(row) + chr(10))
+    rows = []
+"""
+    program = program.replace("range(module)", f"range({module.NUM_PARTS})")
+    result = stage_that(module, monkeypatch, tmp_path, program)
+    assert not result["ok"]
+    assert result["problem"] == "a CUDA error"
+    again = result["rows"][module.NUM_PARTS :]
+    assert [row["case"] for row in again if "problem" not in row] == [0, 1, 3, 4, 5]

@@ -73,7 +73,7 @@ def test_the_help_says_the_range_type_and_default_of_the_structs():
 @pytest.mark.parametrize(
     ("flag", "value", "allowed"),
     [
-        ("--block-size", 0, "1 or more"),
+        ("--block-size", 0, "1 to 1048576"),
         ("--gpu-memory-utilization", 0, "above 0 and at most 1"),
         ("--max-errors", -1, "1 or more"),
         ("--top-k", -2, f"-1 to {2**31 - 1}"),
@@ -131,11 +131,27 @@ def test_the_look_inside_configuration_shows_sharing_and_preemption():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--system", "@/dev/zero"], "--system-prompt: /dev/zero: cannot be read: it has more than 16,777,216 bytes"),
+        (["--response-format", "@/dev/zero"], "--response-format: /dev/zero: cannot be read: it has more than"),
+        (["--tools", "@/dev/zero"], "--tools: /dev/zero: cannot be read: it has more than 16,777,216 bytes"),
+        (["--chat-template", "/dev/zero"], "cannot read the chat template /dev/zero: it has more than 1,048,576 bytes"),
+        (["--config", "/dev/zero"], "cannot read the configuration /dev/zero: it has more than 1,048,576 bytes"),
+    ],
+)
+def test_a_file_without_end_is_refused(arguments, what):
+    result = run("generate", str(ROOT / "examples" / "prompts.jsonl"), *arguments)
+    assert result.exit_code == 2
+    assert what in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("text", "what"),
     [
         ("engine: " + "[" * 3000 + "]" * 3000, "is nested too deeply"),
         ("engine: &a {b: *a}", "is nested too deeply"),
-        ("#" * 2**21, "is over 1 MiB"),
+        ("#" * 2**21, "it has more than 1,048,576 bytes"),
         (
             "a: &a [1,2,3,4,5,6,7,8,9]\n"
             + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghijk")),
@@ -150,7 +166,7 @@ def test_the_look_inside_configuration_shows_sharing_and_preemption():
         ("sampling:\n  temprature: 1\n", "unknown key 'temprature' in sampling"),
         ("samplin:\n  n: 1\n", "unknown key 'samplin' in the file"),
         ("sampling:\n  logit_bias: {x: 1}\n", "a key of sampling.logit_bias is of the wrong type"),
-        ("engine:\n  block_size: 0\n", "block_size is 0, allowed: 1 or more"),
+        ("engine:\n  block_size: 0\n", "block_size is 0, allowed: 1 to 1048576"),
     ],
     ids=lambda value: value[:30],
 )

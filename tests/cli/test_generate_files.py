@@ -100,13 +100,49 @@ def test_summary_and_metrics_replace_only_what_they_wrote_themselves(prompts, ou
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for flag in ("--summary-json", "--metrics"):
-        assert "already exists" in pagedcli("generate", prompts, flag, precious, *FAST, expect=2).stderr
-        assert precious.read_text() == "precious"
-        pagedcli("generate", prompts, flag, precious, *FAST, "--overwrite")
-        precious.write_text("precious")
+        for more in ((), ("--overwrite",)):
+            said = pagedcli("generate", prompts, flag, precious, *FAST, *more, expect=2).stderr
+            assert "already exists" in said
+            assert "use another name" in said
+            assert precious.read_text() == "precious"
+    summary = ("--summary-json", tmp_path / "run.json")
+    pagedcli("generate", prompts, *FAST, *summary)
+    assert "use --overwrite" in pagedcli("generate", prompts, *FAST, *summary, expect=2).stderr
+    pagedcli("generate", prompts, *FAST, *summary, "--overwrite")
     metrics = ("--metrics", tmp_path / "run.prom")  # read by a collector all the time: every run rewrites it
     pagedcli("generate", prompts, "-o", out, *FAST, *metrics)
     pagedcli("generate", prompts, *FAST, *metrics)
+
+
+def test_no_hint_and_no_flag_leads_to_lost_rows(prompts, out, tmp_path):
+    """`explain` of an output of generate says what it is, and no recording takes its place."""
+    pagedcli("generate", prompts, "-o", out, *FAST)
+    before = files_in(tmp_path)
+    for command in ("explain", "report", "replay"):
+        said = pagedcli(command, out, expect=1).stderr
+        assert "rows of generate" in said
+        assert "--overwrite" not in said
+    for command in ("generate", "trace"):
+        said = pagedcli(command, prompts, "--record", out, "--overwrite", *FAST, expect=2).stderr
+        assert "and is rows of generate" in said
+    said = pagedcli("attach", "tcp://127.0.0.1:1", "--record", out, "--overwrite", expect=2).stderr
+    assert "and is rows of generate" in said
+    said = pagedcli("simulate", prompts, "--record", out, "--overwrite", "--pool", "64", expect=2).stderr
+    assert "and is rows of generate" in said
+    assert files_in(tmp_path) == before
+
+
+def test_rows_replace_no_trace_and_no_model_file(prompts, tmp_path):
+    trace, page = tmp_path / "run.jsonl", tmp_path / "kv.csv"
+    pagedcli("generate", prompts, "--record", trace, *FAST)
+    pagedcli("generate", prompts, "--record", trace, "--overwrite", *FAST)
+    (tmp_path / "kv.steps.csv").write_text("id,prompt\n")
+    before = files_in(tmp_path)
+    for arguments in (("generate", prompts, "-o", trace), ("generate", prompts, "--dump-kv", page)):
+        assert "use another name" in pagedcli(*arguments, "--overwrite", *FAST, expect=2).stderr
+    said = pagedcli("report", trace, "-o", trace, "--overwrite", expect=2).stderr
+    assert "same file" in said
+    assert files_in(tmp_path) == before
 
 
 def test_devices_are_not_replaced(prompts):

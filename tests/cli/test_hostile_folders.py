@@ -97,6 +97,11 @@ def fifo(name):
     return make
 
 
+def template_fifo(folder):
+    (folder / "additional_chat_templates").mkdir()
+    fifo("additional_chat_templates/rag.jinja")(folder)
+
+
 def link(name, target=None):
     """A link, by default to itself."""
 
@@ -167,6 +172,7 @@ FOLDERS = {
     "index names what is missing": index("model-00001-of-00002.safetensors"),
     "index is a list": content(INDEX, b"[1]"),
     "only a pickle": pickle,
+    "an additional template is a FIFO": template_fifo,
     **{f"{name} is a FIFO": fifo(name) for name in ("config.json", WEIGHTS, INDEX, TOKENIZER, GENERATION, TEMPLATE)},
     **{f"{name} is a loop": link(name) for name in ("config.json", WEIGHTS, INDEX, TOKENIZER, GENERATION, TEMPLATE)},
     **{f"{name} is a device": link(name, "/dev/zero") for name in ("tokenizer_config.json", GENERATION, TEMPLATE)},

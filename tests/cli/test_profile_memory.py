@@ -223,6 +223,7 @@ def test_this_machine_is_measured_beside_the_prediction(tmp_path):
     assert predicted["others"] is None
 
 
+@pytest.mark.machine
 def test_activations_of_a_small_model_count_what_the_allocator_keeps(tmp_path):
     """Logits below 32 MiB come from glibc's heap, which keeps what the sampler has freed: a quarter of the peak."""
     path = tiny_model("qwen3", tmp_path / "m", vocab_size=32000)

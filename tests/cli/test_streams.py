@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from effort import Effort
 from trace_harness import simulated, write
 
 from pagedcli import files
@@ -105,10 +106,10 @@ def test_millions_of_blank_lines_end_in_seconds(tmp_path, command):
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(60):
             file.write(b"\n" * 10**7)
-    start_s = time.monotonic()
-    result = pagedcli(command, path, expect=1)
+    with Effort() as spent:
+        result = pagedcli(command, path, expect=1)
     assert "1,000,000 blank lines in a row" in result.stderr
-    assert time.monotonic() - start_s < 20, "two at most on an idle machine; minutes for all of them"
+    assert spent.pieces < 500, "a hundred at most; tens of thousands for all of them"
 
 
 # ---------------------------------------------------------------------- what killed runs leave
@@ -117,8 +118,9 @@ def test_millions_of_blank_lines_end_in_seconds(tmp_path, command):
 def test_a_hidden_copy_of_a_killed_run_is_removed_by_the_next_one(tmp_path):
     path = tmp_path / "out.jsonl"
     code = (
-        "import os, sys; from pathlib import Path; from pagedcli.files import PendingFile\n"
-        "PendingFile(Path(sys.argv[1]), overwrite=True).file.write(b'half'); os.kill(os.getpid(), 9)"
+        "import os, sys; from pathlib import Path; from pagedcli import files\n"
+        "files._unnamed_file = lambda folder: None  # as on a network file system\n"
+        "files.PendingFile(Path(sys.argv[1]), overwrite=True).file.write(b'half'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     (left,) = tmp_path.iterdir()
@@ -149,7 +151,8 @@ def test_a_new_file_that_another_run_took_for_a_leftover_gets_another_name(tmp_p
             taken[0].unlink()
         return True
 
-    monkeypatch.setattr(files, "_lock", lock)
+    monkeypatch.setattr(files, "lock", lock)
+    monkeypatch.setattr(files, "_unnamed_file", lambda folder: None)  # as on a network file system
     with whole_file(tmp_path / "out.jsonl", overwrite=False) as file:
         file.write(b"whole")
     assert taken

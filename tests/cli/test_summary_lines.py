@@ -54,3 +54,24 @@ def test_the_help_explains_every_label_of_the_summary(tmp_path):
     assert {"TTFT", "TPOT", "KV blocks", "preemptions", "waste", "to change"} <= labels
     shown = CliRunner().invoke(app, ["generate", "--help"]).stdout
     assert {label for label in labels if label not in shown} == set()
+
+
+def test_the_first_failed_rows_are_named_by_line_and_reason(tmp_path):
+    lines = ['{"prompt": "a"}', "", "no", '{"prompt": "b", "max_tokens": -1}', *['{"n": 1}'] * 3]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    command = [
+        "generate",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+        "--num-gpu-blocks-override",
+        "8",
+    ]
+    named = [
+        "  failed       line 3: not JSON: Input data was truncated",
+        "               line 4: max_tokens is -1, allowed: 1 or more",
+        "               line 5: a line needs either 'prompt' or 'messages', this one has neither",
+    ]
+    for flags, num_named in ((["--max-errors", "1", "--max-num-seqs", "1"], 1), (["--resume"], 3)):
+        said = CliRunner().invoke(app, command + flags, catch_exceptions=False).stderr.splitlines()
+        assert [line for line in said if re.match(r"  (failed|  ).* line \d", line)] == named[:num_named]

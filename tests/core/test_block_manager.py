@@ -120,8 +120,8 @@ def test_a_child_is_not_found_under_a_parent_of_equal_hash_and_other_tokens():
     real = Prefix(second, Prefix(first, None, hash_function), hash_function)
     impostor = Prefix(second, Prefix(other, None, hash_function), hash_function)
     assert real.hash == impostor.hash
-    assert manager._block_with(real) is not None
-    assert manager._block_with(impostor) is None
+    assert manager.pool.find(real) is not None
+    assert manager.pool.find(impostor) is None
 
 
 def test_evicting_a_twin_keeps_the_entry_of_the_other():

@@ -58,6 +58,17 @@ def test_a_copy_that_no_lookup_finds_goes_before_any_other_content(eviction):
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
+def test_where_the_block_that_lookups_find_is_evicted_they_find_a_copy_in_use(eviction):
+    manager, first, second = twins(eviction)
+    manager.deallocate(first)
+    prefill(manager, make_seq([7, 7], 3))  # the empty block
+    prefill(manager, make_seq([8, 8], 4))  # that of the first
+    assert num_hits(manager, [1, 1, 2, 2]) == 2
+    assert manager.lookup(make_seq([1, 1, 2, 2, 3], 5)).block_ids == tuple(second.block_table)
+    manager.check()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
 def test_contents_that_fit_into_the_pool_are_all_found_again_however_often_they_were_computed_at_once(eviction):
     manager = BlockManager(8, 2, eviction=eviction)
     prompts = [[1, 1], [2, 2], [3, 3], [4, 4]]
@@ -155,25 +166,29 @@ def num_hits(manager, token_ids):
 
 
 def test_prefix_lru_keeps_a_block_that_a_cached_one_follows():
-    kept = {}
+    evicted = {}
     for eviction in ("lru", "prefix-lru"):
         manager, first, second = twins(eviction, num_blocks=5)
-        manager.deallocate(first)  # its copy of the first block is the one that lookups find
+        head = first.block_table[0]
+        manager.deallocate(first)  # lookups find its first block, not that of the second
         later = make_seq([5, 5], 4)
         prefill(manager, later)
         manager.deallocate(later)
         prefill(manager, make_seq([7, 7, 8, 8], 3))  # an empty block, and one of the two cached ones
         manager.deallocate(second)
-        kept[eviction] = num_hits(manager, [1, 1, 2, 2])
+        evicted[eviction] = [head] if manager.blocks[head].token_ids != (1, 1) else [5, 5]
+        assert num_hits(manager, [1, 1, 2, 2]) == 2  # also where the copy of the second is all that is left
         manager.check()
-    assert kept == {"lru": 0, "prefix-lru": 2}
+    assert evicted == {"lru": [head], "prefix-lru": [5, 5]}
 
 
 def test_prefix_lru_evicts_the_oldest_block_where_all_followers_are_in_use():
     manager, first, second = twins("prefix-lru")
     manager.deallocate(first)
+    first_block = manager.hash_to_block_id[second.prefixes[0].hash]
     prefill(manager, make_seq([7, 7, 8, 8], 3))
-    assert num_hits(manager, [1, 1]) == 0
+    assert manager.blocks[first_block].token_ids != (1, 1)
+    assert num_hits(manager, [1, 1]) == 1
     manager.check()
     manager.deallocate(second)
     manager.check()
@@ -188,7 +203,7 @@ class QueueMachine(PoolMachine):
     def __init__(self):
         super().__init__()
         self.queue = []
-        policy = self.manager._policy
+        policy = self.manager.pool.policy
         choose = policy.choose
 
         def checked_choose():

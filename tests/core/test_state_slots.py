@@ -12,7 +12,7 @@ from pool_harness import make_seq
 from scripted import Simulation
 from test_core import alone, happenings, limits, plain, play, request, roomy, same_pool
 
-from pagedcli.core.hybrid_manager import HybridManager
+from pagedcli.core.cache import make_cache
 from pagedcli.core.limits import Limits
 from pagedcli.errors import ConfigError, RequestError
 from pagedcli.events import CheckpointLookedUp, CheckpointMade, RequestWaiting
@@ -29,7 +29,7 @@ states = st.fixed_dictionaries(
 
 
 def same_slots(sim, state):
-    manager, slots = sim.block_manager.states, state.slots
+    manager, slots = sim.cache.others[0].slots, state.slots
     assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
     hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
     assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
@@ -69,13 +69,13 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
 
     got, gone = play(sim, requests, happenings, after_step=same)
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    assert sim.block_manager.states.num_held == 0
+    assert sim.cache.others[0].slots.num_held == 0
     for number, asked in enumerate(requests):
         if str(number) in got:
             assert {str(number): got[str(number)]} == alone(number, asked, windows=states["windows"])
     assert got.keys() | gone == {str(number) for number in range(len(requests))}
-    assert not sim.block_manager.plan._num_waiting
-    assert not sim.block_manager.plan._coming
+    assert not sim.cache.others[0].plan._num_waiting
+    assert not sim.cache.others[0].plan._coming
 
 
 def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
@@ -103,7 +103,7 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
 def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
     sim, least = run_case("branches", shift=shift)
     assert sim.stats.num_computed_tokens == least
-    assert sim.block_manager.states.num_made == 1
+    assert sim.cache.others[0].slots.num_made == 1
     at_the_end, _ = run_case("end", shift=shift)
     assert at_the_end.stats.num_computed_tokens == 64 * (1600 + shift)
     assert at_the_end.stats.num_cached_tokens == 0
@@ -133,7 +133,7 @@ def test_branches_are_found_at_each_depth_and_none_where_nobody_waits():
     alone = Simulation(64, 4, emit=events.append, num_state_slots=8)
     alone.add([1] * 30)
     alone.run()
-    assert alone.block_manager.states.num_made == 0  # nobody else will read one
+    assert alone.cache.others[0].slots.num_made == 0  # nobody else will read one
 
 
 def test_the_checkpoint_vetoes_blocks_that_attention_has():
@@ -208,7 +208,8 @@ class SlotMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 5), policy=st.sampled_from(["branches", "end", "4", "none"]))
     def start(self, num_slots, policy):
         limits = Limits(block_size=2, num_state_slots=num_slots, checkpoints=policy)
-        self.manager = HybridManager(9, limits)
+        self.manager = make_cache(9, limits)
+        self.slots = self.manager.others[0].slots
         self.live, self.waiting, self.next_id = [], [], 0
         self.content = [None] * num_slots
         self.in_step = set()  # slots that the step of now reads or writes
@@ -226,10 +227,10 @@ class SlotMachine(RuleBasedStateMachine):
     def admit(self, chunk):
         seq, manager = self.waiting[0], self.manager
         hit = manager.lookup(seq)
-        num_computed = manager.num_computed_after(seq, hit)
+        num_computed = manager.blocks.num_computed_after(seq, hit)
         assert num_computed == hit.num_spans * 2 <= hit.num_cached_spans * 2
         new = manager.next_chunk(seq, num_computed, min(chunk, len(seq.token_ids) - num_computed))
-        if manager.can_allocate(seq, hit, new) and manager.why_wait(seq, hit) is None:
+        if manager.blocks.can_allocate(seq, hit, new) and manager.why_wait(seq, hit) is None:
             manager.allocate(seq, hit, new)
             self.live.append(self.waiting.pop(0))
             self.compute(seq, new)
@@ -244,8 +245,8 @@ class SlotMachine(RuleBasedStateMachine):
         manager = self.manager
         new = min(chunk, len(seq.token_ids) - seq.num_computed_tokens)
         new = manager.next_chunk(seq, seq.num_computed_tokens, new)
-        if manager.can_append(seq, new) and manager.can_write([seq]):
-            manager.may_append(seq, new)
+        if manager.blocks.can_append(seq, new) and manager.can_grow([seq]):
+            manager.grow(seq, new)
             self.compute(seq, new)
 
     def scheduled(self):
@@ -273,7 +274,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(seq=consumes(seqs))
     def release(self, seq):
         if seq in self.live and seq.seq_id not in self.scheduled():
-            self.manager.deallocate(seq)
+            self.manager.release(seq)
             self.live.remove(seq)
 
     @rule(seq=seqs)
@@ -284,7 +285,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule()
     def next_step(self):
-        self.manager.confirm_filled(latest=True)
+        self.manager.confirm(latest=True)
         self.manager.begin_step()
         self.in_step = set()
 
@@ -298,13 +299,13 @@ class SlotMachine(RuleBasedStateMachine):
         for seq in self.waiting:
             self.manager.expect(seq)
         self.content = [None if slot.prefix is None else old for slot, old in
-                        zip(self.manager.states.slots, self.content, strict=True)]  # fmt: skip
+                        zip(self.slots.slots, self.content, strict=True)]  # fmt: skip
 
     @invariant()
     def holds(self):
         if hasattr(self, "manager"):
             self.manager.check(self.live)
-            for slot in self.manager.states.slots:
+            for slot in self.slots.slots:
                 if slot.prefix is not None:
                     tokens, prefix = [], slot.prefix
                     while prefix is not None:

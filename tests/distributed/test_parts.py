@@ -1,6 +1,7 @@
 """The parts of a distributed run, without a cluster: cut, made, killed, made again and merged."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -175,6 +176,16 @@ def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
         PartFolder(tmp_path / "thesis.txt").check(resume=False, overwrite=True)
 
 
+def test_a_power_cut_leaves_no_manifest_of_inputs_that_are_lost(single, tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
+    cut(single / "in.jsonl", tmp_path / "parts")
+    folder, work = tmp_path / "parts", tmp_path / "parts" / ".work"
+    first = synced.index((folder / "manifest.json").stat().st_ino)
+    before = {path.stat().st_ino for path in (*work.iterdir(), work, folder / "rows.u64", folder, tmp_path)}
+    assert before <= set(synced[:first])
+
+
 def test_overwrite_removes_the_files_of_the_run_alone(parts):
     folder, loaded = parts
     Worker(folder.path, loaded).run_part(0)
@@ -306,3 +317,15 @@ def test_a_distributed_run_refuses_what_it_would_ignore_or_destroy(tmp_path, fla
     assert message in " ".join(result.stderr.split())
     assert (tmp_path / "notes.json").read_text() == "mine\n"
     assert not (tmp_path / "parts").exists()
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: path.write_text("{")], ids=["pipe", "folder", "torn"]
+)
+def test_what_is_no_manifest_is_refused_at_once(single, tmp_path, make):
+    folder, _ = cut(single / "in.jsonl", tmp_path / "parts")
+    (path,) = (each for each in folder.path.rglob("manifest.json"))
+    path.unlink()
+    make(path)
+    with pytest.raises(UsageError, match="does not describe a distributed run"):
+        PartFolder(folder.path)

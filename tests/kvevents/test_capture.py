@@ -59,6 +59,22 @@ def test_without_tokens_nothing_private_is_in_the_file(tmp_path):
         assert encoded not in everything, secret
 
 
+def test_without_tokens_topics_are_told_apart_and_not_named(tmp_path):
+    topics = [b"customer-1", b"customer-2", b"customer-1", b""]
+    messages = [message(number, stored(number), topic=topic) for number, topic in enumerate(topics)]
+    messages += [
+        [b"customer-3", b"customer-4", *message(9, stored(9), topic=b"customer-5")],
+        [b"customer-6", b"customer-number", b"\xc1"], [b"customer-7"] * 9,
+    ]  # fmt: skip
+    path = record(tmp_path / "e.jsonl", messages, tokens=False)
+    assert not [frames for frames, _, _ in CaptureReader(path) if b"customer" in b"".join(frames)]
+    live, recorded = (
+        state_of((frames, 0.0, 0) for frames in rows) for rows in (messages, (r[0] for r in CaptureReader(path)))
+    )
+    assert len(recorded.publishers) == len(live.publishers) == 4
+    assert (recorded.num_malformed, recorded.num_batches) == (live.num_malformed, live.num_batches) == (2, 5)
+
+
 def test_without_tokens_near_twins_still_part_where_they_part(tmp_path):
     twins = [message(0, stored(1, tokens=[1, 2, 3, 4], block_size=4), stored(2, tokens=[1, 2, 3, 9], block_size=4),
                      stored(3, parent=1, tokens=[1, 2, 3, 9], block_size=4))]  # fmt: skip

@@ -3,7 +3,16 @@
 from kv_event_harness import CLEARED, message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows, medium_class, summary_tables
+from pagedcli.kvevents.tables import (
+    LoraRow,
+    cache_rows,
+    churn_rows,
+    facts,
+    limits,
+    lora_rows,
+    medium_class,
+    summary_tables,
+)
 from pagedcli.kvevents.tree import Shape, largest_branches, near_twins, token_ids
 
 
@@ -29,7 +38,7 @@ def test_copies_are_counted_per_medium():
         message(0, stored(1), stored(1, medium="CPU")), message(1, removed(1, medium="gpu")), message(2, removed(1))
     )
     assert resident(state) == {1}
-    rows = [(row["medium"], row["num_blocks"]) for row in cache_rows(state)]
+    rows = [(row.medium, row.num_blocks) for row in cache_rows(state)]
     assert rows == [("CPU", 1), ("GPU", 0)]
     assert facts(state)["num_unknown_removals"] == 1
 
@@ -40,7 +49,7 @@ def test_a_removal_without_a_medium_takes_whatever_copy_is_there():
 
 def test_cache_groups_are_trees_of_their_own():
     state = state_of(message(0, stored(1, group_idx=0), stored(1, group_idx=1)), message(1, removed(1, group_idx=1)))
-    assert [(row["group"], row["num_blocks"]) for row in cache_rows(state)] == [("0", 1), ("1", 0)]
+    assert [(row.group, row.num_blocks) for row in cache_rows(state)] == [("0", 1), ("1", 0)]
 
 
 def test_the_group_that_vetoed_a_hit_is_named():
@@ -49,7 +58,7 @@ def test_the_group_that_vetoed_a_hit_is_named():
     again = (stored(2, parent=1, group_idx=0), stored(2, parent=1, group_idx=1))
     for order in (again, again[::-1]):
         state = state_of(message(0, *both), message(1, removed(2, group_idx=1)), message(2, *order))
-        assert {row["group"]: row["num_vetoed_blocks"] for row in cache_rows(state)} == {"0": 0, "1": 1}
+        assert {row.group: row.num_vetoed_blocks for row in cache_rows(state)} == {"0": 0, "1": 1}
         text = "\n".join(note for table in summary_tables(state, None) for note in table.notes)
         assert "group 1 vetoed hits: 1 block that another group still had was computed again" in text
 
@@ -57,7 +66,7 @@ def test_the_group_that_vetoed_a_hit_is_named():
 def test_two_requests_that_compute_the_same_at_once_are_no_veto():
     both = (stored(1, 2, group_idx=0), stored(1, 2, group_idx=1))
     state = state_of(message(0, *both), message(1, *both))
-    assert [row["num_vetoed_blocks"] for row in cache_rows(state)] == [0, 0]
+    assert [row.num_vetoed_blocks for row in cache_rows(state)] == [0, 0]
 
 
 def test_churn_counts_blocks_stored_again_by_cause_and_how_long_they_were_gone():
@@ -65,7 +74,7 @@ def test_churn_counts_blocks_stored_again_by_cause_and_how_long_they_were_gone()
         message(0, stored(1, 2)), message(3, removed(2)), message(10, stored(2, parent=1)),
         message(11, CLEARED), message(13, stored(1)), message(0, stored(1), time_s=20.0),
     )  # fmt: skip
-    assert {row["cause"]: row["num_blocks"] for row in churn_rows(state)} == {
+    assert {row.cause: row.num_blocks for row in churn_rows(state)} == {
         "evicted": 1, "cleared": 1, "restarted": 1,
     }  # fmt: skip
     figures = facts(state)
@@ -104,7 +113,7 @@ def test_a_late_start_is_said():
     state = state_of(message(5, stored(3, parent=2)), message(6, removed(9)))
     assert "tcp://host:1: what happened before message 5 is unknown" in limits(state)
     assert facts(state)["num_unknown_removals"] == 1
-    assert cache_rows(state)[0]["num_orphans"] == 1
+    assert cache_rows(state)[0].num_orphans == 1
 
 
 def test_a_gap_is_noticed_counted_and_said():
@@ -145,7 +154,7 @@ def test_event_ids_number_events_where_messages_have_no_numbers():
     )
     assert resident(state) == {3}
     assert (facts(state)["num_gaps"], facts(state)["num_restarts"]) == (1, 1)
-    assert {row["medium"]: row["capacity_blocks"] for row in cache_rows(state)} == {"GPU": 8, "CPU": 2}
+    assert {row.medium: row.capacity_blocks for row in cache_rows(state)} == {"GPU": 8, "CPU": 2}
 
 
 def test_a_store_says_where_its_objects_lie_and_each_replica_is_a_copy():
@@ -154,7 +163,7 @@ def test_a_store_says_where_its_objects_lie_and_each_replica_is_a_copy():
         return ["BlockStoreEvent", *place, "model", 64, "h", "", [1, 2]] if new else ["BlockUpdateEvent", *place]
 
     state = state_of(message(0, placed("memory", "memory", new=True)), message(1, placed("memory", "disk")))
-    assert [(row["medium"], row["class"], row["num_copies"]) for row in cache_rows(state)] == [
+    assert [(row.medium, row.class_, row.num_copies) for row in cache_rows(state)] == [
         ("DISK", "storage", 1), ("MEMORY", "CPU", 1),
     ]  # fmt: skip
     state.take(message(2, placed()), 2.0)
@@ -169,9 +178,7 @@ def test_media_have_three_classes():
 
 def test_blocks_are_counted_per_adapter():
     state = state_of(message(0, stored(1, 2, lora_name="sql"), stored(3)))
-    assert lora_rows(state) == [
-        {"lora": "sql", "num_blocks": 2, "num_tokens": 4}, {"lora": "none", "num_blocks": 1, "num_tokens": 2},
-    ]  # fmt: skip
+    assert lora_rows(state) == [LoraRow("sql", 2, 4), LoraRow("none", 1, 2)]
     assert lora_rows(state_of(message(0, stored(1)))) == []
 
 
@@ -201,7 +208,7 @@ def test_branches_are_runs_without_a_fork_largest_first():
         ([1, 2], 0, 1, 5, 2), ([3, 4], 1, 3, 2, 0), ([5], 1, 3, 1, 0), ([9], 0, 1, 1, 0),
     ]  # fmt: skip
     assert [branch.nodes[0].hash for branch in largest_branches(shape, 2)] == [1, 3]
-    assert (shape.max_depth, token_ids([shape.nodes[1], shape.nodes[9]])) == (4, [1, 1, 9, 9])
+    assert (shape.max_depth, token_ids([shape.nodes[0], shape.nodes[-1]])) == (4, [1, 1, 9, 9])
 
 
 def test_blocks_that_name_each_other_as_parents_do_no_harm():

@@ -22,7 +22,7 @@ def judged(*messages, keep_tokens=False, decode=None):
     state = KVState(watch=watch, keep_tokens=keep_tokens)
     for number, events in enumerate(messages):
         state.take(message(number, *events), float(number))
-    return verdict(state, curve(watchers), decode)
+    return [each.verdict for each in verdict(state, curve(watchers), decode)]
 
 
 def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would_have_kept_it():

@@ -6,7 +6,7 @@ import torch
 from gguf_files import gguf, random_blocks
 
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.models.gguf.blocks import grouped, numbers
+from pagedcli.models.gguf.blocks import coded, numbers
 from pagedcli.models.gguf.types import TYPES
 
 QUANTIZED = {kind.name: kind for kind in TYPES.values() if not kind.is_float}
@@ -27,7 +27,7 @@ def rounded(x):
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
     raw = made(kind, 70, 768)
-    linear = NativeLinear(library, grouped(raw, kind), gated=gated, dtype=torch.float32)
+    linear = NativeLinear(library, coded(raw, kind), gated=gated, dtype=torch.float32)
     weight = numbers(raw, kind, torch.float32).double()
     for num_tokens in (1, 5, 6, 40):
         x = torch.randn(num_tokens, 768, generator=torch.Generator().manual_seed(num_tokens))
@@ -42,7 +42,7 @@ def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
 def test_rows_are_read_back_exactly(kind, library):
     raw = made(kind, 70, 512)
     for dtype in (torch.float32, torch.bfloat16):
-        linear = NativeLinear(library, grouped(raw, kind), dtype=dtype)
+        linear = NativeLinear(library, coded(raw, kind), dtype=dtype)
         rows = torch.tensor([0, 31, 69, 32, 5])
         assert torch.equal(linear.weight_rows(rows), numbers(raw, kind, torch.float32)[rows].to(dtype))
         assert linear.nbytes == 96 * 512 // 256 * kind.packed
@@ -52,7 +52,7 @@ def test_rows_are_read_back_exactly(kind, library):
 
 @pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
 def test_a_row_is_the_same_bits_in_any_company(kind, library):
-    linear = NativeLinear(library, grouped(made(kind, 70, 512), kind), dtype=torch.float32)
+    linear = NativeLinear(library, coded(made(kind, 70, 512), kind), dtype=torch.float32)
     x = torch.randn(100, 512, generator=torch.Generator().manual_seed(0))
     whole = linear(x)  # few rows, two passes and many rows are read in different ways
     for first, end in ((0, 1), (98, 100), (3, 10), (40, 72), (5, 85)):
@@ -65,7 +65,7 @@ def test_a_layer_may_have_parts_of_different_types(library):
     bias = torch.randn(79, generator=torch.Generator().manual_seed(0))
     biases = bias.split([40, 32, 7])
     parts = [
-        NativeLinear(library, grouped(raw, kind), own, dtype=torch.float32)
+        NativeLinear(library, coded(raw, kind), own, dtype=torch.float32)
         for raw, kind, own in zip(raws, kinds, biases, strict=True)
     ]
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))

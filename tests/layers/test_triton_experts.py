@@ -162,9 +162,10 @@ def experts_of(path, parallel):
     """The last layer's experts of one rank, as the decoder makes them."""
     from pagedcli.layers.triton_experts import GroupedExperts
     from pagedcli.models.loading import weight_format
-    from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
+    from pagedcli.models.parameters import decoder_parameters
     from pagedcli.models.reading import read_spec
     from pagedcli.models.sharding import shard_parameters
+    from pagedcli.models.tensors import linear_formats, take_linear
     from pagedcli.models.weights import CheckpointWeights
 
     spec = read_spec(path)

@@ -9,8 +9,10 @@ from interpreter import interpreted
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import recurrent_blocks
 from pagedcli.models.blocks import Step
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
-from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")

@@ -112,16 +112,16 @@ def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, colum
 
 @interpreted
 def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
-    from pagedcli.layers.quantized import Float8Weight
+    from pagedcli.layers.quantized import CodedWeight
     from pagedcli.layers.triton_products import TritonLinear
 
     numbers = torch.arange(256, dtype=torch.uint8).view(16, 16)
     is_nan = numbers & 127 == 127
-    weight = Float8Weight(numbers.masked_fill(is_nan, 0).view(FP8), torch.ones(16, 1), 16)
+    weight = CodedWeight(numbers.masked_fill(is_nan, 0).view(FP8), 8, torch.ones(16, 1), 0, 16)
     for dtype in (torch.float16, torch.float32):
-        assert torch.equal(TritonLinear(weight)(torch.eye(16, dtype=dtype)), weight.numbers.to(dtype).T)
+        assert torch.equal(TritonLinear(weight)(torch.eye(16, dtype=dtype)), weight.codes.to(dtype).T)
     with pytest.raises(ModelError, match="not a number"):
-        TritonLinear(Float8Weight(numbers.view(FP8), torch.ones(16, 1), 16))
+        TritonLinear(CodedWeight(numbers.view(FP8), 8, torch.ones(16, 1), 0, 16))
 
 
 @interpreted

@@ -15,9 +15,9 @@ from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import Decoder
 from pagedcli.models.formats import FORMATS, StoredTensor
 from pagedcli.models.loading import load_model
-from pagedcli.models.parameters import Parameter, Part
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters
+from pagedcli.models.tensors import Parameter, Part
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,9 @@ def test_weight_bytes_are_those_of_the_checkpoint(case):
     assert model.weight_bytes == sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
     half = load(path, dtype=torch.bfloat16).weight_bytes
     experts = model.spec.experts
-    if model.spec.float_norms or model.spec.sinks or (experts is not None and experts.prefers):  # they stay in float32
+    has_sinks = model.spec.attentions[0].sinks
+    # norms, sinks and routing biases stay in float32
+    if model.spec.norm.in_float32 or has_sinks or (experts is not None and experts.prefers):
         assert model.weight_bytes // 2 < half < 1.02 * model.weight_bytes // 2
     else:
         assert half == model.weight_bytes // 2
@@ -117,10 +119,10 @@ def test_a_window_that_hides_nothing_is_no_window(tmp_path):
     options = {"num_prompt": num_prompt, "block_size": 4, "chunk": None}
     assert max(map(len, sequences)) == 95
     model = load(path, max_model_len=95)
-    assert not model.spec.windows
+    assert not any(mixer.window for mixer in model.spec.attentions)
     actual = paged_logits(model, ReferenceAttention(), sequences, **options)
     assert_same_logits(actual, transformers_logits(path, sequences))
-    assert load(path, max_model_len=96).spec.windows == (95, 95)
+    assert [mixer.window for mixer in load(path, max_model_len=96).spec.attentions] == [95, 95]
 
 
 def test_compute_logits_takes_any_rows_of_hidden(case):
@@ -151,7 +153,7 @@ def test_a_rank_keeps_whole_elements_of_packed_weights(tmp_path_factory):
     assert packed.shape(48, 64) == (8, 48)
     assert scales.shape(48, 64) == (2, 48)
     down = {stored.suffix: Parameter({"down_proj": stored.shape(48, 64)}, stored=stored) for stored in (packed, scales)}
-    spec = replace(read_spec(cached_model("qwen3", tmp_path_factory)), intermediate_size=64)
+    spec = read_spec(cached_model("qwen3", tmp_path_factory))
     parts = shard_parameters(
         {f"layers.0.down.{key}": value for key, value in down.items()}, spec, ParallelContext(1, 2)
     )

@@ -1,21 +1,19 @@
 """MXFP4 experts of gpt-oss: read exactly, kept in four bits on a CPU, and multiplied by the file's numbers."""
 
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from engine_harness import make_engine, ragged_prompts, run
-from model_zoo import tiny_model
 from paged_harness import paged_logits, ragged_sequences
-from safetensors.torch import load_file, save_file
+from quantized_zoo import mxfp4_twins, numbers_of, random_mxfp4
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import select_backend
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.layers.quantized import E2M1, E2M1_ZERO, QuantizedWeight
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
 from pagedcli.models.loading import load_model
 from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.reading import read_spec
@@ -23,44 +21,11 @@ from pagedcli.native import load_library
 from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
-# by the four bits of e2m1: the sign, two bits of exponent, one of mantissa
-E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def random_mxfp4(generator, *shape):
-    """Numbers [..., groups, 16] and exponents [..., groups] as gpt-oss stores them."""
-    blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
-    return blocks, torch.randint(115, 123, shape, dtype=torch.uint8, generator=generator)
-
-
-def numbers_of(blocks, scales):
-    """The numbers [..., in] that they stand for."""
-    pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
-    return (E2M1_VALUES[pairs] * 2.0 ** (scales[..., None].float() - 127)).flatten(-2)
 
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory):
-    """A model with MXFP4 experts, and the same numbers unquantized."""
-    folder, generator = tmp_path_factory.mktemp("twins"), torch.Generator().manual_seed(0)
-    plain = tiny_model("gpt_oss", folder / "plain")
-    packed = shutil.copytree(plain, folder / "packed")
-    tensors = load_file(plain / "model.safetensors")
-    stored = dict(tensors)
-    for name, tensor in tensors.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            continue
-        experts, columns, rows = tensor.shape
-        blocks, scales = random_mxfp4(generator, experts, rows, columns // 32)
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
-        tensors[name] = numbers_of(blocks, scales).transpose(1, 2).contiguous()
-        del stored[name]
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (packed / "config.json").write_text(json.dumps(config))
-    return plain, packed
+    return mxfp4_twins(tmp_path_factory.mktemp("twins"))
 
 
 def test_transformers_reads_the_same_numbers():
@@ -110,7 +75,7 @@ def test_whole_activations_give_exact_products(shape, tokens):
     numbers = numbers_of(blocks, scales)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     halves = (2.0 ** (scales.float() - 128)).to(torch.bfloat16)
-    weight = QuantizedWeight(codes, 4, halves, torch.full_like(scales, E2M1_ZERO), 32, levels=E2M1)
+    weight = CodedWeight(codes, 4, halves, E2M1_ZERO, 32, levels=E2M1)
     assert torch.equal(weight.dequantized(torch.float32), numbers)
     x = torch.randint(-127, 128, (tokens, columns), generator=generator).float()
     x[:, 0] = 127

@@ -1,13 +1,13 @@
 """The patterns by which quantized checkpoints name layers: as Python's, but none takes long."""
 
 import re
-import time
 
 import pytest
+from effort import Effort
 
 from pagedcli.errors import ModelError
 from pagedcli.models.quantization import read_quantization
-from pagedcli.models.stored_quantization import NamePattern
+from pagedcli.models.stored_quantization import name_pattern
 
 NAMES = ["", "lm_head", "model.layers.0.mlp.gate_proj", "model.layers.17.self_attn.q_proj", "model.layers.3.mlp.gate"]
 NAMES += [
@@ -39,31 +39,28 @@ NAMES += [
 )
 def test_patterns_match_as_python_matches_them(pattern):
     for name in NAMES:
-        assert NamePattern(pattern).matches(name) == (re.match(pattern, name) is not None), name
+        assert (name_pattern(pattern).match(name) is not None) == (re.match(pattern, name) is not None), name
 
 
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        (r"(?!model)", "'(?!' at character 0"),
-        (r"(?<=a)b", "'(?<' at character 0"),
-        (r"(?i)a", "'(?i' at character 0"),
-        (r"(a)\1", r"'\\1' at character 3"),
-        (r"a\bc", r"'\\bc' at character 1"),
-        (r"\d{1,9999999}", "'{1,' at character 2"),
-        (r"a)", "a ')' without '(' at character 1"),
-        (r"(a", "a '(' without ')' at character 0"),
-        (r"*a", "nothing to repeat at character 0"),
-        (r"a**", "nothing to repeat at character 2"),
-        (r"[z-a]", "[z-a]: bad character range"),
-        (r"[abc", "'[ab' at character 0"),
-        ("(" * 60 + ")" * 60, "more than 50 groups"),
+        (r"(?!model)", "invalid perl operator: (?!"),
+        (r"(?<=a)b", "invalid perl operator: (?<="),
+        (r"(a)\1", r"invalid escape sequence: \1"),
+        (r"\d{1,9999999}", "invalid repetition size"),
+        (r"((a{1,99}){1,99}){1,99}", "invalid repetition size"),
+        (r"(\w{500}|\pL{500}){2}", "pattern too large"),
+        (r"a)", "unexpected )"),
+        (r"(a", "missing )"),
+        (r"*a", "no argument for repetition operator"),
+        (r"[z-a]", "invalid character class range"),
         ("a" * 3000, "longer than 2,000 characters"),
     ],
 )
 def test_other_patterns_are_refused_by_name(pattern, words, tmp_path):
     with pytest.raises(ValueError, match=re.escape(words)):
-        NamePattern(pattern)
+        name_pattern(pattern)
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": {f"-:{pattern}": {}}}}
     with pytest.raises(ModelError, match="has a pattern that is not supported"):
         read_quantization(config, tmp_path)
@@ -71,8 +68,8 @@ def test_other_patterns_are_refused_by_name(pattern, words, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", ".*.*.*.*.*.*.*.*b", "(a*)*(a*)*$b", ".*a" + "." * 100])
 def test_no_pattern_takes_long(pattern):
-    began = time.monotonic()
-    matcher = NamePattern(pattern)
-    for length in range(200, 260):
-        matcher.matches("a" * length + "c")
-    assert time.monotonic() - began < 2
+    with Effort() as spent:
+        matcher = name_pattern(pattern)
+        for length in range(200, 260):
+            matcher.match("a" * length + "c")
+    assert spent.pieces < 100

@@ -127,8 +127,8 @@ def test_a_pattern_of_letters_says_which_layers_slide(tmp_path, tmp_path_factory
     del config["layer_types"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path)
-    assert spec.windows == (16, 16, 16, None, 16, None)
-    assert [rope is not None for rope in spec.layer_ropes] == [True, True, True, False, True, False]
+    assert [mixer.window for mixer in spec.attentions] == [16, 16, 16, None, 16, None]
+    assert [mixer.rope is not None for mixer in spec.attentions] == [True, True, True, False, True, False]
 
 
 def test_stacked_projections_are_not_split(tmp_path):

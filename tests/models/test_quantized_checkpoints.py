@@ -27,9 +27,10 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.loading import load_model, weight_format
 from pagedcli.models.packed_formats import CheckpointFormat
-from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters, shard_spec
+from pagedcli.models.tensors import linear_formats, take_linear
 from pagedcli.models.weights import CheckpointWeights
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine

@@ -123,7 +123,7 @@ def test_a_state_counts_all_layers_that_keep_one(tmp_path_factory):
     spec = read_spec(cached_model("qwen3_5", tmp_path_factory))
     conv, matrix = 3 * (2 * 2 * 16 + 4 * 24), 4 * 16 * 24
     assert spec.state_bytes(2) == 2 * (2 * conv + 4 * matrix)
-    assert spec.recurrent_layers == (0, 2)
+    assert [layer.mixer.attends for layer in spec.layers] == [False, True, False, True]
     assert len(spec.attention_layers) == 2
 
 
@@ -171,8 +171,8 @@ def test_rounded_weights_are_as_close_as_their_steps_are_small_and_no_bit_depend
 def test_layers_of_one_branch_are_read_by_their_letters_and_experts_are_refused_by_name(tmp_path_factory, tmp_path):
     path = cached_model("nemotron_h", tmp_path_factory)
     spec, config = read_spec(path), json.loads((path / "config.json").read_text())
-    assert spec.layer_kinds == ("recurrent", "recurrent", "attention", "recurrent")
-    assert [spec.has_mlp(layer) for layer in range(4)] == [True, False, True, False]
+    assert [layer.mixer.attends for layer in spec.layers] == [False, False, True, False]
+    assert [layer.mlp is not None for layer in spec.layers] == [True, False, True, False]
 
     def read(**fields):
         kept = {name: value for name, value in config.items() if name != "layers_block_type"}

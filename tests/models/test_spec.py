@@ -2,18 +2,23 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
+import transformers
 from huggingface_hub import errors as hub_errors
 from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, NATIVE_FAMILIES, cached_model
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.families import FAMILIES
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope import RopeSpec
 from pagedcli.planning.decide import resolve_max_model_len
@@ -49,10 +54,12 @@ def refusal_of(path, **fields):
 def test_a_bare_llama_config_gets_the_defaults_of_its_family(tmp_path):
     spec = spec_of(tmp_path)
     assert (spec.num_kv_heads, spec.head_dim, spec.max_position_embeddings) == (8, 8, 2048)
-    assert (spec.rms_norm_eps, spec.rope) == (1e-6, RopeSpec(type="default", theta=10000.0))
+    assert (spec.norm.eps, spec.rope) == (1e-6, RopeSpec(type="default", theta=10000.0))
     assert (spec.bos_token_id, spec.eos_token_ids, spec.dtype) == (1, (2,), "float32")
     assert not spec.is_fallback
-    assert {spec.tie_word_embeddings, spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm} == {False}
+    [layer] = {replace(layer, number=0) for layer in spec.layers}
+    assert {spec.tie_word_embeddings, layer.mixer.qkv_bias, layer.mixer.out_bias, layer.mlp.bias} == {False}
+    assert layer.mixer.qk_norm == "none"
 
 
 COMPOSED = [
@@ -75,9 +82,9 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path,
     sliding = getattr(theirs, "sliding_window", None) or None
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == head_dim
-    assert max(filter(None, ours.windows), default=None) == sliding
+    assert max((mixer.window for mixer in ours.attentions if mixer.window), default=None) == sliding
     names = {meaning: name for name, meaning in FAMILIES[ours.model_type].renamed.items()}
-    assert ours.rms_norm_eps == getattr(theirs, names.get("rms_norm_eps", "rms_norm_eps"))
+    assert ours.norm.eps == getattr(theirs, names.get("rms_norm_eps", "rms_norm_eps"))
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
@@ -85,6 +92,31 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path,
     eos = [] if theirs.eos_token_id is None else theirs.eos_token_id
     assert list(ours.eos_token_ids) == (eos if isinstance(eos, list) else [eos])
     assert ours.bos_token_id == theirs.bos_token_id
+
+
+BIASES = ("attention_bias", "attention_out_bias", "use_qkv_bias", "mlp_bias", "use_bias")
+BIASED = [*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *DATA_FAMILIES, "nemotron_h", "granite-hybrid", "lfm2"]
+
+
+def biases(names):
+    """The biases of linear layers among names of tensors, without the numbers of layers."""
+    found = (re.fullmatch(r"(?:model|backbone)\.layers\.\d+\.(.*_proj)\.bias", name) for name in names)
+    return {each[1] for each in found if each is not None and "experts" not in each[1]}
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("family", BIASED)
+def test_a_field_about_biases_means_what_transformers_takes_it_for(family, value, tmp_path, tmp_path_factory):
+    config = json.loads((cached_model(family, tmp_path_factory) / "config.json").read_text())
+    for field in BIASES:
+        write(tmp_path, {**config, field: value})
+        if FAMILIES[config["model_type"]].through_transformers({**config, field: value}):
+            continue
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+        ours = decoder_parameters(read_spec(tmp_path), AS_STORED).values()
+        names = {name for parameter in ours for name in parameter.shapes}
+        assert biases(names) == biases(name for name, _ in theirs.named_parameters()), field
 
 
 ROPE_FORMS = {
@@ -123,7 +155,7 @@ def test_old_and_new_config_give_the_same_spec(rope_type, tmp_path):
     new = spec_of(tmp_path, **length, rope_parameters=new_rope, dtype="bfloat16")
     assert old == new
     assert new.rope.type == rope_type
-    assert new != replace(new, rope=RopeSpec(theta=1.0))
+    assert new != new.with_mixers(lambda mixer: replace(mixer, rope=RopeSpec(theta=1.0)))
 
 
 def test_yarn_reaches_its_factor_times_the_original_length(tmp_path):
@@ -153,8 +185,8 @@ QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_
     ],
 )
 def test_qwen_slides_only_where_its_config_says(fields, window, tmp_path):
-    windows = spec_of(tmp_path, **QWEN2, **fields).windows
-    assert windows == (() if window is None else (*(None,) * 4, window))
+    windows = [mixer.window for mixer in spec_of(tmp_path, **QWEN2, **fields).attentions]
+    assert windows == [None, None, None, None, window]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +350,7 @@ def test_a_config_that_is_not_json_is_refused(content, reason, tmp_path):
         (Path.mkdir, "is a folder, not a file"),
         (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device or socket"),
-        (lambda path: path.symlink_to(path.parent / "absent"), "No such file"),
+        (lambda path: path.symlink_to(path.parent / "absent"), "is missing"),
     ],
     ids=["FIFO", "folder", "link loop", "device", "dangling link"],
 )

@@ -153,8 +153,10 @@ def test_a_whole_library_in_the_cache_is_loaded_as_it_is(cache):
         ("so", lambda path: path.unlink()),
         ("sha256", lambda path: path.write_bytes(b"\xff")),
         ("sha256", lambda path: path.unlink()),
+        ("so", lambda path: (path.unlink(), os.mkfifo(path))),
+        ("sha256", lambda path: (path.unlink(), os.mkfifo(path))),
     ],
-    ids=["truncated", "empty", "gone", "another digest", "no digest"],
+    ids=["truncated", "empty", "gone", "another digest", "no digest", "a pipe", "a pipe as digest"],
 )
 def test_a_damaged_library_in_the_cache_is_built_again(cache, suffix, damage):
     (made,) = cache.glob("*.so")

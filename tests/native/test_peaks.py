@@ -10,6 +10,7 @@ from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, bf16_path, int8_path, 
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [(torch.bfloat16, None), (torch.bfloat16, "int8")])
+@pytest.mark.machine
 def test_no_product_is_much_faster_than_the_peak_of_its_path(library, dtype, quantization):
     paths, used = (
         (BF16_PATHS, bf16_path(library.functions))

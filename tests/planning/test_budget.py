@@ -148,6 +148,7 @@ print(isinstance(engine.model, CpuDecoder), measure_step(engine.runner, StepShap
 """
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_predicted_activations_are_near_what_the_system_counts(backend, tmp_path):
     # In a process of its own: what earlier tests left in the allocator changes what the system counts.

@@ -79,7 +79,7 @@ def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_
     for found in (planned, profiled):
         assert found["num_kvcache_blocks"] == engine.num_blocks
         assert found["block_bytes"] == engine.block_bytes
-        assert found["num_kvcache_blocks_reason"] == engine.num_blocks_reason
+        assert found["num_kvcache_blocks_reason"] == engine.pool.reason
 
 
 @pytest.mark.parametrize(
@@ -193,3 +193,19 @@ def test_models_with_recurrent_state_need_triton_on_a_gpu(tmp_path_factory, monk
     here = replace(gpu_machine(), is_here=True)
     with pytest.raises(ConfigError, match="recurrent state, whose kernels on cuda:0 need Triton"):
         decide(EngineConfig(attention_backend="reference"), spec, here)
+
+
+def test_a_gpu_that_torch_does_not_see_is_named(spec, tmp_path, monkeypatch):
+    assert machine.unseen_gpu() is None or not torch.cuda.is_available()
+    driver = tmp_path / "version"
+    monkeypatch.setattr(machine, "_NVIDIA_DRIVER", driver)
+    assert machine.unseen_gpu() is None
+    for number, wheels in (("535.104.05", "cu126"), ("580.65.06", "cu130")):
+        driver.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {number}  Sat Aug 19 01:15:15 UTC 2023\n")
+        reason = machine.unseen_gpu()
+        assert f"driver ({number})" in reason
+        assert reason.endswith(f"whl/{wheels} brings a build for this driver")
+    here = Machine(total_bytes=GIB, available_bytes=GIB, unseen_gpu=reason)
+    assert decide(EngineConfig(max_num_batched_tokens=64), spec, here).refused[0] == f"GPU: {reason}"
+    refused = decide(EngineConfig(max_num_batched_tokens=64, device="cpu"), spec, here).refused
+    assert not any(reason in each for each in refused)

@@ -1,5 +1,6 @@
 """The model of a step's time: what it is made of, what it predicts, and the file that keeps it."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,17 +9,15 @@ from scripted import Simulation
 from pagedcli.core.groups import cache_groups
 from pagedcli.planning.step_time import (
     AttendedLayers,
-    Calibrations,
     StepTime,
     StepWork,
     TimeKey,
     attended_layers,
     between,
-    calibrations,
-    calibrations_named,
     load_step_time,
     made_of,
     save_step_time,
+    step_time_named,
 )
 
 KEY = TimeKey(
@@ -156,16 +155,22 @@ def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkey
     assert load_step_time(replace(KEY, threads=3)) is None
 
 
-def test_calibrations_of_other_block_sizes_are_found_with_it_by_key_and_by_name(tmp_path, monkeypatch):
+def test_a_calibration_is_found_by_key_and_by_the_name_that_a_trace_records(tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
-    other = TRUE.scaled(1.5)
-    save_step_time(replace(KEY, block_size=8), other)
-    assert calibrations(KEY) is None
+    assert load_step_time(KEY) is None
     save_step_time(KEY, TRUE)
-    assert calibrations(KEY) == calibrations_named(KEY.file_name) == Calibrations(TRUE, {8: other})
-    assert calibrations(replace(KEY, block_size=8)) == Calibrations(other, {16: TRUE})
+    assert load_step_time(KEY) == step_time_named(KEY.file_name) == TRUE
+    assert load_step_time(replace(KEY, block_size=8)) is None
     for name in ("absent.json", "../" + KEY.file_name + "x", "", "a\0b"):
-        assert calibrations_named(name) is None
+        assert step_time_named(name) is None
+
+
+def test_a_pipe_is_no_calibration_and_is_replaced_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
+    os.mkfifo(tmp_path / KEY.file_name)
+    assert load_step_time(KEY) is None
+    save_step_time(KEY, TRUE)
+    assert load_step_time(KEY) == TRUE
 
 
 def test_a_broken_file_is_no_calibration(tmp_path, monkeypatch):

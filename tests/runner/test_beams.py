@@ -9,7 +9,7 @@ import transformers
 from engine_harness import make_engine, ragged_prompts
 from model_zoo import cached_model
 
-from pagedcli.batch.requests import RequestParser, RowHead
+from pagedcli.batch.requests import RequestParser
 from pagedcli.errors import ParameterError, RequestError
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -172,7 +172,7 @@ def test_beams_that_can_never_fit_are_refused(model):
     ],
 )
 def test_lines_ask_for_beams_as_in_transformers_and_vllm(line, wanted):
-    params = RequestParser(SamplingParams()).parse({"prompt": "x", **line}, RowHead(0, 1)).params
+    params = RequestParser(SamplingParams()).parse({"prompt": "x", **line}, "plain").params
     assert (params.beam_width, params.n, params.early_stopping) == wanted
 
 
@@ -186,4 +186,4 @@ def test_lines_ask_for_beams_as_in_transformers_and_vllm(line, wanted):
 )
 def test_lines_that_contradict_themselves_are_refused(line, words):
     with pytest.raises(RequestError, match=words):
-        RequestParser(SamplingParams()).parse({"prompt": "x", **json.loads(json.dumps(line))}, RowHead(0, 1))
+        RequestParser(SamplingParams()).parse({"prompt": "x", **json.loads(json.dumps(line))}, "plain")

@@ -74,7 +74,8 @@ def test_block_size_never_changes_the_tokens(family_model, block_size):
 def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(family_model, gib, width, expected):
     """A wide model on a small card: its activations would take memory that the cache needs."""
     spec = read_spec(family_model("llama")[0])
-    spec = replace(spec, hidden_size=width, intermediate_size=64 * width)
+    layers = tuple(replace(layer, mlp=replace(layer.mlp, width=64 * width)) for layer in spec.layers)
+    spec = replace(spec, hidden_size=width, layers=layers)
     gpu = None if gib is None else described_gpu(gib * 2**30).gpus[0]
 
     def resolve(**config):

@@ -20,14 +20,6 @@ PROMPTS = [[5 + i % 300 for i in range(length)] for length in (15, 18)]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    from pretend_cuda import PretendGpu
-
-    with PretendGpu().install(monkeypatch) as gpu:
-        yield gpu
-
-
 def make_engine(path, device, **config):
     config = {"max_num_seqs": 2, "num_gpu_blocks_override": 24, "max_model_len": 64, "dtype": "float32", **config}
     config = {"max_num_batched_tokens": 16, "block_size": 16, **config}

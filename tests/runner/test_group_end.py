@@ -21,6 +21,7 @@ from pagedcli.runner.tensor_parallel import WorkerFailure
 from pagedcli.sampling_params import SamplingParams
 
 REPEATS = 5
+LONG_WAIT_S = tensor_parallel.COLLECTIVE_TIMEOUT.total_seconds() / 2  # nothing but a hang takes so long
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 # like NCCL, and unlike gloo: whoever leaves the group waits for the others
 BARRIER = """
@@ -81,12 +82,10 @@ def ten_steps(engine):
         engine.step()
 
 
-def close_in_time(engine, limit_s=2.0):
+def close_in_time(engine):
     workers = [worker.process for worker in engine._group._ranks.workers]
-    started = time.monotonic()
     engine.close()
-    assert time.monotonic() - started < limit_s
-    assert [worker.returncode for worker in workers] == [0] * len(workers)  # left, and not killed
+    assert [worker.returncode for worker in workers] == [0] * len(workers)  # left before _LEAVE_S, and not killed
     assert not dist.is_initialized()
     engine.close()
 
@@ -116,7 +115,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_words(model, change_work
         started = time.monotonic()
         with pytest.raises(WorkerFailure, match="failed: ArithmeticError: the fourth step went wrong"):
             ten_steps(engine)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < LONG_WAIT_S
     assert not dist.is_initialized()
     assert engine._group._ranks.workers[0].process.returncode is not None
 
@@ -157,14 +156,12 @@ def test_ctrl_c_of_all_processes_ends_all_and_keeps_the_rows(tmp_path):
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 1
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        started = time.monotonic()
-        errors = process.communicate(timeout=60)[1]
-    assert time.monotonic() - started < 10
+        errors = process.communicate(timeout=LONG_WAIT_S)[1]
     assert process.returncode == 130, errors
     assert "--resume" in errors
     assert "Traceback" not in errors
     assert journal.read_text().count("\n") > 3
-    assert not psutil.wait_procs(children, timeout=2)[1]
+    assert not psutil.wait_procs(children, timeout=LONG_WAIT_S)[1]
 
 
 def test_a_program_that_does_not_close_its_llm_ends_all_the_same(tmp_path):
@@ -178,9 +175,7 @@ def test_a_program_that_does_not_close_its_llm_ends_all_the_same(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     pid = int(process.stdout.readline())
-    started = time.monotonic()
-    assert process.wait(20) == 0, process.stderr.read()
-    assert time.monotonic() - started < 5
+    assert process.wait(LONG_WAIT_S) == 0, process.stderr.read()
     assert not psutil.pid_exists(pid)
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+import pagedcli
 from pagedcli import LLM, SamplingParams, StructuredOutputsParams
 from pagedcli.errors import ConfigError, RequestError
 
@@ -266,3 +267,10 @@ def test_threads_that_share_an_llm_take_turns(llm):
 def texts(llm, prompts):
     answered = llm.chat([{"role": "user", "content": prompts[0]}], GREEDY, use_tqdm=False)
     return [output["text"] for output in answered + llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def test_the_package_lists_its_names_and_a_model_says_what_it_is(llm):
+    assert {"LLM", "SamplingParams", "StructuredOutputsParams", "__version__"} <= set(dir(pagedcli))
+    plan = llm.llm_engine.plan
+    blocks = f"{plan.num_blocks:,} blocks of {plan.limits.block_size} tokens"
+    assert repr(llm) == f"LLM('builtin', device='cpu', dtype='{plan.dtype}', {blocks})"

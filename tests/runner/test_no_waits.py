@@ -5,7 +5,7 @@ import pytest
 from engine_harness import ragged_prompts
 from interpreter import interpreted
 from model_zoo import GEMMA4_FAMILIES, tiny_model
-from quantized_zoo import FORMATS, quantized_twins
+from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins
 
 from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
@@ -125,3 +125,9 @@ def test_packed_weights(name, tmp_path, gpu):
     engine, replays, _ = check(gpu, packed)
     assert replays > 0
     assert engine.plan.no_graphs is None
+
+
+@interpreted
+def test_mxfp4_experts(tmp_path, gpu):
+    _, packed = mxfp4_twins(tmp_path)
+    check(gpu, packed)

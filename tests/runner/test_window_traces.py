@@ -1,6 +1,7 @@
 """Engines with windows, without a model: tokens that depend on nothing but what the windows show, and lawful traces."""
 
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -10,9 +11,9 @@ from trace_harness import EventList, check_events, simulated
 from pagedcli.cli.profile_memory import group_rows
 from pagedcli.core.groups import TableShape, cache_groups, sized
 from pagedcli.errors import TraceError
-from pagedcli.events import StepFinished, WindowPassed
+from pagedcli.events import BlocksFilled, PrefixLookedUp, StepFinished, WindowPassed
 from pagedcli.trace.check import TraceChecker
-from pagedcli.trace.fold import fold
+from pagedcli.trace.fold import fold, pool_fold
 from pagedcli.views.explain import Explainer
 
 WINDOWS = [(5,), (3,), (4, None), (3, 3, None), (6, 9)]
@@ -67,6 +68,27 @@ def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
         fold(EventList(events), explainer)
         explainer.finish()
     assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("windows", [(None, 3), (6, 3), (None, 4, 7)])
+def test_a_lookup_names_the_hash_of_the_group_that_is_missing(windows):
+    """So a block of another group that is still cached is not taken for a collision of hashes."""
+    reasons, num_others = Counter(), 0
+    for seed in range(4):
+        explainer = Explainer()
+        events = simulated(num_blocks=14 * len(windows), windows=windows, num_requests=60, seed=seed)
+        folding = pool_fold(explainer)
+        for event in events:
+            if isinstance(event, PrefixLookedUp) and event.miss_reason == "no_match":
+                assert event.missing_hash not in folding.state.hash_to_block_id
+            folding(event)
+        explainer.finish()
+        reasons.update(lookup.reason for lookup in explainer.lookups)
+        filled = [event for event in events if isinstance(event, BlocksFilled)]
+        missing = {event.missing_hash for event in events if isinstance(event, PrefixLookedUp)}
+        num_others += len(missing & {each for event in filled for each in event.hashes[1 :: len(windows)]})
+    assert reasons["evicted"] > 0 < num_others
+    assert not reasons["hash_collision"] + reasons["unfindable"]
 
 
 def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():

@@ -8,9 +8,9 @@ from model_zoo import tiny_model
 from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
-from pagedcli.core.groups import cache_groups
 from pagedcli.errors import BackendError
 from pagedcli.models.reading import read_spec
+from pagedcli.models.spec import layer_groups
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.sampling_params import SamplingParams
 
@@ -51,7 +51,7 @@ PROMPTS = prompts()
 
 
 def small_pool(path):
-    groups = cache_groups(read_spec(path).windows)
+    groups = layer_groups(read_spec(path).attention_layers)
     return SMALL_POOLS[len(groups)]
 
 
@@ -76,7 +76,7 @@ def windowed(request, tmp_path_factory):
 def test_tokens_equal_transformers_past_the_window_in_a_small_pool(windowed):
     path, expected = windowed
     engine = make_engine(path, **HARD, num_gpu_blocks_override=small_pool(path))
-    assert engine.spec.windows
+    assert any(mixer.window for mixer in engine.spec.attentions)
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens > 0

@@ -12,11 +12,12 @@ from scripted import Simulation
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.events import PrefixLookedUp, StepScheduled
+from pagedcli.records import hash_text
 from pagedcli.show.data_files import DataFiles, data_paths, next_part
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.step_rows import TABLES, StepChoice, StepRows, hash_text
+from pagedcli.views.step_rows import StepChoice, StepRows, file_columns
 
 ALL = StepChoice()
 ENDINGS = ("csv", "jsonl", "parquet")
@@ -33,7 +34,7 @@ def rows_of(path, table):
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_text().splitlines()]
     with path.open(newline="") as file:
-        types = {column.name: PARSERS[column.type] for column in TABLES[table]}
+        types = {column.key: PARSERS[column.kind] for column in file_columns(table)}
         return [
             {name: None if cell == "" else types[name](cell) for name, cell in row.items()}
             for row in csv.DictReader(file)
@@ -98,7 +99,7 @@ def dump(path, seed, chosen=ALL):
 def test_the_files_hold_the_pool_at_every_step(tmp_path, seed):
     expected, tables = dump(tmp_path / f"kv.{ENDINGS[seed % 3]}", seed)
     for name, rows in tables.items():
-        assert all(list(row) == [column.name for column in TABLES[name]] for row in rows)
+        assert all(list(row) == [column.key for column in file_columns(name)] for row in rows)
     by_step = {name: {} for name in ("sequences", "blocks")}
     for name, steps in by_step.items():
         for row in tables[name]:
@@ -211,7 +212,7 @@ def _duckdb(files, step, block, owners):
         assert found == owners
         for table, path in paths.items():
             assert duckdb.sql(f"select count(*) from '{path}'").fetchall() == [(len(rows_of(path, table)),)]
-            columns = [column.name for column in TABLES[table]]
+            columns = [column.key for column in file_columns(table)]
             assert duckdb.sql(f"from '{path}' limit 0").columns == columns
     return True
 
@@ -226,7 +227,7 @@ def _datasets(files, step, block, owners):
         for table, path in paths.items():
             cache = str(path.parent / "cache")
             rows = load_dataset(kind, data_files=str(path), split="train", cache_dir=cache)
-            assert rows.column_names == [column.name for column in TABLES[table]]
+            assert rows.column_names == [column.key for column in file_columns(table)]
             assert len(rows) == len(rows_of(path, table))
     return True
 

@@ -127,7 +127,7 @@ def code(state, block_id):
 def test_timelines_leave_no_gap(tmp_path):
     data = page_data(render_report(TraceReader(recorded(tmp_path / "run.jsonl.zst"))))
     for row in requests_of(data):
-        assert row["reason"] == "length"
+        assert row["end"] == "length"
         for before, after in pairwise(row["phases"]):
             assert after[1] == before[2] + 1
         assert all(first <= last for _, first, last in row["phases"])
@@ -261,7 +261,7 @@ def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, ch
     assert found["searched"]
     assert all(name.startswith("code-Tavek") for name in found["searched"])
     rows = requests_of(page_data(page))
-    by_time = sorted(rows, key=lambda row: row["total"])
+    by_time = sorted(rows, key=lambda row: row["total_s"])
     assert found["slowestFirst"] == by_time[-1]["label"]
     assert found["fastestFirst"] == by_time[0]["label"]
     assert found["generated"] == sorted(found["generated"], reverse=True)

@@ -10,11 +10,26 @@ from dataclasses import replace
 import pytest
 from cli_harness import pagedcli
 
+from pagedcli.cli.tuning import time_in_turns
+from pagedcli.config import load_config
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.planning.step_time import Calibrations, StepTime
-from pagedcli.simulation.advice import WORTH_SAYING, Advice, OtherKV, Subject, advise, recorded_advice, tune
+from pagedcli.planning.step_time import StepTime
+from pagedcli.simulation.advice import (
+    LEAST_TIMED_S,
+    WORTH_SAYING,
+    Advice,
+    SmallerKV,
+    Subject,
+    Turns,
+    advise,
+    flags_of,
+    recorded_advice,
+    recorded_plan,
+    tune,
+)
 from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
 
 
@@ -41,26 +56,94 @@ def promised(trial):
     return run.num_cached_tokens, run.num_preemptions, run.num_recomputed_tokens, run.peak_used_blocks
 
 
-def test_smaller_blocks_are_advised_where_more_would_be_shared_and_the_larger_of_two_that_share_as_much():
-    assert best(advise(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))) == "--block-size 8"
-    assert (
-        best(advise(subject([[1] * 240 + own(n, 9) for n in range(16)], num_blocks=512, block_size=256)))
-        == "--block-size 16"
-    )
-    assert best(advise(subject([[1] * 24 + own(n, 9) for n in range(16)], device="cuda:0"))) is None, "no kernels for 8"
+FASTER, NO_FASTER = Turns((2.0, 2.1, 2.2), (1.4, 1.5, 1.6)), Turns((2.0, 2.1, 2.2), (1.6, 1.7, 2.05))
+
+
+def timed(given, turns=FASTER):
+    """The subject with slow steps, on a machine where runs in turns come out like this. Also what was timed."""
+    asked = []
+
+    def time_in_turns(_, changes):
+        asked.append(dict(changes))
+        return turns
+
+    return replace(given, step_time=STEP_TIME.scaled(20), time_in_turns=time_in_turns), asked
+
+
+def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are_all_faster():
+    given = subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200)
+    found = advise(given)
+    assert not any(trial.setting.kind.is_timed for trial in found.trials), "not by the computed tokens"
+    given, asked = timed(given)
+    found = advise(given)
+    first = found.best[0]
+    assert first.setting.kind.is_timed
+    assert first.turns == FASTER
+    assert first.gain == pytest.approx(1 - 1.5 / 2.1)
+    assert f"{first.setting.text}: 28.6 % less time, timed in turns" in found.sentences()[0]
+    assert 1 <= len(asked) <= 2
+    given, asked = timed(given, NO_FASTER)
+    found = advise(given)
+    assert asked
+    assert not found.best, "one pass with it took as long as one without"
+    given, asked = timed(given, None)
+    assert not advise(given).best, "it could not be timed"
+    given, _ = timed(given)
+    untimed = advise(replace(given, time_in_turns=None))
+    assert not any(trial.setting.kind.is_timed for trial in untimed.trials)
+
+
+def test_settings_that_are_not_timed_say_so_in_the_table():
+    given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
+    found = advise(given)
+    left = [trial for trial in found.trials if trial.setting.kind.is_timed and trial.turns is None]
+    assert left
+    assert all("not timed" in trial.cost for trial in left)
+    assert not any(trial in found.best for trial in left)
+
+
+def test_a_run_under_two_seconds_is_not_compared_by_time():
+    given, asked = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
+    slow = advise(given).base.seconds
+    assert slow > LEAST_TIMED_S
+    asked.clear()
+    fast = replace(given, step_time=STEP_TIME.scaled(20 * 0.9 * LEAST_TIMED_S / slow))
+    found = advise(fast)
+    assert not found.by_time
+    assert not asked
+    assert tune(fast).by_time is False
+
+
+def test_smaller_blocks_are_tried_where_the_kernels_have_them():
+    def sizes(given):
+        found = advise(timed(given)[0])
+        return {t.setting.changes["engine.block_size"] for t in found.trials if t.setting.kind.name == "block size"}
+
+    prompts = [[1] * 240 + own(n, 9) for n in range(16)]
+    assert sizes(subject(prompts, num_blocks=512, block_size=64)) == {8, 16, 32}
+    assert sizes(subject(prompts, num_blocks=512, block_size=64, device="cuda:0")) == {16, 32}
 
 
 def test_the_blocks_of_a_small_pool_are_part_of_the_advice_on_their_size():
-    found = advise(subject([[1] * 24 + own(n, 9) for n in range(40)], num_blocks=12))
-    settings = [trial.setting.text for trial in found.trials if trial.setting.kind == "block size"]
+    given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(40)], num_blocks=12))
+    settings = [trial.setting.text for trial in advise(given).trials if trial.setting.kind.name == "block size"]
     assert settings == ["--block-size 8 --num-gpu-blocks-override 24"]
+
+
+def test_memory_that_a_larger_pool_uses_for_the_first_time_is_named():
+    prompts = [own(n, 64) for n in range(48)]
+    slow = replace(STEP_TIME.scaled(20), first_use_s=0.1)
+    given = replace(subject(prompts, num_blocks=24, max_num_seqs=2, block_bytes=2**20), step_time=slow)
+    [pool] = [trial for trial in advise(given).trials if trial.setting.kind.name == "pool"]
+    assert pool.gain < 0
+    assert "memory used for the first time: " in pool.cost
 
 
 def test_the_advised_pool_is_the_smallest_that_is_as_good():
     prompts = [own(n % 12, 64) + own(50 + n, 8) for n in range(48)]
     given = subject(prompts, num_blocks=24, max_num_seqs=1, block_bytes=2**20)
-    pools = [trial for trial in advise(given).trials if trial.setting.kind == "pool"]
-    [(flag, number)] = pools[0].setting.flags
+    pools = [trial for trial in advise(given).trials if trial.setting.kind.name == "pool"]
+    [flag, number] = flags_of(pools[0].setting.changes)
     assert flag == "--num-gpu-blocks-override"
     assert f"costs {int(number) - 24:.1f} MiB of memory" in " ".join(
         Advice(advise(given).base, tuple(pools)).sentences()
@@ -109,8 +192,7 @@ def test_nothing_that_was_tried_is_better_than_what_is_advised_and_every_row_is_
     else:
         assert not gains or gains[0] < WORTH_SAYING + 0.001
     for trial in found.trials:
-        plan = replace(given.plan, limits=trial.setting.limits)
-        again = advise(replace(given, plan=plan, reorder=trial.setting.reorder)).base
+        again = advise(trial.setting.subject).base
         assert promised(trial) == promised(replace(trial, forecast=again)), trial.setting.text
 
 
@@ -122,8 +204,8 @@ def test_trials_end_when_their_time_is_over():
 
 
 def test_where_no_request_fits_no_setting_saves_anything():
-    for timed in (None, TIMED):
-        found = advise(replace(subject([own(n, 64) for n in range(4)], num_blocks=1), timed=timed))
+    for step_time in (None, STEP_TIME):
+        found = advise(replace(subject([own(n, 64) for n in range(4)], num_blocks=1), step_time=step_time))
         assert not found.best
         assert found.sentences() == ["not known: no request fits into the pool of 1 block"]
 
@@ -136,64 +218,47 @@ STEP_TIME = StepTime(
 )
 
 
-TIMED = Calibrations(STEP_TIME, {8: STEP_TIME})
-
-
-def test_smaller_blocks_are_compared_by_the_time_of_their_own_steps():
-    prompts = [[1] * 24 + own(n, 9) for n in range(24)]
-    slower = STEP_TIME.scaled(1.5)
-    for timed, expected in ((TIMED, True), (Calibrations(STEP_TIME, {8: slower}), False)):
-        found = advise(replace(subject(prompts, num_blocks=2000), timed=timed))
-        [trial] = [each for each in found.trials if each.setting.kind == "block size"]
-        assert (trial.gain > 0) == expected
-        assert "timed" not in (found.not_tried or "")
-    found = advise(replace(subject(prompts, num_blocks=2000), timed=Calibrations(STEP_TIME, {})))
-    assert "block size" not in {trial.setting.kind for trial in found.trials}
-    assert found.not_tried == "--block-size 8, whose steps have not been timed (pagedcli plan does)"
-    alone = replace(subject([own(n, 33) for n in range(24)], num_blocks=2000), timed=Calibrations(STEP_TIME, {}))
-    assert advise(alone).not_tried is None, "smaller blocks would save nothing if they were as fast"
-
-
 def test_with_the_time_of_steps_limits_are_tried_too_and_tuning_combines_changes():
     prompts = [[1] * 24 + own(n, 9) for n in range(24)]
-    given = replace(subject(prompts, num_output=8, num_blocks=2000), timed=TIMED)
-    found = advise(given)
-    assert {"sequences", "step tokens", "chunk"} <= {trial.setting.kind for trial in found.trials}
-    assert best(found) == "--max-num-seqs 8"
+    given, asked = timed(subject(prompts, num_output=8, num_blocks=2000))
+    assert {"sequences", "step tokens", "chunk"} <= {trial.setting.kind.name for trial in advise(given).trials}
+    asked.clear()
     tuned = tune(given)
-    assert tuned.changes["--block-size"] == "8"
-    assert int(tuned.changes["--max-num-seqs"]) >= 16
-    assert tuned.gain > found.best[0].gain
-    assert "--max-num-seqs" not in tune(given, fixed=frozenset(["--max-num-seqs"])).changes
+    assert tuned.changes["engine.block_size"] == 8
+    assert tuned.changes["engine.max_num_seqs"] >= 16
+    assert asked == [tuned.changes], "all changes are timed once, together"
+    assert (tuned.turns, tuned.gain) == (FASTER, FASTER.gain)
+    assert "engine.max_num_seqs" not in tune(given, fixed=frozenset(["engine.max_num_seqs"])).changes
+    kept = tune(timed(given, NO_FASTER)[0])
+    assert not {"engine.block_size", "engine.max_num_seqs"} & kept.changes.keys(), "no faster in turns"
 
 
-def test_a_smaller_kv_cache_is_tried_only_where_it_is_allowed_and_its_steps_are_timed_too():
-    """Twelve conversations of 64 tokens do not fit into 24 blocks, but into twice as many."""
+def test_a_smaller_kv_cache_is_tried_only_where_it_is_allowed():
+    """Twelve conversations of 64 tokens do not fit into 26 blocks, but into twice as many."""
     prompts = [own(n % 12, 64) + own(50 + n, 8) for n in range(48)]
-    given = subject(prompts, num_blocks=26, max_num_seqs=1, block_bytes=1024)
-    assert "KV dtype" not in {trial.setting.kind for trial in advise(given).trials}
-    other = OtherKV("int8", 512, None)
-    [found] = [each for each in advise(replace(given, other_kv=other)).trials if each.setting.kind == "KV dtype"]
+    given, _ = timed(subject(prompts, num_blocks=26, max_num_seqs=1, block_bytes=1024))
+    assert "KV dtype" not in {trial.setting.kind.name for trial in advise(given).trials}
+    given = replace(given, smaller_kv=SmallerKV("int8", 512, 1024))
+    [found] = [each for each in advise(given).trials if each.setting.kind.name == "KV dtype"]
     assert found.setting.text == "--kv-cache-dtype int8 --num-gpu-blocks-override 52"
     assert found.setting.cost == "other rounding: some tokens may differ"
     limits = replace(given.limits, num_blocks=52)
     assert found.forecast == advise(replace(given, plan=replace(given.plan, limits=limits))).base
-    untimed = advise(replace(given, other_kv=other, timed=TIMED))
-    assert "KV dtype" not in {trial.setting.kind for trial in untimed.trials}
-    assert "--kv-cache-dtype int8, whose steps have not been timed" in untimed.not_tried
 
 
 def test_tuning_gives_the_blocks_of_the_settings_that_it_ends_with():
-    """Smaller blocks, then a smaller type of K and V: four times the blocks, in the same memory."""
+    """Smaller blocks and a smaller type of K and V: four times the blocks, in the same memory."""
     prompts = [[1] * 24 + own(n % 12, 41) + own(50 + n, 3) for n in range(30)]
-    given = subject(prompts, num_output=2, num_blocks=13, max_num_seqs=2, block_bytes=1024)
-    given = replace(given, other_kv=OtherKV("int8", 512, None))
-    tuned = tune(given, fixed=frozenset(["--max-num-seqs", "--max-num-batched-tokens", "--reorder"]))
-    assert (tuned.changes["--kv-cache-dtype"], tuned.changes["--block-size"]) == ("int8", "8")
-    assert tuned.changes["--num-gpu-blocks-override"] == str(13 * 2 * 2)
+    given, _ = timed(subject(prompts, num_output=2, num_blocks=13, max_num_seqs=2, block_bytes=1024))
+    given = replace(given, smaller_kv=SmallerKV("int8", 512, 1024))
+    fixed = ("engine.max_num_seqs", "engine.max_num_batched_tokens", "engine.chunked_prefill_size", "run.reorder")
+    tuned = tune(given, fixed=frozenset(fixed))
+    changes = tuned.changes
+    assert (changes["engine.kv_cache_dtype"], changes["engine.block_size"]) == ("int8", 8)
+    assert changes["engine.num_gpu_blocks_override"] == 13 * 2 * 2
     limits = replace(
-        given.limits, num_blocks=52, block_size=8, eviction=tuned.changes.get("--eviction", "lru"),
-        preemption_policy=tuned.changes.get("--preemption-policy", "last"),
+        given.limits, num_blocks=52, block_size=8, eviction=changes.get("engine.eviction", "lru"),
+        preemption_policy=changes.get("engine.preemption_policy", "last"),
     )  # fmt: skip
     assert tuned.found == advise(replace(given, plan=replace(given.plan, limits=limits))).base
 
@@ -217,8 +282,8 @@ def runs(tmp_path_factory):
     """A file, its recording with tokens, and what generate said."""
     folder = tmp_path_factory.mktemp("advice")
     rng = random.Random(3)
-    heads = [" ".join(rng.choice(["cat", "dog", "sun", "sea", "red", "old"]) for _ in range(n)) for n in (9, 14)]
-    rows = [{"prompt": f"{heads[n % 2]} {n}", "max_tokens": 5, "ignore_eos": True} for n in range(30)]
+    heads = [" ".join(rng.choice(["cat", "dog", "sun", "sea", "red", "old"]) for _ in range(40)) for _ in range(6)]
+    rows = [{"prompt": f"{heads[n % 6]} {n}", "max_tokens": 5, "ignore_eos": True} for n in range(30)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = pagedcli(
         "generate", folder / "in.jsonl", "-o", folder / "out.jsonl",
@@ -248,7 +313,7 @@ def test_all_commands_give_the_same_answer(runs):
 def test_a_run_with_the_advised_flags_does_what_was_promised(runs):
     folder, _ = runs
     for number, trial in enumerate(recorded_advice(folder / "run.jsonl").best):
-        flags = [text for pair in trial.setting.flags for text in pair if text]
+        flags = flags_of(trial.setting.changes)
         pool = () if "--num-gpu-blocks-override" in flags else ("--num-gpu-blocks-override", "16")
         pagedcli(
             "generate", folder / "in.jsonl", "-o", folder / f"{number}.jsonl", "--summary-json",
@@ -263,8 +328,8 @@ def test_without_recorded_tokens_it_is_said_what_cannot_be_tried(runs, tmp_path)
     folder, _ = runs
     pagedcli("generate", folder / "in.jsonl", "-o", "/dev/null", "--record", tmp_path / "run.jsonl", *FLAGS)
     found = recorded_advice(tmp_path / "run.jsonl")
-    assert "smaller blocks and another order, which need the tokens (--record-tokens)" in found.not_tried
-    assert {trial.setting.kind for trial in found.trials} <= {"pool", "policy", "preemption"}
+    assert "another order, which needs the tokens (--record-tokens)" in found.not_tried
+    assert {trial.setting.kind.name for trial in found.trials} <= {"pool", "policy", "preemption"}
 
 
 def test_the_table_has_the_run_as_it_is_and_every_trial():
@@ -282,8 +347,7 @@ def test_plan_gives_the_same_answer_and_its_own_recommendation_is_that(runs):
     lengths = ("--outputs", folder / "out.jsonl")
     planned = json.loads(pagedcli(*arguments, *lengths, "--format", "json").stdout)
     assert planned["advice"] == "; or ".join(found.sentences())
-    flags = {flag: value for trial in found.best for flag, value in trial.setting.flags}
-    assert planned["recommended_block_size"] == int(flags.get("--block-size", 16))
+    assert planned["recommended_block_size"] == 16
     assert found.sentences()[0] in pagedcli(*arguments, *lengths, columns=1000).stdout
 
 
@@ -307,10 +371,11 @@ def test_simulate_gives_the_same_answer_for_the_recording_and_for_the_file(runs)
 def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs, tmp_path, monkeypatch):
     folder, _ = runs
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    monkeypatch.setattr("pagedcli.bench.calibration.calibrate", lambda *_, **__: STEP_TIME)
+    monkeypatch.setattr("pagedcli.bench.calibration.calibrate", lambda *_, **__: STEP_TIME.scaled(20))
+    monkeypatch.setattr("pagedcli.cli.tuning.time_in_turns", lambda *_: None)
     pool = ("--num-gpu-blocks-override", "16")
     lengths = ("--outputs", folder / "out.jsonl")
-    first = as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths)
+    as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths)
     trace = tmp_path / "run.jsonl"
     said = pagedcli(
         "generate", folder / "in.jsonl", "-o", tmp_path / "out.jsonl", "--record", trace, "--record-tokens",
@@ -320,27 +385,27 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
     assert "less time" in expected["advice"]
     assert f"to change    {expected['advice'].split('; or ')[0]}" in said
     others = {
-        "plan": as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths),
+        "plan": as_json("plan", folder / "in.jsonl", "--no-calibrate", *pool, *FLAGS, *lengths),
         "explain": as_json("explain", trace),
         "simulate": as_json("simulate", folder / "in.jsonl", *lengths, "--pool", "16", *FLAGS),
         "simulate the recording": as_json("simulate", trace),
     }
     for name, found in others.items():
         assert found["advised"] == expected["advised"], name
-    assert {row["setting"] for row in first["settings_tried"]} == {
-        row["setting"] for row in others["explain"]["settings_tried"]
-    }
+    tried = [{row["setting"] for row in others[name]["settings_tried"]} for name in ("plan", "explain")]
+    assert tried[0] == tried[1]
     (tmp_path / "times").rename(tmp_path / "elsewhere")  # as on another machine
     assert "to compute (" in as_json("explain", trace)["advice"]
 
 
 def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
     folder, _ = runs
-    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME, "a test"))
+    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME.scaled(20), "a test"))
+    monkeypatch.setattr("pagedcli.cli.tuning.time_in_turns", lambda *_: FASTER)
     rows = (folder / "out.jsonl").read_text().splitlines()
     printed = pagedcli("plan", folder / "in.jsonl", "--tune", *FLAGS)
     (tmp_path / "tuned.yaml").write_text(printed.stdout)
-    assert "less time expected" in printed.stderr
+    assert "28.6 % less time timed in turns" in printed.stderr
     assert "max_num_seqs" not in printed.stdout, "it was given"
     out = tmp_path / "out.jsonl"
     tuned = pagedcli("generate", folder / "in.jsonl", "-o", out, "--tune", "--output-token-ids", *FLAGS)
@@ -354,3 +419,18 @@ def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, m
     refused = pagedcli("generate", folder / "in.jsonl", "--allow-kv-dtype", expect=2)
     assert "--allow-kv-dtype needs --tune" in refused.stderr
     assert "write it into a file first" in pagedcli("generate", "-", "--tune", stdin="{}", expect=2).stderr
+
+
+def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys):
+    folder, _ = runs
+    loaded = load_config(None, {"engine.max_num_seqs": 4, "engine.num_gpu_blocks_override": 16})
+    workload, state = read_recorded_run(folder / "run.jsonl")
+    given = Subject(workload, recorded_plan(state), step_time=STEP_TIME)
+    base = replace(advise(given).base, seconds=3.0)
+    turns = time_in_turns(loaded, base, given, {"engine.block_size": 8, "engine.num_gpu_blocks_override": 32})
+    assert (len(turns.before_s), len(turns.after_s)) == (4, 4)
+    assert all(seconds > 0 for seconds in (*turns.before_s, *turns.after_s))
+    said = capsys.readouterr().err
+    assert "and the settings of before in turns, on 16 prompts" in said
+    assert time_in_turns(loaded, base, given, {"engine.kv_cache_dtype": "fp8"}) is None
+    assert "not timed: kv_cache_dtype fp8 needs a CUDA GPU" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED):
     loaded = load_config(None, flags)
     folder = model_folder(loaded.config.engine)
     spec = read_spec(folder)
-    plan, _ = expected_plan(loaded.config.engine, spec, this_machine())
+    plan = expected_plan(loaded.config.engine, spec, this_machine())
     requests = PromptRequests(str(path), most_tokens=most_tokens)
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
@@ -117,6 +117,6 @@ def test_equal_prompts_start_in_the_order_of_the_run(tmp_path):
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("b", "a", "b", "a")))
     loaded = load_config(None, {})
     folder = model_folder(loaded.config.engine)
-    plan, _ = expected_plan(loaded.config.engine, read_spec(folder), this_machine())
+    plan = expected_plan(loaded.config.engine, read_spec(folder), this_machine())
     workload = read_prompts(str(path), open_prompts(loaded, str(path), folder, plan.limits))
     assert [request.request_id for request in in_prefix_order(workload.requests)] == ["3", "1", "2", "0"]

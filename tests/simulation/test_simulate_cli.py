@@ -262,7 +262,7 @@ def test_advice_is_about_the_smallest_pool_and_no_row_of_the_sweep_with_this_pol
     assert tried[0]["setting"] == "as it is"
     assert tried[0]["hit_rate"] == document["pools"][0]["hit_rate_tokens"]
     assert pool["hit_rate"] == document["pools"][1]["hit_rate_tokens"] > tried[0]["hit_rate"]
-    assert "which need the tokens" in document["advice"]
+    assert "which needs the tokens" in document["advice"]
     text = simulate(trace, "--pool", "22,200").stdout
     assert "each run in the simulator: 22 blocks, lru" in text
     assert f"to change: {document['advice'].split('; or ')[0]}" in " ".join(text.split())

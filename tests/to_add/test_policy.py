@@ -89,11 +89,11 @@ def test_a_run_gives_the_same_rows_and_a_lawful_trace(pagedcli, run):
     ]
 
 
-def test_the_laws_notice_another_choice(pagedcli, run):
+def test_the_laws_notice_what_lru_would_not_choose_and_a_policy_that_does_not_exist(pagedcli, run):
     trace = (run / "run.jsonl").read_text()
     assert trace.count('"eviction":"mru"') == 1
-    (run / "other.jsonl").write_text(trace.replace('"eviction":"mru"', '"eviction":"fifo"'))
-    assert "fifo evicts" in pagedcli("replay", run / "other.jsonl", "--check", expect=1)
+    (run / "other.jsonl").write_text(trace.replace('"eviction":"mru"', '"eviction":"lru"'))
+    assert "the next free block is" in pagedcli("replay", run / "other.jsonl", "--check", expect=1)
     (run / "unknown.jsonl").write_text(trace.replace('"eviction":"mru"', '"eviction":"nru"'))
     assert "'nru' is unknown" in pagedcli("replay", run / "unknown.jsonl", "--check", expect=1)
 

@@ -6,7 +6,15 @@ from scripted import Simulation
 from trace_harness import check_events, simulated
 
 from pagedcli.errors import TraceError
-from pagedcli.events import CacheGroup, RequestFinished, RequestRefused, RequestWaiting
+from pagedcli.events import (
+    BlocksReleased,
+    CacheGroup,
+    RequestFinished,
+    RequestRefused,
+    RequestWaiting,
+    StepFinished,
+    StepStarted,
+)
 from pagedcli.sampling_params import SamplingParams
 
 EVENTS = simulated(num_requests=30, num_blocks=12)
@@ -20,8 +28,9 @@ NOT_CHECKABLE = {
         "chunked_prefill_size": "a higher limit explains the same steps",
         "min_prefill_tokens": "a higher number explains the same steps",
         "num_blocks": "a larger pool explains the same steps until its last block is taken",
-        "eviction": "any other policy than lru may evict in this order",
+        "eviction": "any other policy than lru may evict in any order",
         "preemption_policy": "no law says yet which running sequence is preempted",
+        "kinds": "what other kinds of cache veto is only bounded",
         "step_times": "a file of the machine that ran it",
     },
     "RequestAdded": {
@@ -40,7 +49,7 @@ NOT_CHECKABLE = {
     "RequestPreempted": {"for_seq_id": "any running sequence that needed as many blocks explains it"},
     "RequestWaiting": {
         "num_blocks_needed": "with a salt no one knows how much of the prefix is in use",
-        "reason": "it follows from the policy of the scheduler, which the laws do not decide again",
+        "reason": "it follows from the policy of the scheduler; the laws only judge what a reason claims",
     },
     "StepStarted": {"time_ns": "a clock: only its order and the parts of the step bound it"},
     "StepFinished": {
@@ -53,6 +62,7 @@ CHANGED = {
     str: lambda text: text + "x",
     bool: lambda flag: not flag,
     tuple: lambda many: (*many[:-1], other(many[-1])),
+    msgspec.UnsetType: lambda _: "state",
     CacheGroup: lambda group: msgspec.structs.replace(group, token_bytes=other(group.token_bytes)),
 }
 WORDS = {
@@ -197,6 +207,43 @@ def test_a_finish_that_is_none_is_found():
         changed = msgspec.structs.replace(EVENTS[place], reason="abort")
         with pytest.raises(TraceError, match="ended by abort, but got a token in this step"):
             check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])
+
+
+KINDS = sorted({type(event).__name__ for event in EVENTS} - {"EngineStarted"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("times", [0, 2])
+def test_an_event_that_is_missing_or_comes_twice_is_found(kind, times):
+    """But the very last one: a killed run ends before it."""
+    places = [i for i, event in enumerate(EVENTS[:-1]) if type(event).__name__ == kind]
+    for place in places[:: max(1, len(places) // 12)]:
+        with pytest.raises(TraceError):
+            check_events([*EVENTS[:place], *[EVENTS[place]] * times, *EVENTS[place + 1 :]])
+
+
+def test_an_event_of_a_step_that_comes_while_none_runs_is_found():
+    """Neighbours within a step that change different things have no order that a law could know."""
+    places = [i for i, event in enumerate(EVENTS[:-1]) if isinstance(event, StepStarted | StepFinished) and i]
+    num_found = 0
+    for place in places:
+        for first in (place - 1, place):
+            a, b = EVENTS[first : first + 2]
+            between = {"StepStarted", "StepFinished", "RequestAdded"} & {type(a).__name__, type(b).__name__}
+            if len(between) == 1 and not isinstance(a, BlocksReleased):
+                with pytest.raises(TraceError):
+                    check_events([*EVENTS[:first], b, a, *EVENTS[first + 2 :]])
+                num_found += 1
+    assert num_found > 40
+
+
+@pytest.mark.parametrize("reason", ["max_num_seqs", "min_prefill_tokens", "state_slots", "checkpoint", "free_blocks"])
+def test_a_reason_to_wait_that_claims_what_is_not_so_is_found(reason):
+    roomy = simulated(num_blocks=200, max_num_seqs=40, max_num_batched_tokens=4)
+    place = next(i for i, event in enumerate(roomy) if isinstance(event, RequestWaiting))
+    changed = msgspec.structs.replace(roomy[place], reason=reason)
+    with pytest.raises(TraceError, match=f"need not wait for {reason}"):
+        check_events([*roomy[:place], changed, *roomy[place + 1 :]])
 
 
 def test_the_list_of_what_cannot_be_checked_names_real_fields():

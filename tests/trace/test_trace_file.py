@@ -10,7 +10,7 @@ import pytest
 from scripted import Simulation
 
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, StepFinished
+from pagedcli.events import OLDEST_SCHEMA, SCHEMA_VERSION, EngineStarted, Event, StepFinished
 from pagedcli.line_files import zstd
 from pagedcli.simulation.formats import read_traces
 from pagedcli.trace.files import TraceReader, TraceWriter
@@ -113,7 +113,7 @@ def test_a_damaged_line_is_named_with_what_can_still_be_read(tmp_path, suffix, d
     assert message.startswith(f"{path}:{number}: ")
     if number == 1:
         assert "not a trace of pagedcli, or its first line is damaged (" in message
-        assert hint == f"record it again: pagedcli generate PROMPTS.jsonl --record {path} --overwrite"
+        assert hint == "a trace is recorded by: pagedcli generate PROMPTS.jsonl --record run.jsonl.zst"
         return
     assert ": the trace is damaged: this line is no event (" in message
     command = re.fullmatch("what precedes the damage is still a trace: (.*)", hint)[1]
@@ -136,7 +136,7 @@ def test_a_damaged_compressed_stream_is_named_with_what_can_still_be_read(tmp_pa
 @pytest.mark.parametrize(
     ("schema", "words", "hint"),
     [
-        (SCHEMA_VERSION - 1, "older", "record it again: pagedcli generate PROMPTS.jsonl --record {path} --overwrite"),
+        (OLDEST_SCHEMA - 1, "older", "record it again: pagedcli generate PROMPTS.jsonl --record {path} --overwrite"),
         (99, "newer", "read it with pagedcli 7.1, which wrote it, or a later version"),
     ],
 )

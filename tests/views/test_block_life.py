@@ -12,7 +12,7 @@ from pagedcli.events import StepScheduled
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.block_life import BlockLife
 from pagedcli.views.cache_groups import group_of
-from pagedcli.views.step_rows import block_owners
+from pagedcli.views.rows import block_owners
 
 
 @pytest.mark.parametrize(("num_blocks", "windows"), [(14, (None,)), (20, (4, None))])

@@ -17,7 +17,15 @@ from trace_harness import EventList, simulated
 
 import pagedcli as package
 from pagedcli.core.facts import RunFacts
-from pagedcli.events import PrefixLookedUp, WaitingReason
+from pagedcli.events import (
+    CHECKPOINT_WORDS,
+    MISS_WORDS,
+    WAITING_WORDS,
+    CheckpointReason,
+    MissReason,
+    PrefixLookedUp,
+    WaitingReason,
+)
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader, TraceWriter
@@ -25,7 +33,6 @@ from pagedcli.trace.fold import Fold, fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import memory_use
 from pagedcli.views.whole_run import Findings, WholeRun, finding_lines, story
-from pagedcli.views.words import WAITING_WORDS
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 
@@ -312,4 +319,7 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
 
 
 def test_every_reason_to_wait_has_words():
-    assert WAITING_WORDS.keys() == set(get_args(WaitingReason))
+    for words, reasons in (
+        (WAITING_WORDS, WaitingReason), (CHECKPOINT_WORDS, CheckpointReason), (MISS_WORDS, MissReason)
+    ):  # fmt: skip
+        assert words.keys() == set(get_args(reasons))

@@ -69,7 +69,7 @@ def test_unwanted_fields_are_dropped_and_only_these():
 def test_what_is_no_trace_is_not_searched_and_of_a_damaged_one_the_beginning_is(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    with pytest.raises(TraceError, match="not a trace of pagedcli"):
+    with pytest.raises(TraceError, match="not a trace, but a file of prompts"):
         find_request(TraceReader(prompts), "1", "in.jsonl")
     path = write(tmp_path / "run.jsonl", simulated())
     first, second, *_ = path.read_text().splitlines(keepends=True)

@@ -327,6 +327,7 @@ def test_series_adds_up_to_the_totals(events):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+@pytest.mark.machine
 def test_a_million_events_are_checked_in_under_30_seconds_and_500_mb(tmp_path):
     path = tmp_path / "run.jsonl"
     rng = random.Random(1)

@@ -96,7 +96,7 @@ class DeckApp(App[None]):
         self.head_line = Lines(id="head")
         self.shown_title = one_line(title)
         self.was_interrupted = False
-        self.printed: list[str] = []  # by others while the screen was open
+        self.printed: list[str] = []  # lines that others printed while the screen was open
         self._num_signals = 0
         self._said = ""
         self._shown_notices: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class DeckApp(App[None]):
 
     @property
     def table_name(self) -> str:
-        """Of a file with the panel's table."""
+        """The name of a file with the panel's table."""
         return f"{self.panel.id or 'panel'}.tsv"
 
     # ------------------------------------------------------------------ the head line

@@ -18,9 +18,9 @@ from textual.geometry import Size
 from textual.message import Message
 
 from pagedcli.app.rows import Line, Painted, line_of
-from pagedcli.printable import plural
+from pagedcli.printable import id_ranges, plural
 from pagedcli.show.group_words import alike, layers_words, window_words
-from pagedcli.show.panels import id_ranges, pool_line
+from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_of
 from pagedcli.views.moment import Moment
@@ -33,7 +33,7 @@ _GLYPHS = {
     "full": ("■", Style(color="green"), "in use"),
     "shared": ("S", Style(color="magenta", bold=True), "shared by 2-9, + more"),
 }
-_GROUP_GLYPHS = digits + ascii_lowercase  # by number; `+` for those after them
+_GROUP_GLYPHS = digits + ascii_lowercase  # one per group; `+` for the groups after them
 _GROUP_COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red", "white")
 _CACHED_OF_GROUP = Style(underline=True)
 _STYLES = {
@@ -313,7 +313,7 @@ def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[in
 
 
 def _values(of_blocks: list[T], ids: Sequence[int]) -> list[T]:
-    """Those of some blocks."""
+    """The values of these blocks."""
     return of_blocks[ids.start : ids.stop] if isinstance(ids, range) else [of_blocks[i] for i in ids]
 
 

@@ -13,7 +13,7 @@ ANSI = TerminalTheme(
     [_BLACK, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _WHITE],
     [_GREY, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, (255, 255, 255)],
 )
-MUTED = "bright_black"  # of what matters less; Rich's `dim` has too little contrast
+MUTED = "bright_black"  # for what matters less; Rich's `dim` has too little contrast
 
 
 def contrast(first: tuple[int, int, int], second: tuple[int, int, int]) -> float:

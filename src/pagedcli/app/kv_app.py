@@ -24,8 +24,9 @@ from pagedcli.app.deck import Deck, Recording, RunningDeck
 from pagedcli.app.pages import Ask, StoryPage
 from pagedcli.app.rows import Painted, Rows
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows
-from pagedcli.kvevents.tree import Branch, Decode, Shape, branch_label, hash_text, largest_branches, token_ids
+from pagedcli.kvevents.tables import CacheRow, ChurnRow, LoraRow, cache_rows, churn_rows, facts, limits, lora_rows
+from pagedcli.kvevents.tree import Branch, Decode, Shapes, branch_label, hash_text, largest_branches, token_ids
+from pagedcli.kvevents.verdict import verdict
 from pagedcli.printable import one_line, plural, seconds_text
 
 if TYPE_CHECKING:
@@ -46,25 +47,28 @@ class Picture:
 
     seconds: float  # watched so far
     facts: dict[str, Any]
-    caches: list[dict[str, Any]]
-    adapters: list[dict[str, Any]]
-    churn: list[dict[str, Any]]
-    branches: list[tuple[Branch, float]]  # with its share of the tokens of its tree
+    caches: list[CacheRow]
+    adapters: list[LoraRow]
+    churn: list[ChurnRow]
+    branches: list[tuple[Branch, float]]  # branch and its share of the tokens of its tree
+    verdict: list[str]
     notes: list[str]
 
     @classmethod
-    def of(cls, state: KVState, seconds: float) -> "Picture":
+    def of(cls, state: KVState, seconds: float, decode: Decode | None = None) -> "Picture":
         """The picture of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
         branches: list[tuple[Branch, float]] = []
+        shapes = Shapes()
         for tree in trees:
-            shape = Shape(tree)
-            total = sum(shape.num_tokens[node.hash] for node in shape.roots) or 1
+            shape = shapes(tree)
+            total = shape.total_tokens or 1
             most = _MOST_BRANCHES // len(trees)
             branches += [(branch, branch.num_tokens / total) for branch in largest_branches(shape, most)]
-        churn = [row for row in churn_rows(state) if row["num_blocks"]]
+        churn = [row for row in churn_rows(state) if row.num_blocks]
         notes = [*reversed(state.notes), *limits(state)]
-        return cls(seconds, facts(state), cache_rows(state), lora_rows(state), churn, branches, notes)
+        findings = [each.verdict for each in verdict(state, None, decode, shapes)]
+        return cls(seconds, facts(state), cache_rows(state, shapes), lora_rows(state), churn, branches, findings, notes)
 
 
 class AttachDeck(RunningDeck[Picture]):
@@ -73,8 +77,9 @@ class AttachDeck(RunningDeck[Picture]):
     unit = "picture"
     closes_at_end = True
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Decode | None = None) -> None:
         super().__init__(paused=False, speed=None)
+        self._decode = decode
         self.has_started.set()
         self._picture: Picture | None = None
         self._shown: Picture | None = None
@@ -86,7 +91,7 @@ class AttachDeck(RunningDeck[Picture]):
         start_s = time.monotonic()
         if start_s < self._next_s or self._picture is not self._shown:
             return
-        self._picture = Picture.of(state, seconds)
+        self._picture = Picture.of(state, seconds, self._decode)
         end_s = time.monotonic()
         self._next_s = end_s + max(_INTERVAL_S, (end_s - start_s) / _DRAW_SHARE)
 
@@ -135,7 +140,7 @@ class CaptureDeck(Recording[Picture]):
         self._state = KVState(sources, keep_tokens=True)
         self._position = 0  # messages folded
         self._picture: Picture | None = None
-        self._places: dict[str, list[int]] = {}  # of each kind, found at the first jump
+        self._places: dict[str, list[int]] = {}  # places by kind, found at the first jump
 
     @property
     def position(self) -> int:
@@ -190,7 +195,7 @@ class CaptureDeck(Recording[Picture]):
 
 
 _MOST_CACHES = 8
-_NUMBERS_WIDTH = 44  # of the tree's columns after the prefix
+_NUMBERS_WIDTH = 44  # cells of the tree's columns after the prefix
 _SORTS = ("tree", "tokens", "run", "forks")
 _LEGEND = """\
  prefix        text (with -m) or hash at the beginning of a run of blocks
@@ -211,6 +216,8 @@ class KVApp(DeckApp):
     #right { height: auto; }
     #tree { height: 1fr; min-height: 4; }
     #figures { height: auto; }
+    #verdict { height: auto; max-height: 3; }
+    Screen.-tall #verdict { max-height: 10; }
     #notes { height: 3; }
     Screen.-tall #notes { height: 7; }
     #notes:focus { height: 10; }
@@ -251,6 +258,7 @@ class KVApp(DeckApp):
         self._shown: dict[int, Branch] = {}  # by row
         self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
+        self._verdict = Static(id="verdict")
         self._notes = Rows(id="notes")
 
     def compose(self) -> ComposeResult:
@@ -260,13 +268,15 @@ class KVApp(DeckApp):
                 yield self._tree
             with Vertical(id="right"):
                 yield self._figures
+                yield self._verdict
                 yield self._notes
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        for panel in (self._tree, self._figures, self._notes):
+        for panel in (self._tree, self._figures, self._verdict, self._notes):
             panel.add_class("panel")
         self._figures.border_title = "figures"
+        self._verdict.border_title = "verdict"
         self._notes.border_title = "notes, and what KV events do not say"
         self._tree.focus()
 
@@ -304,6 +314,7 @@ class KVApp(DeckApp):
     def show_moment(self) -> None:
         self._show_tree()
         self._figures.update(Group(*self._all_figures()))
+        self._verdict.update(Text("\n".join(map(one_line, self._picture.verdict))))
         self._notes.show_lines(map(one_line, self._picture.notes), "dim")
 
     def _show_tree(self) -> None:
@@ -340,12 +351,13 @@ class KVApp(DeckApp):
         picture = self._picture
         parts: list[RenderableType] = [_figures(picture), _caches(picture)]
         if picture.adapters:
-            rows = [(one_line(row["lora"]), row["num_blocks"], row["num_tokens"]) for row in picture.adapters[:5]]
-            cells = [(name, f"{blocks:,}", f"{tokens:,}") for name, blocks, tokens in rows]
+            cells = [(one_line(row.lora), f"{row.num_blocks:,}", f"{row.num_tokens:,}") for row in picture.adapters[:5]]
             parts.append(_table(("LoRA adapter", "blocks", "tokens"), cells))
-        parts += [Text(f"{plural(row['num_blocks'], 'block')} stored again: {row['meaning']}") for row in picture.churn]
+        parts += [Text(f"{plural(row.num_blocks, 'block')} stored again: {row.meaning}") for row in picture.churn]
         if self._scraper is not None:
             parts.append(_server(self._scraper))
+            if not picture.facts["num_messages"]:
+                parts.append(Text(self._scraper.metrics.silence, "bold red"))
         return parts
 
     # ------------------------------------------------------------------ keys
@@ -414,14 +426,14 @@ def _figures(picture: Picture) -> Text:
 
 
 def _caches(picture: Picture) -> Table:
-    several = len({row["publisher"] for row in picture.caches}) > 1
-    total = sum(row["num_blocks"] for row in picture.caches) or 1
+    several = len({row.publisher for row in picture.caches}) > 1
+    total = sum(row.num_blocks for row in picture.caches) or 1
     rows = [
         (
-            *([one_line(str(row["publisher"]))] if several else []),
-            one_line(row["group"]), one_line(row["medium"]), f"{row['num_blocks']:,}", f"{row['num_tokens']:,}",
-            f"{row['num_prompts']:,}", f"{row['max_depth_blocks']:,}",
-            f"{100 * row['num_blocks'] / (row['capacity_blocks'] or total):.0f} %",
+            *([one_line(row.publisher)] if several else []),
+            one_line(row.group), one_line(row.medium), f"{row.num_blocks:,}", f"{row.num_tokens:,}",
+            f"{row.num_prompts:,}", f"{row.max_depth_blocks:,}",
+            f"{100 * row.num_blocks / (row.capacity_blocks or total):.0f} %",
         )
         for row in picture.caches[:_MOST_CACHES]
     ]  # fmt: skip

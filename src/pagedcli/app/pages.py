@@ -17,7 +17,7 @@ from pagedcli.app.rows import Rows
 from pagedcli.show.step_tables import laid_out
 from pagedcli.show.tables import Table, shown_cells
 
-_WORD_WIDTH = 10  # in front of each line of a story
+_WORD_WIDTH = 10  # cells before each line of a story
 
 
 class Page(ModalScreen[int | None]):
@@ -64,7 +64,7 @@ class StoryPage(Page):
         self._lines: Sequence[tuple[str, str]] = ()
         self._rows = Rows(id="story", empty="reading ...")
         self._at = 0  # the line of the cursor
-        self._places: list[int] = []  # of each row its line
+        self._places: list[int] = []  # the line of each row
 
     def compose(self) -> ComposeResult:
         with Vertical(id="page") as page:

@@ -23,7 +23,7 @@ from pagedcli.printable import one_line, plural
 from pagedcli.show.group_words import group_table
 from pagedcli.show.panels import hit_lines, percent, work_lines
 from pagedcli.trace.state import SeqState
-from pagedcli.views.conditions import FIELDS, GRAMMAR
+from pagedcli.views.conditions import fields, grammar
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import unknown_request
 from pagedcli.views.search import Hit, find
@@ -173,7 +173,7 @@ class PoolApp(DeckApp):
         )
 
     def legend(self) -> str:
-        return _LEGEND + "".join(f"   {name:<11} {field.meaning}\n" for name, field in FIELDS.items())
+        return _LEGEND + "".join(f"   {name:<11} {field.meaning}\n" for name, field in fields().items())
 
     def show_moment(self) -> None:
         moment = self._moment
@@ -288,7 +288,7 @@ class PoolApp(DeckApp):
             if typed is not None:
                 self._go_to_top()
 
-        self.push_screen(Ask("show sequences with", self._list.filter, accept=accept, hint=lambda _: GRAMMAR), shown)
+        self.push_screen(Ask("show sequences with", self._list.filter, accept=accept, hint=lambda _: grammar()), shown)
 
     def action_zoom(self) -> None:
         self._map.zoom()

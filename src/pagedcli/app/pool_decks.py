@@ -22,7 +22,7 @@ from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import WholeRun
 from pagedcli.views.words import StepEvent, Story, block_story, sequence_story, with_steps
 
-_KEPT_EVENTS = 500_000  # of a running engine, for stories and for the way back: roughly 150 MB
+_KEPT_EVENTS = 500_000  # events of a running engine, for stories and for the way back: roughly 150 MB
 _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
 _MOST_WAIT_S = 0.5  # each look at the run takes a core from its kernels for a moment
@@ -158,7 +158,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         self._recorded = recorded
         self._num_events = 0  # so far, forgotten ones included
         self._is_read_back = False
-        self.live = Moment(follow=follow)  # of the engine's thread, as of the last event that was folded
+        self.live = Moment(follow=follow)  # the engine thread's own, as of the last event that was folded
         self.clock_ns = HeldClock()
         self.damage: str | None = None
         self._abort = False

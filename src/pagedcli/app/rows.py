@@ -44,7 +44,7 @@ class Painted(Widget):
     def __init__(self, *children: Widget, **options: Any) -> None:
         super().__init__(*children, **options)
         self._painted: dict[int, Line] = {}
-        self._base = Style()  # of the widget, looked up once per paint
+        self._base = Style()  # the widget's style, looked up once per paint
 
     def line(self, y: int, width: int) -> Line:
         """The line at y, in the styles of its parts."""

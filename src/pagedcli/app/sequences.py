@@ -1,18 +1,21 @@
 """The list of sequences: columns, orders, filters, and what is known of one sequence or block. Used by the application
 of trace and replay."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rich.text import Text
 
 from pagedcli.app.colours import MUTED
 from pagedcli.printable import one_line, plural
+from pagedcli.records import text as as_text
 from pagedcli.show.group_words import block_group_words
 from pagedcli.show.panels import block_ids_text, why_waiting
 from pagedcli.trace.state import SeqState
-from pagedcli.views.conditions import Condition, parse
+from pagedcli.views.conditions import Condition, fields, parse
 from pagedcli.views.moment import Moment
+from pagedcli.views.rows import Now, SequenceRow, chosen
 from pagedcli.views.state_slots import slots_of
 
 
@@ -69,32 +72,20 @@ def block_facts(moment: Moment, block_id: int) -> Text:
 
 _LAST_NAME = "blocks (×: ref count) / waits for"
 _MIN_LAST = 24  # least width of the last column
-_TABLE_NAME_WIDTH = 16  # of the request's id next to the last column alone
+_TABLE_NAME_WIDTH = 16  # cells for the request's id next to the last column alone
 _TABLE_NAMES = ("seq", "request", "state", "blocks")
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the list; a negative width: aligned to the left."""
-
-    name: str
-    width: int
-    order: Callable[[SeqState, int | None], int] | None = None  # the largest comes first
+# cells; to the left where negative
+_WIDTHS = {
+    "seq": 5, "request": -24, "state": -13, "tokens": 11, "out": 9, "blocks": 7, "waited": 7, "preempted": 10,
+}  # fmt: skip
+ORDERS = ("state", "waited", "preempted", "blocks", "seq", "tokens", "out")  # the largest first, of `seq` the smallest
 
 
-COLUMNS = (
-    Column("seq", 5, lambda seq, _: -seq.seq_id),
-    Column("request", -24),
-    Column("state", -13, lambda seq, _: seq.running),
-    Column("tokens", 11, lambda seq, _: seq.num_tokens),
-    Column("out", 9, lambda seq, _: seq.num_output_tokens),
-    Column("blocks", 7, lambda seq, _: len(seq.held_block_ids)),
-    Column("waited", 7, lambda seq, step: seq.num_steps_waited(step)),
-    Column("preempted", 10, lambda seq, _: seq.num_preemptions),
-)
-_BY_NAME = {column.name: column for column in COLUMNS}
-_FIXED_WIDTH = sum(abs(column.width) + 1 for column in COLUMNS if column.name != "request")
-ORDERS = ("state", "waited", "preempted", "blocks", "seq", "tokens", "out")  # in which `s` goes through them
+def _widths() -> dict[str, int]:
+    """The columns before the last one, with their usual widths."""
+    return {each.header: _WIDTHS.get(each.header, len(each.header) + 1) for each in chosen(SequenceRow, "list")}
 
 
 @dataclass(slots=True)
@@ -114,32 +105,31 @@ class SequenceList:
 
     def seqs(self, moment: Moment) -> list[SeqState]:
         """The rows, in order. Ties are in queue order: running, then waiting, then finished."""
-        state, condition = moment.state, self._condition
+        state, condition, now = moment.state, self._condition, Now(moment.state)
         seqs = state.running() + state.waiting() + (list(state.finished.values()) if self.with_finished else [])
-        if condition is not None:
-            seqs = [seq for seq in seqs if condition(seq, state.step_number)]
-        key = _BY_NAME[self.order].order
-        assert key is not None, "a column of ORDERS has an order"
-        seqs.sort(key=lambda seq: -key(seq, state.step_number))
-        return seqs
+        rows = [row for row in (SequenceRow(seq, now) for seq in seqs) if condition is None or condition(row)]
+        key = "running" if self.order == "state" else fields()[self.order].key
+        rows.sort(key=attrgetter(key), reverse=self.order != "seq")
+        return [row.seq for row in rows]
 
     def title(self, num_shown: int) -> str:
         """What the list shows, in words."""
         matching = f" with {one_line(self.filter)!r}" if self.filter else ""
         return f"{'all' if self.with_finished else 'unfinished'} sequences{matching}: {num_shown:,}"
 
-    def columns(self, width: int) -> list[tuple[Column, int]]:
+    def columns(self, width: int) -> dict[str, int]:
         """The columns before the last one, with their widths."""
-        names = _TABLE_NAMES if self.only_tables else tuple(_BY_NAME)
-        name_width = _TABLE_NAME_WIDTH if self.only_tables else _name_width(width)
-        return [(_BY_NAME[name], -name_width if name == "request" else _BY_NAME[name].width) for name in names]
+        widths = _widths()
+        if self.only_tables:
+            widths = {name: widths[name] for name in _TABLE_NAMES}
+        return widths | {"request": -(_TABLE_NAME_WIDTH if self.only_tables else _name_width(width))}
 
     def column_at(self, x: int, width: int) -> str | None:
         """The name of the column at a place of the heading; None: the last one."""
-        for column, cells in self.columns(width):
+        for name, cells in self.columns(width).items():
             x -= abs(cells) + 1
             if x < 0:
-                return column.name
+                return name
         return None
 
 
@@ -149,15 +139,14 @@ class SequenceRows:
     def __init__(self, moment: Moment, shown: SequenceList) -> None:
         self._list = shown
         self._state = state = moment.state
-        step = state.step
-        self._new_tokens = {} if step is None else step.new_tokens
+        self._now = Now(state)
         self._places = {seq.seq_id: place for place, seq in enumerate(state.waiting())}
         self._followed = moment.follow_seq_ids
 
     def heading(self, width: int) -> Text:
         names = (
-            ("▾" + column.name if column.name == self._list.order else column.name, cells)
-            for column, cells in self._list.columns(width)
+            ("▾" + name if name == self._list.order else name, cells)
+            for name, cells in self._list.columns(width).items()
         )
         cells = " ".join(name.rjust(size) if size > 0 else name.ljust(-size) for name, size in names)
         return Text(f"{cells}  {_LAST_NAME}" if width - len(cells) > _MIN_LAST else cells)
@@ -168,8 +157,8 @@ class SequenceRows:
         if seq is None:  # it has left since
             return Text()
         text, values = Text(), self._values(seq)
-        for place, (column, size) in enumerate(self._list.columns(width)):
-            cell = Text(values[column.name].rjust(size) if size > 0 else values[column.name])
+        for place, (name, size) in enumerate(self._list.columns(width).items()):
+            cell = Text(values[name].rjust(size) if size > 0 else values[name])
             if size < 0:
                 cell.truncate(-size, overflow="ellipsis", pad=True)
             text.append(" " if place else "").append_text(cell)
@@ -182,21 +171,13 @@ class SequenceRows:
         return text
 
     def _values(self, seq: SeqState) -> dict[str, str]:
-        return {
-            "seq": str(seq.seq_id),
-            "request": one_line(seq.label),
-            "state": seq.status + (f" +{self._new_tokens[seq.seq_id]}" if seq.seq_id in self._new_tokens else ""),
-            "tokens": f"{seq.num_computed_tokens}/{seq.num_tokens}",
-            "out": f"{seq.num_output_tokens}/{seq.max_new_tokens}",
-            "blocks": str(len(seq.held_block_ids)),
-            "waited": str(seq.num_steps_waited(self._state.step_number)),
-            "preempted": str(seq.num_preemptions),
-        }
+        row = SequenceRow(seq, self._now)
+        return {each.header: one_line(as_text(getattr(row, each.key))) for each in chosen(SequenceRow, "list")}
 
     def cells(self, seq_id: int | None) -> Sequence[str]:
         """All columns of a sequence in full, or their names."""
         if seq_id is None:
-            return (*_BY_NAME, _LAST_NAME)
+            return (*_widths(), _LAST_NAME)
         seq = self._state.seq(seq_id)
         return () if seq is None else (*self._values(seq).values(), self.last_column(seq))
 
@@ -212,5 +193,5 @@ class SequenceRows:
 def _name_width(width: int) -> int:
     """Room for the request's id: what the other columns leave, where there is no last column."""
     if width < 110:
-        return min(24, max(8, width - _FIXED_WIDTH))
+        return min(24, max(8, width - sum(abs(cells) + 1 for name, cells in _widths().items() if name != "request")))
     return 14 if width < 140 else 24

@@ -19,12 +19,12 @@ from pagedcli.views.stats import StepSeries
 _USED, _CACHED = "green", "cyan"
 _CACHED_DARK = "#0e3a46"  # what is behind used blocks where cached ones begin within a cell
 _BARS = "▁▂▃▄▅▆▇█"
-_LEVELS = 8  # of a cell
-_MIN_STEPS = 8  # that a zoom shows
+_LEVELS = 8  # heights that a cell can show
+_MIN_STEPS = 8  # the fewest steps that a zoom shows
 _CURSOR = Style(color="bright_white", bgcolor="#5c4a12", bold=True)
 _MARKS = {"preempted": ("P", Style(color="red", bold=True)), "evicted": ("e", Style(color="yellow"))}
 _BLANK = (" ", Style())
-_FIGURES = ("used", "shared", "cached", "running", "waiting", "preempted", "evicted")  # of a copied table
+_FIGURES = ("used", "shared", "cached", "running", "waiting", "preempted", "evicted")  # the columns of a copied table
 _LEGEND = "█ in use, ░ cached, P preempted, e evicted"
 Cell = tuple[str, Style]
 
@@ -56,7 +56,7 @@ class TimeLine(Painted):
         self._num_blocks = 1
         self._at = 0  # place of the shown step
         self._range: tuple[int, int] | None = None  # places, while zoomed in
-        self._columns: list[list[Cell]] = []  # from the top, the marks last
+        self._columns: list[list[Cell]] = []  # lines from the top, the marks last
         self._drawn: tuple[object, ...] = ()  # what `_columns` were made for
         self._is_dragged = False
         self._shown_title = ""

@@ -43,7 +43,7 @@ class LateTokens:
 
     @classmethod
     def of(cls, cu_q: Array, rows: Array | None, upload: Callable[[list[Array]], list[Tensor]]) -> "LateTokens | None":
-        """Of a step in which the hidden states of `rows` [R], ascending, are wanted; None: those of all tokens.
+        """The late tokens of a step whose wanted hidden states are `rows` [R], ascending; None: all are wanted.
 
         By numpy: torch would start threads for it, which then wait for more work in the way of the decoder's own."""
         if rows is None or len(rows) == cu_q[-1]:
@@ -86,10 +86,10 @@ class PagedBatch:
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
     late: LateTokens | None = None  # None: the hidden states of all new tokens are wanted
-    # of models with recurrent state, see StepInput
+    # for recurrent layers, see StepInput
     state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero
     state_writes: Tensor | None = None  # [B] int32, slot of its state after the step
-    states: tuple[tuple[Tensor, ...], ...] = ()  # of each layer with one: its pools [slots + 1, ...]
+    states: tuple[tuple[Tensor, ...], ...] = ()  # pools [slots + 1, ...] of each recurrent layer
 
     def of_late(self) -> "PagedBatch":
         """The same cache, seen by the late tokens alone."""
@@ -115,12 +115,12 @@ class AttentionSpec:
     """
 
     device: torch.device
-    dtype: torch.dtype  # of q, k and v
+    dtype: torch.dtype  # dtype of q, k and v
     block_size: int  # S, tokens
     num_heads: int  # H, a multiple of num_kv_heads
     num_kv_heads: int  # G
     head_dim: int  # D
-    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype. Others need a backend with that one in `kv_dtypes`
+    kv_dtype: torch.dtype | None = None  # dtype of the cache; None: `dtype`. See Capabilities.kv_dtypes
     layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
 
@@ -143,8 +143,8 @@ class AttentionSpec:
 class Capabilities:
     """What a backend supports and guarantees: select.py refuses the rest, the conformance test checks it."""
 
-    dtypes: frozenset[torch.dtype]  # of q, k and v
-    kv_dtypes: frozenset[torch.dtype] = frozenset()  # of a cache, in addition to that of q, k and v
+    dtypes: frozenset[torch.dtype]  # possible dtypes of q, k and v
+    kv_dtypes: frozenset[torch.dtype] = frozenset()  # further dtypes of the cache
     block_size_multiple: int = 1  # block_size must be a multiple of this
     head_dim_multiple: int = 1  # D must be a multiple of this
     max_head_dim: int | None = None  # the largest D
@@ -153,7 +153,7 @@ class Capabilities:
     soft_cap: bool = False  # AttentionLayer.soft_cap
     sinks: bool = False  # AttentionLayer.sinks
     negative_scale: bool = True  # AttentionLayer.scale below 0
-    apart: bool = False  # in a layer's cache the next block need not begin where one ends
+    apart: bool = False  # a layer's blocks may lie apart in memory
     batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
     graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
     native_step: bool = False  # a decoder can attend within its own native call, see geometry_address

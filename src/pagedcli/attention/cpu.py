@@ -16,7 +16,7 @@ from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary, load_library
 from pagedcli.native.structs import DTYPE_CODES
 
-SCALE_BYTES = 4  # of an int8 cache, per token and head: one float32
+SCALE_BYTES = 4  # one float32 per token and head of an int8 cache
 MAX_INT8_HEAD_DIM = 512  # a longer integer dot product overflows 32 bits
 _int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 

@@ -2,18 +2,23 @@
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionSpec, Capabilities, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.attention.varlen import FLASH_CAPABILITIES, check_flash_device, cumulative_lengths, missing_parameters
 from pagedcli.errors import BackendError
 
+# Requirements of every FlashAttention kernel.
+FLASH_CAPABILITIES = Capabilities(
+    dtypes=frozenset({torch.float16, torch.bfloat16}), head_dim_multiple=8, max_head_dim=256
+)
 NEEDED = frozenset({"softmax_scale", "causal", "window_size"})
 NEEDED_3 = NEEDED | {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"}
 NEEDED_2 = NEEDED | {"cache_seqlens", "block_table"}
@@ -158,3 +163,23 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # built for another torch: undefined symbols
         raise BackendError(f"{name} is installed but fails to load: {error}") from error
+
+
+def cumulative_lengths(batch: PagedBatch) -> Tensor:
+    """[B+1] int32: where each sequence's keys would start if they were contiguous."""
+    starts = torch.zeros_like(batch.cu_q)
+    torch.cumsum(batch.num_tokens, 0, dtype=torch.int32, out=starts[1:])
+    return starts
+
+
+def missing_parameters(function: Callable[..., Any], needed: frozenset[str]) -> list[str]:
+    """Which of the needed parameters a function does not have, in alphabetical order."""
+    return sorted(needed - inspect.signature(function).parameters.keys())
+
+
+def check_flash_device(spec: AttentionSpec) -> None:
+    """Raises BackendError for a device without FlashAttention kernels."""
+    if spec.device.type != "cuda":
+        raise BackendError(f"runs on a CUDA device, not on {spec.device}")
+    if (spec.capability or (0, 0)) < (8, 0):
+        raise BackendError("needs compute capability 8.0 or newer")

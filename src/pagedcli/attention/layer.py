@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-Heads = tuple[int, int]  # of a layer: G key/value heads of D elements
+Heads = tuple[int, int]  # G key/value heads of a layer, D elements each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

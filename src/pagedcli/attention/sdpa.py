@@ -34,10 +34,10 @@ class _Chunk:
     """Consecutive new tokens of one sequence."""
 
     seq: int
-    first_row: int  # of q
+    first_row: int  # index of the first token's row in q
     num_new: int
     total: int  # tokens up to the last new one
-    first_page: int  # of those that it sees
+    first_page: int  # index of the first visible page
     num_gathered: int  # tokens from that page on
 
 

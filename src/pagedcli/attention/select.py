@@ -29,7 +29,6 @@ class Entry:
 REGISTRY = (
     Entry("cpu", "pagedcli.attention.cpu", ("cpu",)),
     Entry("triton", "pagedcli.attention.triton_paged", ("cuda",)),
-    Entry("varlen", "pagedcli.attention.varlen", ("cuda",)),
     Entry("flash", "pagedcli.attention.flash", ("cuda",)),
     Entry("sdpa", "pagedcli.attention.sdpa", ("cpu", "cuda")),
     Entry("reference", "pagedcli.attention.reference", ("cpu", "cuda")),

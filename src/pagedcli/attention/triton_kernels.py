@@ -109,7 +109,7 @@ def decode_kernel(
     factor,  # scale * log2(e), and the scale of K in an fp8 cache
     cap,  # soft cap * log2(e), if CAPPED
     window,  # tokens that a query sees, if WINDOWED
-    v_scale,  # of an fp8 cache, else 1
+    v_scale,  # scale of an fp8 cache, else 1
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,

@@ -33,7 +33,7 @@ SPLIT = 256  # tokens; the same for every batch, so that results do not depend o
 # of a decode item of more than MIN_ROWS: above, the kernel spills, and exceeds the shared memory of sm_86 and sm_89
 MAX_QUERY_BYTES = 2**14
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # the most that a CUDA graph needs; longer work lists are counted on the host
-PROGRAMS_PER_SM = 3  # of the decode kernel; 2 where heads of more than 256 fill the shared memory of an sm_90
+PROGRAMS_PER_SM = 3  # programs of the decode kernel; 2 where heads of more than 256 fill the shared memory of an sm_90
 
 
 @dataclass(slots=True)
@@ -373,7 +373,7 @@ def launch_problem() -> BackendError | None:
         return None
     try:
         _ = triton.runtime.driver.active.utils  # about 1 s on the first run, then cached on disk
-    except Exception as error:  # of the compiler, the linker, the loader or triton itself
+    except Exception as error:  # anything that the compiler, the linker, the loader or triton raises
         return _launcher_error(error)
     return None
 
@@ -435,7 +435,7 @@ def load(spec: AttentionSpec) -> TritonAttention:
     return kind(spec)
 
 
-MIN_ROWS = 16  # of the smallest tl.dot
+MIN_ROWS = 16  # rows of the smallest tl.dot
 
 
 @dataclass(frozen=True, slots=True)

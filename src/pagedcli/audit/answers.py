@@ -12,7 +12,7 @@ _MAX_CHOICES = 16
 # what is kept of an answer: more than is asked for, and little enough to keep all answers of a run
 _MAX_POSITIONS, _MAX_ALTERNATIVES = 64, 20
 _MAX_TEXT, _MAX_TOKEN_TEXT = 16_384, 200  # characters
-# where servers say how many tokens of the prompt came from the cache, best first
+# paths of the number of cached prompt tokens, best first
 _CACHED_FIELDS = (
     ("usage", "prompt_tokens_details", "cached_tokens"),  # OpenAI, vLLM, SGLang, llama-server
     ("timings", "cache_n"),  # llama-server
@@ -39,9 +39,14 @@ class Answer:
     choices: tuple[Choice, ...]
     num_prompt: int | None  # tokens, as the server counts
     num_cached: int | None  # tokens of the prompt from the cache, as the server says
-    cached_field: str | None  # where it says so
-    first_s: float | None  # until the first piece of a stream
+    cached_field: str | None  # path of num_cached in the answer
+    first_s: float | None  # time to the first piece of a stream
     total_s: float
+
+    @property
+    def seen_s(self) -> float:
+        """To the first token of a stream, else to the whole answer."""
+        return self.total_s if self.first_s is None else self.first_s
 
 
 def parse_answer(document: Any, *, first_s: float | None, total_s: float) -> Answer:

@@ -4,10 +4,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pagedcli.audit.client import AuditError, Client, LimitReached, RefusedError
+from pagedcli.audit.client import Client, LimitReached
 from pagedcli.audit.compare import Noise
 from pagedcli.audit.plan import BUILDERS, CHECKS, Probe, Prompts, Target, plan
 from pagedcli.audit.run import Outcome, Runner
@@ -15,10 +15,11 @@ from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails,
 from pagedcli.audit.survey import survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
 from pagedcli.interrupt import as_exceptions
+from pagedcli.remote import RefusedError, ServerError
 
 _MOST_FAILURES = 3  # probes in a row without an answer end the audit
 _MOST_CONFIRMED = 6  # further probes of a length at which few pairs differ
-_MOST_TIMED = 10  # further times to the first token, where the first are too uneven
+_MOST_TIMED = 40  # further times to the first token, while they are not clear
 _MOST_SHRUNK = 4  # checks
 _REPLAYS = 4
 EXIT_FAULT, EXIT_UNKNOWN = 1, 3
@@ -31,9 +32,9 @@ class Options:
 
     model: str | None = None
     checks: Sequence[str] = CHECKS
-    seed: int | None = None  # of the prompts; None: random, as a cache remembers those of an earlier run
+    seed: int | None = None  # prompts; None: random, as a cache remembers those of an earlier run
     concurrency: int = 8
-    folder: Path | None = None  # for failing pairs; None: none is written
+    folder: Path | None = None  # failing pairs; None: none is written
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Audit:
     _num_failures: int = 0
 
     async def run(self) -> None:
-        """Ask, then shrink what fails. Raises: AuditError, UsageError, LimitReached if not even the survey succeeds."""
+        """Ask, then shrink what fails. Raises: ServerError, UsageError, LimitReached if the survey fails."""
         options, seed = self.options, secrets.randbits(60) if self.options.seed is None else self.options.seed
         self.progress("what the server offers")
         runner, found = await survey(self.client, model=options.model, seed=seed, concurrency=options.concurrency)
@@ -88,7 +89,7 @@ class Audit:
         except RefusedError as error:
             self.evidence.not_run[probe.check] = error.message
             return False
-        except AuditError as error:
+        except ServerError as error:
             self._num_failures += 1
             self.evidence.not_run[probe.check] = error.message
             if self._num_failures >= _MOST_FAILURES:
@@ -103,18 +104,33 @@ class Audit:
         for check in dict.fromkeys(outcome.probe.check for outcome in self.evidence.outcomes):
             noise = self.evidence.noise()
             counted = count_pairs(self.evidence.of(check), noise)
-            if check == "speed" and any(
-                v.check == check and v.status is Status.UNKNOWN for v in judge(self.evidence, {})
-            ):
-                length = self.evidence.of(check)[0].probe.length
-                for _ in range(_MOST_TIMED):
-                    await self._send_one(runner, BUILDERS[check](prompts, length))
+            if check == "speed":
+                await self._time_again(runner, prompts)
             if check not in BUILDERS or check == "noise" or not counted.different or counted.is_fault(noise):
                 continue
             length = counted.different[0][0].probe.length
             for i in range(_MOST_CONFIRMED):
                 self.progress(f"{check} again, {i + 1} of {_MOST_CONFIRMED}")
                 await self._send_one(runner, BUILDERS[check](prompts, length))
+
+    async def _time_again(self, runner: Runner, prompts: Prompts) -> None:
+        """More times until they are clear, with at most half of what is left of the limits."""
+        assert self.evidence is not None, "the survey is made"
+        budget, length = self.client.budget, self.evidence.of("speed")[0].probe.length
+        most_requests = (budget.num_requests + budget.max_requests) // 2
+        most_tokens = (budget.num_tokens + budget.max_tokens) // 2
+        for i in range(_MOST_TIMED):
+            probe = BUILDERS["speed"](prompts, length)
+            is_clear = all(
+                each.status is not Status.UNKNOWN
+                for each in judge(self.evidence, {})
+                if each.check in ("speed", "tenants")
+            )
+            num_requests, num_tokens = budget.num_requests + len(probe.asks()), budget.num_tokens + probe.num_tokens()
+            if is_clear or num_requests > most_requests or num_tokens > most_tokens:
+                return
+            self.progress(f"speed again, {i + 1} of at most {_MOST_TIMED}")
+            await self._send_one(runner, probe)
 
     async def _shrink(self, runner: Runner, target: Target, seed: int) -> None:
         assert self.evidence is not None, "the survey is made"
@@ -129,7 +145,7 @@ class Audit:
                 self.progress(f"{check}: a shorter prompt that fails")
                 try:
                     found = await shrink(runner, target, outcome, noise, seed)
-                except (LimitReached, AuditError) as error:
+                except (LimitReached, ServerError) as error:
                     limit = error if isinstance(error, LimitReached) else LimitReached(error.message)
             self._keep(runner, target, noise, outcome, found, by_claims=check not in verdicts)
         if limit is not None:
@@ -157,21 +173,18 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
     return EXIT_UNKNOWN if not verdicts or any(each.status is Status.UNKNOWN for each in verdicts) else 0
 
 
-async def replay(client: Client, case: Case, *, model: str | None, concurrency: int) -> tuple[int, int, float]:
+async def send_again(client: Client, case: Case, *, model: str | None, concurrency: int) -> tuple[int, int, float]:
     """Send a failing pair again, with fresh prompts: how many of how many probes fail, and the largest distance.
 
-    Raises: AuditError, UsageError, LimitReached.
+    Raises: ServerError, UsageError, LimitReached.
     """
     runner, found = await survey(
         client, model=model, seed=secrets.randbits(60), concurrency=concurrency, only_words=True
     )  # fmt: skip
+    endpoint = runner.endpoint = replace(runner.endpoint, bypass=case.bypass)
     target = Target(
-        len(runner.endpoint.words), runner.endpoint.num_extra, found.target.max_length, case.unit, case.smallest,
-        case.bypass, case.isolates, runner.endpoint.has_logprobs, True, concurrency,
-    )  # fmt: skip
-    runner.endpoint = type(runner.endpoint)(
-        runner.endpoint.model, runner.endpoint.words, runner.endpoint.num_extra, runner.endpoint.has_logprobs,
-        runner.endpoint.ignores_eos, case.bypass,
+        len(endpoint.words), endpoint.num_extra, found.target.max_length, case.unit, case.smallest, case.bypass,
+        case.isolates, endpoint.has_logprobs, True, concurrency,
     )  # fmt: skip
     noise = Noise(0, 0, case.distance, case.tolerance)
     prompts, num_failing, distances = Prompts(target, secrets.randbits(60)), 0, [0.0]

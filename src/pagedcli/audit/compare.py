@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pagedcli.audit.answers import Choice
 
 _LEAST_LOGPROB = -12.0  # less likely tokens are all the same
+ROUNDED = 2e-6  # answers closer than this are the same computation, rounded for JSON
 SMALLEST_TOLERANCE = 0.02  # llama.cpp with K and V in float16 differs by 0.003 between batch shapes
 USUAL_TOLERANCE = 0.2  # bfloat16 differs by less between batch shapes; above, noise has to be measured, not assumed
 LARGEST_TOLERANCE = 1.0  # no arithmetic explains more; a server that is noisier cannot be audited
@@ -21,9 +22,9 @@ _FACTOR_ALONE, _FACTOR_MEDIAN = 2.5, 8.0
 class Difference:
     """Two answers compared."""
 
-    distance: float | None  # of log-probabilities; None without them
+    distance: float | None  # largest difference of log-probabilities; None without them
     is_same: bool  # tokens, or the text where there are no tokens
-    position: int | None = None  # of the first different token; of the character where there are no tokens
+    position: int | None = None  # first different token, or character where there are no tokens
 
     def exceeds(self, tolerance: float) -> bool:
         """Whether noise up to `tolerance` does not explain it."""
@@ -69,7 +70,7 @@ class Noise:
     """What equal requests differ by with nothing to blame but arithmetic."""
 
     num_pairs: int
-    num_different: int  # with different tokens
+    num_different: int  # pairs with different tokens
     largest: float | None  # distance; None without log-probabilities
     tolerance: float
 

@@ -23,7 +23,7 @@ from pagedcli.audit.survey import WORDS
 Array = npt.NDArray[np.float64]
 Fault = Literal[
     "stale-block", "off-by-one", "full-hit", "across-salts", "wrong-positions", "moved-block", "wrong-row",
-    "only-claimed",
+    "only-claimed", "second-hit", "long-hit", "silent-leak",
 ]  # fmt: skip
 FAULTS: dict[Fault, str] = {
     "stale-block": "an evicted block is still found, with the content of another prompt",
@@ -34,12 +34,15 @@ FAULTS: dict[Fault, str] = {
     "moved-block": "a block is found by its own tokens, whatever is before it",
     "wrong-row": "log-probabilities of a hit are those of another request that runs at the same time",
     "only-claimed": "cached tokens are reported, and computed again",
+    "second-hit": "a block is right when it is found first, and one place too late from then on",
+    "long-hit": "the tokens after 50 and more cached blocks are computed one place too late",
+    "silent-leak": "cache_salt is not part of the key, and hits of other salts are not reported",
 }
 _VOCABULARY = 997
 _BOS = 0
 _NUM_LOGITS = len(WORDS)
-_STEP_S = 0.004  # of a request at least, so that requests sent together run together
-_SCALE, _OWN = 2.0, 1.5  # of all tokens and of the last one in the logits
+_STEP_S = 0.004  # least time of a request: those sent together run together
+_SCALE, _OWN = 2.0, 1.5  # weights of all tokens and of the last one in the logits
 
 
 def _word_tokens() -> dict[str, int]:
@@ -75,11 +78,12 @@ class Settings:
     num_blocks: int = 512
     has_bos: bool = False
     has_logprobs: bool = True
+    has_one_id: bool = False  # the tokenizer maps all words to one id
     reports: bool = True
     has_salts: bool = True
     separates_users: bool = False
     is_llama: bool = False  # llama-server's fields: timings.cache_n and cache_prompt
-    noise: float = 2**-8  # of a logit, relative: bfloat16 keeps 8 bits
+    noise: float = 2**-8  # relative to a logit: bfloat16 keeps 8 bits
     seconds_per_token: float = 100e-6
     max_model_len: int = 2048
 
@@ -116,12 +120,14 @@ class ToyCache:
         self._settings = settings
         self._blocks: dict[int, Array] = {}
         self._index: dict[Any, int] = {}  # key -> block id
+        self._found: set[Any] = set()  # keys
+        self._owned: set[Any] = set()  # (salt, key)
         self._used: OrderedDict[int, Any] = OrderedDict()  # block id -> key, least recently used first
 
     def _key(self, tokens: list[int], end: int, salt: str) -> Any:
         fault = self._settings.fault
         start = end - self._settings.block_size if fault == "moved-block" else 0
-        salt = "" if fault == "across-salts" else salt
+        salt = "" if fault in ("across-salts", "silent-leak") else salt
         return salt, tuple(tokens[start : end - 1 if fault == "off-by-one" else end])
 
     def find(self, tokens: list[int], salt: str) -> list[Array]:
@@ -137,10 +143,24 @@ class ToyCache:
             found.append(self._blocks[block_id])
         return found
 
+    def is_found_again(self, tokens: list[int], num_blocks: int, salt: str) -> bool:
+        """Whether the last block of a hit was found before. From now on it was."""
+        key = self._key(tokens, num_blocks * self._settings.block_size, salt)
+        is_again = key in self._found
+        self._found.add(key)
+        return is_again
+
+    def num_owned(self, tokens: list[int], num_blocks: int, salt: str) -> int:
+        """How many blocks of a hit this salt has stored itself."""
+        size = self._settings.block_size
+        keys = [(salt, self._key(tokens, end, salt)) for end in range(size, num_blocks * size + 1, size)]
+        return next((i for i, key in enumerate(keys) if key not in self._owned), num_blocks)
+
     def store(self, tokens: list[int], salt: str, values: Array) -> None:
         size = self._settings.block_size
         for end in range(size, len(tokens) + 1, size):
             key = self._key(tokens, end, salt)
+            self._owned.add((salt, key))
             if self._is_current(key):
                 continue
             block_id = len(self._blocks)
@@ -182,7 +202,7 @@ class ToyServer(ThreadingHTTPServer):
         if body["model"] != "toy":
             raise ValueError(f"there is no model {body['model']}")
         tokens = [_BOS] if settings.has_bos else []
-        tokens += [token_of(word) for word in body["prompt"].split()]
+        tokens += [1 if settings.has_one_id else token_of(word) for word in body["prompt"].split()]
         salt = body.get("cache_salt") if settings.has_salts else ""
         if settings.has_salts and salt == "":
             raise ValueError("cache_salt must not be empty")
@@ -194,6 +214,9 @@ class ToyServer(ThreadingHTTPServer):
             is_bypassed = settings.is_llama and body.get("cache_prompt") is False
             blocks = [] if is_bypassed else self._cache.find(tokens, owner)
             num_cached = len(blocks) * settings.block_size
+            num_reported = num_cached
+            if settings.fault == "silent-leak":
+                num_reported = self._cache.num_owned(tokens, len(blocks), owner) * settings.block_size
             is_crowded = self._num_running > 1
         uncached = len(tokens) if settings.fault == "only-claimed" else len(tokens) - num_cached
         time.sleep(settings.seconds_per_token * uncached + _STEP_S)
@@ -205,17 +228,22 @@ class ToyServer(ThreadingHTTPServer):
         usage: dict[str, Any] = {"prompt_tokens": len(tokens), "completion_tokens": body["max_tokens"]}
         document = {"id": "0", "object": "text_completion", "model": "toy", "choices": choices, "usage": usage}
         if settings.reports and settings.is_llama:
-            return {**document, "timings": {"cache_n": num_cached, "prompt_n": uncached}}
+            return {**document, "timings": {"cache_n": num_reported, "prompt_n": uncached}}
         if settings.reports:
-            usage["prompt_tokens_details"] = {"cached_tokens": num_cached} if num_cached else None  # as vLLM
+            usage["prompt_tokens_details"] = {"cached_tokens": num_reported} if num_reported else None  # as vLLM
         return document
 
     def _choices(
         self, body: dict[str, Any], tokens: list[int], blocks: list[Array], salt: str, *, is_crowded: bool
     ) -> list[dict[str, Any]]:
         num_cached = len(blocks) * self.settings.block_size
-        is_late = self.settings.fault == "wrong-positions" and num_cached > 0
-        start = min(num_cached, len(tokens) - 1)  # of a full hit the last token is computed again
+        fault = self.settings.fault
+        is_late = num_cached > 0 and (
+            fault == "wrong-positions"
+            or (fault == "long-hit" and len(blocks) >= 50)
+            or (fault == "second-hit" and self._cache.is_found_again(tokens, len(blocks), salt))
+        )
+        start = min(num_cached, len(tokens) - 1)  # the last token of a full hit is computed again
         shift = 1 if is_late or num_cached == len(tokens) else 0
         cached = np.concatenate([np.empty((0, _NUM_LOGITS)), *blocks])
         new = self._model.values(tokens, start, cached[start - 1] if start else None, shift=shift)
@@ -242,7 +270,7 @@ class ToyServer(ThreadingHTTPServer):
             logprobs = logits - np.log(np.exp(logits).sum())
             best = np.argsort(-logprobs)[: max(1, body.get("logprobs") or 1)]
             row.append({"token": f" {WORDS[best[0]]}", "top": {f" {WORDS[i]}": float(logprobs[i]) for i in best}})
-            tokens.append(token_of(WORDS[best[0]]))
+            tokens.append(1 if self.settings.has_one_id else token_of(WORDS[best[0]]))
             last = self._model.values(tokens, len(tokens) - 1, last, shift=shift)[0]
             total = total + last
         return row

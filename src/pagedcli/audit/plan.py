@@ -11,9 +11,9 @@ from typing import Literal
 
 MAX_NEW = 8  # tokens of an answer that is compared
 _FRESH = 6  # words at the end of a prompt that is to part from another one: never all equal by chance
-_PLANNED_TOKENS, _SMALLEST_SHARE = 0.7, 0.1  # of the limit, before pressure; of the usual number of probes
+_PLANNED_TOKENS, _SMALLEST_SHARE = 0.7, 0.1  # share of the limit before pressure; of the usual number of probes
 _LONGEST_PRESSURE = 2048
-_WAVES = 4  # of pressure, each twice as large as the one before
+_WAVES = 4  # waves of pressure, each twice as large as the one before
 
 Words = tuple[int, ...]
 
@@ -118,18 +118,19 @@ class Prompts:
 
 
 def repeat(prompts: Prompts, length: int, check: str = "repeat") -> Probe:
-    """The same prompt twice."""
+    """The same prompt cold, as a first hit and as a second one."""
     ask = Ask(prompts.new(length))
-    return Probe(check, length, ((ask,), (ask,)), (Pair(0, 1),))
+    return Probe(check, length, ((ask,), (ask,), (ask,)), (Pair(0, 1), Pair(0, 2)))
 
 
 def noise(prompts: Prompts, length: int) -> Probe:
-    """The same warm prompt three times; the same cold one twice if the cache can be bypassed."""
+    """The same prompt three times past the cache, so that no fault of a cache passes for noise; if it cannot be
+    bypassed, three times warm."""
     ask = Ask(prompts.new(length))
     if prompts.target.bypass is None:
         return Probe("noise", length, ((ask,),) * 4, (Pair(1, 2), Pair(2, 3), Pair(1, 3)))
     cold = replace(ask, is_cold=True)
-    return Probe("noise", length, ((ask,), (ask,), (ask,), (cold,)), (Pair(1, 2), Pair(0, 3)))
+    return Probe("noise", length, ((ask,), (cold,), (cold,)), (Pair(0, 1), Pair(1, 2)))
 
 
 def resume(prompts: Prompts, length: int) -> Probe:
@@ -240,7 +241,7 @@ BUILDERS: dict[str, Callable[[Prompts, int], Probe]] = {
 CHECKS = (*BUILDERS, "evict")
 MEANINGS = {
     "noise": "the same request again: how much do answers differ with no cache to blame",
-    "repeat": "each prompt cold, then warm, at one token less than whole blocks, whole blocks, and one more",
+    "repeat": "each prompt cold, then warm twice, at one token less than whole blocks, whole blocks, and one more",
     "resume": "a prompt with the beginning of its answer, as in the next turn of a chat",
     "stream": "cold as a whole, warm as a stream",
     "samples": "cold with one answer, warm with n = 2",
@@ -282,10 +283,12 @@ def _probes(prompts: Prompts, share: float, checks: Sequence[str]) -> list[Probe
 
     boundaries = target.boundaries() or [target.max_length // 2]
     around = [length + i for length in boundaries for i in (-1, 0, 1)]
+    whole = speed_length(target) // target.step * target.step  # enough blocks for faults that need many
+    long = [whole + i for i in (0, 1, -1)] if whole > boundaries[-1] + 1 else []
     middle = [length + i for length in boundaries[:3] for i in (0, 1, -1)]
     lengths = {
         "noise": _cycle([boundaries[-1], boundaries[0] + 1], several(6)),
-        "repeat": _cycle(around, max(3, round(2 * share * len(around)))),
+        "repeat": _cycle([*around, *long], max(3, round(1.6 * share * (len(around) + len(long))))),
         "resume": _cycle([length + i for length in boundaries for i in (-1, 0, -3)], several(8)),
         "stream": _cycle(middle, several(6)),
         "samples": _cycle(middle, several(4)),
@@ -294,7 +297,7 @@ def _probes(prompts: Prompts, share: float, checks: Sequence[str]) -> list[Probe
         "moved": _cycle(boundaries[:2], several(3)),
         "salts": _cycle(boundaries, several(4)) if target.isolates is not None else [],
         "users": _cycle(boundaries, several(3)) if target.reports else [],
-        "speed": _cycle([speed_length(target)], several(6)),
+        "speed": _cycle([speed_length(target)], several(8)),
     }
     return [
         BUILDERS[check](prompts, length)
@@ -307,7 +310,7 @@ def _probes(prompts: Prompts, share: float, checks: Sequence[str]) -> list[Probe
 
 def speed_length(target: Target) -> int:
     """Tokens of the long prompts whose times are taken."""
-    return min(target.max_length - MAX_NEW - 2, max(1024, 4 * target.smallest))
+    return min(target.max_length - MAX_NEW - 3, max(1024, 4 * target.smallest))
 
 
 def shared_length(words: Words, others: Sequence[Words]) -> int:

@@ -1,35 +1,47 @@
 """An audit as tables, as JSON and as one HTML page."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import UNSET, UnsetType
 
 from pagedcli.audit.audit import Audit, exit_code
 from pagedcli.audit.plan import MEANINGS, Probe
 from pagedcli.audit.run import Outcome, Seen
+from pagedcli.audit.shrink import Case
 from pagedcli.audit.verdicts import Status, Verdict
 from pagedcli.printable import one_line, plural, seconds_text
+from pagedcli.records import Seconds
 from pagedcli.show import pages
-from pagedcli.show.tables import Column, Table, count
+from pagedcli.show.tables import Table, table
 
 _CHART_TOKENS = 300  # longer prompts leave no room for the steps of the law
 
 
-def _distance(value: float) -> str:
+def _short(value: float) -> str:
     return f"{value:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _VerdictRow:
+    status: Annotated[str, ""]
+    check: str
+    text: Annotated[str, "verdict"]
+    num_pairs: int | None
+    num_different: int | None
+    largest_difference: float | None
 
 
 def verdict_table(audit: Audit) -> Table:
     """One sentence per check."""
-    columns = [Column("status", ""), Column("check", "check"), Column("text", "verdict")]
     rows = [
-        {
-            "status": str(each.status), "check": each.check, "text": each.text, "num_pairs": each.num_pairs,
-            "num_different": each.num_different, "largest_difference": each.largest,
-        }
+        _VerdictRow(str(each.status), each.check, each.text, each.num_pairs, each.num_different, each.largest)
         for each in audit.verdicts()
-    ]  # fmt: skip
-    return Table("verdicts", f"Audit of {one_line(audit.client.url)}", columns, rows, notes(audit))
+    ]
+    title = f"Audit of {audit.client.shown}"
+    return table(_VerdictRow, "verdicts", title, rows, "status check text", notes=notes(audit))
 
 
 def notes(audit: Audit) -> list[str]:
@@ -50,14 +62,15 @@ def facts(audit: Audit, *, was_interrupted: bool) -> dict[str, Any]:
     """The rest of the JSON object."""
     evidence, budget = audit.evidence, audit.client.budget
     document: dict[str, Any] = {
-        "url": audit.client.url, "exit_code": exit_code(audit.verdicts()), "interrupted": was_interrupted,
+        "url": audit.client.shown, "exit_code": exit_code(audit.verdicts()), "interrupted": was_interrupted,
         "num_requests": budget.num_requests, "num_tokens": budget.num_tokens, "seconds": round(audit.seconds, 3),
         "files": [str(path) for path in audit.files],
     }  # fmt: skip
     if evidence is not None:
         target, noise = evidence.survey.target, evidence.noise()
         document |= {
-            "model": evidence.survey.endpoint.model, "cached_tokens_field": evidence.survey.cached_field,
+            "model": audit.client.secrets.without(evidence.survey.endpoint.model),
+            "cached_tokens_field": evidence.survey.cached_field,
             "unit_tokens": target.unit, "shortest_cached_prefix_tokens": target.smallest or None,
             "bypass": target.bypass, "salts_isolate": target.isolates, "has_logprobs": target.has_logprobs,
             "noise": noise.largest, "tolerance": noise.tolerance, "not_finished": evidence.not_run,
@@ -65,68 +78,91 @@ def facts(audit: Audit, *, was_interrupted: bool) -> dict[str, Any]:
     return document
 
 
+@dataclass(frozen=True, slots=True)
+class _PairRow:
+    number: Annotated[int, "probe"]
+    check: str
+    prompt_tokens: int | None
+    cached_tokens: Annotated[int | None, "cached"]
+    difference: Annotated[float | None, _short]
+    position: Annotated[int | None, "first other token"]
+    differs: bool | None
+
+
 def pair_table(outcomes: Sequence[Outcome], tolerance: float) -> Table:
     """Every pair that was compared."""
-    columns = [
-        Column("number", "probe", count), Column("check", "check"), Column("prompt_tokens", "prompt tokens", count),
-        Column("cached_tokens", "cached", count), Column("difference", "difference", _distance),
-        Column("position", "first other token", count), Column("differs", "differs"),
-    ]  # fmt: skip
     rows = [
-        {
-            "number": outcome.number, "check": outcome.probe.check,
-            "prompt_tokens": outcome.seen[pair.warm].answer.num_prompt,
-            "cached_tokens": outcome.seen[pair.warm].answer.num_cached,
-            "difference": found.distance, "position": found.position,
-            "differs": found.exceeds(tolerance) if not (pair.must_differ or pair.is_control) else None,
-        }
+        _PairRow(
+            outcome.number, outcome.probe.check, outcome.seen[pair.warm].answer.num_prompt,
+            outcome.seen[pair.warm].answer.num_cached, found.distance, found.position,
+            found.exceeds(tolerance) if not (pair.must_differ or pair.is_control) else None,
+        )
         for outcome in outcomes
         for pair, found in zip(outcome.probe.pairs, outcome.differences, strict=True)
         if found is not None
     ]  # fmt: skip
-    return Table("pairs", "Pairs", columns, rows, ["difference: largest of a log-probability after equal tokens"])
+    return table(
+        _PairRow, "pairs", "Pairs", rows, notes=["difference: largest of a log-probability after equal tokens"]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LookupRow:
+    check: str
+    prompt_tokens: int | None
+    shared_tokens: Annotated[int, "shared"]
+    cached_tokens: Annotated[int | None, "cached"]
+    time_s: Annotated[Seconds, "time"]
 
 
 def lookup_table(seen: Sequence[Seen]) -> Table:
     """Every request: what it shared, what was reported, and its time."""
-    columns = [
-        Column("check", "check"), Column("prompt_tokens", "prompt tokens", count),
-        Column("shared_tokens", "shared", count), Column("cached_tokens", "cached", count),
-        Column("time_s", "time", seconds_text),
-    ]  # fmt: skip
     rows = [
-        {
-            "check": each.check, "prompt_tokens": each.answer.num_prompt, "shared_tokens": each.num_shared,
-            "cached_tokens": each.answer.num_cached,
-            "time_s": each.answer.total_s if each.answer.first_s is None else each.answer.first_s,
-        }
+        _LookupRow(each.check, each.answer.num_prompt, each.num_shared, each.answer.num_cached, each.answer.seen_s)
         for each in seen
-    ]  # fmt: skip
-    return Table(
-        "lookups", "Requests", columns, rows, ["time: to the first token of streams, else to the whole answer"]
+    ]
+    return table(
+        _LookupRow, "lookups", "Requests", rows, notes=["time: to the first token of streams, else to the whole answer"]
     )
 
 
-def plan_table(probes: Sequence[Probe], num_survey: int) -> Table:
+@dataclass(frozen=True, slots=True)
+class _PlanRow:
+    check: str
+    requests: int
+    tokens: Annotated[int, "tokens at most"] | UnsetType
+    lengths: Annotated[str, "prompt tokens"] | UnsetType
+    meaning: Annotated[str, "what is compared"]
+
+
+def plan_table(probes: Sequence[Probe], num_survey: int, notes: Sequence[str]) -> Table:
     """What a run would send."""
-    columns = [
-        Column("check", "check"), Column("requests", "requests", count), Column("tokens", "tokens at most", count),
-        Column("lengths", "prompt tokens"), Column("meaning", "what is compared"),
-    ]  # fmt: skip
-    rows: list[dict[str, Any]] = [
-        {"check": "survey", "requests": num_survey, "meaning": "block size, log-probabilities, salts; an estimate"}
-    ]
+    rows = [_PlanRow("survey", num_survey, UNSET, UNSET, "block size, log-probabilities, salts; an estimate")]
     for check, meaning in MEANINGS.items():
         chosen = [probe for probe in probes if probe.check == check]
-        if not chosen:
-            continue
-        lengths = sorted({probe.length for probe in chosen})
-        shown = ", ".join(map(str, lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]]))
-        rows.append({
-            "check": check, "requests": sum(len(probe.asks()) for probe in chosen),
-            "tokens": sum(probe.num_tokens() for probe in chosen), "lengths": shown, "meaning": meaning,
-        })  # fmt: skip
-    return Table("plan", "Plan", columns, rows)
+        if chosen:
+            lengths = sorted({probe.length for probe in chosen})
+            shown = ", ".join(map(str, lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]]))
+            num_requests = sum(len(probe.asks()) for probe in chosen)
+            rows.append(_PlanRow(check, num_requests, sum(probe.num_tokens() for probe in chosen), shown, meaning))
+    return table(_PlanRow, "plan", "Plan", rows, notes=notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayRow:
+    check: str
+    length: Annotated[int, "prompt tokens"]
+    text: Annotated[str, "result"]
+    num_failing: int
+    num_probes: int
+
+
+def replay_table(case: Case, name: str, num_failing: int, num_probes: int, largest: float) -> Table:
+    """How many probes of a failing pair that was sent again fail."""
+    more = f"more than {case.tolerance:.2g} counts as different"
+    text = f"{num_failing} of {num_probes} fail, by up to {largest:.2g} ({more})"
+    row = _ReplayRow(case.check, case.length, text, num_failing, num_probes)
+    return table(_ReplayRow, "replay", f"Replay of {one_line(name)}", [row], "check length text")
 
 
 def page(audit: Audit) -> bytes:
@@ -139,7 +175,7 @@ def page(audit: Audit) -> bytes:
             pages.as_html(pair_table(evidence.outcomes, evidence.noise().tolerance)),
             pages.as_html(lookup_table(evidence.seen)),
         ]
-    return pages.html_page(f"Audit of {one_line(audit.client.url)}", "\n".join(parts))
+    return pages.html_page(f"Audit of {audit.client.shown}", "\n".join(parts))
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

@@ -7,14 +7,15 @@ import asyncio
 import re
 import secrets
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from pagedcli.audit.answers import Answer
-from pagedcli.audit.client import AuditError, Client
+from pagedcli.audit.client import Client
 from pagedcli.audit.compare import Difference, compare
 from pagedcli.audit.plan import Ask, Probe, Words, shared_length
+from pagedcli.remote import ServerError
 
 NUM_TOP = 5  # alternatives per position
 _NEARLY_GREEDY = 0.001  # vLLM refuses n > 1 with temperature 0
@@ -120,7 +121,7 @@ class Runner:
     _num_probes: int = 0
 
     async def run(self, probe: Probe) -> Outcome:
-        """Send a probe's requests. Raises: RefusedError, AuditError, LimitReached."""
+        """Send a probe's requests. Raises: RefusedError, ServerError, LimitReached."""
         self._num_probes += 1
         seen: list[Seen] = []
         for step in probe.steps:
@@ -151,11 +152,9 @@ class Runner:
         num_tokens = len(ask.words) + ask.n * ask.max_new + (ask.after[1] if ask.after else 0)
         answer = await self.client.complete(self.endpoint.body(ask, tail), num_tokens=num_tokens)
         if len(answer.choices) != ask.n:
-            raise AuditError(f"n = {ask.n} is not offered: the number of answers is {len(answer.choices)}")
+            raise ServerError(f"n = {ask.n} is not offered: the number of answers is {len(answer.choices)}")
         if answer.num_cached is None and self.reports:
-            answer = Answer(
-                answer.choices, answer.num_prompt, 0, answer.cached_field, answer.first_s, answer.total_s
-            )  # fmt: skip
+            answer = replace(answer, num_cached=0)
         return answer
 
     def _take(self, ask: Ask) -> int:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pagedcli.audit.audit import Audit, Options, run_to_end
 from pagedcli.audit.client import Budget, Client
 from pagedcli.audit.faulty import FAULTS, Fault, Settings, serving
-from pagedcli.audit.verdicts import Status, Verdict
+from pagedcli.audit.verdicts import Status
 
 # fault -> the checks of which one has to find it
 FOUND_BY: dict[Fault, frozenset[str]] = {
@@ -18,6 +19,9 @@ FOUND_BY: dict[Fault, frozenset[str]] = {
     "moved-block": frozenset({"moved", "law"}),
     "wrong-row": frozenset({"crowd"}),
     "only-claimed": frozenset({"speed"}),
+    "second-hit": frozenset({"repeat"}),
+    "long-hit": frozenset({"repeat"}),
+    "silent-leak": frozenset({"tenants"}),
 }
 
 
@@ -25,19 +29,15 @@ FOUND_BY: dict[Fault, frozenset[str]] = {
 class Trial:
     """An audit of one planted server."""
 
-    fault: Fault | None
-    faults: tuple[Verdict, ...]  # that were found
-    was_interrupted: bool
+    fault: Annotated[str, "server"]
+    result: Literal["right", "WRONG"]  # right: the check made for the fault found it, or a correct server passed
+    by: Annotated[str | None, "found by"]
+    meaning: Annotated[str, "fault"]
+    _was_interrupted: bool
 
     @property
-    def is_right(self) -> bool:
-        """Whether the fault was found by the check that is made for it, or a correct server passed."""
-        found = {each.check for each in self.faults}
-        return bool(found & FOUND_BY[self.fault]) if self.fault is not None else not found
-
-    @property
-    def meaning(self) -> str:
-        return "a correct server" if self.fault is None else FAULTS[self.fault]
+    def was_interrupted(self) -> bool:
+        return self._was_interrupted
 
 
 def trial(settings: Settings, options: Options, progress: Callable[[str], None] = lambda text: None) -> Trial:
@@ -45,8 +45,13 @@ def trial(settings: Settings, options: Options, progress: Callable[[str], None] 
     with serving(settings) as server:
         audit = Audit(Client(server.url, Budget(300, 200_000, 280.0)), options, progress)
         was_interrupted = run_to_end(audit)
-    faults = tuple(verdict for verdict in audit.verdicts() if verdict.status is Status.FAULT)
-    return Trial(settings.fault, faults, was_interrupted)
+    fault = settings.fault
+    found = dict.fromkeys(verdict.check for verdict in audit.verdicts() if verdict.status is Status.FAULT)
+    is_right = not found if fault is None else bool(found.keys() & FOUND_BY[fault])
+    meaning = "a correct server" if fault is None else FAULTS[fault]
+    return Trial(
+        fault or "correct", "right" if is_right else "WRONG", ", ".join(found) or None, meaning, was_interrupted
+    )
 
 
 def trials(progress: Callable[[str], None]) -> Iterator[Trial]:

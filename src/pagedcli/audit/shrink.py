@@ -4,6 +4,7 @@ A cache remembers prompts, so a probe is never sent twice: it is built again wit
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from pagedcli.audit.compare import Noise
 from pagedcli.audit.plan import BUILDERS, Pair, Probe, Prompts, Target, evict
 from pagedcli.audit.run import Outcome, Runner
 from pagedcli.errors import UsageError
-from pagedcli.files import whole_file
+from pagedcli.files import read_whole, whole_file
 
 FORMAT = "pagedcli-audit-1"
 _TRIES = 2  # probes per length; a fault that needs luck shrinks less
@@ -26,13 +27,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     format: str
     check: str
     length: int  # tokens of the prompt, as short as fails
-    first_length: int  # where it was found
-    pressure_tokens: int = 0  # of the check `evict`
+    first_length: int  # tokens of the prompt that failed first
+    pressure_tokens: int = 0  # 0 for all checks but `evict`
     unit: int | None
     smallest: int
     bypass: Literal["salt", "cache_prompt"] | None
     isolates: bool | None
-    tolerance: float  # of log-probabilities
+    tolerance: float  # difference of log-probabilities
     distance: float | None
     model: str
     requests: list[dict[str, Any]]  # what was sent and received
@@ -66,7 +67,7 @@ async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise,
 
     Not of `evict`: its prompts have one or two blocks anyway, and each attempt would send all of the pressure again.
 
-    Raises: LimitReached, AuditError.
+    Raises: LimitReached, ServerError.
     """
     check, length = failing.probe.check, failing.probe.length
     if check not in BUILDERS:
@@ -100,7 +101,7 @@ def make_case(found: Outcome, first: Outcome, target: Target, noise: Noise, runn
         format=FORMAT, check=found.probe.check, length=found.probe.length, first_length=first.probe.length,
         pressure_tokens=evict_tokens, unit=target.unit, smallest=target.smallest, bypass=target.bypass,
         isolates=target.isolates, tolerance=noise.tolerance, distance=worst.distance if worst else None,
-        model=runner.endpoint.model, requests=_requests(found, runner),
+        model=runner.client.secrets.without(runner.endpoint.model), requests=_requests(found, runner),
     )  # fmt: skip
 
 
@@ -127,27 +128,21 @@ def save_case(case: Case, folder: Path, number: int) -> Path:
     """Write audit-<number>.json, or the next number that is free. Raises: OSError."""
     while True:
         path = folder / f"audit-{number}.json"
-        try:
-            with path.open("x"):  # taken, so that no other run writes it
-                pass
-        except FileExistsError:
-            number += 1
-            continue
-        with whole_file(path, overwrite=True) as file:
+        with suppress(FileExistsError), whole_file(path, overwrite=False) as file:
             file.write(msgspec.json.format(msgspec.json.encode(case), indent=2) + b"\n")
-        return path
+            return path
+        number += 1
 
 
 def load_case(path: Path) -> Case:
     """Raises: UsageError if the file is not one that the audit wrote."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
+        content = read_whole(path, _MAX_FILE_BYTES)
         case = msgspec.json.decode(content, type=Case)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}", hint="name a file that pagedcli audit has written") from error
     known = case.check in BUILDERS or case.check == "evict"
-    if case.format != FORMAT or not known or not 1 <= case.length < 1 << 20 or len(content) > _MAX_FILE_BYTES:
+    if case.format != FORMAT or not known or not 1 <= case.length < 1 << 20:
         raise UsageError(f"{path} is not a failing pair of pagedcli audit ({FORMAT})")
     return case
 

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pagedcli.audit.answers import Answer
-from pagedcli.audit.client import AuditError, Client, RefusedError
+from pagedcli.audit.client import Client
+from pagedcli.audit.compare import USUAL_TOLERANCE, compare
 from pagedcli.audit.plan import MAX_NEW, Ask, Probe, Prompts, Target
 from pagedcli.audit.run import Endpoint, Runner
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line
+from pagedcli.remote import RefusedError, ServerError
 
 # each is one token with the space before it in the vocabularies of Llama, Qwen, Gemma, GPT-2 and of tiny test models
 WORDS = tuple(
@@ -17,7 +19,7 @@ WORDS = tuple(
     " we there so for want happy saw named but very do".split()
 )
 _FEWEST_WORDS = 12
-_LENGTHS = (160, 640, 2048)  # of the first prompts: the shortest that is cached at all tells where to look
+_LENGTHS = (160, 640, 2048)  # tokens of the first prompts: the shortest that is cached at all tells where to look
 _TRIED_LENGTHS = (2030, 1010, 500, 240)
 _MOST_UNIT_PROBES = 8
 _SHORTEST_TAIL = 4
@@ -29,7 +31,7 @@ class Survey:
 
     endpoint: Endpoint
     target: Target
-    cached_field: str | None = None  # where the server reports cached tokens
+    cached_field: str | None = None  # path of the number of cached tokens in an answer
     full_hit: int | None = None  # cached tokens of a repeated prompt
     notes: list[str] = field(default_factory=list)
 
@@ -37,7 +39,7 @@ class Survey:
 async def survey(
     client: Client, *, model: str | None, seed: int, concurrency: int, only_words: bool = False
 ) -> tuple[Runner, Survey]:
-    """Ask the server about itself, or only how it counts words. Raises: AuditError, UsageError, LimitReached."""
+    """Ask the server about itself, or only how it counts words. Raises: ServerError, UsageError, LimitReached."""
     model, max_length = await _model(client, model)
     endpoint = await _probe_features(client, Endpoint(model, WORDS, 0))
     endpoint = await _probe_words(client, endpoint)
@@ -70,7 +72,7 @@ async def _model(client: Client, wanted: str | None) -> tuple[str, int | None]:
     ) else []  # fmt: skip
     if wanted is None:
         if len(known) != 1:
-            names = ", ".join(one_line(each["id"])[:60] for each in known[:8]) or "none"
+            names = ", ".join(one_line(client.secrets.without(each["id"]))[:60] for each in known[:8]) or "none"
             raise UsageError(f"the server has {len(known)} models: {names}", hint="choose one with -m MODEL")
         chosen = known[0]
     else:
@@ -83,11 +85,11 @@ async def _model(client: Client, wanted: str | None) -> tuple[str, int | None]:
     return chosen["id"], None
 
 
-def _with_hint(error: RefusedError) -> AuditError:
+def _with_hint(error: RefusedError) -> ServerError:
     hint = "put the key into a variable and name it: --key-env NAME" if error.status in (401, 403) else (
         "is this the part of the address before /completions, such as http://localhost:8000/v1?"
     )  # fmt: skip
-    return AuditError(error.message, hint=hint)
+    return ServerError(error.message, hint=hint)
 
 
 async def _probe_features(client: Client, endpoint: Endpoint) -> Endpoint:
@@ -107,10 +109,25 @@ async def _probe_features(client: Client, endpoint: Endpoint) -> Endpoint:
             refused = refused or error
             continue
         if answer.num_prompt is None:
-            raise AuditError("the server does not count the tokens of prompts (usage.prompt_tokens)")
+            raise ServerError("the server does not count the tokens of prompts (usage.prompt_tokens)")
+        await _check_ids(client, candidate, answer)
         return replace(candidate, has_logprobs=bool(answer.choices[0].top))
     assert refused is not None, "a candidate was refused"
     raise refused
+
+
+async def _check_ids(client: Client, endpoint: Endpoint, answer: Answer) -> None:
+    """Raises: ServerError if prompts too short for most caches are all answered alike: then none is told apart."""
+    for start in (8, 16):
+        ask = Ask(tuple(range(start, start + 8)))
+        other = await client.complete(endpoint.body(ask), num_tokens=16)
+        found = compare(answer.choices[0], other.choices[0])
+        if found.exceeds(USUAL_TOLERANCE) or found.position == 0:
+            return
+    raise ServerError(
+        "different prompts get the same answer, as if all words had one token id: nothing can be said about the cache",
+        hint="check the server's tokenizer, and that it runs the model",
+    )
 
 
 async def _probe_words(client: Client, endpoint: Endpoint) -> Endpoint:
@@ -120,7 +137,7 @@ async def _probe_words(client: Client, endpoint: Endpoint) -> Endpoint:
         body = {**endpoint.body(Ask(tuple(numbers), max_new=1))}
         answer = await client.complete(body, num_tokens=4 * len(numbers))
         if answer.num_prompt is None:
-            raise AuditError("the server does not count the tokens of every prompt (usage.prompt_tokens)")
+            raise ServerError("the server does not count the tokens of every prompt (usage.prompt_tokens)")
         return answer.num_prompt
 
     everything = tuple(range(len(endpoint.words)))
@@ -141,7 +158,7 @@ async def _probe_words(client: Client, endpoint: Endpoint) -> Endpoint:
             groups += [group[:middle], group[middle:]]
             counts += [first, count - first + num_extra]
     if num_extra < 0 or len(good) < _FEWEST_WORDS:
-        raise AuditError(
+        raise ServerError(
             "prompts of a known length cannot be made: the server does not count common words as one token each"
         )
     return replace(endpoint, words=tuple(endpoint.words[number] for number in sorted(good)), num_extra=num_extra)

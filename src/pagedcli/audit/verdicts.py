@@ -6,19 +6,21 @@ Used by the reports and by the exit code. Sends nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil, comb
 from statistics import median
 
-from pagedcli.audit.compare import LARGEST_TOLERANCE, Difference, Noise, measure_noise
+from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, Difference, Noise, measure_noise
 from pagedcli.audit.plan import Target
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.survey import Survey
 from pagedcli.printable import plural, seconds_text
 
 _MOST_CHANCE = 1e-4  # a check fails if noise explains its different pairs with less than this probability
-_SAVED, _NOT_SAVED = 0.5, 0.25  # of the time that caching could save
-_CLEAR, _RATHER_CLEAR = 0.8, 0.75  # share of times that are where their lower quartile says
+_SAVED, _NOT_SAVED = 0.5, 0.25  # shares of the time that caching could save
+_CLEAR = 0.8  # share of pairs in which the short prompt is the faster one
+_CHANCE_OF_TIMES, _NORMAL = 0.01, 2.576  # chance that a median is outside its bounds; the same in standard deviations
 _FEWEST_TIMES = 4
-_ROUNDED = 2e-6  # answers closer than this are the same computation, rounded for JSON
+_FEWEST_AGREEING = 0.6  # share of the probes
 
 
 class Status(StrEnum):
@@ -68,7 +70,7 @@ class Counted:
 
     known: tuple[Difference, ...]
     different: tuple[tuple[Outcome, Difference], ...]
-    lengths: tuple[int, ...]  # of the prompts of the different pairs, in tokens
+    lengths: tuple[int, ...]  # tokens of the prompts of the different pairs
     num_hits: int  # pairs whose warm request was a hit, as the server says
 
     def is_fault(self, noise: Noise) -> bool:
@@ -297,7 +299,7 @@ def _twins(evidence: Evidence, noise: Noise) -> Verdict:
     twins, controls = differences[True], differences[False]
     if len(twins) < 3 or noise.num_pairs == 0:
         return Verdict("change", Status.UNKNOWN, _why(evidence, "twins", "too few prompts with one changed token"))
-    limit = max(_ROUNDED, noise.largest or 0.0)
+    limit = max(ROUNDED, noise.largest or 0.0)
 
     def is_ignored(each: Difference) -> bool:
         return each.is_same if each.distance is None else each.distance <= limit
@@ -358,41 +360,81 @@ def _speed(evidence: Evidence) -> list[Verdict]:
     outcomes = evidence.of("speed")
     if len(outcomes) < _FEWEST_TIMES:
         return [Verdict("speed", Status.UNKNOWN, _why(evidence, "speed", "too few times to the first token"))]
-    columns = [[_time(outcome.seen[i]) for outcome in outcomes] for i in range(len(outcomes[0].seen))]
+    columns = [[outcome.seen[i].answer.seen_s for outcome in outcomes] for i in range(len(outcomes[0].seen))]
     short, cold, warm = (_typical(column) for column in columns[:3])
     length = outcomes[0].probe.length
     times = f"{length:,} tokens take {seconds_text(cold)} cold and {seconds_text(warm)} warm"
     if _share_of_smaller(columns[0], columns[1]) < _CLEAR or cold < 1.2 * short:
         text = f"{times}, fewer tokens {seconds_text(short)}: too alike or too uneven to see a cache by time"
         return [Verdict("speed", Status.UNKNOWN, text)]
-    verdicts = [_claimed(evidence, outcomes, times, _saved(*columns[:3]))]
+    verdicts = [_claimed(evidence, outcomes, times, _saving(*columns[:3]))]
     if len(columns) > 3:
-        other = _typical(columns[3])
-        share = _saved(columns[0], columns[1], columns[3])
-        text = f"with another salt {seconds_text(other)} ({times})"
-        if share is not None and share >= _SAVED:
-            verdicts.append(Verdict("tenants", Status.FAULT, f"a tenant sees another's hits by time: {text}"))
-        elif share is not None and share <= _NOT_SAVED:
-            verdicts.append(Verdict("tenants", Status.OK, f"no tenant sees another's hits by time: {text}"))
-        else:
-            verdicts.append(Verdict("tenants", Status.UNKNOWN, f"whether a tenant sees another's hits by time: {text}"))
+        saving = _saving(columns[0], columns[1], columns[3])
+        text = f"with another salt {seconds_text(_typical(columns[3]))} ({times})"
+        status, words = {
+            True: (Status.FAULT, "a tenant sees another's hits by time"),
+            False: (Status.OK, "no tenant sees another's hits by time"),
+            None: (Status.UNKNOWN, "whether a tenant sees another's hits by time"),
+        }[saving.is_there]
+        verdicts.append(Verdict("tenants", status, f"{words}: {text}{saving.needs(len(columns))}"))
     return verdicts
 
 
-def _claimed(evidence: Evidence, outcomes: Sequence[Outcome], times: str, saved: float | None) -> Verdict:
+def _claimed(evidence: Evidence, outcomes: Sequence[Outcome], times: str, saving: "Saving") -> Verdict:
     """Whether the reported hits save time."""
     claims = median([(outcome.seen[2].answer.num_cached or 0) / outcome.probe.length for outcome in outcomes])
     if not evidence.survey.target.reports:
-        seen = "a cache is seen by time" if saved is not None and saved >= _SAVED else "no cache is seen by time"
+        seen = "a cache is seen by time" if saving.is_there else "no cache is seen by time"
         return Verdict("speed", Status.NOTE, f"{seen}: {times}")
     if claims < _SAVED:
         return Verdict("speed", Status.UNKNOWN, f"too little of the long prompts was a hit to see it by time: {times}")
-    if saved is not None and saved >= _SAVED:
+    if saving.is_there:
         return Verdict("speed", Status.OK, f"reported hits save time: {times}")
     text = f"{times}, though {100 * claims:.0f} % of the tokens are reported as cached"
-    if saved is not None and saved <= _NOT_SAVED:
+    if saving.is_there is False:
         return Verdict("speed", Status.FAULT, f"the cache is only claimed: {text}")
-    return Verdict("speed", Status.UNKNOWN, f"whether reported hits save time is not clear: {text}")
+    needs = saving.needs(len(outcomes[0].seen))
+    return Verdict("speed", Status.UNKNOWN, f"whether reported hits save time is not clear: {text}{needs}")
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The share of the time between short and long prompts that is saved, in each probe, smallest first.
+
+    The bounds of its median need no assumption about the times: so many of the probes are below or above them that
+    chance puts the median outside in one of a hundred cases.
+    """
+
+    shares: Sequence[float]
+
+    @property
+    def is_there(self) -> bool | None:
+        """None: not clear yet."""
+        num, outside, chance = len(self.shares), -1, 0.0
+        while outside < num // 2 and 2 * (chance := chance + comb(num, outside + 1) / 2**num) <= _CHANCE_OF_TIMES:
+            outside += 1
+        if outside < 0:
+            return None
+        if self.shares[outside] > _NOT_SAVED:
+            return True
+        return False if self.shares[num - 1 - outside] < _SAVED and median(self.shares) <= _NOT_SAVED else None
+
+    def needs(self, num_requests: int) -> str:
+        """How many more requests would tell, at `num_requests` per probe."""
+        if self.is_there is not None:
+            return ""
+        num = len(self.shares)
+        is_large = median(self.shares) > _NOT_SAVED
+        agreeing = sum(share > _NOT_SAVED if is_large else share < _SAVED for share in self.shares) / num
+        if agreeing < _FEWEST_AGREEING:
+            return "; the times are too uneven for any number of requests"
+        more = max(1, ceil((_NORMAL / (2 * agreeing - 1)) ** 2) - num) * num_requests
+        return f"; about {plural(more, 'more request')} would tell (--max-requests, --max-tokens)"
+
+
+def _saving(short: Sequence[float], cold: Sequence[float], tested: Sequence[float]) -> Saving:
+    whole = _typical(cold) - _typical(short)
+    return Saving(sorted((slow - time_s) / whole for slow, time_s in zip(cold, tested, strict=True)))
 
 
 def _typical(times: Sequence[float]) -> float:
@@ -403,20 +445,6 @@ def _typical(times: Sequence[float]) -> float:
 def _share_of_smaller(times: Sequence[float], others: Sequence[float]) -> float:
     """The share of pairs in which the first is the smaller one; 0.5 if both are alike."""
     return sum(a < b for a in times for b in others) / (len(times) * len(others))
-
-
-def _saved(short: Sequence[float], cold: Sequence[float], tested: Sequence[float]) -> float | None:
-    """The share of the time between short and long prompts that is saved; None if single times disagree with it."""
-    slow, fast = _typical(cold), _typical(short)
-    saved = (slow - _typical(tested)) / (slow - fast)
-    share_fast = sum(time_s < (slow + fast) / 2 for time_s in tested) / len(tested)
-    if saved >= _SAVED:
-        return saved if share_fast >= _RATHER_CLEAR else None
-    return saved if share_fast <= 1 - _RATHER_CLEAR else None
-
-
-def _time(seen: Seen) -> float:
-    return seen.answer.total_s if seen.answer.first_s is None else seen.answer.first_s
 
 
 def _why(evidence: Evidence, check: str, otherwise: str) -> str:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagedcli.config import RunConfig
+from pagedcli.config import InputFormat, RunConfig
 from pagedcli.errors import RequestError, UsageError
 
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 OutputKind = Literal["jsonl", "csv", "parquet"]
 ALL = "all"
+INVALID_ROW = "pagedcli_invalid_row"  # field of a line made from a row of a table that cannot be one: what is wrong
 _ROW_FIELDS = frozenset(
     ("index", "id", "custom_id", "response", "error", "outputs", "finish_reason", "stop_reason", "beam_score")
 ) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids", "reasoning_content")}
@@ -42,6 +43,7 @@ class Columns:
     metrics: bool = False  # whether rows have their latency
     keep_reasoning: bool = True  # whether rows have the reasoning that their chat format marks
     kind: OutputKind = "jsonl"
+    input_format: InputFormat = "auto"
 
     @classmethod
     def of(cls, run: RunConfig, *, kind: OutputKind = "jsonl") -> "Columns":
@@ -58,6 +60,7 @@ class Columns:
             metrics=run.output_metrics,
             keep_reasoning=run.keep_reasoning,
             kind=kind,
+            input_format=run.input_format,
         )
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, which is another column of the output")
@@ -91,8 +94,8 @@ class Columns:
         """The columns of a line that its row copies; null for one that the line lacks."""
         if not self.keep_all:
             return {name: document.get(name) for name in self.keep if name not in _IDS}
-        reserved = self.reserved
-        return {name: value for name, value in document.items() if name not in self.ids and name not in reserved}
+        left_out = {*self.ids, *self.reserved, INVALID_ROW}
+        return {name: value for name, value in document.items() if name not in left_out}
 
     def check_line(self, document: dict[str, Any]) -> None:
         """Raises: RequestError if a column to copy has the name of an output column."""

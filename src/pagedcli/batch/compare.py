@@ -13,15 +13,16 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.row_format import NOT_A_ROW, Row, Sample, why_not_a_row
-from pagedcli.batch.rows import Answer, RowWriter
+from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ class ComparedRow:
     """One row of an output."""
 
     key: Hashable  # equal in both files
-    label: str  # for people
+    label: str  # name in messages
     error: str | None  # code
     num_prompt_tokens: int | None
     samples: list[ComparedSample]
@@ -69,13 +70,13 @@ class ComparedRow:
 class Difference:
     """The first difference of two rows."""
 
-    label: str
-    kind: Kind
+    label: Annotated[str, "row"]
+    kind: Annotated[Kind, "what differs"]
     sample: int | None = None
     token: int | None = None  # 0-based position in the output
     character: int | None = None  # 0-based position in the text
-    a: str = ""  # what the first has there
-    b: str = ""
+    a: Annotated[str, "in A", repr] = ""
+    b: Annotated[str, "in B", repr] = ""
     logprob_delta: float | None = None  # the largest of the row
 
 
@@ -214,7 +215,7 @@ def _read_row(row: Row, number: int, answer: str, by_order: bool) -> ComparedRow
 def _read_sample(sample: Sample, answer: str) -> ComparedSample:
     logprobs = sample.logprobs
     tokens = values = None
-    if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # of the completions endpoint
+    if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # the form of the completions endpoint
         tokens = logprobs["tokens"]
         values = [
             ([own, *top.values()], list(top))
@@ -243,15 +244,15 @@ def _name(token: dict[str, Any]) -> str:
     return str(token["bytes"] if "\N{REPLACEMENT CHARACTER}" in token["token"] else token["token"])
 
 
-def row_of(label: str, answers: list[Answer]) -> ComparedRow:
+def row_of(label: str, answers: list[RowPrompt]) -> ComparedRow:
     """The same of a row that was just generated."""
     samples = []
     for answer in answers:
-        prompt_values = _own_values(answer.output.prompt_logprobs)
-        for sample, text in zip(answer.output.samples, answer.texts, strict=True):
+        prompt_values = _own_values(answer.result.prompt_logprobs)
+        for sample, text in zip(answer.result.samples, answer.texts, strict=True):
             values, ending = _own_values(sample.logprobs), (sample.finish_reason, sample.stop_reason)
             samples.append(ComparedSample(text, None, sample.token_ids, None, values, prompt_values, ending))
-    return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
+    return ComparedRow(label, label, None, sum(len(answer.result.prompt_token_ids) for answer in answers), samples)
 
 
 def _own_values(positions: Iterable[TokenLogprobs | None] | None) -> list[Listed] | None:
@@ -295,17 +296,17 @@ class RowSample:
     """Some finished rows of a run, each equally likely; always the same ones for the same order of completion."""
 
     def __init__(self, num_wanted: int) -> None:
-        self.rows: list[tuple[Line, list[Answer]]] = []
+        self.rows: list[tuple[Line, list[RowPrompt]]] = []
         self._num_wanted = num_wanted
         self._num_seen = 0
         self._random = Random(0)
 
-    def add(self, line: Line, answers: list[Answer]) -> None:
+    def add(self, row: BatchRow, answers: list[RowPrompt]) -> None:
         self._num_seen += 1
         if len(self.rows) < self._num_wanted:
-            self.rows.append((line, answers))
+            self.rows.append((row.line, answers))
         elif (place := self._random.randrange(self._num_seen)) < self._num_wanted:
-            self.rows[place] = (line, answers)
+            self.rows[place] = (row.line, answers)
 
 
 def run_again(
@@ -316,8 +317,8 @@ def run_again(
     for line, answers in sample.rows:
         again = RowSample(1)
         name, sink = f"again-{line.index}", StreamSink(io.BytesIO(), order="completion")
-        alone = replace(options, limit=None, max_errors=None, shard=(0, 1), reorder="none", check_ids=False)
-        alone = replace(alone, cache_namespace=name)
+        alone = options.with_run(limit=None, max_errors=None, reorder="none")
+        alone = replace(alone, shard=(0, 1), check_ids=False, cache_namespace=name)
         BatchRun(engine, tokenizer, [line], sink, rows, alone, observe_row=again.add).run()
         label = f"row {line.index}"
         if not again.rows:

@@ -17,13 +17,13 @@ from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
 from pagedcli.planning.step_time import AttendedLayers, StepTime, StepWork
 
-FIRST_S = 5.0  # of a run, before its end is predicted: the first steps are not like the others
+FIRST_S = 5.0  # seconds before the first prediction: the first steps are not like the others
 _FIRST_STEPS, _EVERY = 64, 8  # these steps are compared with their predictions, then one of so many
 _MOST_STEPS = 512  # compared, the newest ones
 _LEAST_S = 0.5  # compared, from which something is learned
-_LEAST_STEPS = 16  # that a time of steps can be made of
-_NEWEST_STEPS = 64  # that correct a calibration
-_MOST_SEQS = 1000  # of what is left, run down one by one; more are like these
+_LEAST_STEPS = 16  # fewest steps to fit a time of steps to
+_NEWEST_STEPS = 64  # newest steps, by which a calibration is corrected
+_MOST_SEQS = 1000  # sequences that are run down one by one; more are assumed to be like these
 _SHARE = 200  # a prediction may take the 200th part of the time until the next one
 _AGAIN_S = 1.0
 
@@ -32,9 +32,9 @@ _AGAIN_S = 1.0
 class _Left:
     """What a sequence has to do. Tokens."""
 
-    num_prompt: float  # to compute, without those that are cached
+    num_prompt: float  # uncached prompt tokens
     num_output: float
-    num_context: float  # in the cache when its prompt is computed
+    num_context: float  # tokens in the cache when its prompt is computed
 
 
 class EndTime:
@@ -46,12 +46,12 @@ class EndTime:
         self._known = step_time
         self._layers = layers if step_time is None else step_time.layers
         self._num_seen = 0
-        self._work: StepWork | None = None  # of the step that is running
-        self._steps_ns = 0  # in steps so far
+        self._work: StepWork | None = None  # work of the running step
+        self._steps_ns = 0  # time of all steps so far
         self._steps: deque[tuple[StepWork, float]] = deque(maxlen=_MOST_STEPS)
         self._compared_s, self._expected_s = 0.0, 0.0  # all compared steps: measured, predicted
         self._left_s: float | None = None
-        self._left_at_s = 0.0  # of the run, when that was predicted
+        self._left_at_s = 0.0  # elapsed time of the run at that prediction
         self._next_s = FIRST_S
         self.first: tuple[float, float] | None = None  # when the first prediction was made, and of the whole run
 
@@ -113,7 +113,7 @@ class EndTime:
         running = [_left_of(seq, seq.num_computed_tokens, 0.0, hazard) for seq in scheduler.running]
         waiting = [part for seq in scheduler.waiting for part in _waiting(seq, facts.hit_rate, hazard)]
         num_started = max(
-            1, stats.num_done - stats.num_failed - stats.num_copied + self._engine.num_unfinished_requests
+            1, stats.num_done - stats.num_failed - stats.num_deduplicated + self._engine.num_unfinished_requests
         )
         num_unread = max(0, (stats.num_rows or 0) - stats.num_finished - self._engine.num_unfinished_requests)
         known = sum(part.num_output for part in running + waiting)

@@ -29,7 +29,7 @@ class _Splitting:
     single_digits: bool = False  # digits are split off first
     composed: bool = False  # Unicode's normal form C first
     whole_words: bool = False  # a word that is a token is taken as it is
-    adds_bos: bool = False  # if the file does not say
+    adds_bos: bool = False  # default where the file says nothing
 
 
 _LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
@@ -72,7 +72,7 @@ def gguf_tokenizer(header: Header) -> Any:
     renamed = {"unknown_token": "unk_token", "padding_token": "pad_token"}
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=made.tokenizer(),
-        chat_template=header.metadata.get("tokenizer.chat_template"),
+        chat_template=made.template,
         additional_special_tokens=made.controls,
         clean_up_tokenization_spaces=False,
         **{renamed.get(name, name): token for name, token in special.items() if token is not None},
@@ -96,18 +96,27 @@ class _Made:
         }
         if len(self._vocab) + self._types.count(_UNUSED) != len(self._tokens):
             raise self._error("it has a token twice")
+        if not self._vocab:
+            raise self._error("all its tokens are of type 5, unused")
+
+    @property
+    def template(self) -> str | None:
+        template: object = self._metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise self._error(f"tokenizer.chat_template is {template!r:.40}, not a text")
+        return template
 
     @property
     def controls(self) -> list[str]:
         return [token for token, kind in zip(self._tokens, self._types, strict=True) if kind == _CONTROL]
 
     def named(self, name: str) -> str | None:
-        """The token that ends a text, begins it, ..."""
+        """The token that ends a text, begins it, ...; None if the file names none, or one that is not used."""
         token_id = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
         if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
             return None
         token: str = self._tokens[token_id]
-        return token
+        return token if token in self._vocab else None
 
     def tokenizer(self) -> Tokenizer:
         kind = self._metadata.get("tokenizer.ggml.model")

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_KEPT = 16  # compiled grammars: lines of one file mostly share a few
-_MAX_LEXER_STATES = 50_000  # of one grammar, at 1 to 2 kB each
+_MAX_LEXER_STATES = 50_000  # limit per grammar, at 1 to 2 kB a state
 # larger ones take seconds to minutes to compile, during which no row advances
 _MAX_CHOICES = 10_000
-_MAX_PROPERTIES, _MAX_ALL_PROPERTIES = 2_000, 5_000  # of one object of a schema, and of all; time grows with the square
+_MAX_PROPERTIES, _MAX_ALL_PROPERTIES = 2_000, 5_000  # per object of a schema, and in all; time grows with the square
 _MAX_TEXT = 2**20  # characters of a schema, regular expression or grammar
 # JSON on one line. With free white space some models write it until their tokens run out, and all spend tokens on line
 # ends. A schema may allow it: {"x-guidance": {"whitespace_flexible": true}, ...}.

@@ -5,7 +5,7 @@ Used by cli.session, which reports progress. The methods are the steps, in order
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,28 +25,26 @@ from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
 from pagedcli.batch.prompts import (
     BatchOptions,
     KeptColumns,
-    Prepared,
     batch_options,
     check_response_format,
     open_source,
     open_tokenizer,
 )
 from pagedcli.batch.repeats import Repeats
-from pagedcli.batch.row_format import CsvLines, JsonLines, RowFormat, kind_of
-from pagedcli.batch.rows import Answer, RowWriter
+from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.row_format import CsvLines, JsonLines, kind_of
+from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, Sink, StreamSink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
-from pagedcli.files import check_distinct, check_new, is_stream
+from pagedcli.files import METRICS, SUMMARY, TRACE, check_distinct, check_new, is_stream
 from pagedcli.models.reading import read_spec
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
-
-METRICS_BEGINNING, SUMMARY_BEGINNING = b"# HELP pagedcli_", b'{\n  "pagedcli":'
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +77,15 @@ class Job:
     def shard_name(self) -> str:
         return f"{self.shard[0] + 1}/{self.shard[1]}"
 
+    @property
+    def read_files(self) -> dict[str, Path]:
+        """The files that the run reads, for files.check_distinct."""
+        config, sources = self.loaded.config, self.loaded.sources.values()
+        named = {"the model": config.engine.model, "--chat-template": config.run.chat_template}
+        named["the configuration"] = next((source for source in sources if not source.startswith("--")), None)
+        files = {what: Path(name) for what, name in named.items() if name is not None and "\n" not in name}
+        return input_files(self.input_name) | {what: path for what, path in files.items() if _is_file(path)}
+
     def check_files(self) -> None:
         """Raises: UsageError if a file would be destroyed, or if the flags about files contradict each other."""
         if self.resume and self.overwrite:
@@ -87,7 +94,7 @@ class Job:
             raise UsageError("--resume needs an output file: give one with -o")
         if self.output is not None and (self.output.is_dir() or not self.output.name):
             raise UsageError(f"the output is {self.output}, which is a folder", hint="-o takes the name of a file")
-        reads = input_files(self.input_name)
+        reads = self.read_files
         others = {"--metrics": self.metrics, "--summary-json": self.summary_json, "--record": self.record}
         others |= self.others
         writes = others if self.output_file is None else {**output_files(self.output_file), **others}
@@ -96,16 +103,16 @@ class Job:
             if self.shard[1] > 1 and kind_of(self.output_file) == "csv":
                 raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
             check_output(self.output_file, resume=self.resume, overwrite=self.overwrite)
-        if not self.overwrite:
-            check_new("--metrics", self.metrics, replaceable=METRICS_BEGINNING)
-            if not self.resume:
-                check_new("--record", self.record)
-            check_summary_json(self.summary_json, resume=self.resume)
+        check_new("--metrics", self.metrics, kind=METRICS, overwrite=True)
+        check_new("--summary-json", self.summary_json, kind=SUMMARY, overwrite=self.overwrite or self.resume)
+        check_new("--record", self.record, kind=TRACE, overwrite=self.overwrite or self.resume)
 
 
-def check_summary_json(path: Path | None, *, resume: bool) -> None:
-    """Refuse to replace a file, except the summary of the run that is resumed. Raises: UsageError."""
-    check_new("--summary-json", path, replaceable=SUMMARY_BEGINNING if resume else None)
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a template as text, too long for a name
+        return False
 
 
 def input_files(input_name: str) -> dict[str, Path]:
@@ -136,7 +143,7 @@ class OpenJob:
                 )
             self._repeats = Repeats(columns, limit=run.limit, shard=job.shard)
         self.sample = RowSample(job.num_verified)
-        self._num_rows: int | None = None  # of the output, if known
+        self._num_rows: int | None = None  # rows of the output; None: unknown
         self._read: InputScan | None = None  # the rows up to the limit, if they have been read
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
@@ -176,6 +183,9 @@ class OpenJob:
         if job.output_file is None:
             stream = stdout if job.output is None else job.output.open("wb")
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
+        assert self._tokenizer is not None, "load_tokenizer comes first"
+        if self._tokenizer.reasoning is None and not isinstance(self._format, JsonLines):
+            self._format = replace(self._format, reasoning=frozenset())
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, rows_format=self._format)
@@ -191,12 +201,17 @@ class OpenJob:
         sink: Sink,
         *,
         observe: Callable[[BatchStats], None],
-        observe_computed: Callable[[int, Prepared, list[Answer]], None],
+        observe_row: Callable[[BatchRow, list[RowPrompt]], None],
         stop_requested: Callable[[], bool],
     ) -> BatchRun:
         """The run, after load_tokenizer and open_sink."""
         created_s = sink.journal.header.created_s if isinstance(sink, FileSink) else int(time.time())
         tokenizer, rows = self._writer(created_s)
+
+        def observe_good(row: BatchRow, answers: list[RowPrompt]) -> None:
+            observe_row(row, answers)
+            self.sample.add(row, answers)
+
         return BatchRun(
             engine,
             tokenizer,
@@ -209,8 +224,7 @@ class OpenJob:
             read=self._read,
             repeats=self._repeats,
             observe=observe,
-            observe_computed=observe_computed,
-            observe_row=self.sample.add if self.job.num_verified else None,
+            observe_row=observe_good if self.job.num_verified else observe_row,
             stop_requested=stop_requested,
         )
 
@@ -228,7 +242,7 @@ class OpenJob:
         return self._tokenizer, RowWriter(self._tokenizer, model, run_key(self._fingerprint), created_s, self._columns)
 
 
-def _row_format(job: Job, lines: LineSource, columns: Columns) -> RowFormat:
+def _row_format(job: Job, lines: LineSource, columns: Columns) -> JsonLines | CsvLines | ParquetRows:
     """The writer of the output. Raises: UsageError for settings that a table does not support."""
     if columns.kind != "parquet":
         return CsvLines(columns) if columns.kind == "csv" else JsonLines()

@@ -9,11 +9,13 @@ completion. Memory: 8 bytes per row.
 import gzip
 import os
 import re
+import stat
 import time
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -23,14 +25,14 @@ import xxhash
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
 from pagedcli.batch.lines import InputDigest, InputScan, LineSource
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.files import check_new, whole_file
+from pagedcli.files import JOURNAL, RUN_RECORD, check_new, lock, read_own, sync_folder, whole_file
 from pagedcli.printable import plural
 
 SCHEMA_VERSION = 1
 _SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this interval; a killed process loses none
 _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
 _ROW = b',"row":'
-JOURNAL_BEGINNING = b'{"pagedcli_journal":'
+_MOST_FAILURES = 3  # kept in memory
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class Journal:
         self.header = header
         self.num_rows = 0
         self.num_failed_rows = 0
+        self.failures: list[tuple[int, str]] = []  # line and reason of the first ones that were resumed
         self._fd = file_descriptor
         self._end = os.fstat(file_descriptor).st_size
         self._offsets = array("Q")  # offset of each row's record; 0 where there is none (yet)
@@ -77,6 +80,7 @@ class Journal:
         except PagedcliError:
             journal.close()
             raise
+        sync_folder(path.parent)  # a power cut could lose the new name
         return journal
 
     @classmethod
@@ -149,19 +153,19 @@ class Journal:
         finally:
             self._buffer, self._buffered_bytes = [], 0
 
-    def rows(self, order: Literal["input", "completion"]) -> Iterator[bytes]:
-        """The rows in the order of the output file, even if the journal has been deleted meanwhile.
+    def rows(self, order: Literal["input", "completion"]) -> Iterator[tuple[int, bytes]]:
+        """The rows, each with its index, in the order of the output file, even if the journal has been deleted.
 
         Raises: PagedcliError if another program has changed the file.
         """
-        offsets = (offset for offset in self._offsets if offset)
+        done = ((index, offset) for index, offset in enumerate(self._offsets) if offset)
         with open(self._fd, "rb", closefd=False) as file:
-            for offset in offsets if order == "input" else sorted(offsets):
+            for index, offset in done if order == "input" else sorted(done, key=itemgetter(1)):
                 file.seek(offset)
                 record = file.readline()
                 if not record.endswith(b"}\n") or _ROW not in record:
                     raise self._changed()
-                yield record[record.index(_ROW) + len(_ROW) : -2]
+                yield index, record[record.index(_ROW) + len(_ROW) : -2]
 
     @property
     def is_lost(self) -> bool:
@@ -204,19 +208,24 @@ class Journal:
     def _load(self, lines: Iterator[bytes], offset: int) -> int:
         """Index every complete record. Returns the offset after the last complete line."""
         decoder = msgspec.json.Decoder(_Record)
-        for line in lines:
-            if not line.endswith(b"\n"):
+        for content in lines:
+            if not content.endswith(b"\n"):
                 break
             try:
-                record = decoder.decode(line)
-                msgspec.json.decode(record.row)
+                record = decoder.decode(content)
+                row = msgspec.json.decode(record.row)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 pass  # a hole left by a power cut
             else:
                 known = record.index < len(self._offsets) and self._offsets[record.index] != 0
                 if record.index >= 0 and not known:
                     self._remember(record.index, offset, ok=record.ok)
-            offset += len(line)
+                    match row:
+                        case {"error": {"line": int(line), "message": str(reason)}} if (
+                            len(self.failures) < _MOST_FAILURES
+                        ):
+                            self.failures.append((line, reason))
+            offset += len(content)
         return offset
 
 
@@ -226,7 +235,7 @@ def journal_path(path: Path) -> Path:
 
 def has_rows(path: Path) -> bool:
     """Whether the file contains more than a header."""
-    if not path.exists():
+    if not path.is_file():
         return False
     with path.open("rb") as file:
         return bool(file.readline() and file.readline())
@@ -237,23 +246,18 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        import fcntl
-    except ImportError:  # Windows has no advisory locks
-        return fd
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UsageError(f"another run is writing {path} right now") from error
-    except OSError:  # a file system without locks
-        pass
+        raise UsageError(f"{path} is a pipe or a device, not the journal of a run", hint="move it away")
+    if not lock(fd):
+        os.close(fd)
+        raise UsageError(f"another run is writing {path} right now")
     return fd
 
 
 def read_header(path: Path) -> Header | None:
     """The header of a journal; None if there is no file, or only an incomplete header. Raises: UsageError."""
-    if not path.exists():
+    if not path.is_file():
         return None
     with path.open("rb") as file:
         return _decode_header(path, file.readline())
@@ -276,14 +280,13 @@ def _decode_header(path: Path, line: bytes) -> Header | None:
 
 
 RECORD_VERSION = 1
-RECORD_BEGINNING = b'{"pagedcli_run":'
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run, or a finished shard of one."""
 
     pagedcli_run: int  # schema version
-    order: str  # of the rows: 'input' or 'completion'
+    order: str  # order of the rows: 'input' or 'completion'
     num_rows: int
     num_failed_rows: int
     digest: str  # xxh3-128 of the lines of the output, in hex
@@ -317,8 +320,8 @@ class LineDigest:
             yield line
 
     def read(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            self._digest.update(line)
+        for _ in self.passing(lines):
+            pass
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -350,7 +353,7 @@ def read_record(path: Path) -> RunRecord:
         hint = "finish its run with --resume" if journal_path(path).exists() else None
         raise UsageError(f"there is no {path}", hint=hint)
     try:
-        record = msgspec.json.decode(described.read_bytes(), type=RunRecord)
+        record = msgspec.json.decode(read_own(described), type=RunRecord)
     except OSError as error:
         raise UsageError(
             f"{path} exists, but {described}, which says what run wrote it, cannot be read: {error.strerror}",
@@ -381,11 +384,12 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
     Raises: UsageError if a file there would be lost.
     """
     partial = journal_path(path)
-    if overwrite:
-        return
-    check_new("the journal of the run", partial, replaceable=JOURNAL_BEGINNING)
-    check_new("the record of the run", record_path(path), replaceable=RECORD_BEGINNING)
+    check_new("the journal of the run", partial, kind=JOURNAL, overwrite=True)
+    check_new("the record of the run", record_path(path), kind=RUN_RECORD, overwrite=True)
     if resume:
+        return
+    check_new("the output", path, overwrite=True)
+    if overwrite:
         return
     if has_rows(partial):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Reads JSONL lines one at a time, without parsing them, from a file, a gzip file, stdin or a named pipe.
+"""Reads JSONL lines one at a time, without parsing them, from a file, compressed or not, stdin or a named pipe.
 
 Used by batch.run. At most MAX_LINE_BYTES of a line are kept, so memory is bounded even without line ends.
 """
@@ -14,18 +14,19 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import xxhash
 
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream
-from pagedcli.line_files import MOST_BLANK_LINES
+from pagedcli.line_files import MOST_BLANK_LINES, zstd
 from pagedcli.printable import plural
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
-_BOM = b"\xef\xbb\xbf"
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open}
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Line:
 
     index: int  # 0-based, among the rows
     number: int  # 1-based, among all lines, as editors show it
-    content: bytes | None  # without the line end; None if over MAX_LINE_BYTES
+    content: bytes | None  # bytes without the line end; None: over MAX_LINE_BYTES
     digest: int  # xxh64 of the content; of b"" if too long
 
 
@@ -60,21 +61,26 @@ class InputDigest:
         return InputScan(self._digest.hexdigest(), self._num_rows)
 
 
-class LineSource:
-    """The rows of an input file; '-' is stdin, a name that ends in .gz is decompressed.
+def is_live(name: str) -> bool:
+    """Whether an input can be read only once, and its lines may arrive slowly: stdin, a named pipe, <(command)."""
+    return name == "-" or is_stream(Path(name))
 
-    Anything but a regular file (stdin, a named pipe, <(command)) can be read only once, and its lines may arrive
-    slowly: `is_live`. A scanned file gives exactly the rows of the scan, or an error if it has changed.
+
+class LineSource:
+    """The rows of an input file; '-' is stdin, a name that ends in .gz or .zst is decompressed.
+
+    A scanned file gives exactly the rows of the scan, or an error if it has changed.
     """
 
     is_live = False
     has_grown = False  # whether rows were added after the scan; these are not read
-    _row_digests: "array[int] | None" = None  # of the scan
+    names: list[str] | None = None  # columns, if it is a table
+    _row_digests: "array[int] | None" = None  # digests by the scan
     _opened: BinaryIO | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_live = name == "-" or is_stream(Path(name))
+        self.is_live = is_live(name)
         if self.is_live:
             self._opened = self._open()
         else:
@@ -127,7 +133,7 @@ class LineSource:
             with file:
                 index = 0
                 num_blank = 0
-                for number, content in enumerate(_read_lines(file), 1):
+                for number, content in self._contents(file):
                     if content is not None and not content.strip():
                         num_blank += 1
                         if num_blank > MOST_BLANK_LINES:
@@ -136,18 +142,22 @@ class LineSource:
                     num_blank = 0
                     yield Line(index, number, content, xxhash.xxh64_intdigest(content or b""))
                     index += 1
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        except (gzip.BadGzipFile, zstd.ZstdError, EOFError, zlib.error) as error:
             raise PagedcliError(f"{self.name} is damaged after line {number}: {error}") from error
         except OSError as error:
             name = "standard input" if self.name == "-" else self.name
             raise PagedcliError(f"cannot read {name} after line {number}: {error.strerror}") from error
+
+    def _contents(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+        """Each line with its number, from 1; None for one that is too long."""
+        return enumerate(_read_lines(file), 1)
 
     def _open(self) -> BinaryIO:
         if self.name == "-":
             return _stdin()
         path = Path(self.name)
         try:
-            return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+            return cast(BinaryIO, _OPENERS.get(path.suffix, open)(path, "rb"))
         except OSError as error:
             raise UsageError(f"cannot read the prompts {self.name}: {error.strerror}") from error
 
@@ -195,7 +205,7 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
     first = True
     while line := file.readline(MAX_LINE_BYTES + 2):
         if first:
-            line, first = line.removeprefix(_BOM), False
+            line, first = line.removeprefix(BOM), False
         if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
             while (piece := file.readline(2**16)) and not piece.endswith(b"\n"):
                 pass

@@ -18,7 +18,7 @@ from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
 
-_MAX_NAMED = 5  # in a message
+_MAX_NAMED = 5  # names in a message
 
 
 @dataclass(slots=True)

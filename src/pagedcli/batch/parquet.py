@@ -4,7 +4,6 @@ Used by batch.prompts and batch.sinks; loads pyarrow only when a Parquet file is
 row group.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,14 +16,13 @@ import xxhash
 from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.batch.journal import LineDigest
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
-from pagedcli.batch.requests import LINE_FIELDS
+from pagedcli.batch.requests import line_of, used_columns
 from pagedcli.batch.row_format import Row, Rows, Sample, reasoning_of
 from pagedcli.errors import PagedcliError, UsageError
 
 _READ_ROWS = 1024  # converted to Python at a time
 _ROW_GROUP_ROWS = 16_384
-_ROW_GROUP_BYTES = 64 * 2**20  # of the columns carried along, uncompressed
-_JSON_FIELDS = ("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")  # may be JSON in a string
+_ROW_GROUP_BYTES = 64 * 2**20  # uncompressed bytes of the carried columns
 ANSWER_COLUMNS = (
     *("text", "finish_reason", "stop_reason", "beam_score", "usage", "error", "token_ids", "outputs"),
     *("token_logprobs", "prompt_token_logprobs"),
@@ -63,18 +61,8 @@ class ParquetSource(LineSource):
         for path, schema in zip(self._paths, schemas, strict=True):
             if not schema.equals(self.schema):
                 raise UsageError(f"{path} and {self._paths[0]} have different columns")
-        names = self.schema.names
-        if repeated := [column for column, number in Counter(names).items() if number > 1]:
-            raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
-        prompts = {"prompt", "messages", "body"} if columns.prompt is None else {columns.prompt}
-        if not prompts & set(names):
-            wanted = "'prompt', 'messages' or 'body'" if columns.prompt is None else repr(columns.prompt)
-            raise UsageError(
-                f"{name} has no column {wanted}; its columns: {', '.join(names)}",
-                hint="--field names the column that holds the prompts",
-            )
-        used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts}
-        self.columns = [column for column in names if columns.keep_all or column in used]
+        self.names = self.schema.names
+        self.columns = used_columns(name, self.names, columns)
 
     def _lines(self) -> Iterator[Line]:
         index = 0
@@ -119,7 +107,7 @@ def lines_of(batch: Any) -> Iterator[dict[str, Any]]:
     """The lines of a record batch or a table whose columns a line may have."""
     names = batch.schema.names
     for row in zip(*(_values(name, batch.column(name)) for name in names), strict=True):
-        yield _line(dict(zip(names, row, strict=True)))
+        yield line_of(dict(zip(names, row, strict=True)))
 
 
 def _values(name: str, column: Any) -> list[Any]:
@@ -152,32 +140,6 @@ def _in_microseconds(type_: Any) -> Any:
     if pa.types.is_list(type_):
         return pa.list_(type_.value_field.with_type(_in_microseconds(type_.value_type)))
     return type_
-
-
-def _line(row: dict[str, Any]) -> dict[str, Any]:
-    line = {name: _plain(name, value) for name, value in row.items() if value is not None and value == value}
-    body = line.pop("body", None)
-    return line | body if isinstance(body, dict) else line
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A cell as a JSON value: structs without nulls, maps as objects, JSON text decoded."""
-    if name in _JSON_FIELDS and isinstance(value, str):
-        try:
-            return msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            return value  # the request parser reports the error
-    if isinstance(value, dict):
-        return {key: _plain("", item) for key, item in value.items() if item is not None or key == "content"}
-    if isinstance(value, list):
-        if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):  # a map
-            return {str(key): _plain("", item) for key, item in value}
-        return [_plain("", item) for item in value]
-    if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
-    if isinstance(value, float) and value.is_integer():  # pandas stores integers with nulls as floats
-        return int(value)
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,17 +197,20 @@ class ParquetRows:
         import pyarrow as pa
 
         schema = pa.schema([("index", pa.int64()), ("id", pa.string())])
-        schema = pa.schema([*schema, *_kept_schema(rows(), self.columns), *answer_schema(self.columns, reasoning)])
+        schema = pa.schema(
+            [*schema, *_kept_schema((row for _, row in rows()), self.columns), *answer_schema(self.columns, reasoning)]
+        )
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
             yield columns_of(self._cells(some), schema), schema.names
             num_groups += 1
 
-    def _cells(self, rows: Iterable[bytes]) -> list[dict[str, Any]]:
-        return [cells_of(Row.of(row, self.columns.answer), self.columns.answer) for row in rows]
+    def _cells(self, rows: Iterable[tuple[int, bytes]]) -> list[dict[str, Any]]:
+        answer = self.columns.answer
+        return [cells_of(Row.of(row, answer, index), answer) for index, row in rows]
 
     def _carried_groups(
-        self, carried: ParquetSource, rows: Iterator[bytes], reasoning: frozenset[str]
+        self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], reasoning: frozenset[str]
     ) -> Iterator[_Group]:
         import pyarrow as pa
 
@@ -260,7 +225,7 @@ class ParquetRows:
                 waiting = []
         yield self._joined(pa.Table.from_batches(waiting, schema), rows, reasoning)
 
-    def _joined(self, carried: Any, rows: Iterator[bytes], reasoning: frozenset[str]) -> _Group:
+    def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], reasoning: frozenset[str]) -> _Group:
         schema = answer_schema(self.columns, reasoning)
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
@@ -307,7 +272,7 @@ def answer_schema(columns: Columns | None = None, reasoning: frozenset[str] = fr
     return pa.schema(
         [
             *sample,
-            ("outputs", pa.list_(pa.struct([("index", pa.int32()), *sample]))),  # with n > 1, instead of text
+            ("outputs", pa.list_(pa.struct([("index", pa.int32()), *sample]))),  # replaces text where n > 1
             ("usage", pa.struct(usage)),
             *metrics,
             ("error", pa.struct([("code", pa.string()), ("message", pa.string()), ("line", pa.int64())])),

@@ -1,38 +1,39 @@
-"""From an input to prompts: opens stdin, a JSONL or Parquet file or a folder of either, and turns each line into a
+"""From an input to prompts: opens stdin, a JSONL, CSV or Parquet file, or a folder of one kind, and makes each line a
 request for the engine: parsed, tokenized, with its final sampling parameters.
 
-Used by batch.run, and by commands and simulations that read a file without running it. An invalid line becomes a
-Refused; core.admission then decides whether a Prepared fits.
+Used by batch.run, and by commands and simulations that read a file without running it. An invalid line becomes a row
+with an error; core.admission then decides whether another one fits.
 """
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from pagedcli.batch.columns import Columns, names_of
+from pagedcli.batch.delimited import DelimitedSource, delimited_format
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
 from pagedcli.batch.repeats import request_key
 from pagedcli.batch.requests import (
     BatchRequest,
+    BatchRow,
     Message,
     RequestParser,
-    RowHead,
-    check_head,
+    RowPrompt,
     decode_line,
-    read_head,
     request_of,
     with_system_prompt,
 )
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
-from pagedcli.config import Config, EngineConfig, LoadedConfig
-from pagedcli.core.admission import admit
+from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
+from pagedcli.core.admission import admit, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.spec import ModelSpec
@@ -45,12 +46,13 @@ def open_source(name: str, columns: Columns | None = None) -> LineSource:
     """The rows of an input, with the columns that its requests and rows need. Raises: UsageError if it cannot be
     read."""
     columns = columns or Columns()
-    path = Path(name)
-    if name == "-":
-        return LineSource(name)
+    path, given = Path(name), columns.input_format
     if path.is_dir():
         return _open_folder(path, columns)
-    return ParquetSource(name, columns=columns) if is_parquet(path) else LineSource(name)
+    kind = delimited_format(name) if given == "auto" else given
+    if kind in ("csv", "tsv"):
+        return DelimitedSource(name, columns, kind)
+    return ParquetSource(name, columns=columns) if given == "auto" and is_parquet(path) else LineSource(name)
 
 
 class KeptColumns:
@@ -65,8 +67,8 @@ class KeptColumns:
         self._in_rows = in_rows
         self._names: set[str] = set()
         self._is_looking = columns.copies
-        if isinstance(source, ParquetSource):
-            self._names = set(source.schema.names)
+        if source.names is not None:
+            self._names = set(source.names)
         elif source.is_live:
             self._names = set(columns.keep)  # all that is known of an input that can be read only once
         if columns.copies and self._names:
@@ -89,9 +91,11 @@ class KeptColumns:
 class FolderSource(LineSource):
     """The rows of all files in the order of their names, numbered continuously."""
 
-    def __init__(self, name: str, paths: list[Path]) -> None:
+    def __init__(self, name: str, sources: list[LineSource]) -> None:
         self.name = name
-        self._sources = [LineSource(str(path)) for path in paths]
+        self._sources = sources
+        if any(source.names is not None for source in sources):
+            self.names = list(dict.fromkeys(name for source in sources for name in source.names or ()))
 
     def _lines(self) -> Iterator[Line]:
         index = number = 0
@@ -106,52 +110,47 @@ class FolderSource(LineSource):
 def _open_folder(folder: Path, columns: Columns) -> LineSource:
     names = sorted(os.listdir(folder))
     tables = [folder / name for name in names if is_parquet(Path(name))]
-    files = [folder / name for name in names if name.endswith(_JSONL_ENDINGS)]
-    if tables and files:
-        raise UsageError(f"{folder} contains both Parquet and JSONL files", hint="use a folder with files of one kind")
-    if not tables and not files:
-        raise UsageError(f"{folder} contains no Parquet or JSONL files", hint="known: *.parquet, *.jsonl, *.jsonl.gz")
-    return ParquetSource(str(folder), tables, columns) if tables else FolderSource(str(folder), files)
+    files = [str(folder / name) for name in names if name.endswith(_JSONL_ENDINGS)]
+    delimited = [str(folder / name) for name in names if delimited_format(name)]
+    found = [kind for kind, paths in (("Parquet", tables), ("JSONL", files), ("CSV", delimited)) if paths]
+    if len(found) > 1:
+        raise UsageError(
+            f"{folder} contains both {' and '.join(found)} files", hint="use a folder with files of one kind"
+        )
+    if not found:
+        raise UsageError(
+            f"{folder} contains no Parquet, JSONL or CSV files",
+            hint="known: *.parquet, *.jsonl, *.csv, *.tsv, the last three also .gz",
+        )
+    if tables:
+        return ParquetSource(str(folder), tables, columns)
+    return FolderSource(str(folder), [open_source(name, columns) for name in files + delimited])
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
     """Settings for the lines of a run."""
 
-    defaults: SamplingParams
-    max_tokens_given: bool = False  # set by a flag: then it is not lowered to what fits
-    seed: int = 0  # for requests without one
-    system_prompt: str | None = None  # also turns plain text prompts into chats
-    tools: list[dict[str, Any]] | None = None  # of chats without their own; the same
-    strict: bool = False  # unknown fields are errors
-    deduplicate: bool = False  # rows with equal answers are computed once
-    limit: int | None = None  # rows of the input
-    max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
-    shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
-    reorder: Literal["none", "prefix"] = "none"  # prefix: requests with a common prefix are started one after another
-    read_ahead: int | None = None  # prompt tokens in work (see batch.run); None: see batch.run.read_ahead
+    config: Config
     columns: Columns = field(default_factory=Columns)
+    max_tokens_given: bool = False  # given by a flag, and then not lowered to what fits
+    shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     cache_namespace: str | None = None  # requests share cached blocks only within it; begins their ids
     check_ids: bool = True  # False: the lines are part of an input whose ids have been checked
 
+    @property
+    def run(self) -> RunConfig:
+        return self.config.run
+
+    def with_run(self, **changes: Any) -> "BatchOptions":
+        """The same with other keys of the section `run`."""
+        run = msgspec.structs.replace(self.config.run, **changes)
+        return replace(self, config=msgspec.structs.replace(self.config, run=run))
+
 
 def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
-    config = loaded.config
-    return BatchOptions(
-        defaults=config.sampling,
-        max_tokens_given=loaded.sources.get("sampling.max_tokens", "").startswith("--"),
-        seed=config.engine.seed,
-        system_prompt=config.run.system_prompt,
-        tools=config.run.tools,
-        strict=config.run.strict,
-        deduplicate=config.run.deduplicate,
-        limit=config.run.limit,
-        max_errors=config.run.max_errors,
-        shard=shard,
-        reorder=config.run.reorder,
-        read_ahead=config.run.read_ahead,
-        columns=columns,
-    )
+    given = loaded.sources.get("sampling.max_tokens", "").startswith("--")
+    return BatchOptions(loaded.config, columns, max_tokens_given=given, shard=shard)
 
 
 def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
@@ -178,118 +177,8 @@ def check_response_format(defaults: SamplingParams) -> None:
         raise UsageError(f"--response-format: {error.message}", hint="correct the schema") from error
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """One prompt of a line."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    is_chat: bool = False  # the chat template has written it
-    is_text: bool = False  # it has been tokenized
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The request of a line, ready for the engine."""
-
-    line: Line
-    head: RowHead
-    prompts: list[PreparedPrompt]  # mostly one
-    cache_salt: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A line that gives an error row."""
-
-    line: Line
-    head: RowHead
-    error: RequestError
-
-
-class Intake:
-    """Prepares lines one by one; `parser.ignored` counts fields without effect."""
-
-    def __init__(self, tokenizer: Tokenizer, options: BatchOptions, limits: Limits) -> None:
-        self.parser = RequestParser(options.defaults, strict=options.strict)
-        self._tokenizer = tokenizer
-        self._options = options
-        self._limits = limits
-        self._seen_ids = SeenIds()
-
-    def prepare(self, line: Line, *, done: bool = False) -> Prepared | Refused | None:
-        """The request of a line. None for one that is already done: only its id is remembered."""
-        head, columns = RowHead(line.index, line.number), self._options.columns
-        try:
-            document = decode_line(line.content)
-            head = read_head(document, line.index, line.number, columns)
-            if self._options.check_ids and head.id is not None and not self._seen_ids.add(head.id):
-                raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
-            if done:
-                return None
-            check_head(document, head, columns)
-            request = self.parser.parse(request_of(document, columns), head)
-            prompts = self._encode(request)
-        except RequestError as error:
-            return None if done else Refused(line, head, error)
-        prepared = [
-            PreparedPrompt(
-                ids,
-                self._final_params(request, len(ids), line.index, place),
-                is_chat,
-                is_text=is_chat or isinstance(request.prompts[place], str),
-            )
-            for place, (ids, is_chat) in enumerate(prompts)
-        ]
-        salt = request.cache_salt
-        namespace = self._options.cache_namespace
-        return Prepared(line, head, prepared, salt if namespace is None else f"{namespace} {salt or ''}")
-
-    def _final_params(self, request: BatchRequest, num_prompt: int, index: int, place: int) -> SamplingParams:
-        """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""
-        params, limits = request.params, self._limits
-        changes: dict[str, int] = {}
-        if params.seed is None:
-            # from the row's index and the prompt's place in it: a resumed run draws the same
-            seed = seed_for(self._options.seed, index)
-            changes["seed"] = seed_for(seed, place) if place else seed
-        if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
-            room = limits.room_for(num_prompt, params.beam_width or 1)
-            if max(params.min_tokens, 1) <= room < params.max_tokens:
-                changes["max_tokens"] = room
-        return msgspec.structs.replace(params, **changes) if changes else params
-
-    def _encode(self, request: BatchRequest) -> list[tuple[list[int], bool]]:
-        """Token ids of each prompt, and whether it is a chat: the run's system prompt and tools turn texts into chats.
-
-        Raises: RequestError.
-        """
-        if request.messages is not None:
-            return [(self._encode_chat(request, request.messages), True)]
-        makes_chats = self._options.system_prompt is not None or bool(self._options.tools and request.tools is None)
-        encoded = []
-        for prompt in request.prompts:
-            if not isinstance(prompt, str):
-                encoded.append((prompt, False))
-            elif makes_chats:
-                encoded.append((self._encode_chat(request, [{"role": "user", "content": prompt}]), True))
-            else:
-                encoded.append((self._tokenizer.encode_within(prompt, self._limits.max_model_len), False))
-        return encoded
-
-    def _encode_chat(self, request: BatchRequest, messages: list[Message]) -> list[int]:
-        messages = with_system_prompt(messages, self._options.system_prompt)
-        tools = self._options.tools if request.tools is None else request.tools
-        if tools and not self._tokenizer.shows_tools:
-            raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
-        arguments = {"tools": tools, **request.chat_template_kwargs} if tools else request.chat_template_kwargs
-        text = self._tokenizer.render_chat(messages, arguments)
-        # the template has already written the special tokens
-        return self._tokenizer.encode_within(text, self._limits.max_model_len, add_special_tokens=False)
-
-
 class Prompts:
-    """The requests of the lines of an input, in their order, each made when it is asked for.
+    """The rows of an input, in their order, each parsed and tokenized when it is asked for.
 
     `holds` says of an index and a digest whether the row is done already, `limits` what prompts must fit into.
     """
@@ -306,23 +195,24 @@ class Prompts:
     ) -> None:
         """`observe` is called with each line up to the limit, also with those of other shards."""
         self.tokenizer = tokenizer
-        self.num_rows = 0  # so far, with those of other shards
-        self.num_copied = 0  # so far, with the answers of an earlier one (see `admitted`)
+        self.num_rows = 0  # rows so far, those of other shards included
+        self.num_deduplicated = 0  # rows so far that an equal one answers (see `admitted`)
         self._lines = lines
         self._options = options
         self._limits = limits
         self._holds = holds
         self._observe = observe
-        self._intake = Intake(tokenizer, options, limits)
+        self._parser = RequestParser(options.config.sampling, strict=options.run.strict)
+        self._seen_ids = SeenIds()
 
     @property
     def ignored(self) -> dict[str, int]:
         """Fields without effect -> lines."""
-        return dict(self._intake.parser.ignored)
+        return dict(self._parser.ignored)
 
-    def __iter__(self) -> Iterator[Prepared | Refused | Line | None]:
-        """A Line is one whose row is done already; None: no line has come yet. Raises: PagedcliError."""
-        limit, (place, num_shards) = self._options.limit, self._options.shard
+    def __iter__(self) -> Iterator[BatchRow | None]:
+        """None: no line has come yet. Raises: PagedcliError."""
+        limit, (place, num_shards) = self._options.run.limit, self._options.shard
         for line in self._lines:
             if line is None:
                 yield None
@@ -332,40 +222,126 @@ class Prompts:
             self.num_rows += 1
             self._observe(line)
             if line.index % num_shards == place:
-                yield self._intake.prepare(line, done=self._holds(line.index, line.digest)) or line
+                row = BatchRow(line)
+                try:
+                    self._prepare(row, is_done=self._holds(line.index, line.digest))
+                except RequestError as error:
+                    row.error = error
+                yield row
 
-    def admitted(self, grammars: Grammars | None = None) -> Iterator[tuple[Prepared, list[int]] | Refused]:
-        """The same without an engine: with the number of tokens that each prompt may generate, and what the engine
-        would refuse as Refused. One that only does not fit into the pool comes a second time, as if it did. With
+    def admitted(self, grammars: Grammars | None = None) -> Iterator[tuple[BatchRow, list[int] | RequestError]]:
+        """The same without an engine: each row with the number of tokens that each prompt may generate, or why a run
+        would refuse it. One that only does not fit into the pool comes a second time, as if it did. With
         `deduplicate` rows with the answers of an earlier one are left out.
 
         `grammars` compiles those of the prompts; None: they are not checked.
         """
         seen: set[bytes] = set()
-        for taken in self:
-            if isinstance(taken, Refused):
-                yield taken
-            if not isinstance(taken, Prepared):
+        for row in self:
+            if row is None:
                 continue
-            if self._options.deduplicate:
-                key = request_key(taken)
+            if row.error is not None:
+                yield row, row.error
+                continue
+            if self._options.run.deduplicate:
+                key = request_key(row)
                 if key in seen:
-                    self.num_copied += 1
+                    self.num_deduplicated += 1
                     continue
                 seen.add(key)
             try:
                 if grammars is not None:
-                    grammars.guides(taken.prompts[0].params)  # the line's
-                num_new_tokens = [admit(self._limits, prompt.token_ids, prompt.params) for prompt in taken.prompts]
+                    grammars.guides(row.prompts[0].params)  # the line's
+                num_new_tokens = [admit(self._limits, prompt.token_ids, prompt.params) for prompt in row.prompts]
             except RequestError as error:
-                yield Refused(taken.line, taken.head, error)
+                yield row, error
                 if error.code != "kv_cache_exceeded":
                     continue
-                num_new_tokens = [prompt.params.max_tokens or 1 for prompt in taken.prompts]
-            yield taken, num_new_tokens
+                num_new_tokens = [prompt.params.max_tokens or 1 for prompt in row.prompts]
+            yield row, num_new_tokens
+
+    def _prepare(self, row: BatchRow, *, is_done: bool) -> None:
+        """Parse a row, and make its prompts unless it is done: then only its id is remembered. Raises: RequestError."""
+        columns = self._options.columns
+        try:
+            document = decode_line(row.line.content)
+            row.read_head(document, columns)
+            if self._options.check_ids and row.id is not None and not self._seen_ids.add(row.id):
+                raise RequestError("duplicate_id", f"an earlier line has the same id {row.id!r}")
+        except RequestError:
+            if is_done:
+                return
+            raise
+        if is_done:
+            return
+        row.check_head(document, columns)
+        request = self._parser.parse(request_of(document, columns), row.shape)
+        namespace = self._options.cache_namespace
+        row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
+        row.prompts = [
+            RowPrompt(
+                ids,
+                self._final_params(request, len(ids), row.line.index, place),
+                is_chat,
+                is_text=is_chat or isinstance(request.prompts[place], str),
+            )
+            for place, (ids, is_chat) in enumerate(self._encode(request))
+        ]
+
+    def _final_params(self, request: BatchRequest, num_prompt: int, index: int, place: int) -> SamplingParams:
+        """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""
+        params, limits = request.params, self._limits
+        changes: dict[str, int] = {}
+        if params.seed is None:
+            # made of the row's index and the prompt's place in it: a resumed run draws the same
+            seed = seed_for(self._options.config.engine.seed, index)
+            changes["seed"] = seed_for(seed, place) if place else seed
+        if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
+            room = room_for(limits, num_prompt, params.beam_width or 1)
+            if max(params.min_tokens, 1) <= room < params.max_tokens:
+                changes["max_tokens"] = room
+        params = copy.copy(params) if changes else params
+        for name, value in changes.items():  # they are in range: checking all fields again takes as long as parsing
+            msgspec.structs.force_setattr(params, name, value)
+        return params
+
+    def _encode(self, request: BatchRequest) -> Iterator[tuple[list[int], bool]]:
+        """Token ids of each prompt, and whether it is a chat: the run's system prompt and tools turn texts into chats.
+
+        Raises: RequestError.
+        """
+        run, max_model_len = self._options.run, self._limits.max_model_len
+        if request.messages is not None:
+            yield self._encode_chat(request, request.messages), True
+        makes_chats = run.system_prompt is not None or bool(run.tools and request.tools is None)
+        for prompt in request.prompts:
+            if not isinstance(prompt, str):
+                yield prompt, False
+            elif makes_chats:
+                yield self._encode_chat(request, [{"role": "user", "content": prompt}]), True
+            else:
+                yield self.tokenizer.encode_within(prompt, max_model_len), False
+
+    def _encode_chat(self, request: BatchRequest, messages: list[Message]) -> list[int]:
+        run = self._options.run
+        messages = with_system_prompt(messages, run.system_prompt)
+        tools = run.tools if request.tools is None else request.tools
+        if tools and not self.tokenizer.shows_tools:
+            raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
+        arguments = {"tools": tools, **request.chat_template_kwargs} if tools else request.chat_template_kwargs
+        text = self.tokenizer.render_chat(messages, arguments)
+        # the template has already written the special tokens
+        return self.tokenizer.encode_within(text, self._limits.max_model_len, add_special_tokens=False)
 
 
-def open_prompts(loaded: LoadedConfig, input_name: str, folder: Path, limits: Limits) -> Prompts:
+def open_prompts(
+    loaded: LoadedConfig,
+    input_name: str,
+    folder: Path,
+    limits: Limits,
+    *,
+    observe: Callable[[Line], None] = lambda line: None,
+) -> Prompts:
     """The prompts of an input for a command that does not run them. Raises: UsageError, ModelError."""
     columns = Columns.of(loaded.config.run)
     lines = open_source(input_name, columns)
@@ -378,7 +354,8 @@ def open_prompts(loaded: LoadedConfig, input_name: str, folder: Path, limits: Li
         kept.check()
 
     tokenizer = open_tokenizer(loaded.config, folder)
-    return Prompts(looked_at() if columns.copies else lines, tokenizer, batch_options(loaded, columns), limits)
+    options = batch_options(loaded, columns)
+    return Prompts(looked_at() if columns.copies else lines, tokenizer, options, limits, observe=observe)
 
 
 def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:

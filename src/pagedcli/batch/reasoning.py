@@ -18,8 +18,8 @@ class Spans:
 
     reasoning: list[Span] = field(default_factory=list)
     answer: list[Span] = field(default_factory=list)
-    title: str = ""  # that the reasoning may begin with
-    padding: str = ""  # characters around the marks that belong to them
+    title: str = ""  # optional first line of the reasoning
+    padding: str = ""  # characters around the marks to strip with them
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -8,33 +8,28 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.lines import Line
-from pagedcli.batch.requests import RowHead, asked_of, decode_line
+from pagedcli.batch.requests import BatchRow, RowPrompt, asked_of, decode_line
 from pagedcli.errors import RequestError
 
-if TYPE_CHECKING:
-    from pagedcli.batch.prompts import Prepared
-    from pagedcli.batch.rows import Answer
-
+Answers = list[RowPrompt] | RequestError  # what equal rows get: finished prompts, or why they fail
 _MOST_WAITING = 10_000  # rows in memory that wait for the answers of another one
-_NO_REQUEST = 0  # instead of a digest
+_NO_REQUEST = 0  # stands for the digest of a line without a request
 
 
-def request_key(request: "Prepared") -> bytes:
+def request_key(row: BatchRow) -> bytes:
     """Equal for two rows whose answers are equal: the same prompts, and the same parameters with the same draws."""
     prompts = []
-    for prompt in request.prompts:
+    for prompt in row.prompts:
         params = prompt.params
         draws = not params.greedy and params.beam_width is None
         asked = params if draws else msgspec.structs.replace(params, seed=None)
         prompts.append((prompt.token_ids, prompt.is_chat, asked))
-    return xxhash.xxh3_128_digest(msgspec.json.encode((request.cache_salt, prompts)))
+    return xxhash.xxh3_128_digest(msgspec.json.encode((row.cache_salt, prompts)))
 
 
 @dataclass(slots=True)
@@ -43,8 +38,8 @@ class _Same:
 
     key: bytes
     digest: int
-    outcome: "list[Answer] | RequestError | None" = None  # None: not known yet
-    waiting: list[tuple[RowHead, Line]] = field(default_factory=list)
+    outcome: Answers | None = None  # None: not known yet
+    waiting: list[BatchRow] = field(default_factory=list)
 
 
 class Repeats:
@@ -54,10 +49,10 @@ class Repeats:
         self._columns = columns
         self._limit = limit
         self._shard = shard
-        self._digests = array("Q")  # of all lines
-        self._left: Counter[int] = Counter()  # by digest: rows that are still to come
-        self._same: dict[int, _Same] = {}  # by digest
-        self._first: dict[int, _Same] = {}  # by the index of the row that is computed
+        self._digests = array("Q")  # one per line
+        self._left: Counter[int] = Counter()  # digest -> rows still to come
+        self._same: dict[int, _Same] = {}  # digest -> its rows
+        self._first: dict[int, _Same] = {}  # index of the computed row -> its equals
         self._num_waiting = 0
 
     @property
@@ -93,14 +88,14 @@ class Repeats:
             self._left[digest] -= 1
             self._forget(digest)
 
-    def take(self, request: "Prepared") -> "list[Answer] | RequestError | bool":
+    def take(self, row: BatchRow) -> Answers | bool:
         """What the row gets: the answers or the error of an equal one; True: it waits for them. False: compute it."""
-        index = request.line.index
+        index = row.line.index
         digest = self._digests[index]
         if digest not in self._left:
             return False
         self._left[digest] -= 1
-        key = request_key(request)
+        key = request_key(row)
         same = self._same.get(digest)
         if same is None:
             same = self._same[digest] = self._first[index] = _Same(key, digest)
@@ -111,11 +106,11 @@ class Repeats:
         if same.outcome is not None:
             self._forget(digest)
             return same.outcome
-        same.waiting.append((request.head, request.line))
+        same.waiting.append(row)
         self._num_waiting += 1
         return True
 
-    def finish(self, index: int, outcome: "list[Answer] | RequestError") -> Iterator[tuple[RowHead, Line]]:
+    def finish(self, index: int, outcome: Answers) -> Iterator[BatchRow]:
         """The rows that have waited for this one."""
         same = self._first.pop(index, None)
         if same is None:

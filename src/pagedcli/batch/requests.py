@@ -6,15 +6,21 @@ are in OpenAI's format, reduced to what a text model's chat template accepts.
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pagedcli.batch.columns import Columns
+from pagedcli.batch.columns import INVALID_ROW, Columns
+from pagedcli.batch.lines import Line
 from pagedcli.config import tools_problem
-from pagedcli.errors import RequestError
+from pagedcli.errors import RequestError, UsageError
 from pagedcli.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedcli.batch.grammar import Guides
+    from pagedcli.batch.tokenizer import StopCheckers
+    from pagedcli.core.requests import RequestOutput
 
 Message = dict[str, Any]  # role, content (text), and what templates may use: name, tool_calls, tool_call_id
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -62,7 +68,7 @@ def _read_content(content: Any, where: str, *, may_be_absent: bool) -> str:
         else:
             kind = part.get("type") if isinstance(part, dict) else None
             raise _invalid(f"{where}.content[{place}] is {str(kind)[:40]!r}, only text parts are supported")
-    return "\n".join(texts)  # as vLLM joins them
+    return "\n".join(texts)  # vLLM joins them so, too
 
 
 def _invalid(message: str) -> RequestError:
@@ -71,7 +77,7 @@ def _invalid(message: str) -> RequestError:
 
 Shape = Literal["plain", "chat.completion", "text_completion"]
 
-_MAX_PROMPTS = 10_000  # of one line
+_MAX_PROMPTS = 10_000  # limit per line
 _SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _ALIASES = {
@@ -81,7 +87,7 @@ _ALIASES = {
     "num_return_sequences": "n",  # transformers
 }
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
-_BEAM_FIELDS = ("use_beam_search", "best_of")  # of older vLLM, where best_of, or else n, is the number of beams
+_BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
 _REQUEST_FIELDS = frozenset(
     ("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS)
 )
@@ -114,17 +120,87 @@ _USED_FIELDS = _SAMPLING_FIELDS | _REQUEST_FIELDS | _GUIDED_FIELDS.keys()
 _SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
 _KNOWN = _USED_FIELDS | _ALIASES.keys() | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys()
 LINE_FIELDS = _KNOWN - {"method", "url"}  # what a column of a table may be called to count as a field of the row
+_JSON_FIELDS = frozenset(("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")) | frozenset(
+    ("tools", "structured_outputs", "stop_token_ids", "guided_choice")
+)  # may be JSON in a cell of text
+# fields of one number, or true or false, which a cell of text may hold
+NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS}) - (
+    _JSON_FIELDS | {"stop", "regex", "guided_regex"}
+)
 
 
-@dataclass(frozen=True, slots=True)
-class RowHead:
-    """What every output row repeats from its line, even if the rest of the line is invalid."""
+@dataclass(slots=True, eq=False)
+class RowPrompt:
+    """One prompt of a row: what the engine gets, and what comes of it."""
 
-    index: int  # 0-based, among the rows of the input
-    line_number: int  # 1-based
+    token_ids: list[int]
+    params: SamplingParams
+    is_chat: bool = False  # written by the chat template
+    is_text: bool = False  # tokenized here
+    stop_checkers: "StopCheckers | None" = None  # None: no stop strings
+    guides: "Guides | None" = None  # None: no grammar
+    output: "RequestOutput | None" = None  # None: unfinished
+    texts: list[str] = field(default_factory=list)  # one per sample
+
+    @property
+    def result(self) -> "RequestOutput":
+        assert self.output is not None, "the prompt is finished"
+        return self.output
+
+    @property
+    def has_stops(self) -> bool:
+        return bool(self.params.stop_strings or self.params.stop_token_ids)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether marks of reasoning count: a grammar has none, and special tokens in the text are wanted as they
+        are."""
+        return self.is_chat and self.guides is None and self.params.skip_special_tokens
+
+
+@dataclass(slots=True, eq=False)
+class BatchRow:
+    """A line of the input, from parsing to its output row, which repeats id and kept columns even if the rest of the
+    line is invalid."""
+
+    line: Line
     id: str | int | None = None
     shape: Shape = "plain"
     kept: dict[str, Any] = field(default_factory=dict)  # columns of the line
+    prompts: list[RowPrompt] = field(default_factory=list)  # mostly one; none: invalid, or done by an earlier run
+    cache_salt: str | None = None
+    error: RequestError | None = None  # why the line is invalid
+    number: int | None = None  # rows that were started before; None: not started
+
+    def read_head(self, document: dict[str, Any], columns: Columns) -> None:
+        """Take id, shape and kept columns from the line, without checking the rest."""
+        row_id = next((document[name] for name in columns.ids if document.get(name) is not None), None)
+        is_number = isinstance(row_id, int) and not isinstance(row_id, bool) and row_id.bit_length() <= 63
+        self.id = row_id if is_number or isinstance(row_id, str) else None
+        if columns.prompt is None and ("body" in document or "url" in document):
+            url = document.get("url")
+            self.shape = (_SHAPES.get(url) if isinstance(url, str) else None) or "chat.completion"
+        if columns.copies:
+            self.kept = columns.kept(document)
+
+    def check_head(self, document: dict[str, Any], columns: Columns) -> None:
+        """Raises: RequestError for an invalid id or url, or a column that cannot be copied."""
+        if INVALID_ROW in document:
+            raise RequestError("invalid_row", str(document[INVALID_ROW]))
+        columns.check_line(document)
+        for name in columns.ids:
+            if document.get(name) is not None and self.id is None:
+                raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
+        if self.shape == "plain":
+            return
+        if document.get("url") not in list(_SHAPES):  # a list compares, whatever type the url has
+            known = ", ".join(_SHAPES)
+            raise RequestError("unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {known}")
+        if not isinstance(self.id, str):
+            raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
+
+
+_MOST_KNOWN = 1000  # different parameters that are kept: most lines of a file have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +223,25 @@ class RequestParser:
         self.ignored: Counter[str] = Counter()
         self._defaults = defaults
         self._default_fields = msgspec.structs.asdict(defaults)
+        self._known: dict[bytes, SamplingParams] = {}  # parameters as JSON -> themselves, checked
         self._strict = strict
 
-    def parse(self, document: dict[str, Any], head: RowHead) -> BatchRequest:
+    def parse(self, document: dict[str, Any], shape: Shape) -> BatchRequest:
         """Raises: RequestError with a code of this module."""
         body = document
-        if head.shape != "plain":
-            self._check_envelope(document, head.shape)
+        if shape != "plain":
+            self._check_envelope(document, shape)
             body = document["body"]
         body = {_ALIASES.get(name, name): value for name, value in body.items() if value is not None}
-        self._check_unknown(body, plain=head.shape == "plain")
-        params = self._sampling_params(body, head.shape)
+        self._check_unknown(body, plain=shape == "plain")
+        params = self._sampling_params(body, shape)
         messages = read_messages(body["messages"]) if "messages" in body else None
         prompts = read_prompts(body["prompt"]) if "prompt" in body else []
         if bool(prompts) == (messages is not None):
             what = "both" if prompts else "neither"
             raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
-        if head.shape != "plain" and (messages is None) == (head.shape == "chat.completion"):
-            wanted = "messages" if head.shape == "chat.completion" else "prompt"
+        if shape != "plain" and (messages is None) == (shape == "chat.completion"):
+            wanted = "messages" if shape == "chat.completion" else "prompt"
             raise RequestError("invalid_request", f"the body of a {document['url']} line needs {wanted!r}")
         return BatchRequest(
             prompts=prompts,
@@ -219,9 +296,17 @@ class RequestParser:
         if "max_tokens" not in given and isinstance(given.get("min_tokens"), int) and default is not None:
             given["max_tokens"] = max(default, given["min_tokens"])
         try:
-            return msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise RequestError("invalid_parameter", str(error)) from error
+            key = msgspec.json.encode(given)
+        except (TypeError, ValueError, OverflowError):  # Tables have other types, and JSON integers of any length.
+            key = None
+        if key is None or (params := self._known.get(key)) is None:
+            try:
+                params = msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
+            except msgspec.ValidationError as error:
+                raise RequestError("invalid_parameter", str(error)) from error
+            if key is not None and len(self._known) < _MOST_KNOWN:
+                self._known[key] = params
+        return params
 
 
 def decode_line(content: bytes | None) -> dict[str, Any]:
@@ -252,32 +337,46 @@ def _repeated_key(document: dict[str, Any], content: bytes) -> str | None:
     return next((key for key, count in Counter(key for key, _ in pairs).items() if count > 1), None)
 
 
-def read_head(document: dict[str, Any], index: int, line_number: int, columns: Columns | None = None) -> RowHead:
-    """Row id, shape and kept columns of a line, without checking the rest."""
-    columns = columns or Columns()
-    row_id = next((document[name] for name in columns.ids if document.get(name) is not None), None)
-    is_number = isinstance(row_id, int) and not isinstance(row_id, bool) and row_id.bit_length() <= 63
-    head = RowHead(index, line_number, row_id if is_number or isinstance(row_id, str) else None)
-    if columns.prompt is None and ("body" in document or "url" in document):
-        url = document.get("url")
-        shape = _SHAPES.get(url) if isinstance(url, str) else None
-        head = replace(head, shape=shape or "chat.completion")
-    return replace(head, kept=columns.kept(document)) if columns.copies else head
+def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
+    """The columns of the table `name` that its lines need. Raises: UsageError."""
+    if repeated := [column for column, number in Counter(names).items() if number > 1]:
+        raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
+    prompts = {"prompt", "messages", "body"} if columns.prompt is None else {columns.prompt}
+    if not prompts & set(names):
+        wanted = "'prompt', 'messages' or 'body'" if columns.prompt is None else repr(columns.prompt)
+        raise UsageError(
+            f"{name} has no column {wanted}; its columns: {', '.join(names)}",
+            hint="--field names the column that holds the prompts",
+        )
+    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts}
+    return [column for column in names if columns.keep_all or column in used]
 
 
-def check_head(document: dict[str, Any], head: RowHead, columns: Columns | None = None) -> None:
-    """Raises: RequestError for an invalid id or url, or a column that cannot be copied."""
-    columns = columns or Columns()
-    columns.check_line(document)
-    for name in columns.ids:
-        if document.get(name) is not None and head.id is None:
-            raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
-    if head.shape == "plain":
-        return
-    if document.get("url") not in list(_SHAPES):  # a list compares, whatever type the url has
-        raise RequestError("unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {', '.join(_SHAPES)}")
-    if not isinstance(head.id, str):
-        raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
+def line_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The line that the cells of a table's row are, by column: without nulls, its `body` merged into it."""
+    line = {name: _plain(name, value) for name, value in row.items() if value is not None and value == value}
+    body = line.pop("body", None)
+    return line | body if isinstance(body, dict) else line
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A cell as a JSON value: structs without nulls, maps as objects, JSON text decoded."""
+    if name in _JSON_FIELDS and isinstance(value, str):
+        try:
+            return msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            return value  # the request parser reports the error
+    if isinstance(value, dict):
+        return {key: _plain("", item) for key, item in value.items() if item is not None or key == "content"}
+    if isinstance(value, list):
+        if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):  # a map
+            return {str(key): _plain("", item) for key, item in value}
+        return [_plain("", item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, float) and value.is_integer():  # pandas stores integers with nulls as floats
+        return int(value)
+    return value
 
 
 def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:

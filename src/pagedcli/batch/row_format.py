@@ -16,7 +16,7 @@ import msgspec
 from pagedcli.batch.columns import METRICS, Columns, OutputKind
 from pagedcli.batch.journal import LineDigest
 
-Rows = Callable[[], Iterable[bytes]]  # encoded rows, also a second time
+Rows = Callable[[], Iterable[tuple[int, bytes]]]  # each row's index and JSON, also a second time
 # what Row.of raises for something else than a row
 NOT_A_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError)
 
@@ -29,7 +29,7 @@ def why_not_a_row(error: Exception) -> str:
 class Sample(msgspec.Struct, frozen=True):
     """One answer of a row: a plain row with a single one, an element of its outputs, or an OpenAI choice."""
 
-    index: int  # in the row
+    index: int  # place in the row
     text: str | None  # None: the row has no field of that name
     reasoning: str | None  # None: none is marked, or it was left out
     finish_reason: str | None
@@ -51,24 +51,25 @@ class Sample(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """A row, plain or in OpenAI's form."""
 
-    fields: dict[str, Any]  # as they are written, with copied columns
+    fields: dict[str, Any]  # all fields of the row, copied columns included
     id: str | int | None
-    index: int | None  # of the line in the input; OpenAI's rows have none
+    index: int | None  # index of the line in the input; OpenAI's rows have none of their own
     error: dict[str, Any] | None
     usage: dict[str, Any] | None
     metrics: dict[str, Any] | None
     samples: list[Sample]  # none in an error row
 
     @classmethod
-    def of(cls, content: bytes, answer: str = "text") -> "Row":
-        """`answer`: the field of plain rows with the text. Raises: one of NOT_A_ROW."""
+    def of(cls, content: bytes, answer: str = "text", index: int | None = None) -> "Row":
+        """`answer`: the field of plain rows with the text; `index`: that of the row, if known. Raises: one of
+        NOT_A_ROW."""
         fields = msgspec.json.decode(content, type=dict[str, Any])
         body = (fields.get("response") or {}).get("body") or fields
         samples = [] if fields["error"] is not None else body.get("choices") or body.get("outputs") or [body]
         return cls(
             fields,
             fields["custom_id"] if "response" in fields else fields["id"],
-            fields.get("index"),
+            fields.get("index", index),
             fields["error"],
             body.get("usage"),
             body.get("metrics"),
@@ -89,9 +90,9 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
 
 
 def reasoning_of(rows: Rows) -> frozenset[str]:
-    """Of the columns about reasoning those that some row has; others have none, so that their tables stay the same."""
+    """The columns about reasoning that some row has; tables of other runs have none of them."""
     found = set()
-    for row in rows():
+    for _, row in rows():
         if _REASONING_TOKENS in row and (each := Row.of(row)).usage and "completion_tokens_details" in each.usage:
             found.add("reasoning_tokens")
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
@@ -121,7 +122,7 @@ class JsonLines:
     """Rows as they are."""
 
     def write(self, file: BinaryIO, rows: Rows, digest: LineDigest) -> None:
-        file.writelines(digest.passing(row + b"\n" for row in rows()))
+        file.writelines(digest.passing(row + b"\n" for _, row in rows()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class CsvLines:
     """
 
     columns: Columns
+    reasoning: frozenset[str] | None = None  # columns about it; None: those that the rows have
 
     def write(self, file: BinaryIO, rows: Rows, digest: LineDigest) -> None:
         file.writelines(digest.passing(self._lines(rows)))
@@ -140,14 +142,14 @@ class CsvLines:
         """The header and the lines, with line ends."""
         kept = list(self.columns.keep)
         if self.columns.keep_all:
-            names = (name for row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
+            names = (name for _, row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
             kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved))
         text = io.StringIO()
-        header = self._header(kept, reasoning_of(rows))
+        header = self._header(kept, reasoning_of(rows) if self.reasoning is None else self.reasoning)
         writer = csv.DictWriter(text, header, lineterminator="\n")
         writer.writeheader()
-        for row in rows():
-            writer.writerows(self._cells(Row.of(row, self.columns.answer), kept))
+        for index, row in rows():
+            writer.writerows(self._cells(Row.of(row, self.columns.answer, index), kept))
             yield text.getvalue().encode()
             text.seek(0)
             text.truncate()

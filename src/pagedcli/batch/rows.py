@@ -10,34 +10,24 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import METRICS, Columns
-from pagedcli.batch.requests import RowHead
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
-    from pagedcli.core.requests import RequestOutput, SampleOutput
+    from pagedcli.core.requests import SampleOutput
     from pagedcli.core.sequence import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The result for one prompt of a line."""
-
-    output: "RequestOutput"
-    texts: list[str]  # of its samples
-    has_stops: bool  # whether the request has stop strings or stop tokens
-    has_marks: bool = False  # whether the chat format's marks of reasoning count
-
-
-@dataclass(frozen=True, slots=True)
 class _Sample:
-    index: int  # in the row: prompt after prompt, as the completions endpoint numbers them
+    index: int  # place in the row: prompt after prompt, as the completions endpoint numbers them
     output: "SampleOutput"
     text: str
     reasoning: str | None  # apart from the text; None: the output marks none
     num_reasoning_tokens: int
     stops: bool  # whether the request has stop strings or stop tokens
-    prompt_logprobs: "list[TokenLogprobs | None] | None"  # of its prompt; on the first sample alone
+    prompt_logprobs: "list[TokenLogprobs | None] | None"  # those of its prompt, on the first sample alone
 
     @property
     def ending(self) -> dict[str, Any]:
@@ -53,7 +43,7 @@ class RowWriter:
     """Encodes rows as JSON. `run_key` and `created_s` determine ids and times, which a resumed run repeats."""
 
     tokenizer: Tokenizer
-    model: str  # as the user named it
+    model: str  # the user's name for it
     run_key: str
     created_s: int  # Unix time of the run's first start
     columns: Columns = field(default_factory=Columns)
@@ -63,52 +53,52 @@ class RowWriter:
         """Columns about reasoning that tables of its rows may have."""
         return frozenset() if self.tokenizer.reasoning is None else self.columns.reasoning
 
-    def encode_success(self, head: RowHead, answers: list[Answer]) -> bytes:
+    def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
         samples = self._samples(answers)
         counts: dict[str, Any] = {"usage": _usage(answers, samples)}
         if self.columns.metrics:
             counts["metrics"] = _metrics(answers)
-        if head.shape == "plain":
-            return msgspec.json.encode(self._plain_row(head, samples, counts))
-        key = self._id(head)
-        chat = head.shape == "chat.completion"
+        if row.shape == "plain":
+            return msgspec.json.encode(self._plain_row(row, samples, counts))
+        key = self._id(row)
+        chat = row.shape == "chat.completion"
         body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{key}",
-            "object": head.shape,
+            "object": row.shape,
             "created": self.created_s,
             "model": self.model,
             "choices": [(self._chat_choice if chat else self._completion_choice)(sample) for sample in samples],
             **counts,
         }
         response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
-        return self._openai_row(head, response, None)
+        return self._openai_row(row, response, None)
 
-    def encode_error(self, head: RowHead, error: RequestError) -> bytes:
-        what = {"code": error.code, "message": error.message, "line": head.line_number}
-        if head.shape != "plain":
-            return self._openai_row(head, None, what)
+    def encode_error(self, row: BatchRow, error: RequestError) -> bytes:
+        what = {"code": error.code, "message": error.message, "line": row.line.number}
+        if row.shape != "plain":
+            return self._openai_row(row, None, what)
         answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
-        return msgspec.json.encode({"index": head.index, "id": head.id, **head.kept, **answer})
+        return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **answer})
 
-    def _openai_row(self, head: RowHead, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-        row = {"id": f"batch_req_{self._id(head)}", "custom_id": head.id, **head.kept}
-        return msgspec.json.encode(row | {"response": response, "error": error})
+    def _openai_row(self, row: BatchRow, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+        fields = {"id": f"batch_req_{self._id(row)}", "custom_id": row.id, **row.kept}
+        return msgspec.json.encode(fields | {"response": response, "error": error})
 
-    def _id(self, head: RowHead) -> str:
-        return xxhash.xxh3_128_hexdigest(f"{self.run_key}:{head.index}".encode())
+    def _id(self, row: BatchRow) -> str:
+        return xxhash.xxh3_128_hexdigest(f"{self.run_key}:{row.line.index}".encode())
 
-    def _samples(self, answers: list[Answer]) -> list[_Sample]:
+    def _samples(self, answers: list[RowPrompt]) -> list[_Sample]:
         samples: list[_Sample] = []
         for answer in answers:
-            for place, (output, text) in enumerate(zip(answer.output.samples, answer.texts, strict=True)):
+            for place, (output, text) in enumerate(zip(answer.result.samples, answer.texts, strict=True)):
                 parts = self._parts(answer, output, text) if answer.has_marks else (text, None, 0)
-                prompt_logprobs = answer.output.prompt_logprobs if place == 0 else None
+                prompt_logprobs = answer.result.prompt_logprobs if place == 0 else None
                 samples.append(_Sample(len(samples), output, *parts, answer.has_stops, prompt_logprobs))
         return samples
 
-    def _parts(self, answer: Answer, output: "SampleOutput", text: str) -> tuple[str, str | None, int]:
+    def _parts(self, answer: RowPrompt, output: "SampleOutput", text: str) -> tuple[str, str | None, int]:
         """The answer's text, the reasoning, None if there are no marks, and the number of its tokens."""
-        prompt_ids, ids, found = answer.output.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
+        prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
         spans = found.spans(prompt_ids, ids) if found is not None else None
         if spans is None:
             return text, None, 0
@@ -121,13 +111,13 @@ class RowWriter:
 
     # ------------------------------------------------------------------ plain
 
-    def _plain_row(self, head: RowHead, samples: list[_Sample], counts: dict[str, Any]) -> dict[str, Any]:
-        row: dict[str, Any] = {"index": head.index, "id": head.id, **head.kept}
+    def _plain_row(self, row: BatchRow, samples: list[_Sample], counts: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": row.line.index, "id": row.id, **row.kept}
         if len(samples) == 1:
-            row |= self._plain_sample(samples[0])
+            fields |= self._plain_sample(samples[0])
         else:
-            row["outputs"] = [{"index": sample.index, **self._plain_sample(sample)} for sample in samples]
-        return row | counts | {"error": None}
+            fields["outputs"] = [{"index": sample.index, **self._plain_sample(sample)} for sample in samples]
+        return fields | counts | {"error": None}
 
     def _plain_sample(self, sample: _Sample) -> dict[str, Any]:
         fields: dict[str, Any] = {self.columns.answer: sample.text, **self._reasoning(sample), **sample.ending}
@@ -192,9 +182,9 @@ class RowWriter:
         return fields
 
 
-def _usage(answers: list[Answer], samples: list[_Sample]) -> dict[str, Any]:
-    num_prompt = sum(len(answer.output.prompt_token_ids) for answer in answers)
-    num_output = sum(len(sample.token_ids) for answer in answers for sample in answer.output.samples)
+def _usage(answers: list[RowPrompt], samples: list[_Sample]) -> dict[str, Any]:
+    num_prompt = sum(len(answer.result.prompt_token_ids) for answer in answers)
+    num_output = sum(len(sample.token_ids) for answer in answers for sample in answer.result.samples)
     details = {}
     if any(sample.reasoning is not None for sample in samples):
         num_reasoning = sum(sample.num_reasoning_tokens for sample in samples)
@@ -204,14 +194,14 @@ def _usage(answers: list[Answer], samples: list[_Sample]) -> dict[str, Any]:
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         # depends on what ran before: the only number in which a resumed run may differ, apart from metrics
-        "prompt_tokens_details": {"cached_tokens": sum(answer.output.num_cached_tokens for answer in answers)},
+        "prompt_tokens_details": {"cached_tokens": sum(answer.result.num_cached_tokens for answer in answers)},
         **details,
     }
 
 
-def _metrics(answers: list[Answer]) -> dict[str, Any]:
+def _metrics(answers: list[RowPrompt]) -> dict[str, Any]:
     """Latency of a line in seconds, from its arrival in the engine; of several prompts the first and the last count."""
-    metrics = [answer.output.metrics for answer in answers]
+    metrics = [answer.result.metrics for answer in answers]
     tpot_s = [each.tpot_s for each in metrics if each.tpot_s is not None]
     values = (
         min(each.queued_s for each in metrics),

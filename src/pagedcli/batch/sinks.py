@@ -4,7 +4,7 @@ Used by batch.run. Each row is written once, with the index of its input row.
 """
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ class Sink(Protocol):
 
     resumed_rows: int
     resumed_failed_rows: int
+    resumed_failures: Sequence[tuple[int, str]]  # line and reason of some of them
 
     @property
     def full(self) -> bool:
@@ -52,6 +53,7 @@ class StreamSink:
 
     resumed_rows = 0
     resumed_failed_rows = 0
+    resumed_failures: Sequence[tuple[int, str]] = ()
 
     def __init__(self, stream: BinaryIO, *, order: Order, step: int = 1, first_index: int = 0) -> None:
         self._stream = stream
@@ -107,7 +109,8 @@ class FileSink:
         self.journal = journal
         self.resumed_rows = journal.num_rows
         self.resumed_failed_rows = journal.num_failed_rows
-        self.rows_are_kept = True  # where a later run can find the rows; known after `abandon`
+        self.resumed_failures: Sequence[tuple[int, str]] = journal.failures
+        self.rows_are_kept = True  # whether a later run can find them; known after `abandon`
         self._order = order
         self._format = rows_format or JsonLines()
 

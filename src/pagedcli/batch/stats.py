@@ -5,11 +5,17 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from pagedcli.core.facts import RunFacts
+from pagedcli.errors import RequestError
 
+if TYPE_CHECKING:
+    from pagedcli.core.requests import RequestOutput
+
+_MOST_NAMED = 3  # failed rows
 _GROWTH = 1.02  # a percentile is exact to about 1 %
 
 
@@ -42,21 +48,41 @@ class LogHistogram:
 class BatchStats:
     """The progress of a run: rows, and what its engine counts. Rows of a resumed journal are counted separately."""
 
-    num_rows: int | None = None  # that the run will write, if known
+    num_rows: int | None = None  # rows to write in all; None: unknown
     num_done: int = 0  # rows of this run, failed ones included
     num_failed: int = 0  # rows
     error_codes: Counter[str] = field(default_factory=Counter)  # rows by error code
+    first_failed: list[tuple[int, str]] = field(default_factory=list)  # line and reason of the first failed rows
     num_resumed: int = 0  # rows that were in the journal
     num_resumed_failed: int = 0  # rows
     num_stopped: int = 0  # sequences of this run's rows that ended by themselves, before their limit
     num_row_tokens: int = 0  # generated tokens in the rows of this run; dropped beams and failed rows have others
-    num_copied: int = 0  # rows of this run with the answers of an equal one (--deduplicate)
-    num_copied_tokens: int = 0  # generated tokens in these, which num_row_tokens leaves out
+    num_deduplicated: int = 0  # rows of this run with the answers of an equal one (--deduplicate)
+    num_deduplicated_tokens: int = 0  # generated tokens in these, which num_row_tokens leaves out
     elapsed_s: float = 0.0
     ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from when the engine took the row
     queued: LogHistogram = field(default_factory=LogHistogram)  # seconds, the part of it before the first step
     tpot: LogHistogram = field(default_factory=LogHistogram)  # seconds
-    facts: RunFacts = field(default_factory=RunFacts)  # of the engine
+    facts: RunFacts = field(default_factory=RunFacts)  # the engine's counters
+
+    def fail(self, line_number: int, error: RequestError) -> None:
+        """Count a failed row."""
+        self.num_done += 1
+        self.num_failed += 1
+        self.error_codes[error.code] += 1
+        self.name_failed([(line_number, error.message)])
+
+    def add_times(self, output: "RequestOutput") -> None:
+        """Count how a request of a good row has ended, and when."""
+        self.num_stopped += sum(sample.finish_reason == "stop" for sample in output.samples)
+        self.ttft.add(output.metrics.ttft_s)
+        self.queued.add(output.metrics.queued_s)
+        if output.metrics.tpot_s is not None:
+            self.tpot.add(output.metrics.tpot_s)
+
+    def name_failed(self, failed: Iterable[tuple[int, str]]) -> None:
+        """Keep the first of these rows, by line."""
+        self.first_failed = sorted([*self.first_failed, *failed])[:_MOST_NAMED]
 
     @property
     def num_finished(self) -> int:
@@ -65,7 +91,7 @@ class BatchStats:
 
     @property
     def num_finished_failed(self) -> int:
-        """Those of them that are error rows."""
+        """Error rows of the output, including those of a resumed journal."""
         return self.num_failed + self.num_resumed_failed
 
 
@@ -79,6 +105,7 @@ def total(all_stats: Iterable[BatchStats]) -> BatchStats:
             if isinstance(value, int):
                 setattr(result, each.name, (getattr(result, each.name) or 0) + value)
         result.error_codes.update(stats.error_codes)
+        result.name_failed(stats.first_failed)
         for name in ("ttft", "queued", "tpot"):
             getattr(result, name).add_all(getattr(stats, name))
         result.facts.add(stats.facts, same_pool=False)
@@ -89,7 +116,7 @@ def total(all_stats: Iterable[BatchStats]) -> BatchStats:
 class Figure:
     """One figure of a run, as every machine-readable output names it."""
 
-    key: str  # in the summary as JSON
+    key: str  # its name in the summary as JSON
     label: str
     unit: str  # `tokens`, `steps`, `seconds` ...
     value: float | None
@@ -133,7 +160,7 @@ def figures(stats: BatchStats) -> list[Figure]:
 
 
 def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:
-    """Of a model with recurrent state."""
+    """The figures of a model with recurrent state."""
     return (
         Figure("state_slots", "Slots of recurrent state.", "slots", facts.num_state_slots, "state_slots"),
         Figure("state_slots_peak", "Most slots in use in a step.", "slots", facts.peak_used_state_slots,

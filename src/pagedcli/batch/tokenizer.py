@@ -5,9 +5,6 @@ Used by batch.run and the Python interface; the only module that uses transforme
 incremental detokenization equal the text of decoding all tokens at once (tested).
 """
 
-import ctypes
-import threading
-import time
 from collections.abc import Sequence as Ids
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,19 +12,19 @@ from typing import Any
 
 import xxhash
 
+from pagedcli.batch.chat_template import ChatRenderer, read_template
 from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import Message
 from pagedcli.core.prefixes import num_equal
-from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.errors import ModelError, RequestError
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.sampling_params import SamplingParams
 
 # a long text is tokenized piece by piece at first: a prompt far beyond the model's length is refused after a small one
 _FIRST_CHARACTERS, _GROWTH = 4096, 8
-_MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
-_MAX_RENDER_S = 5.0  # a chat template takes microseconds
-_PANIC = "PanicException"  # of the Rust library: no subclass of Exception, and its module cannot be imported
+_PANIC = "PanicException"  # the Rust library's: no subclass of Exception, and its module cannot be imported
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
+_ENCODE = "_encode_plus"  # the wrapper's method that all its ways of encoding call
 NO_TOOLS = "the chat template does not show tools to the model"
 _FILES = (
     "tokenizer.json",
@@ -60,9 +57,10 @@ class Tokenizer:
             )
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._backend_decode = backend.decode if backend is not None else None  # 5 times as fast as the wrapper's
+        self._backend_encode = None if backend is None else _backend_encode(self._hf)
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
-        self._render_limit = TimeLimit(_MAX_RENDER_S)
+        self._renderer = ChatRenderer(self._hf)
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
 
     @property
@@ -111,6 +109,9 @@ class Tokenizer:
         Raises: RequestError if the tokenizer fails, as one with an odd regular expression does on some texts.
         """
         try:
+            if self._backend_encode is not None:
+                found: list[int] = self._backend_encode(text, add_special_tokens=add_special_tokens).ids
+                return found
             ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
@@ -138,7 +139,7 @@ class Tokenizer:
     def render_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> str:
         """The text of a conversation, up to the start of the assistant's answer, with all special tokens.
 
-        Raises: RequestError if there is no chat template, or if it rejects the messages or takes too long.
+        Raises: RequestError if there is no chat template, or if it rejects the messages or exceeds a limit.
         """
         arguments = {"add_generation_prompt": True, **(template_arguments or {})}
         if self._hf.chat_template is None and arguments.get("chat_template") is None:
@@ -147,19 +148,7 @@ class Tokenizer:
                 "the tokenizer has no chat template, so 'messages' cannot become a prompt",
                 hint="give one with --chat-template, or use 'prompt'",
             )
-        try:
-            with self._render_limit:
-                text: str = self._hf.apply_chat_template(messages, tokenize=False, **arguments)
-        except TimeoutError as error:
-            what = f"the chat template took more than {_MAX_RENDER_S:g} s"
-            raise RequestError("chat_template_error", what) from error
-        except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
-            what = str(error) or type(error).__name__
-            raise RequestError("chat_template_error", f"the chat template rejected the messages: {what}") from error
-        if len(text) > _MAX_RENDERED:
-            what = f"the chat template made {len(text):,} characters, allowed: {_MAX_RENDERED:,}"
-            raise RequestError("chat_template_error", what)
-        return text
+        return self._renderer.render(messages, arguments)
 
     def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation; see render_chat."""
@@ -230,47 +219,18 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
-class TimeLimit:
-    """A context that Python code must leave within some seconds, else TimeoutError is raised there. For code that
-    may loop; a single long call of C is not interrupted. Any thread may enter it, also several at once."""
+def _backend_encode(hf: Any) -> Any:
+    """The encode method of the Rust library, set as the wrapper sets it in each call, which takes twice as long as to
+    tokenize a short text. None for a class with an encoding of its own."""
+    from transformers import PreTrainedTokenizerFast as Wrapper
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._lock = threading.Lock()  # of all below
-        self._entered_s: dict[int, float] = {}  # by thread
-        self._is_late: set[int] = set()  # threads in which the error was raised
-        self._watch: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._entered_s[threading.get_ident()] = time.monotonic()
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._watch_always, name="time limit", daemon=True)
-                self._watch.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        thread = threading.get_ident()
-        with self._lock:
-            self._entered_s.pop(thread, None)
-            is_late = thread in self._is_late
-            self._is_late.discard(thread)
-        if is_late and kind is not TimeoutError:
-            time.sleep(0.01)  # the error is raised when this returns, unless the code inside has caught it
-            raise TimeoutError
-
-    def _watch_always(self) -> None:
-        """Look once in a while, and end when nobody is inside."""
-        while True:
-            time.sleep(min(1.0, self._seconds / 4))
-            with self._lock:
-                if not self._entered_s:
-                    self._watch = None
-                    return
-                latest_s = time.monotonic() - self._seconds
-                for thread in [each for each, entered_s in self._entered_s.items() if entered_s < latest_s]:
-                    del self._entered_s[thread]
-                    self._is_late.add(thread)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+    if any(getattr(type(hf), name, None) is not getattr(Wrapper, name) for name in ("__call__", "encode", _ENCODE)):
+        return None
+    backend = hf.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = hf.split_special_tokens
+    return backend.encode
 
 
 def text_after(before: str, text: str) -> str:
@@ -296,18 +256,6 @@ def _load(folder: Path, *, trust_remote_code: bool) -> Any:
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"no usable tokenizer in {folder}: {first_line}", hint="the model folder needs a tokenizer.json"
-        ) from error
-
-
-def read_template(template: str) -> str:
-    """Jinja text unchanged; anything that does not look like Jinja is a path."""
-    if "{{" in template or "{%" in template:
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read the chat template {template}: {error}", hint="--chat-template takes a file or Jinja text"
         ) from error
 
 
@@ -398,7 +346,7 @@ class StopCheckers:
         self._tokenizer = tokenizer
         self._prompt_token_ids = prompt_token_ids
         self._params = params
-        self._made: list[StopStringChecker] = []  # in sample order
+        self._made: list[StopStringChecker] = []  # one per sample, in order
 
     def __call__(self) -> StopStringChecker:
         self._made.append(StopStringChecker(self._tokenizer, self._prompt_token_ids, self._params))

@@ -17,7 +17,7 @@ from statistics import mean, median
 import msgspec
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.prompts import BatchOptions, Prepared, Prompts, open_tokenizer
+from pagedcli.batch.prompts import BatchOptions, Prompts, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
@@ -426,9 +426,9 @@ def _typical_s(call: Callable[[], object], clock_ns: Callable[[], int]) -> float
 def _submit(engine: LLMEngine, tokenizer: Tokenizer, num_ids: int) -> None:
     """Read a row of so many token ids, and submit it; nothing is computed."""
     line = Line(0, 1, json.dumps({"prompt": [_ID] * num_ids}).encode(), 0)
-    options = BatchOptions(defaults=SamplingParams(max_tokens=1, temperature=0))
+    options = BatchOptions(Config(sampling=SamplingParams(max_tokens=1, temperature=0)))
     for row in Prompts([line], tokenizer, options, engine.limits):
-        assert isinstance(row, Prepared), "a row of token ids that fit"
+        assert row is not None, "lines do not wait"
         engine.add_request("calibration", row.prompts[0].token_ids, row.prompts[0].params)
         engine.abort("calibration")
 
@@ -438,7 +438,7 @@ def _outside_of_steps(
 ) -> float:
     """Seconds of a batch run without those of its steps, and without what is known of the rest."""
     lines = [Line(index, index + 1, json.dumps({"prompt": text}).encode(), index) for index, text in enumerate(texts)]
-    options = BatchOptions(defaults=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
+    options = BatchOptions(Config(sampling=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)))
     sink = StreamSink(io.BytesIO(), order="completion")
     run = BatchRun(engine, tokenizer, lines, sink, RowWriter(tokenizer, "model", "calibration", 0), options)
     before = copy.copy(engine.stats)

@@ -157,12 +157,12 @@ def workload_floor(
         flops = 2 * (weights.active_parameters * tokens + weights.head.parameters * sampled)
         return roofline.seconds(weights.active_bytes(tokens) + weights.head.num_bytes, flops)
 
-    heads = [spec.heads_of(layer) for layer in range(spec.num_layers)]
-    kept = sum(count * size for layer, (count, size) in enumerate(heads) if spec.keeps(layer))
+    sizes = sum(mixer.head_dim for mixer in spec.attentions)
+    kept = sum(mixer.num_kv_heads * mixer.head_dim for mixer in spec.attentions if mixer.keeps)
 
     def attention(distinct_tokens: int, seen_pairs: int) -> float:
         num_bytes = 2 * distinct_tokens * kept * kv_itemsize
-        return roofline.seconds(num_bytes, 4 * seen_pairs * spec.num_heads * sum(size for _, size in heads))
+        return roofline.seconds(num_bytes, 4 * seen_pairs * spec.num_heads * sizes)
 
     shared = _shared_prefix(workload.prompts) if workload.prefix_caching else 0
     own = [len(prompt) - shared for prompt in workload.prompts]

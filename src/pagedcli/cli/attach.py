@@ -12,13 +12,12 @@ import typer
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import attach_capture, kv_decoder
 from pagedcli.errors import UsageError
-from pagedcli.files import check_files
+from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import metrics_table, print_summary, summary_tables
 from pagedcli.kvevents.tree import Decode
-from pagedcli.kvevents.verdict import verdict_table
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
@@ -80,14 +79,14 @@ def attach(
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
         attach_capture(Path(endpoints[0]), model, format_)
         return
-    check_files({}, {"--record": record}, overwrite=overwrite)
+    check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with as_exceptions(), ExitStack() as stack:
         from pagedcli.kvevents.sockets import Subscriber
 
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
-        session = _Session(subscriber, writer, keep_tokens=decode is not None)
+        session = _Session(subscriber, writer, scraper, keep_tokens=decode is not None)
         if is_interactive(with_stdout=False) and not no_live:
             _watch(session, duration, idle, f"pagedcli attach {' '.join(endpoints)}", decode, scraper)
         else:
@@ -96,12 +95,13 @@ def attach(
             except KeyboardInterrupt:
                 say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
     gc.freeze()  # the collector would walk over all blocks several times while the tables are made
-    tables = [*summary_tables(session.state, decode), verdict_table(session.state, None, decode)]
+    tables = summary_tables(session.state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))
     print_summary(tables, session.state, format_)
     if not session.state.num_messages:
-        say("note: no messages received; does the server publish KV events there? See docs/attach.md")
+        unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
+        say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
     if record is not None:
         say(f"recording: {record}; view it with: pagedcli replay {record}")
 
@@ -117,7 +117,7 @@ def _watch(
     from pagedcli.app.base import watch
     from pagedcli.app.kv_app import AttachDeck, KVApp
 
-    session.deck = AttachDeck()
+    session.deck = AttachDeck(decode)
     app = KVApp(session.deck, title, decode=decode, scraper=scraper)
     watch(app, session.deck, lambda: session.follow(duration, idle))
 
@@ -131,7 +131,9 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
 class _Session:
     """State, application and recording of one call of the command."""
 
-    def __init__(self, subscriber: "Subscriber", writer: CaptureWriter | None, *, keep_tokens: bool) -> None:
+    def __init__(
+        self, subscriber: "Subscriber", writer: CaptureWriter | None, scraper: "Scraper | None", *, keep_tokens: bool
+    ) -> None:
         fetch = self._fetch if subscriber.can_replay else None
         self.state = KVState(subscriber.endpoints, keep_tokens=keep_tokens, fetch=fetch)
         self.deck: AttachDeck | None = None
@@ -140,6 +142,7 @@ class _Session:
         self._said_lost: set[int] = set()  # sources of which a lost connection was printed
         self._subscriber = subscriber
         self._writer = writer
+        self._scraper = scraper
 
     def follow(self, duration: float | None, idle: float | None) -> None:
         """Process messages until the time is up, none arrive, or the user quits."""
@@ -188,6 +191,9 @@ class _Session:
         if time.monotonic() < self._next_line:
             return
         self._next_line = time.monotonic() + _LINE_S
+        if not self.state.num_messages and self._scraper is not None and self._scraper.metrics.silence:
+            say(f"{self._now():.0f} s: {self._scraper.metrics.silence}")
+            return
         stored, removed = self.state.rates()
         say(
             f"{self._now():.0f} s: {plural(self.state.num_batches, 'batch')}, "

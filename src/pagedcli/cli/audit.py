@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -16,7 +18,7 @@ from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
 from pagedcli.interrupt import EXIT_INTERRUPTED
 from pagedcli.printable import one_line
-from pagedcli.show.tables import Column, Format, Table, print_tables
+from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ def audit(options: AuditOptions, *, flags: Flags) -> None:
     chosen = _chosen(options.checks, options.skip)
     client = options.client()
     if options.dry_run:
-        _print_plan(options, chosen)
+        _print_plan(options, client.shown, chosen)
         return
     _say_if_key_is_readable(options)
     if options.replay is not None:
@@ -129,15 +131,16 @@ def audit(options: AuditOptions, *, flags: Flags) -> None:
 
 def _run(run: "Audit", options: AuditOptions) -> None:
     from pagedcli.audit.audit import exit_code, run_to_end
-    from pagedcli.audit.client import AuditError, LimitReached
+    from pagedcli.audit.client import LimitReached
     from pagedcli.audit.report import facts, lookup_table, page, pair_table, summary, verdict_table
+    from pagedcli.remote import ServerError
 
     line = ProgressLine(line_every_s=10)
     run.progress = _progress(line, run)
     try:
         was_interrupted = run_to_end(run)
     except LimitReached as limit:
-        raise AuditError(f"{limit} before the server was understood", hint="allow more") from limit
+        raise ServerError(f"{limit} before the server was understood", hint="allow more") from limit
     finally:
         line.close()
     tables = [verdict_table(run)]
@@ -153,53 +156,38 @@ def _run(run: "Audit", options: AuditOptions) -> None:
 
 
 def _run_replay(path: Path, client: "Client", options: AuditOptions) -> None:
-    from pagedcli.audit.audit import EXIT_FAULT, replay
-    from pagedcli.audit.client import AuditError, LimitReached
+    from pagedcli.audit.audit import EXIT_FAULT, send_again
+    from pagedcli.audit.client import LimitReached
+    from pagedcli.audit.report import replay_table
     from pagedcli.audit.shrink import load_case
+    from pagedcli.remote import ServerError
 
     case = load_case(path)
 
     async def run() -> tuple[int, int, float]:
         async with client:
-            return await replay(client, case, model=options.model, concurrency=options.concurrency)
+            return await send_again(client, case, model=options.model, concurrency=options.concurrency)
 
     try:
         num_failing, num, largest = asyncio.run(run())
     except LimitReached as limit:
-        raise AuditError(str(limit), hint="allow more") from limit
-    columns = [Column("check", "check"), Column("length", "prompt tokens"), Column("text", "result")]
-    text = f"{num_failing} of {num} fail, by up to {largest:.2g} (more than {case.tolerance:.2g} counts as different)"
-    row = {"check": case.check, "length": case.length, "text": text, "num_failing": num_failing, "num_probes": num}
-    print_tables([Table("replay", f"Replay of {one_line(path.name)}", columns, [row])], options.format_)
+        raise ServerError(str(limit), hint="allow more") from limit
+    print_tables([replay_table(case, path.name, num_failing, num, largest)], options.format_)
     raise typer.Exit(EXIT_FAULT if num_failing else 0)
 
 
 def _run_self_test(format_: Format) -> None:
-    from pagedcli.audit.self_test import trials
+    from pagedcli.audit.self_test import Trial, trials
 
     line = ProgressLine(line_every_s=10)
     results = []
     for result in trials(lambda text: line.show(lambda _: text[: shutil.get_terminal_size().columns - 1])):
         results.append(result)
     line.close()
-    columns = [
-        Column("fault", "server"),
-        Column("result", "result"),
-        Column("by", "found by"),
-        Column("meaning", "fault"),
-    ]
-    rows = [
-        {
-            "fault": result.fault or "correct", "meaning": result.meaning,
-            "result": "right" if result.is_right else "WRONG",
-            "by": ", ".join(dict.fromkeys(each.check for each in result.faults)) or None,
-        }
-        for result in results
-    ]  # fmt: skip
-    print_tables([Table("trials", "Self-test of the audit", columns, rows)], format_)
+    print_tables([table(Trial, "trials", "Self-test of the audit", results, "fault result by meaning")], format_)
     if any(result.was_interrupted for result in results):
         raise typer.Exit(EXIT_INTERRUPTED)
-    num_wrong = sum(not result.is_right for result in results)
+    num_wrong = sum(result.result == "WRONG" for result in results)
     say(
         f"{num_wrong} of {len(results)} servers were judged wrongly"
         if num_wrong
@@ -208,7 +196,7 @@ def _run_self_test(format_: Format) -> None:
     raise typer.Exit(1 if num_wrong else 0)
 
 
-def _print_plan(options: AuditOptions, checks: tuple[str, ...]) -> None:
+def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
     from pagedcli.audit.plan import Prompts, Target, plan
     from pagedcli.audit.report import plan_table
     from pagedcli.audit.survey import WORDS
@@ -217,15 +205,14 @@ def _print_plan(options: AuditOptions, checks: tuple[str, ...]) -> None:
     probes = plan(
         Prompts(target, 0), max_requests=options.max_requests, max_tokens=options.max_tokens, checks=checks
     )  # fmt: skip
-    table = plan_table(probes, _SURVEY_REQUESTS)
     limits = (
-        f"to {one_line(options.url or '')} only; at most {options.max_requests:,} requests, {options.max_tokens:,} "
+        f"to {url} only; at most {options.max_requests:,} requests, {options.max_tokens:,} "
         f"tokens, {options.max_seconds:,.0f} s, {options.concurrency} requests at a time"
     )
     assumed = (
         f"for blocks of {_ASSUMED_UNIT} tokens and salts; what the server has is found out first. Nothing was sent."
     )
-    print_tables([Table(table.key, table.title, table.columns, table.rows, [limits, assumed])], options.format_)
+    print_tables([plan_table(probes, _SURVEY_REQUESTS, [limits, assumed])], options.format_)
 
 
 def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
@@ -244,18 +231,20 @@ def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
 
 
 def _key(name: str | None) -> str | None:
-    """The API key. Never printed, also not in an error."""
+    """The API key. Never printed, nor is a name that may be the key itself."""
     if name is None:
         return None
     key = os.environ.get(name, "")
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError(f"the environment variable {one_line(name)} is not set, or is not a key")
+        shown = name if re.fullmatch(r"[A-Z_][A-Z0-9_]*", name) else "that --key-env names"
+        raise UsageError(f"the environment variable {shown} is not set, or is not a key")
     return key
 
 
 def _say_if_key_is_readable(options: AuditOptions) -> None:
-    is_local = (options.url or "").startswith(("https:", "http://localhost", "http://127.", "http://[::1]"))
-    if options.key_env is not None and not is_local:
+    url = urlsplit(options.url or "")
+    is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", url.hostname or "") is not None
+    if options.key_env is not None and url.scheme == "http" and not is_local:
         say("note: the key is sent without encryption, as the URL begins with http:")
 
 

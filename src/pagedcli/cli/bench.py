@@ -15,7 +15,9 @@ from pagedcli.bench.workloads import PRESETS, RandomSpec, Workload, preset_workl
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables
+from pagedcli.files import read_whole
+from pagedcli.records import RIGHT, Share, columns_of, count
+from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
@@ -30,6 +32,90 @@ _NAMES = {
     "overhead_ms": "engine ms/step",
     "share_of_floor": "share of the floor",
 }
+
+
+def _figure(name: str) -> str:
+    return _NAMES.get(name, name)
+
+
+def _thousandths(value: float) -> str:
+    return f"{value:,.3f}"
+
+
+class _Throughput:
+    """The columns of a workload: medians of its passes."""
+
+    workload: str
+    wall_s: Annotated[float, "s"]
+    output_tokens_per_s: Annotated[float, "out tok/s", count]
+    total_tokens_per_s: Annotated[float, "all tok/s", count]
+    floor_s: Annotated[float, "floor s"]
+    share_of_floor: Annotated[Share, "of the floor"]
+    ttft_ms: Annotated[float, "TTFT ms", count]
+    tpot_ms: Annotated[float, "TPOT ms"]
+    steps: int
+    overhead_ms: Annotated[float, "engine ms/step"]
+    load_s: Annotated[float, "load s"]
+
+
+class _Latency(_Throughput):
+    """The same for simultaneous requests."""
+
+    batch_size: Annotated[int, "at once"]
+
+
+class _Spread:
+    """The columns of a figure over the passes."""
+
+    figure: Annotated[str, _figure, RIGHT]
+    min: float
+    median: float
+    max: float
+
+
+class _Compared:
+    """The columns of a figure before and now."""
+
+    figure: Annotated[str, _figure, RIGHT]
+    before: float
+    now: float
+    change: Annotated[float, lambda share: f"{share:+.1%}"]
+    verdict: str
+
+
+class _Kernel:
+    """The columns of a kernel."""
+
+    kernel: str
+    size: str
+    implementation: str
+    ms: Annotated[float, _thousandths]
+    gb_per_s: Annotated[float, "GB/s"]
+    gflop_per_s: Annotated[float, "GFLOP/s", count]
+    share: Annotated[Share, "of the limit"]
+    library_ms: Annotated[float, "torch ms", _thousandths]
+    nearer: Annotated[str, "nearer limit"]
+
+
+class _KernelSpread:
+    """The columns of the calls of a kernel."""
+
+    kernel: str
+    size: str
+    min: Annotated[float, "min ms", _thousandths]
+    median: Annotated[float, "median ms", _thousandths]
+    max: Annotated[float, "max ms", _thousandths]
+
+
+class _Cached:
+    """The columns of a run with or without a KV cache."""
+
+    way: Annotated[str, "KV cache"]
+    ttft_ms: Annotated[float, "TTFT ms"]
+    tpot_ms: Annotated[float, "TPOT ms"]
+    last_tpot_ms: Annotated[float, "last token ms"]
+    total_s: Annotated[float, "total s"]
+    tokens_computed: int
 
 
 class BenchProgress(ProgressLine):
@@ -61,7 +147,7 @@ def read_earlier(path: Path | None, name: str) -> list[dict[str, Any]] | None:
     if path is None:
         return None
     try:
-        rows = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])[name]
+        rows = msgspec.json.decode(read_whole(path, _MOST_EARLIER_BYTES), type=dict[str, Any])[name]
         if all("spread" in row for row in rows):
             return list(rows)
     except OSError as error:
@@ -80,27 +166,15 @@ def result_tables(
     names = [column for column in table.columns if column.key in ("workload", "batch_size")]
     tables = [table]
     if len(rows[0]["all_wall_s"]) > 1:
-        values = [Column(name, name, decimal) for name in ("min", "median", "max")]
-        columns = [*names, Column("figure", "figure", _figure), *values]
+        columns = [*names, *columns_of(_Spread).values()]
         tables.append(Table("spread", "Spread of the passes", columns, spread_rows(rows)))
     if earlier is not None:
-        columns = [
-            *names,
-            Column("figure", "figure", _figure),
-            Column("before", "before", decimal),
-            Column("now", "now", decimal),
-            Column("change", "change", lambda share: f"{share:+.1%}"),
-            Column("verdict", "verdict"),
-        ]
+        columns = [*names, *columns_of(_Compared).values()]
         found = compared_rows(earlier, rows)
         notes = ["within the spread: the ranges of the passes overlap, so the change may be chance"]
         missing = ["no workload is in both measurements"] if not found else notes
         tables.append(Table("compared", "Compared with the earlier measurement", columns, found, missing))
     return tables
-
-
-def _figure(name: str) -> str:
-    return _NAMES.get(name, name)
 
 
 def bench_notes(result: "Throughput", rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -129,12 +203,10 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def kernel_spread(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The spread of the calls of each kernel."""
-    columns = [Column(name, name) for name in ("kernel", "size")]
-    columns += [Column(name, f"{name} ms", lambda ms: f"{ms:,.3f}") for name in ("min", "median", "max")]
     names = ("kernel", "size", "implementation")
     values = [{**{name: row[name] for name in names}, **row["spread_ms"]} for row in rows]
     notes = ["the rates above are those of the fastest call: other load on the machine only adds time"]
-    return Table("spread", "Spread of the calls", columns, values, notes)
+    return Table("spread", "Spread of the calls", [*columns_of(_KernelSpread).values()], values, notes)
 
 
 def kernel_warnings(rows: Sequence[Mapping[str, Any]], busy: Busy | None) -> list[str]:
@@ -177,6 +249,7 @@ _workload = partial(option, panel="Workload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
+_MOST_EARLIER_BYTES = 2**24
 _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES} that end within a minute."
 Repeat = Annotated[int | None, option(help=_REPEAT_HELP, min=1, metavar="N")]
 Compare = Annotated[
@@ -232,7 +305,11 @@ def throughput(
     for passes, result in _run_all(engine_config, each, within_minute=repeat is None):
         rows.append(throughput_row(result, passes[0]))
     table = Table(
-        "throughput", "Throughput: medians of the passes", _THROUGHPUT_COLUMNS, rows, bench_notes(result, rows)
+        "throughput",
+        "Throughput: medians of the passes",
+        [*columns_of(_Throughput).values()],
+        rows,
+        bench_notes(result, rows),
     )
     print_tables(result_tables(table, rows, earlier), format_)
 
@@ -271,7 +348,7 @@ def latency(
     each = [[random_workload(spec, salt) for salt in salts] for spec in specs]
     for passes, result in _run_all(engine_config, each, within_minute=repeat is None):
         rows.append({"batch_size": len(passes[0].prompts), **throughput_row(result, passes[0])})
-    columns = [Column("batch_size", "at once", count), *(c for c in _THROUGHPUT_COLUMNS if c.key in _LATENCY_KEYS)]
+    columns = [columns_of(_Latency)[name] for name in _LATENCY_KEYS]
     table = Table("latency", "Latency: medians of the passes", columns, rows, bench_notes(result, rows))
     print_tables(result_tables(table, rows, earlier), format_)
 
@@ -343,7 +420,7 @@ def kernels(
     notes = [limits_note(machine, attention), *kernel_warnings(rows, watch.read())]
     if windows:
         notes.append("With a window, K and V may stay in the processor's cache between calls.")
-    table = Table("kernels", f"Kernels, {dtype}", _KERNEL_COLUMNS, rows, notes)
+    table = Table("kernels", f"Kernels, {dtype}", [*columns_of(_Kernel).values()], rows, notes)
     print_tables([table, kernel_spread(rows)], format_, facts={"machine": asdict(machine)})
 
 
@@ -377,54 +454,23 @@ def cache(
     with LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
         generate(engine, workload.prompts, [2])  # warm-up
         rows, same = compare_cache(engine, workload.prompts[0], output_len)
-    columns = [
-        Column("way", "KV cache"),
-        Column("ttft_ms", "TTFT ms", decimal),
-        Column("tpot_ms", "TPOT ms", decimal),
-        Column("last_tpot_ms", "last token ms", decimal),
-        Column("total_s", "total s", decimal),
-        Column("tokens_computed", "tokens computed", count),
-    ]
     shown = [
         {**asdict(row), **{f"{key}_ms": getattr(row, f"{key}_s") * 1e3 for key in ("ttft", "tpot", "last_tpot")}}
         for row in rows
     ]
     ratio = rows[1].total_s / rows[0].total_s
     notes = [f"{input_len} tokens in, {output_len} out: {ratio:.1f} times as fast with the cache."]
-    print_tables(
-        [Table("cache", "With and without a KV cache", columns, shown, notes)], format_, facts={"same_tokens": same}
-    )
+    table = Table("cache", "With and without a KV cache", [*columns_of(_Cached).values()], shown, notes)
+    print_tables([table], format_, facts={"same_tokens": same})
     if not same:
         say("the tokens differ with and without the cache")
         raise typer.Exit(1)
 
 
-_THROUGHPUT_COLUMNS = [
-    Column("workload", "workload"),
-    Column("wall_s", "s", decimal),
-    Column("output_tokens_per_s", "out tok/s", count),
-    Column("total_tokens_per_s", "all tok/s", count),
-    Column("floor_s", "floor s", decimal),
-    Column("share_of_floor", "of the floor", percent),
-    Column("ttft_ms", "TTFT ms", count),
-    Column("tpot_ms", "TPOT ms", decimal),
-    Column("steps", "steps", count),
-    Column("overhead_ms", "engine ms/step", decimal),
-    Column("load_s", "load s", decimal),
-]
-_KERNEL_COLUMNS = [
-    Column("kernel", "kernel"),
-    Column("size", "size"),
-    Column("implementation", "implementation"),
-    Column("ms", "ms", lambda x: f"{x:,.3f}"),
-    Column("gb_per_s", "GB/s", decimal),
-    Column("gflop_per_s", "GFLOP/s", count),
-    Column("share", "of the limit", percent),
-    Column("library_ms", "torch ms", lambda x: f"{x:,.3f}"),
-    Column("nearer", "nearer limit"),
-]
 _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roughly
-_LATENCY_KEYS = {"wall_s", "ttft_ms", "tpot_ms", "output_tokens_per_s", "floor_s", "share_of_floor", "overhead_ms"}
+_LATENCY_KEYS = (
+    "batch_size", "wall_s", "output_tokens_per_s", "floor_s", "share_of_floor", "ttft_ms", "tpot_ms", "overhead_ms",
+)  # fmt: skip
 
 
 def _run_all(

@@ -1,24 +1,72 @@
 """One block of a recorded run: `replay --block N --step S` at a step, `explain --block N` through the whole run."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pagedcli.cli.decoder import Decode, recorded_decoder
 from pagedcli.errors import UsageError
 from pagedcli.events import StepScheduled
 from pagedcli.printable import one_line
+from pagedcli.records import RIGHT, hash_text
 from pagedcli.show.group_words import group_words
-from pagedcli.show.tables import Column, Format, Row, Table, count, print_tables
+from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.block_life import BlockLife
+from pagedcli.views.block_life import BlockLife, Content, Tenure
 from pagedcli.views.cache_groups import group_of
-from pagedcli.views.step_rows import hash_text, tokens_in_block
+from pagedcli.views.rows import Row, tokens_in_block
 
-_WHO = (Column("seq_id", "seq", count), Column("label", "request"), Column("place", "place in table", count))
-_STORY = (Column("step", "step", count), Column("what", "what"))
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A line of a story."""
+
+    step: int | None
+    what: str
+
+
+class _OwnerRow(Row):
+    """A sequence that holds the block at a step."""
+
+    seq_id: int
+    label: Annotated[str, "request"]
+    status: Annotated[str, "state"]
+    place: Annotated[int, "place in table"]
+    group: int
+    first_token: int
+    last_token: int
+    tokens: Annotated[str, "its tokens", RIGHT]
+    since: Annotated[int | None, "since step"]
+    how: Annotated[str, "how it got it"]
+
+    def __init__(self, tenure: Tenure, state: PoolState) -> None:
+        seq = state.seqs[tenure.seq_id]
+        super().__init__(tenure, seq)
+        self.first_token = tenure.place // state.num_groups * state.block_size
+        self.last_token = self.first_token + tokens_in_block(seq, tenure.place, state) - 1
+        self.tokens = f"{self.first_token}-{self.last_token}"
+
+
+class _ContentRow(Row):
+    """What the block contained for a time."""
+
+    hash: Annotated[str | None, "content"]
+    group: int
+    since: Annotated[int | None, "from step"]
+    until: Annotated[int | None, "to step"]
+    seq_id: Annotated[int, "filled by seq"]
+    label: Annotated[str, "request"]
+    num_reuses: Annotated[int, "found again"]
+    token_ids: tuple[int, ...] | None
+    text: str | None
+
+    def __init__(self, content: Content, decode: Decode | None) -> None:
+        super().__init__(content)
+        self.hash, self.text = hash_text(content.hash), _text(content.token_ids, decode)
 
 
 def replay_block(trace: Path, block_id: int, step: int | None, format_: Format) -> None:
@@ -26,60 +74,33 @@ def replay_block(trace: Path, block_id: int, step: int | None, format_: Format) 
     life, state = _lived(trace, block_id, step)
     decode = recorded_decoder(trace, None)
     facts = _facts(life, state, decode)
-    rows = []
-    for tenure in life.owners:
-        seq = state.seqs[tenure.seq_id]
-        first = tenure.place // state.num_groups * state.block_size
-        last = first + tokens_in_block(seq, tenure.place, state) - 1
-        rows.append(
-            {
-                "seq_id": tenure.seq_id, "label": tenure.label, "status": seq.status, "place": tenure.place,
-                "group": tenure.group, "first_token": first, "last_token": last, "tokens": f"{first}-{last}",
-                "since": tenure.since, "how": tenure.how,
-            }
-        )  # fmt: skip
-    columns = [
-        *_WHO, Column("status", "state"), Column("tokens", "its tokens", str), Column("since", "since step", count),
-        Column("how", "how it got it"),
-    ]  # fmt: skip
-    owners = Table("owners", _title(facts), columns, rows, [*_group_notes(state, facts), *_notes(facts)])
-    story = Table("story", f"Story of block {block_id}", _STORY, _story(life))
-    print_tables([owners, story], format_, facts=facts)
+    notes = [*_group_notes(state, [facts["group"]]), *_notes(facts)]
+    owners = [_OwnerRow(tenure, state) for tenure in life.owners]
+    shown = "seq_id label place status tokens since how"
+    print_tables(
+        [table(_OwnerRow, "owners", _title(facts), owners, shown, notes=notes), _story(life)], format_, facts=facts
+    )
 
 
 def explain_block(trace: Path, block_id: int, tokenizer: str | None, format_: Format) -> None:
     """Print who held the block through the run, its contents and its story."""
     life, state = _lived(trace, block_id, None)
     decode = recorded_decoder(trace, tokenizer)
-    holders = [
-        {
-            "seq_id": each.seq_id, "label": each.label, "place": each.place, "group": each.group, "since": each.since,
-            "until": each.until, "how": each.how, "end": each.end,
-        }
-        for each in life.tenures
-    ]  # fmt: skip
-    contents = [
-        {
-            "hash": hash_text(each.hash), "group": each.group, "since": each.since, "until": each.until,
-            "seq_id": each.seq_id, "label": each.label, "num_reuses": each.num_reuses, "token_ids": each.token_ids,
-            "text": _text(each.token_ids, decode),
-        }
-        for each in life.contents
-    ]  # fmt: skip
-    since, until = Column("since", "from step", count), Column("until", "to step", count)
-    group = [Column("group", "group", count)] if state.num_groups > 1 else []
-    by_holder = [*_WHO, *group, since, until, Column("how", "how it got it"), Column("end", "how it ended")]
-    by_content = [
-        Column("hash", "content"), *group, since, until, Column("seq_id", "filled by seq", count),
-        Column("label", "request"), Column("num_reuses", "found again", count), Column("text", "text"),
-    ]  # fmt: skip
-    facts = _facts(life, state, decode)
+    group = "group" if state.num_groups > 1 else ""
     tables = [
-        Table("holders", f"Who held block {block_id}", by_holder, holders, _group_notes(state, *holders)),
-        Table("contents", f"What block {block_id} contained", by_content, contents),
-        Table("story", f"Story of block {block_id}", _STORY, _story(life)),
-    ]
-    print_tables(tables[:1] if format_ is Format.CSV else tables, format_, facts=facts)
+        table(
+            Tenure, "holders", f"Who held block {block_id}", life.tenures,
+            f"seq_id label place {group} since until how end",
+            notes=_group_notes(state, (each.group for each in life.tenures)),
+        ),
+        table(
+            _ContentRow, "contents", f"What block {block_id} contained",
+            [_ContentRow(each, decode) for each in life.contents],
+            f"hash {group} since until seq_id label num_reuses text",
+        ),
+        _story(life),
+    ]  # fmt: skip
+    print_tables(tables[:1] if format_ is Format.CSV else tables, format_, facts=_facts(life, state, decode))
 
 
 def _lived(trace: Path, block_id: int, step: int | None) -> tuple[BlockLife, PoolState]:
@@ -121,10 +142,10 @@ def _title(facts: dict[str, Any]) -> str:
     return f"Block {facts['block_id']} {step}: {what}"
 
 
-def _group_notes(state: PoolState, *rows: Row) -> list[str]:
-    """The groups of these rows in words; of one group nothing is to be told."""
-    groups = {row["group"] for row in rows} - {None} if state.num_groups > 1 else ()
-    return [group_words(state.started, group) for group in sorted(groups)]
+def _group_notes(state: PoolState, groups: Iterable[int | None]) -> list[str]:
+    """These groups in words; nothing where there is only one."""
+    found = {group for group in groups if group is not None} if state.num_groups > 1 else ()
+    return [group_words(state.started, group) for group in sorted(found)]
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:
@@ -138,5 +159,5 @@ def _text(token_ids: tuple[int, ...] | None, decode: Decode | None) -> str | Non
     return None if token_ids is None or decode is None else decode(token_ids)
 
 
-def _story(life: BlockLife) -> list[dict[str, Any]]:
-    return [{"step": step, "what": words} for step, words in life.story]
+def _story(life: BlockLife) -> Table:
+    return table(_Told, "story", f"Story of block {life.block_id}", [_Told(*told) for told in life.story])

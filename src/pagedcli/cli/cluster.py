@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedcli.batch.job import Job, check_summary_json, input_files
+from pagedcli.batch.job import Job
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_OK, StopRequest
 from pagedcli.cli.summary import resume_command, say_model, say_summary, write_summary
 from pagedcli.config import EngineConfig
 from pagedcli.errors import UsageError
-from pagedcli.files import check_distinct
+from pagedcli.files import SUMMARY, check_distinct, check_new
 from pagedcli.printable import plural
 from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
@@ -34,10 +34,9 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     folder = PartFolder(output)
-    check_distinct(input_files(job.input_name), {"--summary-json": job.summary_json})
+    check_distinct(job.read_files, {"--summary-json": job.summary_json})
     folder.check(resume=job.resume, overwrite=job.overwrite)
-    if not job.overwrite:
-        check_summary_json(job.summary_json, resume=job.resume)
+    check_new("--summary-json", job.summary_json, kind=SUMMARY, overwrite=job.overwrite or job.resume)
     # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # matches all: Ray's notes on dead workers go to stdout

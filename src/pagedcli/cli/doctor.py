@@ -3,17 +3,18 @@
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from pagedcli import __version__
 from pagedcli.cli.engine_table import engine_table
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import BackendError
-from pagedcli.show.tables import Column, Format, Table, count, decimal, print_tables, size
+from pagedcli.records import RIGHT, Bytes, count
+from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -59,16 +60,22 @@ def doctor(
     from pagedcli.models.reading import read_spec
     from pagedcli.planning.decide import attention_spec, model_folder
     from pagedcli.planning.machine import this_machine
+    from pagedcli.runner.self_test import CheckResult
 
     config = EngineConfig(device=device)
     machine = this_machine()
     attention = attention_spec(config, read_spec(model_folder(config)), machine)
     chosen = str(attention.device)
-    backends = _backend_rows(attention, machine.missing)
-    results = _self_test(chosen, [row["backend"] for row in backends if row["available"]])
-    backend_tables = [_backends_table(backends, chosen), _engine_table(chosen)]
-    tables = [_versions_table(), _devices_table(), _paths_table(), *backend_tables]
-    tables.append(_self_test_table(results))
+    backends = _backends(attention, machine.missing)
+    results = _self_test(chosen, [each.backend for each in backends if each.available])
+    tables = [
+        _versions_table(),
+        _devices_table(),
+        _paths_table(),
+        table(Backend, "backends", f"Attention backends on {chosen}, in order of preference", backends),
+        _engine_table(chosen),
+        table(CheckResult, "self_test", "Self-test with the built-in model", results, "check passed seconds detail"),
+    ]
     failed = [result.check for result in results if not result.passed]
     print_tables(tables, format_, facts={"device": chosen, "passed": not failed})
     if failed:
@@ -80,17 +87,54 @@ def doctor(
 # ---------------------------------------------------------------------- the machine
 
 
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What is installed."""
+
+    what: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A processor or GPU."""
+
+    device: str
+    total_bytes: Annotated[Bytes, "memory"]
+    free_bytes: Annotated[Bytes, "free"]
+    detail: Annotated[str, "what it is"]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPath:
+    """The instructions of a native matrix product."""
+
+    dtype: Annotated[str, "operand type"]
+    path: str
+    used: Annotated[bool, lambda used: "yes" if used else "", RIGHT]
+    gflop_per_s: Annotated[float, "peak, GFLOP/s", count]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An attention backend, and why it does not run here."""
+
+    backend: str
+    available: Annotated[bool, "runs here"]
+    reason: Annotated[str | None, "why not"]
+
+
 def _versions_table() -> Table:
     import torch
 
     rows = [
-        {"what": "pagedcli", "version": __version__},
-        {"what": "python", "version": f"{platform.python_version()} on {platform.system()} {platform.machine()}"},
+        Version("pagedcli", __version__),
+        Version("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *(Version(name, _version(name)) for name in _PACKAGES),
+        Version("CUDA of torch", torch.version.cuda or "none (CPU-only build)"),
+        Version("C++ compiler", _compiler()),
     ]
-    rows += [{"what": name, "version": _version(name)} for name in _PACKAGES]
-    rows.append({"what": "CUDA of torch", "version": torch.version.cuda or "none (CPU-only build)"})
-    rows.append({"what": "C++ compiler", "version": _compiler()})
-    return Table("versions", "Versions", [Column("what", "what"), Column("version", "version")], rows)
+    return table(Version, "versions", "Versions", rows)
 
 
 def _version(package: str) -> str:
@@ -117,23 +161,14 @@ def _devices_table() -> Table:
 
     total, available = host_memory()
     threads = f"{_num_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
-    rows = [
-        {"device": "cpu", "total_bytes": total, "free_bytes": available, "detail": f"{processor_name()}, {threads}"}
-    ]
+    rows = [Device("cpu", total, available, f"{processor_name()}, {threads}")]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{about.name}, compute capability {about.major}.{about.minor}, {about.multi_processor_count} SMs"
-        rows.append({"device": f"cuda:{index}", "total_bytes": total, "free_bytes": free, "detail": detail})
+        rows.append(Device(f"cuda:{index}", total, free, detail))
     notes = [] if torch.cuda.device_count() else [f"no CUDA GPU: {_why_no_gpu()}"]
-    notes += _instruction_notes()
-    columns = [
-        Column("device", "device"),
-        Column("total_bytes", "memory", size),
-        Column("free_bytes", "free", size),
-        Column("detail", "what it is"),
-    ]
-    return Table("devices", "Devices", columns, rows, notes)
+    return table(Device, "devices", "Devices", rows, notes=[*notes, *_instruction_notes()])
 
 
 def _paths_table() -> Table:
@@ -143,7 +178,7 @@ def _paths_table() -> Table:
     from pagedcli.native import load_library
     from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, NAMES, bf16_path, int8_path, measure_peaks
 
-    rows: list[dict[str, object]] = []
+    rows: list[CpuPath] = []
     notes: list[str] = []
     try:
         library = load_library()
@@ -156,15 +191,8 @@ def _paths_table() -> Table:
             ("int8", INT8_PATHS, int8_path(functions)),
         ):
             for peak in measure_peaks(functions, paths, torch.get_num_threads()):
-                about = {"dtype": dtype, "path": NAMES[peak.path], "used": peak.path is used}
-                rows.append(about | {"gflop_per_s": peak.flop_per_s / 1e9})
-    columns = [
-        Column("dtype", "operand type"),
-        Column("path", "path"),
-        Column("used", "used", lambda used: "yes" if used else ""),
-        Column("gflop_per_s", "peak, GFLOP/s", count),
-    ]
-    return Table("cpu_paths", "CPU kernels", columns, rows, notes)
+                rows.append(CpuPath(dtype, NAMES[peak.path], peak.path is used, peak.flop_per_s / 1e9))
+    return table(CpuPath, "cpu_paths", "CPU kernels", rows, notes=notes)
 
 
 def _instruction_notes() -> list[str]:
@@ -198,23 +226,19 @@ def _num_cores() -> int:
 def _why_no_gpu() -> str:
     import torch
 
+    from pagedcli.planning.machine import unseen_gpu
+
+    if (reason := unseen_gpu()) is not None:
+        return reason
     if torch.version.cuda is None:
         return "this is a CPU-only build of torch"
-    return "torch finds no CUDA driver or device (does nvidia-smi work?)"
+    return "no NVIDIA driver is loaded"
 
 
-def _backend_rows(spec: "AttentionSpec", missing: Mapping[str, str]) -> list[dict[str, Any]]:
+def _backends(spec: "AttentionSpec", missing: Mapping[str, str]) -> list[Backend]:
     from pagedcli.attention.select import available_backends
 
-    return [
-        {"backend": name, "available": reason is None, "reason": reason}
-        for name, reason in available_backends(spec, missing)
-    ]
-
-
-def _backends_table(rows: list[dict[str, Any]], device: str) -> Table:
-    columns = [Column("backend", "backend"), Column("available", "runs here"), Column("reason", "why not")]
-    return Table("backends", f"Attention backends on {device}, in order of preference", columns, rows)
+    return [Backend(name, reason is None, reason) for name, reason in available_backends(spec, missing)]
 
 
 def _engine_table(device: str) -> Table:
@@ -254,14 +278,3 @@ def _lookups() -> "list[LookUp]":
         token_ids = tokenizer.encode(prompt)
         lookups.append(LookUp(token_ids, tokenizer.encode(prompt + answer)[len(token_ids) :]))
     return lookups
-
-
-def _self_test_table(results: "list[CheckResult]") -> Table:
-    rows = [msgspec.to_builtins(result) for result in results]
-    columns = [
-        Column("check", "check"),
-        Column("passed", "result", lambda passed: "pass" if passed else "FAIL", words=True),
-        Column("seconds", "time (s)", decimal),
-        Column("detail", "details"),
-    ]
-    return Table("self_test", "Self-test with the built-in model", columns, rows)

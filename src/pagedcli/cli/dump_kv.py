@@ -13,7 +13,7 @@ from rich.console import Console
 from pagedcli.cli.options import option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_new
-from pagedcli.show.data_files import DataFiles, data_paths, next_part
+from pagedcli.show.data_files import DataFiles, data_paths, next_part, table_kind
 from pagedcli.show.terminal import say
 from pagedcli.trace.fold import Fold, pool_fold
 from pagedcli.trace.state import PoolState
@@ -92,9 +92,8 @@ class Dump:
             return None
         file = next_part(self.file) if resume else self.file
         files = DataFiles(file, overwrite=overwrite)
-        if not overwrite:
-            for path in files.paths.values():
-                check_new(_FLAG, path)
+        for table, path in files.paths.items():
+            check_new(_FLAG, path, kind=table_kind(table, path.suffix), overwrite=overwrite)
         return DumpFiles(files, self.chosen)
 
 

@@ -1,6 +1,6 @@
 """`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
 
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +11,10 @@ from pagedcli.cli.options import option
 from pagedcli.cli.recording import explain_capture, is_recording
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
+from pagedcli.events import MISS_WORDS
 from pagedcli.printable import plural
-from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
+from pagedcli.records import Share
+from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.simulation.tables import advice_table
@@ -20,15 +22,16 @@ from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import (
     REASON_WORDS,
+    CheckpointRow,
     CheckpointUse,
+    ExplainedLookup,
     Explainer,
     Lookup,
     Totals,
-    divergence_text,
     explain_trace,
 )
 from pagedcli.views.names import find_request
-from pagedcli.views.words import CHECKPOINT_WORDS
+from pagedcli.views.rows import chosen, values_of
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
@@ -111,6 +114,28 @@ def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _TotalsRow:
+    """Tokens with one outcome."""
+
+    part: str
+    label: Annotated[str, "tokens that were"]
+    tokens: Annotated[int, "first lookups"]
+    share: Share | None
+    own_tokens: Annotated[int, "own again"]
+    own_share: Annotated[Share | None, "share"]
+
+
+@dataclass(frozen=True, slots=True)
+class _ReasonRow:
+    """Lookups that ended for one reason."""
+
+    reason: Annotated[str, "outcome"]
+    lookups: Annotated[int, "first lookups"]
+    own_lookups: Annotated[int, "own again"]
+    meaning: str
+
+
 def _totals_table(explainer: Explainer) -> Table:
     first, own = explainer.totals(own=False), explainer.totals(own=True)
     labels = {
@@ -124,34 +149,25 @@ def _totals_table(explainer: Explainer) -> Table:
         "last_block": "after the last full block",
         "last_block_shared": "  among these: shared, but less than a block",
         "last_token": "last token of a prompt cached in full",
-        "caching_off": "prefix caching is off",
+        "caching_off": MISS_WORDS["caching_off"],
         "not_known": "unknown: the sequence ended first",
         "num_tokens": "all tokens looked up",
         "ideal": "ceiling: unlimited cache, every block computed once",
     }
-    rows = [_totals_row(key, label, first, own) for key, label in labels.items()]
+    rows = [_TotalsRow(key, label, *_share(first, key), *_share(own, key)) for key, label in labels.items()]
     always = ("hit", "num_tokens", "ideal")
-    kept = [row for row in rows if row["tokens"] or row["own_tokens"] or row["part"] in always]
-    columns = [
-        Column("label", "tokens that were"),
-        Column("tokens", "first lookups", count),
-        Column("share", "share", percent),
-        Column("own_tokens", "own again", count),
-        Column("own_share", "share", percent),
-    ]
+    kept = [row for row in rows if row.tokens or row.own_tokens or row.part in always]
     counts = f"{plural(first.num_lookups, 'first lookup')}, {own.num_lookups:,} after a preemption or for n > 1"
     title = f"Prefix cache: {counts}, in tokens"
-    return Table("totals", title, columns, kept, _prefix_notes(explainer))
+    return table(
+        _TotalsRow, "totals", title, kept, "label tokens share own_tokens own_share", notes=_prefix_notes(explainer)
+    )
 
 
-def _totals_row(key: str, label: str, first: Totals, own: Totals) -> dict[str, Any]:
-    def share(totals: Totals) -> float | None:
-        return getattr(totals, key) / totals.num_tokens if totals.num_tokens else None
-
-    return {
-        "part": key, "label": label, "tokens": getattr(first, key), "share": share(first),
-        "own_tokens": getattr(own, key), "own_share": share(own),
-    }  # fmt: skip
+def _share(totals: Totals, key: str) -> tuple[int, float | None]:
+    """The tokens of a part, and their share of all."""
+    num_tokens = getattr(totals, key)
+    return num_tokens, num_tokens / totals.num_tokens if totals.num_tokens else None
 
 
 def _prefix_notes(explainer: Explainer) -> list[str]:
@@ -170,56 +186,24 @@ def _prefix_notes(explainer: Explainer) -> list[str]:
 def _reasons_table(explainer: Explainer) -> Table:
     first, own = explainer.totals(own=False), explainer.totals(own=True)
     rows = [
-        {"reason": reason, "lookups": first.reasons[reason], "own_lookups": own.reasons[reason], "meaning": words}
+        _ReasonRow(reason, first.reasons[reason], own.reasons[reason], words)
         for reason, words in REASON_WORDS.items()
         if first.reasons[reason] or own.reasons[reason]
     ]
-    columns = [
-        Column("reason", "outcome"),
-        Column("lookups", "first lookups", count),
-        Column("own_lookups", "own again", count),
-        Column("meaning", "meaning"),
-    ]
-    return Table("reasons", "Why lookups ended where they did", columns, rows)
+    return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows)
 
 
 def _checkpoints_table(checkpoints: list[CheckpointUse]) -> Table:
     """The checkpoints that most tokens were found by."""
     used = sorted(checkpoints, key=lambda use: use.tokens_hit, reverse=True)
-    rows = [asdict(use) | {"why": CHECKPOINT_WORDS[use.reason]} for use in used[:_MOST_CHECKPOINTS]]
-    columns = [
-        Column("step", "made in step", count), Column("seq_id", "by seq", count), Column("label", "request"),
-        Column("num_tokens", "after tokens", count), Column("why", "because of"), Column("num_hits", "hits", count),
-        Column("tokens_hit", "tokens hit", count), Column("dropped_step", "dropped in step", count),
-    ]  # fmt: skip
+    rows = [values_of(CheckpointRow(use), "json") for use in used[:_MOST_CHECKPOINTS]]
     unused = sum(not use.num_hits for use in checkpoints)
     title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
     notes = [f"the {len(rows)} of most use are shown"] if len(rows) < len(checkpoints) else []
-    return Table("checkpoints", title, columns, rows, notes)
+    return Table("checkpoints", title, chosen(CheckpointRow, "table"), rows, notes)
 
 
-def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> Table:
-    rows = [_lookup_row(lookup, decode) for lookup in chosen]
-    columns = [
-        Column("step", "step", count), Column("seq_id", "seq", count), Column("label", "request"),
-        Column("kind", "kind"), Column("num_tokens", "tokens", count), Column("blocks_asked", "full blocks", count),
-        Column("blocks_hit", "blocks hit", count), Column("tokens_hit", "tokens hit", count),
-        Column("ideal_tokens_hit", "ideal tokens", count), Column("first_miss", "first miss: block", count),
-        Column("lost_tokens", "tokens lost", count), Column("why", "why it ended there"),
-    ]  # fmt: skip
+def _lookups_table(lookups: list[Lookup], title: str, decode: Decode | None) -> Table:
+    rows = [values_of(ExplainedLookup(lookup, decode), "json") for lookup in lookups]
     notes = [f"seq {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
-    return Table("lookups", title, columns, rows, notes)
-
-
-def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
-    event, split = lookup.event, lookup.divergence
-    return {
-        "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "row_id": lookup.row_id,
-        "label": lookup.label, "kind": lookup.kind,
-        "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
-        "tokens_hit": lookup.tokens_hit, "ideal_tokens_hit": lookup.ideal_tokens_hit,
-        "lost_tokens": lookup.num_lost_tokens(), "first_miss": event.first_miss,
-        "reason": lookup.reason, "why": lookup.why(), "evicted_step": lookup.evicted_step,
-        "num_more_blocks": lookup.num_more_blocks, "partial_tokens": event.partial_tokens,
-        "divergence": None if split is None else divergence_text(split, decode),
-    }  # fmt: skip
+    return Table("lookups", title, chosen(ExplainedLookup, "table"), rows, notes)

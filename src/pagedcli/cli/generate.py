@@ -35,6 +35,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
 
     \b
     The summary at the end:
+      failed       the first failed rows: line of the input and reason
       TTFT         time to first token, from the moment the engine took the row
       of it queued the part of it before the row's first step
       TPOT         time per output token after the first
@@ -207,5 +208,5 @@ def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
     else:
         from pagedcli.show.tables import Column, Table, print_tables
 
-        columns = [Column("key", "key"), Column("value", "value"), Column("from", "from")]
+        columns = [Column(name, name) for name in ("key", "value", "from")]
         print_tables([Table("config", "Effective configuration", columns, config_rows(loaded))], Format(format_))

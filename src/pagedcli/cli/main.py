@@ -16,10 +16,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from pagedcli import __version__, interrupt
 from pagedcli.errors import PagedcliError
+from pagedcli.memory_limit import check_room_for_torch, shortage
 from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 _STREAM_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
+_LOAD_TORCH = ("generate", "trace", "plan", "profile-memory", "bench", "doctor")
+_LESS_MEMORY = "lower --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens, or use a smaller model"
 
 # name -> one line for `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
@@ -65,6 +68,8 @@ class _Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if command is None or name is None:
             return name, command, rest
+        if name in _LOAD_TORCH and not {"-h", "--help"} & {*rest}:
+            check_room_for_torch()
         function = getattr(import_module(f"pagedcli.cli.{name.replace('-', '_')}"), name.replace("-", "_"))
         return name, _as_command(function, name), rest
 
@@ -73,12 +78,7 @@ class _Commands(TyperGroup):
             with _log_on_stderr():
                 return super().invoke(ctx)
         except PagedcliError as error:
-            if _debug():
-                traceback.print_exc()
-            say(f"error: {error.message}")
-            if error.hint is not None:
-                say(f"hint: {error.hint}")
-            raise typer.Exit(error.exit_code) from error
+            raise _reported(error) from error
         except KeyboardInterrupt as error:
             say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
             raise typer.Exit(interrupt.EXIT_INTERRUPTED) from error
@@ -92,9 +92,21 @@ class _Commands(TyperGroup):
                 raise
             if _is_of_stream(error):
                 raise typer.Exit(_say_unwritable(error)) from error
+            if (refused := shortage(error, f"pagedcli {ctx.invoked_subcommand}", _LESS_MEMORY)) is not None:
+                raise _reported(refused) from error
             say(f"error: {type(error).__name__}: {error}")
             say("hint: this is a bug in pagedcli; PAGEDCLI_DEBUG=1 shows the traceback")
             raise typer.Exit(1) from error
+
+
+def _reported(error: PagedcliError) -> typer.Exit:
+    """Show an error. Returns the exit to raise."""
+    if _debug():
+        traceback.print_exc()
+    say(f"error: {error.message}")
+    if error.hint is not None:
+        say(f"hint: {error.hint}")
+    return typer.Exit(error.exit_code)
 
 
 class _SayHandler(logging.Handler):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK
+from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 from pagedcli.printable import plural
 from pagedcli.show.terminal import say
@@ -39,12 +40,15 @@ def merge(
     Exit codes: 0 success, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error rows.
     """
     from pagedcli.batch.merge import merge_shards
+    from pagedcli.batch.row_format import kind_of
     from pagedcli.distributed.merge import merge_parts
 
     reads = {f"the shard {path}": path for path in shards}
     check_files(reads, {"the output": output_file}, overwrite=overwrite)
     if len(shards) == 1 and shards[0].is_dir():
         merged, what = merge_parts(shards[0], output_file, overwrite=overwrite), str(shards[0])
+    elif (kind := kind_of(output_file)) != "jsonl":
+        raise UsageError(f"shards are merged into JSONL, not {kind}: -o {output_file}", hint="-o out.jsonl")
     else:
         merged = merge_shards(shards, output_file, overwrite=overwrite, allow_duplicate_ids=allow_duplicate_ids)
         what = f"{len(shards):,} shards"

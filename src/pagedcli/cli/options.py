@@ -74,9 +74,7 @@ FLAGS: dict[str, Any] = {key: flag for section in Config.__struct_fields__ for k
 ENGINE_KEYS = tuple(key for key in FLAGS if key.startswith("engine."))
 SAMPLING_KEYS = tuple(key for key in FLAGS if key.startswith("sampling."))
 RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
-# irrelevant for predictions
-_UNPLANNED = {"load_format", "eviction", "preemption_policy", "async_scheduling", "seed"}
-PLAN_KEYS = tuple(key for key in ENGINE_KEYS if key.split(".")[1] not in _UNPLANNED)
+PLAN_KEYS = tuple(key for key in ENGINE_KEYS if key != "engine.seed")  # all that predictions depend on
 
 Flags = dict[str, Any]
 ConfigFile = Annotated[

@@ -9,24 +9,28 @@ import typer
 
 from pagedcli.cli.engine_table import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt_model, scan_prompts
+from pagedcli.cli.prompt_scan import (
+    MAX_LISTED,
+    PROMPT_KEYS,
+    PromptScan,
+    ReadingLine,
+    prompt_model,
+    scan_prompts,
+)
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
-from pagedcli.core.groups import TableShape
-from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.errors import BackendError, UsageError
-from pagedcli.planning.prompt_survey import MORE_SLOTS, UNIT, PromptSurvey
-from pagedcli.printable import plural
+from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
+from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
-    from pagedcli.planning.step_time import Calibrations, StepTime
     from pagedcli.simulation.advice import Advice, Subject
     from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.sources import PromptRequests
@@ -52,6 +56,7 @@ _time = partial(option, panel="Expected time")
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
 ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
+_LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # shown of each end of a shared text
 _MOST_END_TOKENS = 64  # decoded of each end
@@ -140,30 +145,36 @@ def run_plan(
     """Print the plan of a prompt file; also `generate --dry-run`. `tune_only`: only the best settings, as YAML. Returns
     the exit code."""
     from pagedcli.cli.tuning import print_tuned
-    from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
+    from pagedcli.simulation.advice import ADVICE_S, BLOCK_SIZE, advise, enough_blocks
+    from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
     from pagedcli.simulation.tables import advice_table
 
     config = loaded.config
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
     survey = _survey(loaded, input_name, expected, tokenizer=tokenizer, shares=shares)
-    scan, pool = survey.scan, survey.pool
+    scan, here = survey.scan, survey.here
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
-    facts = _facts(scan, config.engine, pool)
-    if pool is not None and survey.is_of_a_run and tokenizer is None:
-        run = _expected_run(loaded, survey, pool, expected)
+    facts = _facts(scan, config.engine, here)
+    if here is not None and survey.is_of_a_run and tokenizer is None:
+        run = _expected_run(loaded, survey, here, expected)
         if tune_only:
             print_tuned(run.subject, run.found, loaded)
             return EXIT_BAD_ROWS if scan.num_bad else 0
-        advice = advise(run.subject, base=run.found, budget_s=ADVICE_S)
-        enough = enough_blocks(replace(run.subject, timed=None), run.found, budget_s=ADVICE_S)
-        tables = [*run.tables, advice_table(advice), *_tables(scan, config, pool, advice, enough)]
+        subject, budget_s = run.subject, ADVICE_S
+        base: Forecast | None = run.found
+        if survey.requests.work + survey.requests.left_out > MOST_IN_FULL:
+            workload, left_out = survey.requests.first_part(SAMPLED)
+            subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
+        advice = advise(subject, base=base, budget_s=budget_s)
+        enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
+        tables = [*run.tables, advice_table(advice), *_tables(scan, config, here, advice, enough)]
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
-        facts["recommended_block_size"] = _advised_block_size(advice, config.engine)
+        facts["recommended_block_size"] = advice.value(BLOCK_SIZE, config.engine.block_size)
     elif tune_only:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
     else:
-        tables = _tables(scan, config, pool)
+        tables = _tables(scan, config, here)
     if shares is not None and num_workers is not None and scan.plan.num_prompts:
         tables.append(share_table(shares, num_workers))
     if survey.engine is not None:
@@ -179,13 +190,17 @@ class _Survey:
     scan: PromptScan
     requests: "PromptRequests"
     spec: "ModelSpec | None"
-    pool: "_Pool | None"
     engine: "Plan | str | None"  # or why there is none
+
+    @property
+    def here(self) -> "Plan | None":
+        """The engine on this machine, if its pool can be predicted."""
+        return _with_pool(self.engine)
 
     @property
     def is_of_a_run(self) -> bool:
         """Whether there is an engine with a pool, and a row for it."""
-        has_pool = self.pool is not None and self.pool.num_blocks > 0
+        has_pool = self.here is not None and bool(self.here.limits.num_blocks)
         return self.spec is not None and has_pool and bool(self.requests.workload.requests)
 
 
@@ -197,29 +212,63 @@ def _survey(
     tokenizer: Path | None = None,
     shares: SharePlan | None = None,
 ) -> _Survey:
+    from pagedcli.batch.run import old_objects_left_alone
     from pagedcli.simulation.forecast import MOST_SIMULATED
     from pagedcli.simulation.sources import PromptRequests, read_outputs
 
     folder, spec = prompt_model(loaded, tokenizer)
-    pool, engine = _expect(loaded.config.engine, spec)
+    engine = _expect(loaded.config.engine, spec)
     outputs = None if expected.outputs is None else read_outputs(expected.outputs)
-    requests = PromptRequests(input_name, outputs, most_tokens=MOST_SIMULATED)
-    limits = None if pool is None else pool.limits
-    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests)
-    return _Survey(scan, requests, spec, pool, engine)
+    requests = PromptRequests(input_name, outputs, expected_tokens=expected.num_tokens, most_tokens=MOST_SIMULATED)
+    here = _with_pool(engine)
+    limits = None if here is None else here.limits
+
+    def estimate(share: float) -> None:
+        if spec is not None and here is not None and here.limits.num_blocks and requests.workload.requests:
+            _say_estimate(loaded, spec, here, requests, share)
+
+    reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
+    with old_objects_left_alone():
+        scan = scan_prompts(
+            loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests, observe=reading.observe
+        )
+    reading.close()
+    return _Survey(scan, requests, spec, engine)
+
+
+def _say_estimate(
+    loaded: LoadedConfig, spec: "ModelSpec", plan: "Plan", requests: "PromptRequests", share: float
+) -> None:
+    """Say what the beginning of a long file lets expect, while the rest is read."""
+    from pagedcli.planning.expected import time_key
+    from pagedcli.planning.step_time import load_step_time
+    from pagedcli.simulation.forecast import SAMPLED, forecast
+    from pagedcli.simulation.forecast_tables import time_range
+
+    workload, left_out = requests.first_part(SAMPLED)
+    step_time = load_step_time(time_key(loaded.config.engine, spec, plan))
+    if step_time is not None and step_time.disturbed:
+        step_time = None  # It is measured again once the file has been read.
+    left_out += (requests.work + requests.left_out) * (1 / share - 1)
+    found = forecast(workload, plan, step_time, read_ahead=loaded.config.run.read_ahead, left_out=left_out)
+    low, high = time_range(found, step_time)
+    parts = [plural(found.num_requests, "prompt"), plural(found.num_prompt_tokens, "token")]
+    if found.seconds is not None and low is not None and high is not None:
+        parts.append(f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})")
+    say(f"estimate from the first {percent_text(share)} of the file: about {', '.join(parts)}; reading the rest")
 
 
 def tuned_keys(loaded: LoadedConfig, input_name: str, *, may_change_kv_dtype: bool = False) -> dict[str, Any]:
     """The configuration keys that make this file faster, with their values, after saying what they gain; for
     `generate --tune`. Raises: UsageError."""
-    from pagedcli.cli.tuning import as_yaml, changed_keys, tuned_settings
+    from pagedcli.cli.tuning import as_yaml, tuned_settings
 
     expected = Expected(may_calibrate=True, may_change_kv_dtype=may_change_kv_dtype)
     survey = _survey(loaded, input_name, expected)
-    if survey.pool is None or not survey.is_of_a_run:
+    if survey.here is None or not survey.is_of_a_run:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
-    run = _expected_run(loaded, survey, survey.pool, expected)
-    found = changed_keys(tuned_settings(run.subject, run.found, loaded))
+    run = _expected_run(loaded, survey, survey.here, expected)
+    found = tuned_settings(run.subject, run.found, loaded)
     say(as_yaml(found).rstrip())
     return found
 
@@ -234,35 +283,29 @@ class _ExpectedRun:
     tables: list[Table]
 
 
-def _expected_run(loaded: LoadedConfig, survey: _Survey, pool: "_Pool", expected: Expected) -> _ExpectedRun:
+def _expected_run(loaded: LoadedConfig, survey: _Survey, plan: "Plan", expected: Expected) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.cli.tuning import other_kv, with_smaller_blocks
+    from pagedcli.cli.tuning import smaller_kv, time_in_turns
     from pagedcli.simulation.advice import Subject
     from pagedcli.simulation.forecast import forecast
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
-    from pagedcli.simulation.sources import expect_outputs
 
     spec, run, requests = survey.spec, loaded.config.run, survey.requests
     assert spec is not None, "it has a pool"
     workload, progress = requests.workload, ProgressLine(line_every_s=5.0)
-    if expected.num_tokens is not None:
-        expect_outputs(workload, expected.num_tokens)
 
-    def time_here(engine: EngineConfig, plan: "Plan") -> "tuple[StepTime | None, str]":
-        return step_time_here(
-            engine,
-            spec,
-            plan,
-            may_calibrate=expected.may_calibrate,
-            say=say,
-            on_progress=lambda share: progress.show(lambda _: f"calibrating: {share:.0%}"),
-        )
-
-    step_time, source = time_here(loaded.config.engine, pool.plan)
+    step_time, source = step_time_here(
+        loaded.config.engine,
+        spec,
+        plan,
+        may_calibrate=expected.may_calibrate,
+        say=say,
+        on_progress=lambda share: progress.show(lambda _: f"calibrating: {share:.0%}"),
+    )
     num_requests = plural(len(workload.requests), "request")
     found = forecast(
         workload,
-        pool.plan,
+        plan,
         step_time,
         reorder=run.reorder,
         read_ahead=run.read_ahead,
@@ -272,86 +315,46 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, pool: "_Pool", expected
     notes = [expected.lengths, *workload.notes]
     if requests.num_beam_searches:
         notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
-    tables = [forecast_table(found, step_time, num_blocks=pool.num_blocks, source=source, notes=notes)]
+    if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):
+        notes.append("rows with several samples: near, not exact, as samples that draw the same tokens share blocks")
+    tables = [forecast_table(found, step_time, num_blocks=plan.num_blocks, source=source, notes=notes)]
     if found.seconds is not None:
         tables.append(parts_table(found))
     subject = Subject(
         workload,
-        pool.plan,
+        plan,
         reorder=run.reorder,
         may_reorder=run.reorder == "none",
         read_ahead=run.read_ahead,
-        timed=_calibrations(loaded.config.engine, spec, pool.plan, step_time),
+        step_time=step_time,
         left_out=requests.left_out,
-        other_kv=other_kv(loaded, spec, time_here) if expected.may_change_kv_dtype else None,
+        smaller_kv=smaller_kv(loaded, spec, plan) if expected.may_change_kv_dtype else None,
+        time_in_turns=partial(time_in_turns, loaded, found) if expected.may_calibrate else None,
     )
-    if expected.may_calibrate:
-        subject = with_smaller_blocks(subject, found, loaded, spec, time_here)
     progress.close()
     return _ExpectedRun(subject, found, {**forecast_row(found, step_time), "time_source": source}, tables)
 
 
-def _calibrations(
-    engine: EngineConfig, spec: "ModelSpec", plan: "Plan", step_time: "StepTime | None"
-) -> "Calibrations | None":
-    """What has been timed here; only `step_time` where no calibration can be kept."""
-    from pagedcli.planning.expected import time_key
-    from pagedcli.planning.step_time import Calibrations, calibrations
-
-    if step_time is None:
-        return None
-    return calibrations(time_key(engine, spec, plan)) or Calibrations(step_time, {})
-
-
-def _advised_block_size(advice: "Advice", engine: EngineConfig) -> int:
-    """That of the advice, or the present one."""
-    flags = {flag: value for trial in advice.best for flag, value in trial.setting.flags}
-    return int(flags.get("--block-size", engine.block_size))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """The KV-cache pool on this machine."""
-
-    plan: "Plan"  # without blocks if none fits: rows are judged by the rest
-    num_blocks: int
-    reason: str
-
-    @property
-    def device(self) -> str:
-        return self.plan.device
-
-    @property
-    def block_bytes(self) -> int:
-        return self.plan.block_bytes
-
-    @property
-    def limits(self) -> "Limits":
-        return self.plan.limits
-
-    @property
-    def tables(self) -> TableShape:
-        return self.limits.tables
-
-
-def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> "tuple[_Pool | None, Plan | str | None]":
-    """The pool and engine on this machine, as far as they can be predicted. If the engine would refuse to start, its
-    reason takes their place: the rest of the plan is still useful."""
+def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> "Plan | str | None":
+    """The engine on this machine, as far as it can be predicted. If it would refuse to start, its reason takes its
+    place: the rest of the plan is still useful."""
     if spec is None:
-        return None, None
+        return None
     from pagedcli.planning.expected import expected_plan
     from pagedcli.planning.machine import this_machine
 
     try:
-        plan, found = expected_plan(engine, spec, this_machine(free_memory=True))
+        return expected_plan(engine, spec, this_machine(free_memory=True))
     except BackendError as error:
-        return None, error.message
-    return None if found is None else _Pool(plan, found.num_blocks, found.reason), plan
+        return error.message
 
 
-def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[str, Any]:
+def _with_pool(engine: "Plan | str | None") -> "Plan | None":
+    return None if engine is None or isinstance(engine, str) or engine.pool is None else engine
+
+
+def _facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") -> dict[str, Any]:
     plan = scan.plan
-    block_size = plan.recommended_block_size() if plan.num_prompts else None
     facts: dict[str, Any] = {
         "num_rows": scan.num_rows,
         "num_valid_rows": scan.num_valid,
@@ -362,17 +365,17 @@ def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[s
         "num_prompt_tokens": plan.prompt_tokens,
         "num_output_tokens": plan.output_tokens,
         "longest_shared_prefix_tokens": plan.longest_shared_tokens(),
-        "recommended_block_size": block_size,
-        "recommended_num_blocks": block_size and plan.recommended_num_blocks(block_size, engine.max_num_seqs),
+        "recommended_block_size": None,  # the adviser's, where there is an engine to simulate
+        "recommended_num_blocks": None,
     }
-    if pool is not None:
+    if here is not None and here.pool is not None:
         facts |= {
-            "device": pool.device,
+            "device": here.device,
             "block_size": engine.block_size,
-            "block_bytes": pool.block_bytes,
-            "num_kvcache_blocks": pool.num_blocks,
-            "num_kvcache_tokens": pool.num_blocks // pool.tables.num_groups * engine.block_size,
-            "num_kvcache_blocks_reason": pool.reason,
+            "block_bytes": here.block_bytes,
+            "num_kvcache_blocks": here.pool.num_blocks,
+            "num_kvcache_tokens": here.pool.num_blocks // here.limits.tables.num_groups * engine.block_size,
+            "num_kvcache_blocks_reason": here.pool.reason,
         }
     return facts
 
@@ -380,7 +383,7 @@ def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[s
 def _tables(
     scan: PromptScan,
     config: Config,
-    pool: _Pool | None,
+    here: "Plan | None",
     advice: "Advice | None" = None,
     enough: int | None = None,
 ) -> list[Table]:
@@ -391,7 +394,7 @@ def _tables(
     if plan.num_prompts:
         tables += [_length_table(plan), _histogram_table(plan), _shared_table(plan)]
         tables += _shared_text_tables(scan)
-        tables += [_block_size_table(plan, config.engine, advice, enough), _pool_table(plan, config.engine, pool)]
+        tables += [_block_size_table(plan, config.engine, advice, enough), _pool_table(plan, config.engine, here)]
     return tables
 
 
@@ -400,8 +403,8 @@ def _rows_table(scan: PromptScan) -> Table:
     rows = [{"what": "rows", "rows": scan.num_rows}, {"what": "valid", "rows": scan.num_valid}]
     rows += [{"what": f"bad: {code}", "rows": n} for code, n in scan.bad_codes.most_common()]
     rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
-    if scan.num_copied:
-        rows.append({"what": "with the answers of an earlier one, left out", "rows": scan.num_copied})
+    if scan.num_deduplicated:
+        rows.append({"what": "with the answers of an earlier one, left out", "rows": scan.num_deduplicated})
     notes = [
         f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
     ]
@@ -502,19 +505,12 @@ def _shared_in_words(plan: PromptSurvey) -> str:
     return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
 
 
-def _recommended(plan: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> list[str]:
-    """The adviser's answer; without an engine to simulate, that of the prompts alone."""
-    if advice is not None:
-        size = _advised_block_size(advice, engine)
-        pool = "" if enough is None else f"{enough:,} blocks of {engine.block_size} are enough for this file"
-        return [f"recommended block size: {size}, as tried above", *([pool] if pool else [])]
-    best = plan.recommended_block_size()
-    num_blocks = plan.recommended_num_blocks(best, engine.max_num_seqs)
-    return [
-        f"recommended block size: {best}, the largest of at least {SMALLEST_RECOMMENDED} that needs at most"
-        f" {MORE_SLOTS:.0%} more slots than the best one",
-        f"recommended pool: {num_blocks:,} of these blocks: {engine.max_num_seqs:,} sequences run without preemption",
-    ]
+def _recommended(engine: EngineConfig, advice: "Advice | None", enough: int | None) -> list[str]:
+    """The adviser's answer; none without an engine to simulate."""
+    if advice is None:
+        return []
+    pool = [] if enough is None else [f"{enough:,} blocks of {engine.block_size} are enough for this file"]
+    return [f"recommended block size: {advice.value('engine.block_size', engine.block_size)}, as tried above", *pool]
 
 
 def _block_size_table(plan: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> Table:
@@ -530,35 +526,36 @@ def _block_size_table(plan: PromptSurvey, engine: EngineConfig, advice: "Advice 
     notes = [
         "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
-        *_recommended(plan, engine, advice, enough),
+        *_recommended(engine, advice, enough),
     ]
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 
 
-def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) -> Table:
+def _pool_table(plan: PromptSurvey, engine: EngineConfig, here: "Plan | None") -> Table:
     block_size = engine.block_size
     rows = plan.pool_rows(block_size, engine.max_num_seqs)
     columns = [Column("enough_for", "pool for"), Column("num_blocks", "blocks", count)]
-    if pool is None:
+    if here is None or here.pool is None:
         return Table("pools", f"Pools at block size {block_size}", columns, rows)
     for row in rows:
-        row["kv_cache_bytes"] = row["num_blocks"] * pool.block_bytes
-        row["fits"] = row["num_blocks"] <= pool.num_blocks
+        row["kv_cache_bytes"] = row["num_blocks"] * here.block_bytes
+        row["fits"] = row["num_blocks"] <= here.pool.num_blocks
+    pool, limits = here.pool, here.limits
     columns += [Column("kv_cache_bytes", "KV cache", size), Column("fits", "fits here")]
     longest = plan.most_cached_tokens()
-    at_once = pool.tables.concurrency(pool.num_blocks, longest)
+    at_once = limits.tables.concurrency(pool.num_blocks, longest)
     notes = [
-        f"this machine ({pool.device}): {plural(pool.num_blocks, 'block')},"
-        f" {size(pool.num_blocks * pool.block_bytes)} ({pool.reason})",
+        f"this machine ({here.device}): {plural(pool.num_blocks, 'block')},"
+        f" {size(pool.num_blocks * here.block_bytes)} ({pool.reason})",
         f"that holds {decimal(at_once)} of the longest row ({plural(longest, 'token')}) at once, without sharing",
     ]
-    if pool.limits.num_state_slots is not None:
-        states = size(pool.limits.num_state_slots * pool.limits.state_bytes)
+    if limits.num_state_slots is not None:
+        states = size(limits.num_state_slots * limits.state_bytes)
         notes.append(
-            f"{plural(pool.limits.num_state_slots, 'slot')} of recurrent state, {states}: one per running sequence,"
+            f"{plural(limits.num_state_slots, 'slot')} of recurrent state, {states}: one per running sequence,"
             " the others for checkpoints; with checkpoints at branches, hit rates are those above"
         )
-    if pool.tables.has_windows:
+    if limits.tables.has_windows:
         notes.append("blocks of layers with a window: at most those that a sequence holds at once")
     if rows[0]["num_blocks"] > pool.num_blocks:
         notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")

@@ -1,17 +1,22 @@
 """Surveys a prompt file for `plan` and `profile-memory --prompts`."""
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
-from pagedcli.errors import UsageError
+from pagedcli.errors import RequestError, UsageError
 from pagedcli.planning.prompt_survey import PromptSurvey
+from pagedcli.printable import plural
+from pagedcli.show.terminal import ProgressLine
 
 if TYPE_CHECKING:
-    from pagedcli.batch.prompts import Refused
+    from pagedcli.batch.lines import Line
+    from pagedcli.batch.requests import BatchRow
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
@@ -19,8 +24,9 @@ if TYPE_CHECKING:
 
 PROMPT_KEYS = (
     *("sampling.max_tokens", "sampling.response_format", "run.system_prompt", "run.tools", "run.chat_template"),
-    *("run.field", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
+    *("run.input_format", "run.field", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
 )
+ESTIMATE_AFTER_S = 3.0  # seconds of reading
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
 
@@ -33,7 +39,7 @@ class PromptScan:
     plan: PromptSurvey
     tokenizer: "Tokenizer"
     num_rows: int = 0
-    num_copied: int = 0  # of them: left out, because they have the answers of an earlier one (--deduplicate)
+    num_deduplicated: int = 0  # rows left out because an equal one answers them (--deduplicate)
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
@@ -46,12 +52,53 @@ class PromptScan:
     def num_valid(self) -> int:
         return self.num_rows - self.num_bad
 
-    def refuse(self, row: "Refused") -> None:
-        head, error = row.head, row.error
+    def refuse(self, row: "BatchRow", error: RequestError) -> None:
         self.bad_codes[error.code] += 1
         if len(self.bad_rows) < MAX_LISTED:
             what = {"code": error.code, "message": error.message}
-            self.bad_rows.append({"line": head.line_number, "id": head.id, **what})
+            self.bad_rows.append({"line": row.line.number, "id": row.id, **what})
+
+
+class ReadingLine:
+    """Shows on stderr how far a file has been read, and calls `estimate` once with the share that has been, if after
+    some seconds the end is not near."""
+
+    def __init__(self, input_name: str, limit: int | None, estimate: Callable[[float], None]) -> None:
+        path = Path(input_name)
+        is_plain = path.is_file() and path.suffix not in (".gz", ".zst", ".parquet")
+        self._all_bytes = path.stat().st_size if is_plain else None
+        self._limit = limit
+        self._estimate = estimate
+        self._estimate_at_s: float | None = None  # seconds after the first row: what is loaded before takes time, too
+        self._line = ProgressLine(line_every_s=5.0)
+        self._num_rows = self._num_bytes = 0
+
+    def observe(self, line: "Line") -> None:
+        """A line comes, and those before it have been taken in."""
+        if not self._num_rows:
+            self._estimate_at_s = time.monotonic() + ESTIMATE_AFTER_S
+        elif self._estimate_at_s is not None and time.monotonic() > self._estimate_at_s:
+            self._estimate_at_s = None
+            if self._share is not None and self._share < 0.5:
+                self._line.close()
+                self._estimate(self._share)
+        self._num_rows += 1
+        self._num_bytes += len(line.content or b"") + 1
+        self._line.show(self._text)
+
+    @property
+    def _share(self) -> float | None:
+        """The share of the rows that has been read; None if their number is not known."""
+        by_bytes = None if self._all_bytes is None else min(1.0, self._num_bytes / max(1, self._all_bytes))
+        by_rows = None if self._limit is None else self._num_rows / self._limit
+        return max((share for share in (by_bytes, by_rows) if share is not None), default=None)
+
+    def _text(self, _: float) -> str:
+        share = "" if self._share is None else f", {self._share:.0%}"
+        return f"reading the prompts: {plural(self._num_rows, 'row')}{share}"
+
+    def close(self) -> None:
+        self._line.close()
 
 
 def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
@@ -80,14 +127,16 @@ def scan_prompts(
     shares: SharePlan | None = None,
     limits: "Limits | None" = None,
     requests: "PromptRequests | None" = None,
+    observe: "Callable[[Line], None]" = lambda line: None,
 ) -> PromptScan:
     """Survey the prompts of a file, and count the rows that a run would refuse.
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
+    `observe` receives each line as it is read.
     Changes: adds every good row to `shares` and `requests`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.prompts import Refused, check_response_format, limits_without_pool, open_prompts
+    from pagedcli.batch.prompts import check_response_format, limits_without_pool, open_prompts
 
     engine = loaded.config.engine
     check_response_format(loaded.config.sampling)
@@ -96,16 +145,15 @@ def scan_prompts(
         survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
     without_pool = limits_without_pool(engine, spec)
     max_model_len = None if spec is None else without_pool.max_model_len
-    prompts = open_prompts(loaded, input_name, folder, limits or without_pool)
+    prompts = open_prompts(loaded, input_name, folder, limits or without_pool, observe=observe)
     scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer)
     grammars = None
     if spec is not None:  # a run also refuses grammars that do not compile
         grammars = Grammars(prompts.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-    for found in prompts.admitted(grammars):
-        if isinstance(found, Refused):
-            scan.refuse(found)
+    for row, num_new_tokens in prompts.admitted(grammars):
+        if isinstance(num_new_tokens, RequestError):
+            scan.refuse(row, num_new_tokens)
             continue
-        row, num_new_tokens = found
         if requests is not None:
             requests.add(row, num_new_tokens)
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
@@ -121,5 +169,5 @@ def scan_prompts(
             )
             if shares is not None:
                 shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
-    scan.num_rows, scan.num_copied, scan.ignored = prompts.num_rows, prompts.num_copied, prompts.ignored
+    scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
     return scan

@@ -9,13 +9,12 @@ import msgspec
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import curve_table, facts, print_summary, summary_tables
+from pagedcli.kvevents.tables import facts, print_summary, summary_tables
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
-from pagedcli.kvevents.verdict import verdict_table
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
-from pagedcli.show.tables import Format, Table, print_tables
+from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import is_interactive, say
 
 
@@ -68,7 +67,7 @@ def attach_capture(path: Path, model: str | None, format_: Format) -> None:
     """What `attach` prints at its end."""
     state, watchers = fold_with_curve(open_capture(path, model))
     decode = None if model is None else kv_decoder(model)
-    print_summary([*summary_tables(state, decode), verdict_table(state, curve(watchers), decode)], state, format_)
+    print_summary(summary_tables(state, decode, curve(watchers)), state, format_)
 
 
 def explain_capture(path: Path, model: str | None, format_: Format) -> None:
@@ -76,14 +75,7 @@ def explain_capture(path: Path, model: str | None, format_: Format) -> None:
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    print_summary(recording_tables(state, watchers, decode), state, format_)
-
-
-def recording_tables(state: KVState, watchers: Sequence[LargerCache], decode: Decode | None) -> list[Table]:
-    """All tables of a recording; the last one is the verdict."""
-    points = curve(watchers)
-    summary = summary_tables(state, decode, with_gone=True)
-    return [*summary, curve_table(points, state), verdict_table(state, points, decode)]
+    print_summary(summary_tables(state, decode, curve(watchers), in_full=True), state, format_)
 
 
 def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
@@ -152,7 +144,7 @@ def _print_step(reader: CaptureReader, step: int, *, as_json: bool) -> None:
     for last, (frames, time_s, source) in enumerate(reader):
         state.take(frames, time_s, source)
         if last == step:
-            tables = summary_tables(state, None)
+            tables = summary_tables(state, None)[:-1]
             print_tables(tables, Format.JSON if as_json else Format.TABLE, facts=facts(state))
             return
     raise UsageError(f"there is no message {step}: the last message of {reader.path} is {last}")
@@ -166,7 +158,7 @@ def capture_page(path: Path, model: str | None) -> bytes:
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    tables = recording_tables(state, watchers, decode)
+    tables = summary_tables(state, decode, curve(watchers), in_full=True)
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
     body = "\n".join([chart, *(pages.as_html(table) for table in tables if table.rows)])

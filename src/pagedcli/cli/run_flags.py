@@ -28,7 +28,7 @@ class ShownFormat(StrEnum):
     YAML = "yaml"
 
 
-_INPUT_HELP = "Input file or folder: JSONL (also .gz) or .parquet; - reads stdin."
+_INPUT_HELP = "Input file or folder: JSONL, CSV or TSV (also .gz, .zst), or Parquet; - is stdin."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
 _VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
 _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port."

@@ -17,10 +17,9 @@ from pagedcli.cli.summary import resume_command, say_advice, say_model, say_plan
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import (
-    Calibrations,
+    StepTime,
     TimeKey,
     attended_layers,
-    calibrations,
     load_step_time,
     save_step_time,
 )
@@ -86,7 +85,7 @@ def run_job(
         say_summary(result, findings, predicted=end_time.first)
         if result.outcome == "complete":
             _learn(key, end_time)
-        advice = _advice(job, served, result, calibrations(key))
+        advice = _advice(job, served, result, load_step_time(key))
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
@@ -124,7 +123,7 @@ def _run(
             engine,
             sink,
             observe=observe,
-            observe_computed=served.add,
+            observe_row=served.add,
             stop_requested=lambda: stop.requested or stop_requested(),
         )
         try:
@@ -143,11 +142,16 @@ def _learn(key: TimeKey, end_time: EndTime) -> None:
         save_step_time(key, known.learned(end_time.ratio))
 
 
-def _advice(job: Job, served: ServedRequests, result: BatchResult, timed: Calibrations | None) -> Advice:
-    """Find and print what to change. `timed`: steps as calibrated here, and refined by this run."""
+def _advice(job: Job, served: ServedRequests, result: BatchResult, step_time: StepTime | None) -> Advice:
+    """Find and print what to change. `step_time`: of steps as calibrated here, and refined by this run."""
     run = job.loaded.config.run
     budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
-    advice = served.advice(timed, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
+    try:
+        advice = served.advice(
+            step_time, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s
+        )
+    except MemoryError:  # all rows are written: the run has not failed
+        advice = Advice(not_tried="memory has run out")
     if result.stats.facts.num_prompt_tokens:
         say_advice(advice)
     return advice

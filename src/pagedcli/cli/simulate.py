@@ -9,7 +9,7 @@ from pagedcli.cli.prompt_scan import PROMPT_KEYS
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import load_config
 from pagedcli.errors import UsageError
-from pagedcli.files import check_files
+from pagedcli.files import TRACE, check_files
 
 KEYS = (
     "engine.model", "engine.block_size", "engine.max_model_len", "engine.max_num_seqs",
@@ -45,7 +45,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
         raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
     writes = {"--record": options.record, "the page": options.output_file}
-    check_files(reads, writes, overwrite=options.overwrite)
+    check_files(reads, writes, overwrite=options.overwrite, kinds={"--record": TRACE})
     from pagedcli.cli.simulate_job import run_simulation
 
     raise typer.Exit(run_simulation(load_config(options.config, flags), options))

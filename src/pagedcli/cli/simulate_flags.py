@@ -50,8 +50,8 @@ class SimulateOptions:
         bool, _pools("--no-schedule", help="Leave out running requests, as LRU scripts do. Fast.")
     ] = False
     partial_blocks: Annotated[bool, _pools("--partial-blocks", help=_PARTIAL_HELP)] = False
-    speed: Annotated[float | None, _time(help=_SPEED_HELP, metavar="X", min=1e-6)] = None
-    step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001)] = None
+    speed: Annotated[float | None, _time(help=_SPEED_HELP, metavar="X", min=1e-6, max=1e9)] = None
+    step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001, max=1e6)] = None
     gpu: Annotated[str | None, _time(help=_GPU_HELP, metavar="NAME")] = None
     calibrated: Annotated[bool, _time("--calibrated", help=_CALIBRATED_HELP)] = False
     output_file: Annotated[

@@ -26,7 +26,7 @@ from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import LEAST_SLOTS, decide
 from pagedcli.planning.memory import rank_spec
-from pagedcli.planning.step_time import Calibrations, StepTime, calibrations
+from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
@@ -304,17 +304,17 @@ def _calibrated(loaded: LoadedConfig, workload: Workload) -> StepTime:
         model = loaded.config.engine.model
         raise UsageError(f"--calibrated: {model} has no calibration on this machine", hint="pagedcli plan makes one")
     workload.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
-    return found.own
+    return found
 
 
-def _timed_here(loaded: LoadedConfig) -> Calibrations | None:
+def _timed_here(loaded: LoadedConfig) -> StepTime | None:
     """The time of the model's steps as `plan` has measured it on this machine, if it has."""
     from pagedcli.planning.expected import time_key
     from pagedcli.planning.machine import this_machine
 
     engine = _without_slots(loaded.config.engine)
     _, spec = prompt_model(loaded, None)
-    return None if spec is None else calibrations(time_key(engine, spec, decide(engine, spec, this_machine())))
+    return None if spec is None else load_step_time(time_key(engine, spec, decide(engine, spec, this_machine())))
 
 
 def _subject(
@@ -329,18 +329,18 @@ def _subject(
     where steps have been timed, as other commands do."""
     run = points[0].run
     assert run is not None, "it has a schedule"
-    timed: Calibrations | None = None
+    step_time: StepTime | None = None
     if schedule.speed is None and options.gpu is None and options.step_ms is None:
         if recorded is not None:
-            timed = timed_of(recorded)
+            step_time = timed_of(recorded)
         elif workload.format == "prompts" or "engine.model" in loaded.sources:
-            timed = _timed_here(loaded)
+            step_time = _timed_here(loaded)
     return Subject(
         workload,
         run.plan,
         may_reorder=workload.format == "prompts" or (recorded is not None and in_order(workload)),
         read_ahead=schedule.read_ahead,
-        timed=timed,
+        step_time=step_time,
         arrivals=None if schedule.speed is None else schedule,
         largest_pool=points[-1].num_blocks,
     )

@@ -38,10 +38,11 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say(f"CUDA graphs: decode steps of up to {plan.graph_sizes[-1]:,} sequences")
     elif plan.device != "cpu":
         say(f"no CUDA graphs: {plan.no_graphs}")
+    assert plan.pool is not None, "an engine has one"
     pool_bytes, block_size = plan.num_blocks * plan.block_bytes, plan.limits.block_size
     say(
         f"KV cache: {plural(plan.num_blocks, 'block')} of {plural(block_size, 'token')}, {byte_text(pool_bytes)}"
-        f" ({plan.num_blocks_reason})"
+        f" ({plan.pool.reason})"
     )
     limits = plan.limits
     if limits.num_state_slots:
@@ -66,6 +67,8 @@ def say_summary(
     many seconds its duration was first predicted, and how long it was to be."""
     stats, facts = result.stats, result.stats.facts
     say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
+    for place, (line, reason) in enumerate(stats.first_failed):
+        _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {reason}")
     if predicted is not None and result.outcome == "complete":
         at_s, whole_s = predicted
         off = percent_text(abs(stats.elapsed_s / whole_s - 1))
@@ -88,10 +91,10 @@ def say_summary(
             f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
-        if stats.num_copied:
+        if stats.num_deduplicated:
             _say_line(
-                f"  deduplicated {plural(stats.num_copied, 'row')} with the answers of an equal one:"
-                f" {plural(stats.num_copied_tokens, 'token')} not generated again"
+                f"  deduplicated {plural(stats.num_deduplicated, 'row')} with the answers of an equal one:"
+                f" {plural(stats.num_deduplicated_tokens, 'token')} not generated again"
             )
         _say_line(
             f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run"
@@ -159,7 +162,7 @@ def summary_document(
         "rows": stats.num_finished,
         "rows_failed": stats.num_finished_failed,
         "rows_resumed": stats.num_resumed,
-        "rows_deduplicated": stats.num_copied,
+        "rows_deduplicated": stats.num_deduplicated,
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
         **{figure.key: figure.value for figure in figures(stats)},

@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 
 from pagedcli.batch.job import Job
+from pagedcli.batch.lines import is_live
 from pagedcli.batch.prompts import open_source
-from pagedcli.batch.requests import decode_line, read_head
+from pagedcli.batch.requests import BatchRow, decode_line
 from pagedcli.cli.dump_kv import Dump, DumpFiles, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.replay import Follow, StepFormat, no_such_step
@@ -108,12 +109,14 @@ def trace(
 
 def _named(name: str, job: Job) -> NamedRequest:
     """Raises: UsageError if no row of the input has this id or index. An input that is read once is not checked."""
-    lines, known = open_source(job.input_name, job.columns), []
-    if lines.is_live or name.startswith("seq:"):
+    if is_live(job.input_name) or name.startswith("seq:"):
         return NamedRequest(name)
-    for line in lines:
+    known = []
+    for line in open_source(job.input_name, job.columns):
         with suppress(RequestError):  # an error row when it is served
-            row_id = read_head(decode_line(line.content), line.index, line.number, job.columns).id
+            row = BatchRow(line)
+            row.read_head(decode_line(line.content), job.columns)
+            row_id = row.id
             if name == str(row_id) or name.partition("/")[0] == str(line.index):
                 return NamedRequest(name)
             known.append(str(line.index if row_id is None else row_id))

@@ -1,102 +1,132 @@
-"""`plan --tune` and `generate --tune`: the fastest settings for a file, found in the simulator, as YAML."""
+"""`plan --tune` and `generate --tune`: the fastest settings for a file, found in the simulator and timed, as YAML."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
 
-from pagedcli.cli.options import FLAGS
 from pagedcli.config import EngineConfig, LoadedConfig
-from pagedcli.errors import ConfigError, UsageError
-from pagedcli.planning.step_time import Calibrations, StepTime
-from pagedcli.printable import percent_text, plural
-from pagedcli.show.terminal import say
-from pagedcli.simulation.advice import ADVICE_S, WORTH_SAYING, OtherKV, Subject, Tuned, advise, tune
-from pagedcli.simulation.forecast import Forecast
+from pagedcli.errors import ConfigError, PagedcliError, UsageError
+from pagedcli.printable import percent_text
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.simulation.advice import KV_DTYPE, ORDER, POOL, Changes, SmallerKV, Subject, Turns, flags_of, tune
+from pagedcli.simulation.forecast import Forecast, in_prefix_order
+from pagedcli.simulation.requests import TraceRequest, largest_output, work_of
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
-
-TimeOf = Callable[[EngineConfig, "Plan"], tuple[StepTime | None, str]]
-"""Times the steps of an engine, or says why not."""
+    from pagedcli.runner.llm_engine import LLMEngine
 
 _TUNE_S = 60.0  # seconds of trials
-_KEY_OF = {"--" + key.split(".")[1].replace("_", "-"): key for key in FLAGS}
+_PASS_S = 1.5  # seconds of a timed pass, as predicted
+_ORDER = (0, 1, 1, 0, 0, 1, 1, 0)  # of the passes without (0) and with (1) other settings: drift falls on both
 
 
-def other_kv(loaded: LoadedConfig, spec: "ModelSpec", time_of: TimeOf) -> OtherKV | None:
-    """The smaller type of the KV cache that this machine has, unless one is given; `time_of` times its steps."""
+def smaller_kv(loaded: LoadedConfig, spec: "ModelSpec", plan: "Plan") -> SmallerKV | None:
+    """The smaller type of the KV cache that this machine has, unless one is given."""
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
 
-    if loaded.config.engine.kv_cache_dtype != "auto" or "engine.kv_cache_dtype" in loaded.sources:
+    if loaded.config.engine.kv_cache_dtype != "auto" or KV_DTYPE in loaded.sources:
         return None
     machine, reasons = this_machine(), []
     for name in ("int8", "fp8"):  # of a CPU, and of a GPU
-        engine = msgspec.structs.replace(loaded.config.engine, kv_cache_dtype=name)
         try:
-            plan = decide(engine, spec, machine)
+            other = decide(msgspec.structs.replace(loaded.config.engine, kv_cache_dtype=name), spec, machine)
         except ConfigError as error:
             reasons.append(error.message)
         else:
-            return OtherKV(name, plan.block_bytes, time_of(engine, plan)[0])
+            return SmallerKV(name, other.block_bytes, plan.block_bytes)
     say(f"note: no smaller type of the KV cache: {'; '.join(reasons)}")
     return None
 
 
-def with_smaller_blocks(
-    subject: Subject, base: Forecast, loaded: LoadedConfig, spec: "ModelSpec", time_of: TimeOf
-) -> Subject:
-    """Steps with the largest smaller blocks that would save work are timed, too: they are slower. `base`: the run as it
-    is."""
-    from pagedcli.planning.decide import decide
-    from pagedcli.planning.machine import this_machine
+def time_in_turns(loaded: LoadedConfig, base: Forecast, subject: Subject, changes: Changes) -> Turns | None:
+    """Time the first rows of a file with and without other settings, in turns; None, after saying why, if the engines
+    do not start. `base`: the predicted run without them."""
+    from pagedcli.runner.llm_engine import LLMEngine
 
-    if (timed := subject.timed) is None:
-        return subject
-    for size in subject.smaller_blocks:
-        if size in timed.by_block_size:
-            continue
-        as_fast = replace(subject, timed=Calibrations(timed.own, {size: timed.own}))
-        trials = advise(as_fast, base=base, budget_s=ADVICE_S, kinds=("block size",)).trials
-        if not trials or trials[0].gain < WORTH_SAYING:
-            continue
-        say(f"blocks of {plural(size, 'token')} would save work if steps were as fast with them:")
-        engine = msgspec.structs.replace(loaded.config.engine, block_size=size)
-        found, _ = time_of(engine, decide(engine, spec, this_machine()))
-        if found is not None:
-            return replace(subject, timed=Calibrations(timed.own, {**timed.by_block_size, size: found}))
-    return subject
+    pool = {POOL: subject.num_blocks}
+    configs = [_engine_config(loaded.config.engine, each) for each in (pool, {**pool, **changes})]
+    whole_s = base.seconds or 0.0
+    share = min(1.0, _PASS_S / whole_s) if whole_s else 1.0
+    most, sample = share * (sum(map(work_of, subject.workload.requests)) + subject.left_out), list[TraceRequest]()
+    while len(sample) < len(subject.workload.requests) and most > 0:
+        sample.append(subject.workload.requests[len(sample)])
+        most -= work_of(sample[-1])
+    orders = [sample, in_prefix_order(sample) if changes.get(ORDER) == "prefix" else sample]
+    times: tuple[list[float], list[float]] = ([], [])
+    say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {len(sample):,} prompts")
+    progress = ProgressLine(line_every_s=5.0)
+    try:
+        with LLMEngine(configs[0]) as before, LLMEngine(configs[1]) as after:
+            engines = (before, after)
+            for number, which in enumerate((0, 1, *_ORDER)):
+                seconds = _serve(engines[which], orders[which], number)
+                progress.show(partial(_pass_text, number))
+                if number > 1:  # the first pass of each starts threads and uses memory for the first time
+                    times[which].append(seconds)
+    except PagedcliError as error:
+        say(f"not timed: {error.message}")
+        return None
+    finally:
+        progress.close()
+    return Turns(tuple(times[0]), tuple(times[1]))
+
+
+def _pass_text(number: int, _: float) -> str:
+    return f"timing: pass {number + 1} of {2 + len(_ORDER)}"
+
+
+def _engine_config(engine: EngineConfig, changes: Changes) -> EngineConfig:
+    names = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith("engine.")}
+    return msgspec.structs.replace(engine, **names)
+
+
+def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -> float:
+    """Seconds that requests take. Those of another number share no blocks with them."""
+    start_s = time.perf_counter()
+    for request in requests:
+        assert request.token_ids is not None, "rows of a file have tokens"
+        params = SamplingParams(
+            n=request.num_samples,
+            max_tokens=request.num_output_tokens or largest_output(request),
+            temperature=1.0 if request.is_random else 0.0,
+            ignore_eos=True,
+            seed=0,
+        )
+        salt = f"{number} {request.cache_salt or ''}"
+        engine.add_request(request.request_id, request.token_ids.tolist(), params, cache_salt=salt)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.perf_counter() - start_s
 
 
 def print_tuned(subject: Subject, base: Forecast, loaded: LoadedConfig) -> None:
     """Print the best settings on stdout, and on stderr what they gain."""
-    print(as_yaml(changed_keys(tuned_settings(subject, base, loaded))), end="")
+    print(as_yaml(tuned_settings(subject, base, loaded)), end="")
 
 
-def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> Tuned:
-    """Search, and say what was found. `base`: the run as it is. Settings that were given stay as they are.
+def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> dict[str, Any]:
+    """The configuration keys that make a file faster, with their values, after saying what they gain. `base`: the run
+    as it is. Settings that were given stay as they are.
 
     Raises: UsageError.
     """
-    given = frozenset(flag for flag, key in _KEY_OF.items() if key in loaded.sources)
-    found = tune(subject, base=base, fixed=given, budget_s=_TUNE_S)
+    found = tune(subject, base=base, fixed=frozenset(loaded.sources), budget_s=_TUNE_S)
     if found is None:
         raise UsageError(f"--tune: to simulate this file takes over {_TUNE_S:.0f} s", hint="try it on a part: --limit")
-    unit = "time" if found.advice.by_time else "computed tokens"
-    gain = f"{percent_text(found.gain)} less {unit} expected" if found.changes else "no other setting is faster"
-    say(f"tuned: {gain}")
-    if (name := found.changes.get("--kv-cache-dtype")) is not None:
+    unit = "time" if found.by_time else "computed tokens"
+    how = "expected" if found.turns is None else "timed in turns"
+    say(f"tuned: {f'{percent_text(found.gain)} less {unit} {how}' if found.changes else 'no other setting is faster'}")
+    if (name := found.changes.get(KV_DTYPE)) is not None:
         say(f"note: a KV cache of {name} rounds differently: some tokens may differ")
-    return found
-
-
-def changed_keys(found: Tuned) -> dict[str, Any]:
-    """The configuration keys that change, with their values."""
-    return {_KEY_OF[flag]: int(value) if value.isdecimal() else value or True for flag, value in found.changes.items()}
+    return found.changes
 
 
 def as_yaml(keys: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """`pagedcli verify`: whether two outputs are the same, row by row, and where they part."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +9,7 @@ import typer
 from pagedcli.batch.compare import ComparedRow, Difference, compare, pairs, read_rows
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
-from pagedcli.show.tables import Column, Format, Table, count, print_tables
+from pagedcli.show.tables import Format, Table, print_tables, table
 
 EXIT_DIFFERENT = 1
 _MAX_SHOWN, _MAX_LISTED = 10, 1000
@@ -72,6 +72,14 @@ def verify(
     raise typer.Exit(EXIT_DIFFERENT if found.num_different else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """How many rows of a kind there are."""
+
+    what: str
+    rows: int
+
+
 @dataclass(slots=True)
 class _Comparison:
     """The counters of a comparison, and its first differences."""
@@ -120,12 +128,11 @@ class _Comparison:
 
     def tables(self) -> list[Table]:
         rows = [
-            {"what": "rows", "rows": self.num_equal + self.num_different},
-            {"what": "equal", "rows": self.num_equal},
+            RowCount("rows", self.num_equal + self.num_different),
+            RowCount("equal", self.num_equal),
+            *(RowCount(_MEANINGS[kind], number) for kind, number in sorted(self.num_by.items())),
         ]
-        rows += [{"what": _MEANINGS[kind], "rows": number} for kind, number in sorted(self.num_by.items())]
-        columns = [Column("what", "what"), Column("rows", "rows", count)]
-        tables = [Table("rows", "Rows", columns, rows, self._notes())]
+        tables = [table(RowCount, "rows", "Rows", rows, notes=self._notes())]
         return [*tables, _difference_table(self.differences, self.num_different)] if self.differences else tables
 
     def _notes(self) -> list[str]:
@@ -140,15 +147,7 @@ class _Comparison:
 
 
 def _difference_table(differences: list[Difference], num_different: int) -> Table:
-    columns = [
-        Column("label", "row"),
-        Column("kind", "what differs"),
-        Column("sample", "sample", count),
-        Column("token", "token", count),
-        Column("a", "in A", repr, words=True),
-        Column("b", "in B", repr, words=True),
-    ]
-    rows = [asdict(each) for each in differences]
     more = num_different - min(_MAX_SHOWN, len(differences))
     notes = [f"and {more:,} more; --format json lists the first {_MAX_LISTED:,}"] if more else []
-    return Table("differences", "Differences", columns, rows, notes, max_shown=_MAX_SHOWN)
+    columns = "label kind sample token a b"
+    return table(Difference, "differences", "Differences", differences, columns, notes=notes, max_shown=_MAX_SHOWN)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence as Ids
 
+from pagedcli.core.beams import check_width
+from pagedcli.core.cache import kinds_of
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.printable import plural
@@ -18,10 +20,10 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
         raise RequestError("empty_prompt", "the prompt has no tokens")
     _check_ids(limits, prompt_token_ids, params)
     width = params.beam_width or 1
-    _check_beams(limits, width, params)
+    check_width(limits, width, params)
     max_new_tokens = params.max_tokens
     if max_new_tokens is None:
-        max_new_tokens = max(1, limits.room_for(num_prompt, width))
+        max_new_tokens = max(1, room_for(limits, num_prompt, width))
     if num_prompt + max_new_tokens > limits.max_model_len:
         raise RequestError(
             "context_length_exceeded",
@@ -29,7 +31,13 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
             f"{limits.max_model_len:,}",
             hint="shorten the prompt, lower max_tokens or raise --max-model-len",
         )
-    needed = limits.num_blocks_for(num_prompt, num_prompt + max_new_tokens - 1, width)
+    needed = limits.tables.blocks_of_request(
+        num_prompt,
+        num_prompt + max_new_tokens - 1,
+        width,
+        chunk=limits.chunk_size,
+        shares_prompt=_shares_prompts(limits),
+    )
     if limits.num_blocks is not None and needed > limits.num_blocks:
         raise RequestError(
             "kv_cache_exceeded",
@@ -41,26 +49,22 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
     return max_new_tokens
 
 
-def _check_beams(limits: Limits, width: int, params: SamplingParams) -> None:
-    """All beams of a request are computed in the same step."""
-    for name, limit in limits.of_step.items():
-        if 1 < width > limit:
-            flag = f"--{name.replace('_', '-')}"
-            raise RequestError(
-                "invalid_parameter", f"beam_width is {width}, but {name} is {limit}", hint=f"raise {flag}"
-            )
-    if width > 1 and limits.num_state_slots is not None and 2 * width > limits.num_state_slots:
-        raise RequestError(
-            "invalid_parameter",
-            f"beam_width is {width}, which needs {2 * width} slots of recurrent state; there are "
-            f"{limits.num_state_slots}",
-            hint="raise --num-state-slots",
-        )
-    num_ends = 1 + len(params.stop_token_ids or ())
-    if params.beam_width is not None and limits.vocab_size is not None and (1 + num_ends) * width > limits.vocab_size:
-        raise RequestError(
-            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size:,} tokens"
-        )
+def room_for(limits: Limits, num_prompt: int, width: int) -> int:
+    """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
+    room = limits.max_model_len - num_prompt
+    if limits.num_blocks is not None:
+        tables = limits.tables
+        shared = tables.prompt_blocks(num_prompt) if width > 1 and _shares_prompts(limits) else 0
+        own = (limits.num_blocks - shared) // width
+        # the last generated token is never written to the cache
+        room = min(room, tables.longest(shared + own, limits.chunk_size, limits.max_model_len) - num_prompt + 1)
+    return room
+
+
+def _shares_prompts(limits: Limits) -> bool:
+    """Whether sequences with a common prompt always find it in each other's blocks. With other kinds of cache they do
+    not after a preemption, as what they would continue from may be gone."""
+    return limits.enable_prefix_caching and not (limits.has_states or kinds_of(limits))
 
 
 def _check_ids(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) -> None:

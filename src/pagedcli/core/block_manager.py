@@ -1,22 +1,20 @@
-"""The blocks of a pool, which of them hold content that sequences can share, and the sequences' tables.
+"""The block tables of sequences: which blocks they share, take, fill, copy and release.
 
-Used by the scheduler; needs neither torch nor the engine. A block is *partial* (being filled, no hash) or *full*
-(hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
+Used by the scheduler; needs neither torch nor the engine. The blocks themselves are in core.block_pool.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from msgspec import UNSET
+
+from pagedcli.core.block_pool import BlockPool
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.eviction import make_policy
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
 from pagedcli.events import (
     BlockCopied,
-    BlockEvicted,
     BlocksAllocated,
     BlocksFilled,
     BlocksReleased,
@@ -36,36 +34,15 @@ class CacheUser(Protocol):
     seq_id: int
     token_ids: list[int]
     block_table: list[int | None]  # None: released, as no later token sees it
-    prefixes: list[Prefix]  # of the full blocks hashed so far
+    prefixes: list[Prefix]  # one per full block hashed so far
     cache_salt: str | None
     num_computed_tokens: int  # leading tokens that need no more computing
     num_cached_tokens: int  # leading tokens whose K and V were found in the cache
     num_writable_tokens: int  # leading tokens that can be computed without a new block or a copy; 0: not known
     num_preemptions: int
     num_prompt_tokens: int
-    state_read: int | None  # of models with recurrent state, see core.state_slots
+    state_read: int | None  # slots of recurrent state, see core.state_slots
     state_write: int | None
-
-
-class Block:
-    """A physical slot of S tokens."""
-
-    __slots__ = ("block_id", "prefix", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.prefix: Prefix | None = None  # None while partial or empty
-
-    @property
-    def hash(self) -> int | None:
-        """Chain hash of a full block, None while partial or empty."""
-        return None if self.prefix is None else self.prefix.hash
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Tokens of a full block, empty while partial or empty."""
-        return () if self.prefix is None else self.prefix.token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +50,18 @@ class PrefixHit:
     """The cached part of a sequence: leading full spans, verified to be equal."""
 
     block_ids: tuple[int | None, ...]  # entries of the block table; None: no later token sees it
-    num_free: int  # of these, blocks on the free list, which would leave it
+    num_free: int  # how many of them are on the free list, which they would leave
     num_spans: int
     num_asked: int  # full spans of the sequence
+    num_cached_spans: int  # leading ones that the blocks alone allow
+    vetoed_by: str | None = None  # the other kind of cache that allows fewer; None: no other does, see core.cache
 
 
 class BlockManager:
-    """Owns all blocks, the map from hash to block, the free list and the used set; sequences own their tables.
+    """Owns the pool; sequences own their tables.
 
-    The free list has empty blocks first, then cached ones, least recently used first. A fresh block is its first one,
-    except that duplicates, which no lookup finds, go before the other cached ones. A policy other than lru chooses
-    among the cached ones itself. Every operation is O(1) per block (eviction other than lru: O(log n)). `emit` receives
-    an event after each change; with None no event is built. `hash_function` lets tests force collisions.
+    `emit` receives an event after each change; with None no event is built. `hash_function` lets tests force
+    collisions.
     """
 
     def __init__(
@@ -105,24 +82,20 @@ class BlockManager:
         self.num_groups = self.tables.num_groups
         self.has_windows = self.tables.has_windows
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.hash_to_block_id: dict[int, int] = {}
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.used_block_ids: set[int] = set()
-        self.num_evictions = 0
-        self.num_touched = 0  # blocks that have been used: the first ones
+        self.pool = pool = BlockPool(num_blocks, eviction=eviction, emit=emit)
+        self.blocks, self.hash_to_block_id, self.free_block_ids = (
+            pool.blocks,
+            pool.hash_to_block_id,
+            pool.free_block_ids,
+        )
         self.has_forks = False  # whether sequences have ever shared partial blocks
-        self._free_duplicates: dict[int, None] = {}  # cached blocks that no lookup finds, in order of release; lru only
-        self._policy = make_policy(eviction)  # None: lru
-        sees_queue = self._policy is not None and self._policy.sees_queue and enable_prefix_caching
-        self._queue = self._policy if sees_queue else None
+        sees_queue = pool.policy is not None and pool.policy.sees_queue and enable_prefix_caching
+        self._queue = pool.policy if sees_queue else None
         self._emit = emit
         self._hash_function = hash_function
-        # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
-        self._followers: dict[int | None, dict[int, None]] = {}
         self._filled_now: list[int] = []  # blocks marked full in this step: perhaps not written yet
         self._filled_before: list[int] = []  # the same of unread steps before it
-        self._unknown: list[CacheUser] = []  # whose last block will be full, once its last token is known
+        self._unknown: list[CacheUser] = []  # their last blocks are full once the last token is known
 
     @property
     def num_blocks(self) -> int:
@@ -131,6 +104,15 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         return len(self.free_block_ids)
+
+    @property
+    def num_evictions(self) -> int:
+        return self.pool.num_evictions
+
+    @property
+    def num_touched(self) -> int:
+        """Blocks that have been used: the first ones."""
+        return self.pool.num_touched
 
     # ------------------------------------------------------------------ questions
 
@@ -178,19 +160,28 @@ class BlockManager:
         of the sequence; changes nothing else."""
         num_asked = len(seq.token_ids) // self.block_size
         if not self.enable_prefix_caching:
-            return PrefixHit((), 0, 0, num_asked)
+            return PrefixHit((), 0, 0, num_asked, 0)
         self._extend_prefixes(seq, num_asked)
         block_ids = self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
-        held = [block_id for block_id in block_ids if block_id is not None]
-        num_free = sum(self.blocks[block_id].ref_count == 0 for block_id in held)
-        return PrefixHit(tuple(block_ids), num_free, len(block_ids) // self.num_groups, num_asked)
+        return self._hit(block_ids, num_asked)
+
+    def shortened(self, seq: CacheUser, hit: PrefixHit, ends: Collection[int]) -> PrefixHit:
+        """The longest part of a hit of one of these numbers of spans. With windows later tokens see other blocks."""
+        block_ids: Sequence[int | None] = hit.block_ids[: max(ends) * self.num_groups]
+        if self.has_windows and len(block_ids) < len(hit.block_ids):
+            block_ids = self._seen_blocks(seq, ends)
+        return replace(self._hit(block_ids, hit.num_asked), num_cached_spans=hit.num_spans)
+
+    def _hit(self, block_ids: Sequence[int | None], num_asked: int) -> PrefixHit:
+        num_spans = len(block_ids) // self.num_groups
+        return PrefixHit(tuple(block_ids), self.pool.num_free(block_ids), num_spans, num_asked, num_spans)
 
     # ------------------------------------------------------------------ the queue
 
     def expect(self, seq: CacheUser, *, first: bool = False) -> None:
         """A sequence joined the waiting queue at its back, or as its first one: next-use keeps what it will ask for."""
         if self._queue is not None:
-            self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
+            self.extend_prefixes(seq)
             self._queue.expect(seq.seq_id, seq.prefixes, first=first)
 
     def forget(self, seq: CacheUser) -> None:
@@ -233,7 +224,7 @@ class BlockManager:
         if num_after <= num_before:
             return 0
         if self._emit is not None:
-            hit = PrefixHit(tuple(found), 0, end - first, num_full_spans - first)
+            hit = self._hit(found, num_full_spans - first)
             self._emit(self._looked_up(seq, hit, first, num_after - num_before))
         if first * self.num_groups < len(seq.block_table):
             self._drop_partial_blocks(seq)
@@ -264,7 +255,7 @@ class BlockManager:
                 released.append((index, block_id))
         block_ids = tuple(block_id for _, block_id in sorted(released))
         for block_id in block_ids:
-            self._release(block_id)
+            self.pool.release(block_id)
         if self._emit is not None and block_ids:
             self._emit(WindowPassed(seq.seq_id, block_ids))
 
@@ -301,7 +292,7 @@ class BlockManager:
         """Release all blocks of a sequence, tail first: the head of a prefix is evicted last. Returns how many became
         free."""
         released = tuple(block_id for block_id in reversed(seq.block_table) if block_id is not None)
-        num_freed = sum(self._release(block_id) for block_id in released)
+        num_freed = sum(self.pool.release(block_id) for block_id in released)
         seq.block_table = []
         seq.num_cached_tokens = seq.num_computed_tokens = seq.num_writable_tokens = 0
         if self._emit is not None and released:
@@ -328,43 +319,17 @@ class BlockManager:
         Everything is rebuilt from the blocks, as the step may have raised in the middle of a change. The sequences
         of `seqs` had blocks, and keep their block tables.
         """
-        for block_id in (*self._filled_before, *self._filled_now):
-            self.blocks[block_id].prefix = None
+        unwritten = (*self._filled_before, *self._filled_now)
         self._filled_before, self._filled_now, self._unknown = [], [], []
         held = (block_id for seq in seqs for block_id in reversed(seq.block_table) if block_id is not None)
-        order = dict.fromkeys([*self.free_block_ids, *held, *range(self.num_blocks)])
-        cached = tuple(block_id for block_id in order if self.blocks[block_id].prefix is not None)
-        empty = [block.block_id for block in self.blocks if block.prefix is None]
-        for block in self.blocks:
-            block.ref_count = 0
-        self.used_block_ids = set()
-        self.free_block_ids = OrderedDict.fromkeys([*empty, *cached])
-        found = self.hash_to_block_id.items()
-        self.hash_to_block_id = {each: block_id for each, block_id in found if self.blocks[block_id].hash == each}
-        self._followers, self._free_duplicates = {}, {}
-        if self._policy is not None:
-            self._policy.clear()
-        for block_id in cached:
-            block = self.blocks[block_id]
-            self._follow(block)
-            if self._policy is not None and (found_prefix := self._indexed_prefix(block)) is not None:
-                self._policy.filled(found_prefix)
-            self._freed_full(block)
-        return cached
+        return self.pool.recover(unwritten, held)
 
     # ------------------------------------------------------------------ blocks of a table
 
     def _claim(self, seq: CacheUser, block_ids: tuple[int | None, ...]) -> None:
         for block_id in block_ids:
-            if block_id is None:
-                continue
-            block = self.blocks[block_id]
-            if block.ref_count == 0:
-                del self.free_block_ids[block_id]
-                self.used_block_ids.add(block_id)
-            if self._policy is not None:
-                self._policy.hit(block_id)
-            block.ref_count += 1
+            if block_id is not None:
+                self.pool.claim(block_id)
         seq.block_table.extend(block_ids)
         if self._emit is not None and block_ids:
             self._emit(BlocksReused(seq.seq_id, block_ids))
@@ -377,7 +342,7 @@ class BlockManager:
         seq.num_writable_tokens = num_spans * size
         num_missing = num_spans * self.num_groups - len(seq.block_table)
         if num_missing > 0:
-            fresh = [self._take_free() for _ in range(num_missing)]
+            fresh = [self.pool.take() for _ in range(num_missing)]
             seq.block_table.extend(fresh)
             if self._emit is not None:
                 self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
@@ -389,7 +354,7 @@ class BlockManager:
             return
         if end * self.block_size <= len(seq.token_ids):
             self._mark_full(seq, first, end)
-        else:  # by a single token, which is still pending
+        else:  # a single token fills it, and is still pending
             self._unknown.append(seq)
 
     def _mark_full(self, seq: CacheUser, first: int, end: int) -> None:
@@ -404,13 +369,12 @@ class BlockManager:
             if block.prefix is not None:  # a hit whose last token is recomputed but not written
                 continue
             prefix = seq.prefixes[index]
-            twin = self._block_with(prefix)
+            twin = self.pool.find(prefix)
             if twin is not None and twin.prefix is not None:
                 prefix = twin.prefix
                 self._share_prefix(seq, index, prefix)
             self._filled_now.append(block.block_id)
-            block.prefix = prefix
-            self._index(block)
+            self.pool.fill(block, prefix)
             filled.append(block.block_id)
         if self._emit is not None and filled:
             hashes = tuple(prefix.hash for prefix in seq.prefixes[end_index - len(filled) : end_index])
@@ -428,12 +392,12 @@ class BlockManager:
 
     def _copy_partial_block(self, seq: CacheUser, group: int) -> tuple[int, int]:
         index = seq.num_computed_tokens // self.block_size * self.num_groups + group
-        source_id, copy_id = seq.block_table[index], self._take_free()
+        source_id, copy_id = seq.block_table[index], self.pool.take()
         assert source_id is not None, "the block of a token to compute is kept"
         seq.block_table[index] = copy_id
         if self._emit is not None:
             self._emit(BlocksAllocated(seq.seq_id, (copy_id,)))
-        self._release(source_id)
+        self.pool.release(source_id)
         if self._emit is not None:
             self._emit(BlocksReleased(seq.seq_id, (source_id,)))
             self._emit(BlockCopied(seq.seq_id, source_id, copy_id))
@@ -443,11 +407,15 @@ class BlockManager:
         dropped = tuple(block_id for block_id in seq.block_table[-self.num_groups :] if block_id is not None)
         del seq.block_table[-self.num_groups :]
         for block_id in dropped:
-            self._release(block_id)
+            self.pool.release(block_id)
         if self._emit is not None:
             self._emit(BlocksReleased(seq.seq_id, dropped))
 
     # ------------------------------------------------------------------ prefixes
+
+    def extend_prefixes(self, seq: CacheUser) -> None:
+        """Hash all full spans of a sequence."""
+        self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
 
     def _extend_prefixes(self, seq: CacheUser, num_full_spans: int) -> None:
         """A chain with a link per entry of the table, so that the blocks of a span differ from group to group."""
@@ -492,7 +460,7 @@ class BlockManager:
         groups, most = range(self.num_groups), len(seq.token_ids) - 1
         found: list[int | None] = []  # entries of the table, None: not cached
         in_a_row = [0] * self.num_groups
-        num_spans, first_seen = 0, [0] * self.num_groups  # of the hit
+        num_spans, first_seen = 0, [0] * self.num_groups  # the hit so far
         for span in range(len(seq.prefixes) // self.num_groups):
             found += [self._cached_block_id(seq, span * self.num_groups + group) for group in groups]
             in_a_row = [0 if found[span * self.num_groups + group] is None else in_a_row[group] + 1 for group in groups]
@@ -508,7 +476,7 @@ class BlockManager:
 
     def _cached_block_id(self, seq: CacheUser, index: int) -> int | None:
         """The cached block of an entry of the table."""
-        block = self._block_with(seq.prefixes[index])
+        block = self.pool.find(seq.prefixes[index])
         if block is None:
             return None
         assert block.prefix is not None
@@ -525,9 +493,12 @@ class BlockManager:
     def _looked_up(
         self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int, num_shared_tokens: int | None = None
     ) -> PrefixLookedUp:
-        """The record of a lookup of the spans from number `first` on."""
+        """The record of a lookup of the spans from number `first` on. The hash that it names is that of the first group
+        whose block is missing; of one that is not, if something else ends the hit."""
         end = first + hit.num_spans
         missed = hit.num_spans < hit.num_asked
+        next_span = seq.prefixes[end * self.num_groups : (end + 1) * self.num_groups] if missed else []
+        missing = next((prefix for prefix in next_span if self.pool.find(prefix) is None), None)
         miss_reason: MissReason | None
         if not self.enable_prefix_caching:
             miss_reason = "caching_off"
@@ -543,10 +514,11 @@ class BlockManager:
             blocks_hit=hit.num_spans,
             tokens_hit=tokens_hit,
             first_miss=end if missed else None,
-            missing_hash=seq.prefixes[end * self.num_groups].hash if missed and self.enable_prefix_caching else None,
+            missing_hash=(missing or next_span[0]).hash if miss_reason == "no_match" else None,
             miss_reason=miss_reason,
             partial_tokens=self._partial_tokens(seq, end),
             shared_tokens=num_shared_tokens,
+            vetoed_by=UNSET if hit.vetoed_by is None else hit.vetoed_by,
         )
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
@@ -556,124 +528,13 @@ class BlockManager:
         else:
             parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
         start = num_hit * self.block_size
-        wanted = token_bytes(seq.token_ids[start : start + self.block_size])
-        longest = 0  # bytes
-        for block_id in self._followers.get(parent, ()):
-            prefix = self.blocks[block_id].prefix
-            assert prefix is not None
-            # a longer match needs an equal next token: most candidates fail here
-            while longest < len(wanted) and prefix.tokens.startswith(wanted[: longest + TOKEN_BYTES]):
-                longest += TOKEN_BYTES
-        return longest // TOKEN_BYTES
-
-    # ------------------------------------------------------------------ one block
-
-    def _block_with(self, prefix: Prefix) -> Block | None:
-        """The cached block of this content."""
-        block_id = self.hash_to_block_id.get(prefix.hash)
-        if block_id is None:
-            return None
-        block = self.blocks[block_id]
-        assert block.prefix is not None
-        return block if block.prefix.same_as(prefix) else None
-
-    def _index(self, block: Block) -> None:
-        """Add a full block to the index, unless a block of equal content is there already."""
-        prefix = block.prefix
-        assert prefix is not None
-        found = self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
-        if self._policy is not None and found == block.block_id:
-            self._policy.filled(prefix)
-        self._follow(block)
-
-    def _follow(self, block: Block) -> None:
-        if self._emit is not None and block.prefix is not None:
-            parent = None if block.prefix.parent is None else block.prefix.parent.hash
-            self._followers.setdefault(parent, {})[block.block_id] = None
-
-    def _indexed_prefix(self, block: Block) -> Prefix | None:
-        """The content of a full block, None if lookups find another block of equal content."""
-        prefix = block.prefix
-        return prefix if prefix is not None and self.hash_to_block_id.get(prefix.hash) == block.block_id else None
-
-    def _take_free(self) -> int:
-        """An empty block, or else the cached one to evict, which is evicted."""
-        block_id = next(iter(self.free_block_ids))
-        if self.blocks[block_id].prefix is not None:
-            if self._policy is not None:
-                block_id = self._policy.choose()
-            elif self._free_duplicates:
-                block_id = next(iter(self._free_duplicates))
-                del self._free_duplicates[block_id]
-        del self.free_block_ids[block_id]
-        block = self.blocks[block_id]
-        if block.prefix is not None:
-            self._evict(block)
-        block.ref_count = 1
-        self.used_block_ids.add(block_id)
-        self.num_touched = max(self.num_touched, block_id + 1)
-        return block_id
-
-    def _evict(self, block: Block) -> None:
-        self.num_evictions += 1
-        prefix = block.prefix
-        assert prefix is not None
-        # the entry may belong to another block of equal content
-        if self.hash_to_block_id.get(prefix.hash) == block.block_id:
-            del self.hash_to_block_id[prefix.hash]
-        block.prefix = None
-        if self._emit is not None:
-            parent = None if prefix.parent is None else prefix.parent.hash
-            followers = self._followers[parent]
-            del followers[block.block_id]
-            if not followers:
-                del self._followers[parent]
-            self._emit(BlockEvicted(block.block_id, prefix.hash))
-
-    def _release(self, block_id: int) -> bool:
-        """Decrement the ref count. True if the block became free."""
-        block = self.blocks[block_id]
-        block.ref_count -= 1
-        if block.ref_count:
-            return False
-        self.used_block_ids.remove(block_id)
-        self.free_block_ids[block_id] = None
-        if block.prefix is None:
-            self.free_block_ids.move_to_end(block_id, last=False)  # empty blocks are reused before cached ones
-        else:
-            self._freed_full(block)
-        return True
-
-    def _freed_full(self, block: Block) -> None:
-        """The last owner of a full block released it."""
-        prefix = self._indexed_prefix(block)
-        if self._policy is not None:
-            self._policy.freed(block.block_id, prefix)
-        elif prefix is None:
-            self._free_duplicates[block.block_id] = None
+        return self.pool.partial_tokens(parent, seq.token_ids[start : start + self.block_size])
 
     # ------------------------------------------------------------------ invariants
 
     def check(self, seqs: list[CacheUser] | None = None) -> None:
         """Verify every invariant; given the sequences, also that their tables explain every ref_count."""
-        free, used = set(self.free_block_ids), self.used_block_ids
-        assert not free & used, f"blocks both free and used: {sorted(free & used)}"
-        assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"
-        for name, block in ((f"block {block.block_id}", block) for block in self.blocks):
-            is_right = block.ref_count == 0 if block.block_id in free else block.ref_count > 0
-            assert is_right, f"{name}: free list and ref_count {block.ref_count} disagree"
-            full = len(block.token_ids) == self.block_size and block.block_id < self.num_touched
-            assert block.prefix is None or full, f"{name} has a hash, but is not full or was never used"
-        for hash_value, block_id in self.hash_to_block_id.items():
-            assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
-        in_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
-        assert all(a <= b for a, b in pairwise(in_order)), "a cached block goes before an empty one"
-        cached = {block_id for block_id in free if self.blocks[block_id].prefix is not None}
-        if self._policy is not None:
-            assert self._policy.block_ids() == cached, "the policy has other blocks than the free cached ones"
-        else:
-            duplicates = {block_id for block_id in cached if self._indexed_prefix(self.blocks[block_id]) is None}
-            assert self._free_duplicates.keys() == duplicates, "the free duplicates are others"
+        self.pool.check(self.block_size)
         if seqs is not None:
             self._check_tables(seqs)
 

@@ -6,7 +6,7 @@ Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`.
 from dataclasses import dataclass, fields
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}  # bytes per element
-SCALE_BYTES = {"int8": 4}  # of K and of V, per token and head: a float32 scale
+SCALE_BYTES = {"int8": 4}  # a float32 scale per token and head, for K and V each
 
 
 def head_bytes(head_dim: int, kv_dtype: str) -> int:
@@ -33,7 +33,7 @@ class Terms:
     others: int = 0  # other processes
     runtime: int = 0  # this process without the model: CUDA context, interpreter, libraries
     weights: int
-    activations: int  # of the largest step
+    activations: int  # bytes in the largest step
     graphs: int = 0  # CUDA graph pool
     measured: frozenset[str] = frozenset()  # terms that were measured; the others are forecast
 

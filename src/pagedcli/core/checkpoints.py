@@ -1,5 +1,5 @@
 """Where checkpoints of recurrent state are made: the policy of the configuration, and what the waiting requests will
-read. Used by core.hybrid_manager; needs neither torch nor the engine.
+read. Used by core.state_kind; needs neither torch nor the engine.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ class PlannedUser(Protocol):
 
     seq_id: int
     token_ids: list[int]
-    prefixes: list[Prefix]  # of all its full blocks
+    prefixes: list[Prefix]  # one per full block
     num_prompt_tokens: int
 
 

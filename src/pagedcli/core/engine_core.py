@@ -1,6 +1,6 @@
 """The engine core: token ids in, token ids out, one step at a time. It schedules; an Executor computes.
 
-Used by LLMEngine, by simulations and by tests; needs no torch. See executor.py for the Executor protocol.
+Used by LLMEngine, by simulations and by tests; needs no torch. See core.step_input for the Executor protocol.
 """
 
 import time
@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from pagedcli.core.admission import admit
+from pagedcli.core.cache import make_cache
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.hybrid_manager import HybridManager, make_manager
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import Forks, Request, RequestOutput
@@ -61,14 +61,15 @@ class EngineCore:
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
         self.limits = limits = plan.limits
-        self.block_manager = make_manager(plan.num_blocks, limits, self._emit)
+        self.cache = make_cache(plan.num_blocks, limits, self._emit)
+        self.block_manager = self.cache.blocks
         self.stats = RunFacts.of(limits)
         self.num_steps_ahead = 0  # steps launched before the tokens of the one before were read
         self.num_discarded_tokens = 0  # sampled for sequences that had already ended
         self._seen = SeenPrefixes() if limits.enable_prefix_caching and knows_tokens else None
         self.scheduler = Scheduler(
             limits,
-            self.block_manager,
+            self.cache,
             facts=self.stats,
             seen=self._seen,
             trace_tokens=trace_tokens,
@@ -186,7 +187,7 @@ class EngineCore:
         clock = StepClock(self.clock_ns, self._emit)
         if self._emit is not None:
             self._emit(StepStarted(step, self.clock_ns()))
-        self.block_manager.begin_step()
+        self.cache.begin_step()
         work = self._step_ahead(step, clock) if self.runs_ahead else self._step_now(step, clock)
         self._count(work, clock)
         if self._emit is not None:
@@ -276,7 +277,7 @@ class EngineCore:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
         been scheduled since."""
         tokens = step.tokens.read()
-        self.block_manager.confirm_filled(latest=is_latest)
+        self.cache.confirm(latest=is_latest)
         if not is_latest:
             for seq in step.seqs:
                 seq.num_pending_tokens -= 1
@@ -294,7 +295,7 @@ class EngineCore:
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
         now_s, logprobs, candidates = self._now_s(), tokens.logprobs, tokens.candidates
-        searches: dict[str, Request] = {}  # whose beams got their candidates
+        searches: dict[str, Request] = {}  # requests with new candidates for their beams
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.num_discarded_tokens += 1
@@ -360,10 +361,10 @@ class EngineCore:
         self._in_flight = None
         seqs = [seq for request in self._requests.values() for seq in request.seqs]
         unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
-        cached_block_ids = self.block_manager.recover(self.scheduler.running)
+        cached_block_ids = self.cache.recover(self.scheduler.running)
         requeued = self.scheduler.requeue(unfinished)
         self.stats.count_failed_step()
-        self._copy_counts()
+        self.cache.count(self.stats)
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)
             self._emit(StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
@@ -390,9 +391,9 @@ class EngineCore:
             num_new_tokens=num_new_tokens,
             num_used_blocks=manager.num_blocks - manager.num_free_blocks,
             num_unfilled_slots=self._num_unfilled_slots(),
-            num_used_state_slots=manager.states.num_held if isinstance(manager, HybridManager) else 0,
             num_waiting=len(self.scheduler.waiting),
         )
+        self.cache.count(self.stats)
 
     def _num_unfilled_slots(self) -> int:
         """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""
@@ -405,18 +406,9 @@ class EngineCore:
         num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
         return num_entries * size - num_computed * num_groups
 
-    def _copy_counts(self) -> None:
-        """What the managers count."""
-        manager, stats = self.block_manager, self.stats
-        stats.num_evictions = manager.num_evictions
-        if isinstance(manager, HybridManager):
-            states = manager.states
-            stats.num_checkpoints, stats.num_dropped_checkpoints = states.num_made, states.num_dropped
-            stats.num_checkpoint_hits = states.num_read
-
     def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
         manager, stats = self.block_manager, self.stats
-        self._copy_counts()
+        self.cache.count(self.stats)
         if self._seen is not None and self._seen.has_forgotten:
             stats.ideal_of = MOST_SEEN_TOKENS
         schedule_ns, forward_ns, sample_ns = clock.phases_ns
@@ -439,9 +431,9 @@ class EngineCore:
 class LaunchedStep:
     """A step on the device whose tokens have not been read."""
 
-    seqs: list[Sequence]  # those that get a token
+    seqs: list[Sequence]  # each gets a token
     tokens: TokensToRead
-    scored: dict[int, Sequence]  # by seq_id: those whose prompt it scores
+    scored: dict[int, Sequence]  # seq_id -> a sequence with prompt log-probabilities in this step
 
     @property
     def has_beams(self) -> bool:
@@ -495,7 +487,7 @@ class StepClock:
         self.phases_ns = [0, 0, 0]
         self._clock_ns = clock_ns
         self._emit = emit
-        self._observed_ns = 0 if emit is None else emit.num_ns  # before this step
+        self._observed_ns = 0 if emit is None else emit.num_ns  # observer time up to this step
         self._phase = self._since_ns = 0
 
     @property

@@ -69,7 +69,7 @@ class RankedPolicy:
         self.clear()
 
     def clear(self) -> None:
-        self._ranks: dict[int, Rank] = {}  # of the free cached blocks, in order of release
+        self._ranks: dict[int, Rank] = {}  # rank of each free cached block, in order of release
         self._heap: list[tuple[Rank, int]] = []  # (rank, block_id), outdated ones included
 
     def block_ids(self) -> set[int]:

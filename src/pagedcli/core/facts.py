@@ -27,14 +27,14 @@ class RunFacts:
     num_sequences: int = 0  # sequences that were added: all samples and beams
     # the first prefix lookup of each request
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of these, found then or while the prompt was computed in chunks
+    num_cached_tokens: int = 0  # found in the cache then, or while the prompt was computed in chunks
     longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
     num_ideal: int = 0  # hits if each block is computed only once
     num_partial_tokens: int = 0  # shared, but less than a block
     ideal_of: int | None = None  # num_ideal counts at least this many of the newest tokens; None: all
     # work
-    num_computed_tokens: int = 0  # by the model, recomputed ones included
-    num_generated_tokens: int = 0  # those of dropped beams included
+    num_computed_tokens: int = 0  # tokens that the model computed, recomputed ones included
+    num_generated_tokens: int = 0  # tokens of dropped beams included
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
     num_preemptions: int = 0  # sequences
     num_evictions: int = 0  # blocks
@@ -48,18 +48,18 @@ class RunFacts:
     num_state_slots: int = 0
     peak_used_state_slots: int = 0  # held by sequences, as the forward pass of a step sees them
     num_checkpoints: int = 0  # made
-    num_dropped_checkpoints: int = 0  # for want of an empty slot
+    num_dropped_checkpoints: int = 0  # dropped because no slot was empty
     num_checkpoint_hits: int = 0  # sequences that continued from one
     # time, without that of observers; summed over sequences where they run or wait
     schedule_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
-    waiting_ns: Counter[str] = field(default_factory=Counter)  # by reason
+    waiting_ns: Counter[str] = field(default_factory=Counter)  # reason -> time
     _num_waiting: int = 0  # sequences, in the last step
 
     @classmethod
     def of(cls, limits: Limits) -> "RunFacts":
-        """Of an engine with these limits, which has done nothing so far."""
+        """The facts of an engine with these limits before its first step."""
         made = cls(limits.block_size, limits.num_blocks or 0, limits.max_num_seqs, limits.enable_prefix_caching)
         made.num_state_slots = limits.num_state_slots or 0
         return made
@@ -107,8 +107,8 @@ class RunFacts:
         num_new_tokens: int,
         num_used_blocks: int,
         num_unfilled_slots: int,
-        num_used_state_slots: int,
         num_waiting: int,
+        num_used_state_slots: int = 0,
     ) -> None:
         """Count what a step computes, with the pool and the sequences as its forward pass sees them."""
         self.num_computed_tokens += num_new_tokens

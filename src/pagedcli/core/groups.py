@@ -9,13 +9,14 @@ group that is an ordinary block table. A block that no later token sees is relea
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from msgspec.structs import replace
 
 from pagedcli.core.budget import block_bytes, blocks_for
 from pagedcli.events import CacheGroup
 
-Heads = tuple[int, int]  # of a layer: G key/value heads of D elements
+Heads = tuple[int, int]  # G key/value heads of D elements
 
 
 def cache_groups(
@@ -44,7 +45,7 @@ def cache_groups(
 
 
 def _elements(heads: Heads | None) -> int:
-    """Of the K of a token in a layer; 1 where all layers have the same."""
+    """Elements of a token's K in a layer; 1 where all layers have the same."""
     return 1 if heads is None else heads[0] * heads[1]
 
 
@@ -82,7 +83,7 @@ class TableShape:
     """The block tables of a model: what they hold of a sequence, and how much."""
 
     block_size: int  # tokens
-    windows: tuple[int | None, ...] = (None,)  # of each group
+    windows: tuple[int | None, ...] = (None,)  # one per group
 
     @classmethod
     def of(cls, block_size: int, groups: Sequence[CacheGroup]) -> "TableShape":
@@ -160,13 +161,18 @@ class TableShape:
 
     def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
         """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
-        low, high = 0, blocks_for(limit, self.block_size)  # spans
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.most_blocks(middle * self.block_size, chunk) <= num_blocks
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return min(limit, low * self.block_size)
+        return _longest(self, num_blocks, chunk, limit)
 
     def _reach(self, window: int) -> int:
         """Tokens before and including the current one whose blocks are kept."""
         return max(window, self.block_size + 1)
+
+
+@lru_cache(maxsize=64)  # the same for every row of a run
+def _longest(tables: TableShape, num_blocks: int, chunk: int, limit: int) -> int:
+    low, high = 0, blocks_for(limit, tables.block_size)  # spans
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = tables.most_blocks(middle * tables.block_size, chunk) <= num_blocks
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return min(limit, low * tables.block_size)

@@ -11,7 +11,7 @@ from pagedcli.core.groups import TableShape
 from pagedcli.errors import ConfigError
 from pagedcli.events import CacheGroup, EngineStarted, Eviction
 
-NO_LIMIT = 2**62  # where an engine's own limits are not known
+NO_LIMIT = 2**62  # stands for a limit that is not known
 # default tokens per step, where no GPU is known, and on a CPU: more do not help it
 STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
 
@@ -27,13 +27,13 @@ class Limits:
     max_num_seqs: int = NO_LIMIT  # sequences that run at once
     max_num_batched_tokens: int = NO_LIMIT  # tokens of a step
     chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: as many as fit in the step
-    min_prefill_tokens: int = 0  # of prompts that start in a step of decodes; fewer wait, but not for long; 0: none do
+    min_prefill_tokens: int = 0  # fewer prompt tokens wait to start in a step of decodes, not for long; 0: none
     block_size: int = 16  # tokens
-    num_blocks: int | None = None  # of the pool; None: not measured yet
-    groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # of layers that share the pool, see core.groups
-    num_state_slots: int | None = None  # of recurrent state, see core.state_slots; None: there are none, or not known
-    state_bytes: int = 0  # of a slot, over all layers with a state
-    checkpoints: str = "branches"  # of their state, see core.checkpoints
+    num_blocks: int | None = None  # pool size; None: not measured yet
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # layers that share the pool, see core.groups
+    num_state_slots: int | None = None  # recurrent state, see core.state_slots; None: there are none, or not known
+    state_bytes: int = 0  # bytes per slot, over all layers with a state
+    checkpoints: str = "branches"  # policy for checkpoints of state, see core.checkpoints
     vocab_size: int | None = None
     enable_prefix_caching: bool = True
     eviction: Eviction = "lru"
@@ -68,7 +68,7 @@ class Limits:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each group of layers."""
+        """The window of each group of layers."""
         return self.tables.windows
 
     @property
@@ -99,29 +99,3 @@ class Limits:
             num_state_slots = num_seqs or 1
         num_seqs = num_seqs or self.max_num_seqs
         return replace(self, num_blocks=num_blocks, max_num_seqs=num_seqs, num_state_slots=num_state_slots)
-
-    def pool_bytes(self, block_bytes: int) -> int:
-        """Bytes of all blocks and slots."""
-        return (self.num_blocks or 0) * block_bytes + (self.num_state_slots or 0) * self.state_bytes
-
-    @property
-    def _shares_prompts(self) -> bool:
-        """Whether sequences with a common prompt always find it in each other's blocks. With recurrent state they do
-        not after a preemption, as the checkpoint that they would continue from may be gone."""
-        return self.enable_prefix_caching and not self.has_states
-
-    def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
-        """Most blocks that `width` sequences with a common prompt hold while each grows to num_tokens."""
-        return self.tables.blocks_of_request(
-            num_prompt, num_tokens, width, chunk=self.chunk_size, shares_prompt=self._shares_prompts
-        )
-
-    def room_for(self, num_prompt: int, width: int) -> int:
-        """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
-        room = self.max_model_len - num_prompt
-        if self.num_blocks is not None:
-            shared = self.tables.prompt_blocks(num_prompt) if width > 1 and self._shares_prompts else 0
-            own = (self.num_blocks - shared) // width
-            # the last generated token is never written to the cache
-            room = min(room, self.tables.longest(shared + own, self.chunk_size, self.max_model_len) - num_prompt + 1)
-        return room

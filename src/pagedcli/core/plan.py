@@ -7,12 +7,29 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec import UNSET
+
 from pagedcli import __version__
 from pagedcli.core.budget import Terms
+from pagedcli.core.cache import kinds_of
 from pagedcli.core.limits import Limits
 from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, StateSlotsMade
 
-Kernels = Literal["cpu", "triton", "torch"]  # which linear layers run: our C++ ones, our Triton ones or torch's
+Kernels = Literal["cpu", "triton", "torch"]  # linear layers: our C++ ones, our Triton ones or torch's
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The KV blocks, and slots of recurrent state, that an engine gets."""
+
+    num_blocks: int  # 0: none fits
+    reason: str  # for this number
+    hint: str | None = None  # what to do if there are none
+    num_state_slots: int | None = None  # None: the model has no recurrent state
+
+    def state_bytes(self, limits: Limits) -> int:
+        """Bytes of all slots of recurrent state."""
+        return (self.num_state_slots or 0) * limits.state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +39,13 @@ class Plan:
     limits: Limits  # num_blocks is known once the model is loaded
     model: str
     device: str = "none"  # cpu or cuda:N
-    dtype: str = "none"  # of weights and activations
-    kv_dtype: str = "none"  # of the KV cache
-    backend: str = "none"  # of attention
+    dtype: str = "none"  # weights and activations
+    kv_dtype: str = "none"  # KV cache
+    backend: str = "none"  # attention backend
     refused: tuple[str, ...] = ()  # why faster backends were not chosen, one line each
     decoder: str = "none"  # see models.loading
     weights: str | None = None  # how those of linear layers are quantized
-    kernels: Kernels = "torch"  # of linear layers
+    kernels: Kernels = "torch"  # linear layers
     in_one_call: bool = False  # the native library runs a whole step
     block_bytes: int = 0  # the most that a group of limits.groups takes
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
@@ -36,10 +53,10 @@ class Plan:
     no_graphs: str | None = None  # why there are none
     notes: tuple[str, ...] = ()  # further notes for the user
     eos_token_ids: frozenset[int] = frozenset()
-    seed: int = 0  # for requests without one
-    num_blocks_reason: str = ""  # why limits.num_blocks is what it is
+    seed: int = 0  # default for requests without a seed
+    pool: Pool | None = None  # predicted before the model is loaded, then measured; None: not predicted, or simulated
     weight_bytes: int = 0
-    memory: Terms | None = None  # where it was measured
+    memory: Terms | None = None  # None: not measured
     kv_scales: tuple[float, float] | None = None  # scales of K and of V in an fp8 cache
     step_times: str | None = None  # the calibration of its steps, see planning.step_time; only where events are read
 
@@ -64,6 +81,7 @@ def started(plan: Plan) -> list[Event]:
             time_ns=time.time_ns(),
             **_event_fields(plan),
             **_event_fields(limits),
+            kinds=kinds_of(limits) or UNSET,
         )
     ]
     if limits.num_state_slots:

@@ -158,7 +158,7 @@ class SeenPrefixes:
     def __init__(self) -> None:
         self._newer: _Trees = {}
         self._older: _Trees = {}
-        self._num_tokens = 0  # of the newer one
+        self._num_tokens = 0  # tokens in the newer tree
         self.has_forgotten = False
 
     def add(self, token_ids: Sequence[int], salt: str | None = None) -> int:
@@ -183,7 +183,7 @@ class _Edge:
         self.edges = edges
 
 
-_Trees = dict[str | None, dict[bytes, _Edge]]  # by salt
+_Trees = dict[str | None, dict[bytes, _Edge]]  # salt -> tree
 
 
 def _walk(edges: dict[bytes, _Edge], tokens: bytes, *, insert: bool) -> tuple[int, int]:

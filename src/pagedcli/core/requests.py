@@ -1,22 +1,19 @@
-"""Requests: their sequences, beam search, the forks that start further sequences, and the output once all have ended.
+"""Requests: their sequences, the forks that start further ones, and the output once all have ended.
 
 Used by EngineCore; needs no torch. Samples fork after the prompt and share its blocks; beams fork at every step.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedcli.core.beams import BeamSearch
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
 from pagedcli.events import FinishReason
 
-Candidates = Items[tuple[int, float]]
-"""The likeliest next tokens of one beam with their log-probabilities, likeliest first."""
 NewSequence = Callable[..., Sequence]  # makes one, as Sequence() does, with the next seq_id
 
 
@@ -29,18 +26,18 @@ class SampleOutput:
     finish_reason: FinishReason
     stop_reason: int | str | None  # the stop token or string that ended it
     logprobs: list[TokenLogprobs] | None  # one per token, if requested
-    score: float | None = None  # of a beam: sum of its log-probabilities / length ** length_penalty
+    score: float | None = None  # beams only: sum of log-probabilities / length ** length_penalty
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times of the request's first sample, in seconds."""
 
-    queued_s: float  # from arrival to the first step that computed it
-    ttft_s: float  # from arrival to its first token
+    queued_s: float  # arrival to the first step that computed it
+    ttft_s: float  # arrival to first token
     tpot_s: float | None  # mean time per later token; None if there is only one
     total_s: float
-    num_preemptions: int  # of all samples
+    num_preemptions: int  # all samples together
     num_recomputed_tokens: int
 
 
@@ -57,142 +54,6 @@ class RequestOutput:
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
 
 
-# ---------------------------------------------------------------------- beam search
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A finished beam."""
-
-    score: float  # sum of log-probabilities / length ** length_penalty
-    token_ids: list[int]  # of the output
-    finish_reason: FinishReason
-    stop_reason: int | None  # the stop token
-    logprobs: list[TokenLogprobs]  # if requested
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """A beam and its next token."""
-
-    parent: Sequence
-    token_id: int
-    logprob: float
-    total: float  # sum of the log-probabilities of the output
-
-    def logprobs(self, num_top: int) -> TokenLogprobs:
-        """Of the token and of the likeliest ones in its place."""
-        return TokenLogprobs(self.token_id, self.logprob, list(self.parent.candidates[:num_top]))
-
-
-def num_candidates(seq: Sequence) -> int:
-    """Tokens per beam that a step must consider, so that enough beams continue even if all end tokens are likely."""
-    width = seq.params.beam_width
-    assert width is not None, "the sequence is a beam"
-    return max(2, 1 + len(seq.end_token_ids)) * width
-
-
-class BeamSearch:
-    """The beams of one request, best first, and its finished hypotheses."""
-
-    def __init__(self, first: Sequence) -> None:
-        """`first` is the request's sequence, which has computed the prompt."""
-        assert first.params.beam_width is not None, "the request asks for a beam search"
-        self.width: int = first.params.beam_width
-        self.beams = [first]
-        self.finished: list[Hypothesis] = []  # best first, at most `width`
-        self.ended: FinishReason | None = None  # why no beam continues
-        self._length_penalty = first.params.length_penalty
-        self._early_stopping = first.params.early_stopping
-        self._max_new_tokens = first.max_new_tokens
-
-    def advance(self) -> list[Continuation]:
-        """The next token of each beam of the next step, best first, from the candidates of the beams. Adds to
-        `finished`, and sets `ended` if the search ends with this token: its tokens are then the last."""
-        first = self.beams[0]
-        length = first.num_output_tokens + 1
-        at_limit = length >= self._max_new_tokens
-        best = self._best(num_candidates(first))
-        ends = first.end_token_ids
-        for continuation in best[: self.width]:  # others are only considered to keep the search going
-            if at_limit or continuation.token_id in ends:
-                self._finish(continuation, length)
-        if at_limit:
-            self.ended = "length"
-            return best[: self.width]
-        running = [continuation for continuation in best if continuation.token_id not in ends][: self.width]
-        if not self._may_improve(running[0].total, length):
-            self.ended = "stop"
-        return running
-
-    def places(self, continuations: Items[Continuation]) -> list[Sequence | None]:
-        """The sequence of each continuation: its parent's for the first one of a parent, then those of beams that are
-        dropped; None: a new one."""
-        parents = {continuation.parent.seq_id for continuation in continuations}
-        dropped = [beam for beam in self.beams if beam.seq_id not in parents]
-        found: list[Sequence | None] = []
-        for continuation in continuations:
-            if continuation.parent.seq_id in parents:
-                parents.remove(continuation.parent.seq_id)
-                found.append(continuation.parent)
-            else:
-                found.append(dropped.pop() if dropped else None)
-        return found
-
-    def continue_with(self, beams: list[Sequence], continuations: Items[Continuation], now_s: float) -> None:
-        """Append the next tokens to the sequences of their `places`, which share their parents' blocks by now."""
-        for beam, continuation in zip(beams, continuations, strict=True):
-            if beam is not continuation.parent:
-                beam.continue_from(continuation.parent)
-        for beam, continuation in zip(beams, continuations, strict=True):
-            if beam.params.logprobs is not None:
-                beam.logprobs.append(continuation.logprobs(beam.params.logprobs))
-            beam.append_beam_token(continuation.token_id, continuation.total)
-            beam.beams = beams
-            if self.ended is not None:
-                beam.finish_reason, beam.finished_s = self.ended, now_s
-        self.beams = beams
-
-    def _best(self, count: int) -> list[Continuation]:
-        """The best continuations of all beams."""
-        found = [
-            Continuation(beam, token_id, logprob, beam.total_logprob + logprob)
-            for beam in self.beams
-            for token_id, logprob in beam.candidates
-        ]
-        return sorted(found, key=lambda continuation: -continuation.total)[:count]
-
-    def _finish(self, continuation: Continuation, length: int) -> None:
-        parent, token_id = continuation.parent, continuation.token_id
-        num_top = parent.params.logprobs
-        is_stop_token = token_id in parent.stop_token_ids - parent.eos_token_ids
-        self.finished.append(
-            Hypothesis(
-                score=self._score(continuation.total, length),
-                token_ids=[*parent.output_token_ids, token_id],
-                finish_reason="stop" if is_stop_token or token_id in parent.eos_token_ids else "length",
-                stop_reason=token_id if is_stop_token else None,
-                logprobs=[] if num_top is None else [*parent.logprobs, continuation.logprobs(num_top)],
-            )
-        )
-        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del self.finished[self.width :]
-
-    def _may_improve(self, best_total: float, length: int) -> bool:
-        """Whether a running beam may still beat a finished one. With early_stopping False it is assumed that a longer
-        one scores no better than it would now; with "never", no more than at the largest length."""
-        if len(self.finished) < self.width:
-            return True
-        if self._early_stopping is True:
-            return False
-        if self._early_stopping == "never" and self._length_penalty > 0:
-            length = self._max_new_tokens
-        return self._score(best_total, length) > self.finished[-1].score
-
-    def _score(self, total: float, length: int) -> float:
-        return total / math.pow(length, self._length_penalty)
-
-
 # ---------------------------------------------------------------------- a request and its forks
 
 
@@ -204,7 +65,7 @@ class Request:
     num_unfinished: int = 0
     make_stop_checker: Callable[[], StopChecker] | None = None  # a fresh one for each sample
     make_guide: Callable[[], Guide] | None = None  # a fresh one for each sample
-    make_prefixes: Callable[[], list[Prefix]] | None = None  # if only these are known of the prompt
+    make_prefixes: Callable[[], list[Prefix]] | None = None  # set where the prompt's tokens are not known
     error: RequestError | None = None
     search: BeamSearch | None = None  # once the prompt of a beam search is computed
 
@@ -323,21 +184,16 @@ class Forks:
         """Continue the beams of a request, which all have candidates, with the tokens that its search chooses.
         Returns them, best first, with a finish reason if the search has ended."""
         search = request.search = request.search or BeamSearch(request.seqs[0])
-        continuations = search.advance()
-        beams = []
-        for continuation, beam in zip(continuations, search.places(continuations), strict=True):
-            parent = continuation.parent
-            if beam is None:
-                beam = _new_sample(request, new_sequence)
-                beam.first_token_s = parent.first_token_s
-                request.num_unfinished += 1
-                forked = self._scheduler.fork(parent, beam)
-                assert forked, "a beam search starts only with room for all its beams"
-            elif beam is not parent:
-                self._scheduler.replace(beam, parent)
-            beams.append(beam)
-        search.continue_with(beams, continuations, now_s)
-        return beams
+
+        def start(parent: Sequence) -> Sequence:
+            beam = _new_sample(request, new_sequence)
+            beam.first_token_s = parent.first_token_s
+            request.num_unfinished += 1
+            forked = self._scheduler.fork(parent, beam)
+            assert forked, "a beam search starts only with room for all its beams"
+            return beam
+
+        return search.step(now_s, start=start, replace=self._scheduler.replace)
 
 
 def _new_sample(request: Request, new_sequence: NewSequence) -> Sequence:

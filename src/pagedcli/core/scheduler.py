@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import pagedcli.events as ev
-from pagedcli.core.block_manager import BlockManager, PrefixHit
+from pagedcli.core.block_manager import PrefixHit
+from pagedcli.core.cache import Cache
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.hybrid_manager import HybridManager
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
@@ -30,8 +30,8 @@ class ScheduledStep:
     num_preempted: int = 0
     blocked: WaitingReason | None = None  # why the first in the queue was not started
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
-    groups: list[list[Sequence]] = field(default_factory=list)  # beams whose next step has been decided
-    changed: list[Sequence] = field(default_factory=list)  # of `seqs`, those that may have other blocks than before
+    groups: list[list[Sequence]] = field(default_factory=list)  # groups whose next step has been decided
+    changed: list[Sequence] = field(default_factory=list)  # sequences that may have other blocks than before
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +66,7 @@ class Scheduler:
     def __init__(
         self,
         limits: Limits,
-        block_manager: BlockManager,
+        cache: Cache,
         *,
         trace_tokens: bool = False,
         facts: RunFacts | None = None,
@@ -75,7 +75,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.chunk_size = limits.chunk_size
-        self.block_manager = block_manager
+        self.cache = cache
+        self.block_manager = cache.blocks
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._trace_tokens = trace_tokens
@@ -83,13 +84,12 @@ class Scheduler:
         self._seen = seen  # prompts and outputs so far; None: they are not compared
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._num_beams = 0  # running
+        self._num_grouped = 0  # running
         self._num_held = 0  # steps since new prompts were held back the first time
-        self._states = block_manager if isinstance(block_manager, HybridManager) else None
 
     @property
     def _num_rows(self) -> int:
-        return sum(seq.num_rows for seq in self.running) if self._num_beams else len(self.running)
+        return sum(seq.num_rows for seq in self.running) if self._num_grouped else len(self.running)
 
     @property
     def has_unfinished(self) -> bool:
@@ -98,7 +98,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Append a new sequence to the waiting queue."""
         self.waiting.append(seq)
-        self.block_manager.expect(seq)
+        self.cache.expect(seq)
         self._report_added(seq)
 
     def schedule(self, step: int, *, report: bool = True) -> ScheduledStep:
@@ -147,7 +147,7 @@ class Scheduler:
             num_left = len(seq.token_ids) + num_pending - num_computed
             if num_pending and seq.ends_when_read:
                 pass
-            elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.beams is None:  # most decodes
+            elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.group is None:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
                     if manager.has_windows:
                         manager.release_unseen(seq)
@@ -155,8 +155,8 @@ class Scheduler:
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
                 budget -= 1
-            elif num_left == 1 and seq.beams is not None:
-                budget -= self._schedule_beams(seq.beams, index, budget, work)
+            elif num_left == 1 and seq.group is not None:
+                budget -= self._schedule_group(seq.group, index, budget, work)
             elif num_new := self._make_room(seq, num_left, budget, index, work):
                 self._append(seq, num_new, work)
                 budget -= num_new
@@ -168,17 +168,16 @@ class Scheduler:
         """How many of its `num_left` tokens a running sequence can compute, after younger ones have been preempted if
         there is no room for any. 0: it keeps its blocks and waits, as all older ones were scheduled."""
         manager = self.block_manager
-        num_new = num_left if seq.beams is None else num_left - 1  # the last token of all beams is computed in one step
+        num_new = num_left if seq.group is None else num_left - 1  # the last tokens of a group are computed in one step
         if num_new > 1:
             num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
-            if self._states is not None:
-                num_new = self._states.next_chunk(seq, seq.num_computed_tokens, num_new)
+            num_new = self.cache.next_chunk(seq, seq.num_computed_tokens, num_new)
         if manager.has_windows:
             manager.release_unseen(seq)
-        while (lacks_slot := self._lacks_slots([seq])) or (
+        while not (can_grow := self.cache.can_grow([seq])) or (
             manager.num_append_blocks(seq, num_new) > manager.num_free_blocks
         ):
-            if not lacks_slot and (num_fitting := self._num_fitting_tokens(seq)) > 0:
+            if can_grow and (num_fitting := self._num_fitting_tokens(seq)) > 0:
                 return num_fitting
             victim = self._victim(seq, index, work)
             if victim is None:
@@ -189,51 +188,47 @@ class Scheduler:
             self._preempt(victim, seq, work)
         return num_new
 
-    def _lacks_slots(self, seqs: list[Sequence]) -> bool:
-        """Whether too few slots of recurrent state are left for the next step of these sequences."""
-        return self._states is not None and not self._states.can_write(seqs)
-
     def _append(self, seq: Sequence, num_new: int, work: ScheduledStep) -> None:
         """Schedule the next tokens of a running sequence; their blocks are free."""
-        copies = self.block_manager.may_append(seq, num_new)
+        copies = self.cache.grow(seq, num_new)
         if copies:
             seq.synced_blocks = min(seq.synced_blocks, seq.block_table.index(copies[0][1]))
             work.copies += copies
         work.add(seq, num_new)
 
-    def _schedule_beams(self, beams: list[Sequence], index: int, budget: int, work: ScheduledStep) -> int:
-        """Schedule the next token of all beams of a search, or of none. Called for each of them; the first call of a
+    def _schedule_group(self, group: list[Sequence], index: int, budget: int, work: ScheduledStep) -> int:
+        """Schedule the next token of all sequences of a group, or of none. Called for each of them; the first call of a
         step decides. Returns how much of the budget is used."""
         manager = self.block_manager
-        if any(group is beams for group in work.groups):
+        if any(each is group for each in work.groups):
             return 0
-        work.groups.append(beams)
+        work.groups.append(group)
         ready = all(
-            beam.status is SequenceStatus.RUNNING and beam.num_computed_tokens == beam.num_tokens - 1 for beam in beams
+            seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens == seq.num_tokens - 1 for seq in group
         )
-        if not ready or len(beams) > budget:
+        if not ready or len(group) > budget:
             return 0
         if manager.has_windows:
-            for beam in beams:
-                manager.release_unseen(beam)
-        while self._lacks_slots(beams) or manager.num_fork_blocks(beams) > manager.num_free_blocks:
-            victim = self._victim(beams[0], index, work)
+            for seq in group:
+                manager.release_unseen(seq)
+        while not self.cache.can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
+            victim = self._victim(group[0], index, work)
             if victim is None:
                 return 0
             if victim.num_pending_tokens:
                 work.waits_for_tokens = True
                 return budget
-            needs_block = (beam for beam in beams if manager.num_append_blocks(beam, 1))
-            self._preempt(victim, next(needs_block, beams[0]), work)
-        for beam in beams:
-            self._append(beam, 1, work)
-        return len(beams)
+            needs_block = (seq for seq in group if manager.num_append_blocks(seq, 1))
+            self._preempt(victim, next(needs_block, group[0]), work)
+        for seq in group:
+            self._append(seq, 1, work)
+        return len(group)
 
     def _reuse_more(self, seq: Sequence) -> int:
         """Tokens of an unfinished prompt that other sequences have computed since its last chunk."""
         manager = self.block_manager
         num_synced = seq.num_computed_tokens // manager.block_size * manager.num_groups
-        num_reused = manager.reuse_more(seq)
+        num_reused = self.cache.reuse_more(seq)
         if num_reused:
             seq.synced_blocks = min(seq.synced_blocks, num_synced)
             if not seq.num_preemptions:
@@ -253,19 +248,19 @@ class Scheduler:
 
     def _victim(self, for_seq: Sequence, first: int, work: ScheduledStep) -> Sequence | None:
         """The sequence to preempt, of those not yet scheduled in this step: the others need their blocks for it. Not a
-        beam of the same search."""
-        kept = [*work.groups, for_seq.beams]
+        member of the same group."""
+        kept = [*work.groups, for_seq.group]
         candidates = [
-            seq for seq in self.running[first:] if seq.beams is None or all(seq.beams is not group for group in kept)
+            seq for seq in self.running[first:] if seq.group is None or all(seq.group is not each for each in kept)
         ]
         if self.limits.preemption_policy == "last" or not candidates:
             return candidates[-1] if candidates else None
         return max(reversed(candidates), key=lambda seq: len(seq.block_table) - seq.block_table.count(None))
 
     def _preempt(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
-        """Preempt a running sequence, a beam with all others of its search: it returns to the front of the queue, and
+        """Preempt a running sequence, with all others of its group: it returns to the front of the queue, and
         its tokens are recomputed later."""
-        for seq in reversed(victim.beams or [victim]):
+        for seq in reversed(victim.group or [victim]):
             if seq.status is SequenceStatus.RUNNING:
                 self._preempt_one(seq, for_seq, work)
 
@@ -275,8 +270,8 @@ class Scheduler:
         num_dropped = victim.num_computed_tokens
         self.running.remove(victim)
         victim.drop_computed()
-        manager.expect(victim, first=True)
-        num_freed = manager.deallocate(victim)
+        self.cache.expect(victim, first=True)
+        num_freed = self.cache.release(victim)
         self._free_row(victim)
         self.waiting.appendleft(victim)
         work.num_preempted += 1
@@ -296,19 +291,17 @@ class Scheduler:
                 return "max_num_seqs"
             if budget == 0:
                 return "token_budget"
-            hit = manager.lookup(seq)
+            hit = self.cache.lookup(seq)
             num_computed = manager.num_computed_after(seq, hit)
             num_left = seq.num_tokens - num_computed
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
             if manager.num_prefill_blocks(seq, hit, self.chunk_size) > manager.num_free_blocks:
                 return "free_blocks"
-            if self._states is not None and (reason := self._states.why_wait(seq, hit)) is not None:
+            if (reason := self.cache.why_wait(seq, hit)) is not None:
                 return reason
-            if seq.beams is not None:
-                num_left -= 1  # the last token of all beams is computed in one step
-            num_new = min(num_left, budget, self.chunk_size)
-            if self._states is not None:
-                num_new = self._states.next_chunk(seq, num_computed, num_new)
+            if seq.group is not None:
+                num_left -= 1  # the last tokens of a group are computed in one step
+            num_new = self.cache.next_chunk(seq, num_computed, min(num_left, budget, self.chunk_size))
             self.waiting.remove(seq)
             self._allocate(seq, hit, num_new)
             self._start(seq)
@@ -321,10 +314,10 @@ class Scheduler:
     def _awaits_prompts(self, work: ScheduledStep, budget: int) -> bool:
         """Whether prompts that could start are held back until more can start in the same step, so that fewer steps mix
         prompts with decodes: where all running sequences decode, some prompts have to wait anyway, and those that can
-        start are few and short. Sequences that have run before, and beams, are not held back."""
+        start are few and short. Sequences that have run before, and groups, are not held back."""
         if not work.seqs or len(work.seqs) != work.num_tokens or work.num_preempted or work.waits_for_tokens:
             return False
-        if self._num_held >= MOST_HELD or self._num_beams:
+        if self._num_held >= MOST_HELD or self._num_grouped:
             return False
         manager, num_rows, num_tokens = self.block_manager, 0, 0
         least = min(self.limits.min_prefill_tokens, budget)
@@ -341,23 +334,23 @@ class Scheduler:
 
     def _allocate(self, seq: Sequence, hit: PrefixHit, num_new: int) -> None:
         """Give a sequence its hits and room for its first tokens, and count the first lookup of its request."""
-        manager, shared = self.block_manager, None
+        shared = None
         is_first = not (seq.num_preemptions or seq.sample_index)
         if is_first and self._seen is not None:
             # blocks of an answer that is still being generated can be found, too
-            shared = max(self._seen.add(seq.token_ids, seq.cache_salt), hit.num_spans * manager.block_size)
-        manager.allocate(seq, hit, num_new, num_shared_tokens=shared)
+            shared = max(self._seen.add(seq.token_ids, seq.cache_salt), hit.num_spans * self.limits.block_size)
+        self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared)
         if not seq.num_preemptions:
             seq.num_cached_prompt_tokens = seq.num_computed_tokens
         if is_first:
             self._facts.count_lookup(seq.num_tokens, seq.num_computed_tokens, shared)
 
     def _next_waiting(self) -> Sequence:
-        """The first in the queue, but beams before all others where some of their search run and wait for them. So only
-        one search runs in part, at the end of `running`, and all others can preempt it: none waits for ever."""
-        if self._num_beams:
+        """The first in the queue, but groups before all others where some of them run and wait for the rest. So only
+        one group runs in part, at the end of `running`, and all others can preempt it: none waits for ever."""
+        if self._num_grouped:
             for seq in self.waiting:
-                if seq.beams is not None and any(beam.status is SequenceStatus.RUNNING for beam in seq.beams):
+                if seq.group is not None and any(each.status is SequenceStatus.RUNNING for each in seq.group):
                     return seq
         return self.waiting[0]
 
@@ -367,26 +360,26 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         seq.synced_blocks = seq.num_kept_tokens = 0
         self.running.append(seq)
-        self._num_beams += seq.is_beam
+        self._num_grouped += seq.has_group
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
         waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
-        if not child.is_beam and self._num_rows >= self.limits.max_num_seqs:  # a search has room for all its beams
+        if not child.has_group and self._num_rows >= self.limits.max_num_seqs:  # a group has room for all of it
             self.waiting.appendleft(child)
-            self.block_manager.expect(child, first=True)
+            self.cache.expect(child, first=True)
             return False
-        self.block_manager.fork(parent, child)
+        self.cache.fork(parent, child)
         child.num_cached_prompt_tokens = parent.num_prompt_tokens
         self._start(child)
         return True
 
     def replace(self, seq: Sequence, parent: Sequence) -> None:
-        """Drop the blocks of a running beam, which then shares all blocks of another beam."""
+        """Drop the blocks of a running sequence, which then shares all blocks of another of its group."""
         before, num_synced = seq.block_table, seq.synced_blocks
-        self.block_manager.deallocate(seq)
-        self.block_manager.fork(parent, seq)
+        self.cache.release(seq)
+        self.cache.fork(parent, seq)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(before, seq.block_table, strict=False))
         seq.synced_blocks = min(num_synced, sum(1 for _ in same))
 
@@ -396,12 +389,12 @@ class Scheduler:
             assert seq.finish_reason is not None, "only ended sequences are removed"
             if self._emit is not None:
                 self._emit(ev.RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
-            self.block_manager.deallocate(seq)
+            self.cache.release(seq)
             if seq.status is SequenceStatus.RUNNING:
                 self._free_row(seq)
             else:
                 self.waiting.remove(seq)
-                self.block_manager.forget(seq)
+                self.cache.forget(seq)
             seq.status = SequenceStatus.FINISHED
         if seqs:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -409,7 +402,7 @@ class Scheduler:
     def requeue(self, seqs: list[Sequence]) -> list[Sequence]:
         """Make every sequence wait, after a step that raised, perhaps in the middle of a change. `seqs` are all
         unfinished sequences; those that were running come first, oldest first, and are returned. Their blocks were
-        released by BlockManager.recover."""
+        released by Cache.recover."""
         waiting = {seq.seq_id for seq in self.waiting}
         requeued = sorted(
             (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.arrived_s, seq.seq_id)
@@ -419,10 +412,10 @@ class Scheduler:
             seq.block_table, seq.row = [], None
             seq.state_read = seq.state_write = None
         self.running = []
-        self._num_beams = 0
+        self._num_grouped = 0
         self.waiting.extendleft(reversed(requeued))
         for seq in self.waiting:
-            self.block_manager.expect(seq)
+            self.cache.expect(seq)
         self._free_rows = list(range(self.limits.max_num_seqs - 1, -1, -1))
         return requeued
 
@@ -436,7 +429,7 @@ class Scheduler:
         assert seq.row is not None, "a running sequence has a row"
         self._free_rows.append(seq.row)
         seq.row = None
-        self._num_beams -= seq.is_beam
+        self._num_grouped -= seq.has_group
 
     def _report_added(self, seq: Sequence) -> None:
         if self._emit is not None:
@@ -457,6 +450,6 @@ class Scheduler:
     def _report_waiting(self, seq: Sequence, reason: WaitingReason) -> None:
         assert self._emit is not None
         manager = self.block_manager
-        hit = manager.lookup(seq)
+        hit = self.cache.lookup(seq)
         num_needed = manager.num_prefill_blocks(seq, hit, self.chunk_size)
         self._emit(ev.RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))

@@ -42,7 +42,6 @@ class Sequence:
     __slots__ = (
         "admitted_s",
         "arrived_s",
-        "beams",
         "block_table",
         "cache_salt",
         "candidates",
@@ -52,7 +51,9 @@ class Sequence:
         "finish_reason",
         "finished_s",
         "first_token_s",
+        "group",
         "guide",
+        "has_group",
         "is_beam",
         "is_greedy",
         "logprobs",
@@ -122,7 +123,7 @@ class Sequence:
         self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # needed at each step, so computed once
         self.max_num_tokens = len(prompt_token_ids) + max_new_tokens
         self.penalized = params.penalized
-        self.is_beam = params.beam_width is not None
+        self.is_beam = self.has_group = params.beam_width is not None
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
         # whether the next token is the likeliest one, with nothing to adjust or to report
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
@@ -134,27 +135,27 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
         self.prompt_logprobs: list[TokenLogprobs | None] = []  # per prompt token, None for the first; if requested
-        self.beams: list[Sequence] | None = None  # of the request's beam search, once its prompt is computed
+        self.group: list[Sequence] | None = None  # computed in the same steps, this one among them
         self.candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
-        self.total_logprob = 0.0  # of the output
+        self.total_logprob = 0.0  # output tokens only
 
         self.block_table: list[int | None] = []  # see core.groups; None: released, as no later token sees it
         self.prefixes = prefixes or []
         self.num_pending_tokens = 0  # sampled by launched steps, not yet read from the device
         self.num_computed_tokens = 0  # leading tokens that need no more computing
         self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
-        self.num_cached_prompt_tokens = 0  # of the prompt, cached at the first admission
+        self.num_cached_prompt_tokens = 0  # prompt tokens cached at the first admission
         self.num_writable_tokens = 0  # see core.block_manager.CacheUser
         self.state_read = self.state_write = None
-        self.row: int | None = None  # in the runner's persistent block tables, while running
+        self.row: int | None = None  # row of the runner's persistent block tables; None: not running
         self.synced_blocks = 0  # leading entries of block_table that are in that row
-        self.num_kept_tokens = 0  # that the executor keeps for this row, with the one being sampled; for penalties
+        self.num_kept_tokens = 0  # tokens that the executor keeps for penalties, with the one being sampled
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string
         self.num_preemptions = 0
-        self.most_computed_tokens = 0  # before a preemption
+        self.most_computed_tokens = 0  # the most before any preemption
         self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
         self.arrived_s = arrived_s  # perf_counter times
         self.admitted_s: float | None = None
@@ -173,8 +174,8 @@ class Sequence:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that may run because this one does: a beam search needs room for all its beams at once."""
-        return self.params.beam_width or 1 if self.beams is None else 1
+        """Sequences that may run because this one does: a group needs room for all of it at once."""
+        return self.params.beam_width or 1 if self.group is None else 1
 
     @property
     def ends_when_read(self) -> bool:

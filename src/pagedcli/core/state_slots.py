@@ -1,6 +1,6 @@
 """Slots of recurrent state: which sequences hold one, and which keep a checkpoint that prefixes can continue from.
 
-Used by core.hybrid_manager; needs neither torch nor the engine. A layer with recurrent state keeps no K and V of its
+Used by core.state_kind; needs neither torch nor the engine. A layer with recurrent state keeps no K and V of its
 tokens but a state of fixed size, which each step replaces. A *slot* holds that of one sequence, over all such layers.
 
 A step reads one slot of a sequence and writes one; usually they are the same. A slot that others may still read is
@@ -36,8 +36,8 @@ class StateUser(Protocol):
     """What the slots need of a sequence. It holds the two slots; None: none."""
 
     seq_id: int
-    state_read: int | None  # that its last scheduled step starts from; None: from zero
-    state_write: int | None  # with its state after that step; before its first step, that of its hit
+    state_read: int | None  # slot that its last scheduled step starts from; None: from zero
+    state_write: int | None  # slot with its state after that step; before its first step, the slot of its hit
 
 
 class StateSlot:
@@ -48,7 +48,7 @@ class StateSlot:
     def __init__(self, slot_id: int) -> None:
         self.slot_id = slot_id
         self.ref_count = 0  # sequences that hold it
-        self.prefix: Prefix | None = None  # of a checkpoint: the tokens before it
+        self.prefix: Prefix | None = None  # tokens before a checkpoint; None: there is none
 
 
 class StateSlots:
@@ -70,7 +70,7 @@ class StateSlots:
         # checkpoints made in this step, which no sequence of it may read, and in unread steps: perhaps not written yet
         self._made_now: list[int] = []
         self._made_before: list[int] = []
-        self._moved: list[StateUser] = []  # whose last step reads another slot than it writes
+        self._moved: list[StateUser] = []  # their last steps read another slot than they write
         self._is_expected = is_expected
         self._emit = emit
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from pagedcli.core.beams import Candidates, num_candidates
 from pagedcli.core.limits import Limits
-from pagedcli.core.requests import Candidates, num_candidates
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence, TokenLogprobs
 
@@ -33,7 +33,7 @@ class PromptPiece:
     seq_id: int
     first: int  # position of the first of these tokens; at least 1
     num_tokens: int
-    num_top: int  # of the likeliest tokens at each position
+    num_top: int  # likeliest tokens at each position
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class StepInput:
     copies: tuple[tuple[int, int], ...]  # (source, copy) blocks, copied first and in this order
     max_new: int
     max_total: int
-    prompt_rows: PromptRows | None = None  # which of the rows with logits score a prompt
-    # of models with recurrent state; None: it has none
+    prompt_rows: PromptRows | None = None  # rows of logits that score a prompt
+    # slots of recurrent state; None: the model has none
     state_reads: Ints | None = None  # [B] int32, slot of each sequence's state before the step; -1: it starts from zero
     state_writes: Ints | None = (
         None  # [B] int32, slot of its state after the step; no other sequence of the step uses it
@@ -179,12 +179,12 @@ class SamplingInput:
 
     rows: RowSampling
     has_limits: bool  # whether a row has top-k, top-p or min-p
-    changes: LogitChanges | None  # of rows that are no beams
+    changes: LogitChanges | None  # None: no row without beams needs any
     with_logprobs: list[int]  # rows
-    num_logprobs: list[int]  # for each of these, how many of the likeliest tokens
+    num_logprobs: list[int]  # likeliest tokens, per row
     beams: list[int]  # rows
     beam_changes: LogitChanges | None  # rows of beams are numbered from 0; of log-probabilities, not of logits
-    num_candidates: list[int]  # for each of these, how many next tokens
+    num_candidates: list[int]  # next tokens, per row
     logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
 
     @classmethod

@@ -16,7 +16,7 @@ from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.batch.row_format import Row
 from pagedcli.batch.rows import RowWriter
-from pagedcli.config import Config, EngineConfig
+from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.distributed.worker import RowStream
 from pagedcli.errors import UsageError
 from pagedcli.llm_keywords import engine_config
@@ -53,9 +53,8 @@ class PagedBatchGenerator:
         defaults = msgspec.structs.asdict(Config().sampling) | (
             sampling if isinstance(sampling, dict) else msgspec.structs.asdict(sampling or Config().sampling)
         )
-        options = BatchOptions(
-            defaults=msgspec.convert(defaults, SamplingParams), seed=config.seed, system_prompt=system_prompt
-        )
+        sampled = msgspec.convert(defaults, SamplingParams)
+        options = BatchOptions(Config(engine=config, sampling=sampled, run=RunConfig(system_prompt=system_prompt)))
         self._seed = config.seed
         columns = Columns(token_ids=output_token_ids)
         self._indexes = count()

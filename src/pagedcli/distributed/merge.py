@@ -15,7 +15,7 @@ from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import PagedcliError, UsageError
 
 _TABLE_ROWS = 16_384  # per row group of a merged table
-_PIECE_ROWS = 1024  # of a part in memory
+_PIECE_ROWS = 1024  # rows of one part in memory at once
 
 
 def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:

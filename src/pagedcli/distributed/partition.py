@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pagedcli.batch.stats import BatchStats
 from pagedcli.core.prefixes import unit_digests
 
-DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of the start of a prompt is in its sort key
+DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks at the start of a prompt that are in its sort key
 _CUT_TOLERANCE = 0.1  # share of a part's cost by which a cut may move to fall between two prefixes
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -30,11 +30,11 @@ class PrefixKeys:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._keys = array("Q")  # of each row its chain hashes at DEPTHS; 0 where it has fewer blocks
+        self._keys = array("Q")  # chain hashes at DEPTHS, row after row; 0 past the end of a prompt
         self._num_prompt_tokens = array("q")
         self._num_output_tokens = array("q")
         self._blocks = array("H")  # 16 bits of each block's chain hash: enough to count shared blocks
-        self._starts = array("q", [0])  # of each row in _blocks
+        self._starts = array("q", [0])  # the first place of each row in _blocks
 
     def __len__(self) -> int:
         return len(self._num_prompt_tokens)
@@ -70,7 +70,7 @@ class OrderedRows:
     """Rows in the order of their prefixes."""
 
     rows: Ints  # indexes in the input
-    shared_tokens: Ints  # that each shares with the previous one, in full blocks
+    shared_tokens: Ints  # prompt tokens in full blocks shared with the previous row
     costs: Ints  # tokens of prompt and output that each has to compute beyond it
 
     def parts(self, num_parts: int) -> list[Ints]:
@@ -128,7 +128,7 @@ class Share:
 
     num_rows: int
     num_prompt_tokens: int
-    num_computed_tokens: int  # of the prompts
+    num_computed_tokens: int  # prompt tokens
     num_output_tokens: int
 
 

@@ -23,14 +23,14 @@ from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import journal_path, record_path
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.parquet import ParquetSource
-from pagedcli.batch.prompts import Prepared, Prompts, Refused
+from pagedcli.batch.prompts import Prompts
 from pagedcli.distributed.partition import Ints, PrefixKeys
 from pagedcli.errors import UsageError
-from pagedcli.files import whole_file
+from pagedcli.files import read_own, sync_files, whole_file
 
 SCHEMA_VERSION = 1
 _MANIFEST, _ROWS, _WORK = "manifest.json", "rows.u64", ".work"
-_BUFFER_BYTES = 64 * 2**20  # of all parts together, while they are cut
+_BUFFER_BYTES = 64 * 2**20  # buffers of all parts together
 _TOO_LONG, _DUPLICATE, _GOOD = b"x", b"d", b"-"
 
 
@@ -40,8 +40,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     pagedcli_parts: int  # schema version
     created_s: int  # Unix time of the run's first start
     fingerprint: dict[str, str]  # settings that, with the input, determine the rows
-    suffix: str  # of the parts: '.jsonl' or '.parquet'
-    num_rows: list[int]  # of each part
+    suffix: str  # '.jsonl' or '.parquet'
+    num_rows: list[int]  # one number per part
     costs: list[int]  # tokens to compute in each part
 
     @property
@@ -161,6 +161,8 @@ class PartFolder:
             num_rows=[len(rows) for rows in parts],
             costs=costs,
         )
+        for folder in (self.path / _WORK, self.path):  # The manifest, written next, says that they are complete.
+            sync_files(folder)
         with whole_file(self.path / _MANIFEST, overwrite=True) as file:
             file.write(msgspec.json.format(msgspec.json.encode(self.manifest)) + b"\n")
 
@@ -228,8 +230,8 @@ class PartFolder:
         if not path.exists():
             return None
         try:
-            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            manifest = msgspec.json.decode(read_own(path), type=Manifest)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} does not describe a distributed run: {error}") from error
         if manifest.pagedcli_parts != SCHEMA_VERSION:
             raise UsageError(
@@ -268,20 +270,20 @@ class WeighedRows:
 def weigh_rows(prompts: Prompts, block_size: int) -> WeighedRows:
     """Read and tokenize every row. Raises: PagedcliError if the input cannot be read."""
     weighed = WeighedRows(PrefixKeys(block_size))
-    for taken in prompts:
-        assert isinstance(taken, Prepared | Refused), "a file, of which no row is done"
-        weighed.num_bytes += len(taken.line.content or b"")
-        if isinstance(taken, Refused):
+    for row in prompts:
+        assert row is not None, "a file does not wait"
+        weighed.num_bytes += len(row.line.content or b"")
+        if row.error is not None:
             weighed.keys.add([], 0)
-            if taken.error.code == "duplicate_id":
-                weighed.duplicates.add(taken.line.index)
+            if row.error.code == "duplicate_id":
+                weighed.duplicates.add(row.line.index)
         else:
-            first, *more = taken.prompts
+            first, *more = row.prompts
             token_ids = first.token_ids
             if not all(0 <= token_id < _LARGEST_ID for token_id in token_ids):
                 token_ids = []  # the engine will reject it
             num_more = sum(len(prompt.token_ids) for prompt in more)
-            num_new = sum((prompt.params.max_tokens or 0) * prompt.params.num_sequences for prompt in taken.prompts)
-            weighed.keys.add(token_ids, num_more + num_new, taken.cache_salt)
+            num_new = sum((prompt.params.max_tokens or 0) * prompt.params.num_sequences for prompt in row.prompts)
+            weighed.keys.add(token_ids, num_more + num_new, row.cache_salt)
     weighed.ignored = prompts.ignored
     return weighed

@@ -25,7 +25,7 @@ from pagedcli.errors import PagedcliError
 
 _REPORT_EVERY_S = 0.5
 _PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
-_OBJECT_STORE_BYTES = 100 * 2**20  # of a local cluster: only tickets go through it
+_OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only tickets go through it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Pool:
     """The workers of a run."""
 
     num_workers: int
-    num_cpus: int  # of each
-    num_gpus: int  # of each
+    num_cpus: int  # per worker
+    num_gpus: int  # per worker
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class RayRun:
         try:
             for _ in self._dataset.iter_batches(batch_size=1, prefetch_batches=0):
                 pass
-        except Exception as error:  # whatever a worker raised, as Ray wraps it
+        except Exception as error:  # Ray wraps any exception of a worker.
             self._error = error
 
 

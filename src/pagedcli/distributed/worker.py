@@ -5,7 +5,7 @@ it shares with PagedBatchGenerator, to which rows are submitted from any thread.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from pagedcli.batch.journal import Journal, open_journal
 from pagedcli.batch.lines import InputDigest, InputScan, Line
 from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.prompts import BatchOptions, batch_options
-from pagedcli.batch.requests import RowHead, decode_line, read_head
+from pagedcli.batch.requests import BatchRow, decode_line
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink
@@ -46,9 +46,10 @@ class RowStream:
     """One engine that serves rows until `close`. An error in the engine's thread or in a receiver ends the stream, and
     all waiting receivers fail."""
 
-    full = False  # as a sink
+    full = False  # part of the protocol of sinks
     resumed_rows = 0
     resumed_failed_rows = 0
+    resumed_failures: Sequence[tuple[int, str]] = ()
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class RowStream:
         )
         self.rows = make_rows(tokenizer)
         self._came: queue.Queue[Line | None] = queue.Queue(maxsize=self.engine.limits.max_in_work)  # None: the end
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # guards the two below
         self._receivers: dict[int, Receiver] = {}  # by row index
         self._error: BaseException | None = None
         self._written: set[Receiver] = set()  # since the last flush
@@ -159,7 +160,7 @@ class RowStream:
         self.flush()
 
 
-_LOCK_WAIT_S = 30.0  # for a worker of a killed run to exit
+_LOCK_WAIT_S = 30.0  # time for a worker of a killed run to exit
 
 
 class Worker:
@@ -173,8 +174,8 @@ class Worker:
         self._columns = Columns.of(config.run, kind="parquet" if is_table else "jsonl")
         # a table carries the columns of its input itself
         columns = self._row_columns = replace(self._columns, keep=(), keep_all=False) if is_table else self._columns
-        # what concerns the whole input has been checked there
-        options = replace(batch_options(loaded, columns), limit=None, max_errors=None, check_ids=False)
+        # the driver has checked what concerns the whole input
+        options = replace(batch_options(loaded, columns), check_ids=False).with_run(limit=None, max_errors=None)
         model, key = config.engine.model, run_key(manifest.fingerprint)
         self._stream = RowStream(
             config.engine,
@@ -182,7 +183,7 @@ class Worker:
             lambda tokenizer: RowWriter(tokenizer, model, key, manifest.created_s, columns),
             chat_template=config.run.chat_template,
         )
-        self._duplicates = BatchStats()  # of rows that never reach the engine
+        self._duplicates = BatchStats()  # rows that never reach the engine
         self._lock = threading.Lock()
 
     @property
@@ -243,14 +244,12 @@ class Worker:
                 return journal
 
     def _duplicate_row(self, each: PartLine) -> bytes:
-        document = decode_line(each.line.content)
-        head: RowHead = read_head(document, each.line.index, each.line.number, self._row_columns)
-        error = RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
+        row = BatchRow(each.line)
+        row.read_head(decode_line(each.line.content), self._row_columns)
+        error = RequestError("duplicate_id", f"an earlier line has the same id {row.id!r}")
         with self._lock:
-            self._duplicates.num_done += 1
-            self._duplicates.num_failed += 1
-            self._duplicates.error_codes[error.code] += 1
-        return self._stream.rows.encode_error(head, error)
+            self._duplicates.fail(each.line.number, error)
+        return self._stream.rows.encode_error(row, error)
 
 
 class _PartRun:

@@ -160,7 +160,7 @@ class StoredRun:
     source: int
     group: str | None
     lora: str | None
-    parent: BlockHash | None  # of the first block
+    parent: BlockHash | None  # parent of the first block
     hashes: list[BlockHash]
     block_size: int  # tokens
     token_ids: "array[int] | None"  # digests that preserve equality, unless tokens were recorded

@@ -22,8 +22,8 @@ class SequenceCheck:
     """Follows one publisher. `next_seq` is the number expected next, None before the first message."""
 
     next_seq: int | None = None
-    first_seq: int | None = None  # of the current publisher; anything earlier is unknown
-    last_time_s: float = -1.0  # of the publisher's clock
+    first_seq: int | None = None  # first number of the current publisher; anything earlier is unknown
+    last_time_s: float = -1.0  # publisher's clock
     num_gaps: int = 0
     num_missed: int = 0  # messages
     num_repeated: int = 0  # messages, ignored
@@ -72,7 +72,7 @@ class SequenceCheck:
 _MAX_PUBLISHERS = 256
 _MAX_GROUPS = 64  # per publisher
 _MAX_NAMES = 256  # distinct unknown types, fields and values that are counted
-_MAX_OBJECTS = 1_000_000  # of stores
+_MAX_OBJECTS = 1_000_000  # objects of all stores
 Fetch = Callable[[int, int, int | None], Iterable[Sequence[bytes]]]
 _RATE_S = 10.0  # the window of rates
 _RATE_STEP_S = 0.1
@@ -87,7 +87,7 @@ class Publisher:
     sequence: SequenceCheck = field(default_factory=SequenceCheck)
     trees: dict[str, PrefixTree] = field(default_factory=dict)  # by cache group
     spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> kind of attention
-    objects: dict[str, tuple[wire.BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # of a store: hash, media
+    objects: dict[str, tuple[wire.BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # hash, media
     rank: int | None = None
 
 
@@ -119,12 +119,12 @@ class KVState:
         self.field_values: Counter[tuple[str, str]] = Counter()  # (field, value), of few fields with few values
         # blocks stored again by themselves, next in a chain that was resident before: perhaps generated tokens
         self.num_alone: dict[Cause, int] = {"evicted": 0, "cleared": 0, "restarted": 0}
-        self.time_s: float | None = None  # of the last message, on the receiver's clock
+        self.time_s: float | None = None  # last message, on the receiver's clock
         self.first_time_s: float | None = None
         self.notes: deque[str] = deque(maxlen=200)  # what was odd, oldest first
         self.recent: deque[tuple[float, int, int]] = deque()  # (time, stored, removed) of the last seconds
-        self._stored_now: dict[wire.BlockHash, Cause | None] = {}  # by this message -> counted in num_alone
-        # of this message, where there are several cache groups: (group, block) that was resident, and that was not
+        self._stored_now: dict[wire.BlockHash, Cause | None] = {}  # stored just now -> counted in num_alone
+        # (group, block) of this message that was resident, and that was not, where there are several cache groups
         self._copied_now: list[tuple[str, wire.BlockHash]] = []
         self._new_now: set[tuple[str, wire.BlockHash]] = set()
         self._names = list(names)
@@ -400,6 +400,11 @@ class KVState:
     @property
     def num_again_alone(self) -> int:
         return sum(self.num_alone.values())
+
+    @property
+    def seconds(self) -> float | None:
+        """Between the first and the last message."""
+        return None if self.time_s is None or self.first_time_s is None else self.time_s - self.first_time_s
 
     def total(self, name: str) -> int:
         """The sum of a count over all trees."""

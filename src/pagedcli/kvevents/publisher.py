@@ -25,7 +25,7 @@ class KVEventPublisher(View[PoolState]):
         self._encoder = msgspec.msgpack.Encoder()
         self._events: list[dict[str, Any]] = []
         self._published: dict[int, int] = {}  # hash -> group of layers
-        self._token_ids: dict[int, list[int]] = {}  # of unfinished sequences
+        self._token_ids: dict[int, list[int]] = {}  # unfinished sequences only
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._published.clear()

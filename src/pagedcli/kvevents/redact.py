@@ -2,7 +2,8 @@
 
 A token id becomes a digest of itself, everything before it in its block, and the block's parent: two blocks agree up
 to their first different token, and a frequent token is not recognisable elsewhere. Hashes are digested too: with a
-known hash function they would confirm a guessed prompt. The key exists only in memory.
+known hash function they would confirm a guessed prompt. So are topics, which a server may name after its users. The
+key exists only in memory.
 """
 
 import secrets
@@ -14,6 +15,8 @@ import msgspec
 
 from pagedcli.kvevents.formats import FIELDS, format_of
 from pagedcli.kvevents.wire import WireError, decode_payload, split_frames
+
+_SEQUENCE_BYTES = 8
 
 
 class Redactor:
@@ -29,11 +32,17 @@ class Redactor:
             plain = decode_payload(payload)
             message_format = format_of(plain)
         except WireError:
-            return [*(frame[:64] for frame in frames[:-1][:5]), b"\xc1" + self._digest(b"".join(frames))]
+            return [*self._envelope(frames[:6]), b"\xc1" + self._digest(b"".join(frames))]
         redacted = message_format.redacted(plain, self)
         as_json = payload[:1] in (b"{", b"[")
         encode = msgspec.json.encode if as_json else msgspec.msgpack.encode
-        return [*frames[:-1], encode(redacted)]
+        return [*self._envelope(frames), encode(redacted)]
+
+    def _envelope(self, frames: Sequence[bytes]) -> list[bytes]:
+        """All frames but the payload: the sequence number as it is, the topic and routing as digests."""
+        is_number = len(frames) > 1 and len(frames[-2]) == _SEQUENCE_BYTES
+        names = frames[: -2 if is_number else -1]
+        return [self._digest(name).hex().encode() if name else name for name in names] + list(frames[len(names) : -1])
 
     def fields(self, fields: dict[Any, Any]) -> dict[Any, Any]:
         """Each field as FIELDS says; those it does not name are digested."""

@@ -3,14 +3,16 @@
 Importing this raises UsageError where prometheus_client, an optional dependency, is missing.
 """
 
+import asyncio
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pagedcli.errors import UsageError
+from pagedcli.printable import one_line
+from pagedcli.records import number
+from pagedcli.remote import Remote, ServerError, checked_url, shown_url
 
 try:
     from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +21,6 @@ except ModuleNotFoundError as error:
         "--metrics needs prometheus_client, which is not installed", hint="pip install 'pagedcli[attach]'"
     ) from error
 
-_MAX_BYTES = 8 << 20
 _TIMEOUT_S = 3.0
 _EVERY_S = 2.0
 Kind = Literal["gauge", "counter"]
@@ -48,9 +49,9 @@ class Metric:
     """One figure over all engines of the server; usage is the maximum."""
 
     key: str
-    meaning: str
+    meaning: Annotated[str, "the server says"]
     window: str  # now, since the server started, since attach started
-    value: float
+    value: Annotated[float, number]
 
 
 class Metrics:
@@ -76,6 +77,24 @@ class Metrics:
             # a restarted server counts from 0 again
             self._first[key] = min(self._first.get(key, value), value)
 
+    def growth(self, key: str) -> float:
+        """What a counter has gained since attach started."""
+        return self._last.get(key, 0.0) - self._first.get(key, 0.0)
+
+    @property
+    def silence(self) -> str:
+        """Why no event may have come although the server works; empty if it has computed no prompt."""
+        num_new = self.growth("queries") - self.growth("hits")
+        return (
+            ""
+            if num_new <= 0
+            else (
+                f"the server has computed {num_new:,.0f} prompt tokens since attach started, but no event came: it"
+                " publishes none (enable_kv_cache_events), or not there (vLLM binds tcp://*:PORT and ipc:///PATH; to"
+                " any other address it connects, and nothing listens), a firewall is between, or --topic is another one"
+            )
+        )
+
     def figures(self) -> Iterator[Metric]:
         """All figures that the server provides, in a fixed order."""
         meanings = {key: (meaning, kind) for key, meaning, kind in _SAMPLES.values()}
@@ -86,7 +105,7 @@ class Metrics:
                 yield Metric(key, meaning, "now", self._last[key])
             else:
                 yield Metric(key, meaning, "since the server started", self._last[key])
-                yield Metric(key, meaning, "since attach started", self._last[key] - self._first[key])
+                yield Metric(key, meaning, "since attach started", self.growth(key))
         for window, first in (("since the server started", {}), ("since attach started", self._first)):
             queries, hits = (self._last.get(key, 0.0) - first.get(key, 0.0) for key in ("queries", "hits"))
             if queries > 0:
@@ -97,11 +116,10 @@ class Scraper:
     """Reads /metrics every few seconds, in a thread: a slow server must not block the view."""
 
     def __init__(self, url: str) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--metrics is {url}, but must be a URL", hint="for example http://localhost:8000/metrics")
+        """Raises: UsageError for what is not a URL."""
         self.metrics = Metrics()
         self.problem: str | None = None  # why the last reading failed
-        self._url = url
+        self._url = checked_url(url, example="http://localhost:8000/metrics", has_query=True)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -115,15 +133,17 @@ class Scraper:
     def read_now(self) -> None:
         """Take one reading; an error is kept in `problem`."""
         try:
-            with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as response:
-                content = response.read(_MAX_BYTES + 1)
-            if len(content) > _MAX_BYTES:
-                raise ValueError(f"more than {_MAX_BYTES:,} bytes")
-            self.metrics.read(content.decode())
-        except (OSError, ValueError, urllib.error.URLError) as error:
-            self.problem = f"no metrics: {error}"[:200]
+            self.metrics.read(asyncio.run(self._content()).decode())
+        except ServerError as error:
+            self.problem = f"no metrics: {one_line(error.message)}"
+        except (ValueError, KeyError, IndexError, TypeError):  # prometheus_client checks little
+            self.problem = f"no metrics: {shown_url(self._url)} is not a page of metrics"
         else:
             self.problem = None
+
+    async def _content(self) -> bytes:
+        async with Remote(self._url, timeout_s=_TIMEOUT_S) as remote, remote.exchange("GET") as response:
+            return await remote.read(response)
 
     def close(self) -> None:
         """Take a last reading and stop."""

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import lt
 from typing import Literal, Protocol
 
 from pagedcli.core.prefixes import num_equal
@@ -103,6 +104,7 @@ class PrefixTree:
         self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
         self.capacity: dict[str, int] = {}  # medium -> blocks, if published
         self.num_resident = 0  # blocks with at least one copy
+        self.num_resident_tokens = 0
         self.num_stored = 0  # copies
         self.num_removed = 0  # copies
         self.num_unique = 0
@@ -113,7 +115,7 @@ class PrefixTree:
         self.num_unknown_removals = 0
         self.num_refused = 0  # over the limit
         self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
-        self.pauses_s: deque[float] = deque(maxlen=_NUM_RECENT)  # from gone to stored again
+        self.pauses_s: deque[float] = deque(maxlen=_NUM_RECENT)  # time from gone to stored again
         self._history = history or History()
         self._watcher = watcher
 
@@ -143,6 +145,7 @@ class PrefixTree:
                 self._came_back(node, time_s)
             node.stored_s = time_s
             self.num_resident += 1
+            self.num_resident_tokens += node.num_tokens
             history = self._history
             history.num_resident += 1
             if history.num_resident > history.peak_resident:
@@ -208,6 +211,7 @@ class PrefixTree:
     def _leave(self, node: Node, cause: Cause, time_s: float | None) -> None:
         node.cause, node.gone_s = cause, time_s
         self.num_resident -= 1
+        self.num_resident_tokens -= node.num_tokens
         self._history.num_resident -= 1
         self._history.gone[node] = None
         if time_s is not None and node.stored_s is not None and cause == "evicted":
@@ -238,47 +242,98 @@ class PrefixTree:
 
 
 Decode = Callable[[tuple[int, ...]], str]
-_SHOWN_TOKENS = 24  # of a branch, decoded
+_SHOWN_TOKENS = 24  # tokens of a branch, decoded
 
 
 class Shape:
-    """Children, sizes and depths of a tree's resident blocks, or of all blocks that it remembers."""
+    """Children, sizes and depths of a tree's resident blocks, or of all blocks that it remembers.
+
+    Lists by place: parents come before their children. Plain numbers, as there may be a million blocks.
+    """
 
     def __init__(self, tree: PrefixTree, *, with_gone: bool = False) -> None:
-        nodes: Iterable[Node] = tree.nodes.values() if with_gone else tree.resident()
-        self.nodes = {node.hash: node for node in nodes}
-        self.children: dict[BlockHash, list[Node]] = {}
-        self.roots: list[Node] = []
-        for node in self.nodes.values():
-            if node.parent in self.nodes and node.parent is not None:
-                self.children.setdefault(node.parent, []).append(node)
-            else:
-                self.roots.append(node)  # begins a prompt, or its parent is gone or unknown
-        self.num_blocks = dict.fromkeys(self.nodes, 1)  # of the subtree
-        self.num_tokens = {node.hash: node.num_tokens for node in self.nodes.values()}
-        self.depth: dict[BlockHash, int] = {}  # in blocks, 1 for a root
+        self.nodes = list(tree.nodes.values() if with_gone else tree.resident())
+        self.parents = self._parents()  # places; -1: begins a prompt, or its parent is gone or unknown
+        if not all(map(lt, self.parents, range(len(self.nodes)))):
+            self._sort()
+        self.roots = [place for place, parent in enumerate(self.parents) if parent < 0]
+        self.num_blocks = [1] * len(self.nodes)  # in the subtree
+        self.num_tokens = [node.num_tokens for node in self.nodes]  # in the subtree
+        self.num_children = [0] * len(self.nodes)
+        self.depth = [1] * len(self.nodes)  # in blocks, 1 for a root
+        self._first_child = [-1] * len(self.nodes)
+        self._next_sibling = [-1] * len(self.nodes)
         self._measure()
 
     @property
     def max_depth(self) -> int:
-        return max(self.depth.values(), default=0)
+        return max(self.depth, default=0)
 
     @property
     def num_orphans(self) -> int:
         """Roots that do not begin a prompt."""
-        return sum(node.parent is not None for node in self.roots)
+        return sum(self.nodes[place].parent is not None for place in self.roots)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens[place] for place in self.roots)
+
+    def children(self, place: int) -> list[int]:
+        found, child = [], self._first_child[place]
+        while child >= 0:
+            found.append(child)
+            child = self._next_sibling[child]
+        return found
+
+    def run(self, place: int) -> list[int]:
+        """The block and those after it up to the next fork."""
+        found = [place]
+        while self.num_children[place] == 1:
+            place = self._first_child[place]
+            found.append(place)
+        return found
+
+    def _parents(self) -> list[int]:
+        place_of = {node.hash: place for place, node in enumerate(self.nodes)}
+        return [-1 if node.parent is None else place_of.get(node.parent, -1) for node in self.nodes]
+
+    def _sort(self) -> None:
+        """Put parents first. Blocks whose parents form a circle are in no tree, and left out."""
+        children: dict[int, list[int]] = {}
+        for place, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(place)
+        order = children.get(-1, [])
+        for place in order:  # grows
+            order += children.get(place, ())
+        self.nodes = [self.nodes[place] for place in order]
+        self.parents = self._parents()
 
     def _measure(self) -> None:
-        children, num_blocks, num_tokens = self.children, self.num_blocks, self.num_tokens
-        levels = [self.roots]
-        while level := levels[-1]:
-            self.depth.update(dict.fromkeys([node.hash for node in level], len(levels)))
-            levels.append([child for node in level if node.hash in children for child in children[node.hash]])
-        for level in reversed(levels[1:]):  # children before their parents; roots add to nothing
-            for node in level:
-                assert node.parent is not None, "it is a child"
-                num_blocks[node.parent] += num_blocks[node.hash]
-                num_tokens[node.parent] += num_tokens[node.hash]
+        num_blocks, num_tokens, num_children, depth = self.num_blocks, self.num_tokens, self.num_children, self.depth
+        first_child, next_sibling = self._first_child, self._next_sibling
+        for place, parent in enumerate(self.parents):
+            if parent >= 0:
+                depth[place] = depth[parent] + 1
+        for place in range(len(self.nodes) - 1, -1, -1):  # children before their parents
+            parent = self.parents[place]
+            if parent >= 0:
+                num_blocks[parent] += num_blocks[place]
+                num_tokens[parent] += num_tokens[place]
+                num_children[parent] += 1
+                next_sibling[place], first_child[parent] = first_child[parent], place
+
+
+class Shapes:
+    """The shapes of trees that do not change meanwhile, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[PrefixTree, bool], Shape] = {}
+
+    def __call__(self, tree: PrefixTree, *, with_gone: bool = False) -> Shape:
+        key = (tree, with_gone and tree.num_resident < len(tree.nodes))
+        if key not in self._known:
+            self._known[key] = Shape(tree, with_gone=key[1])
+        return self._known[key]
 
 
 @dataclass(slots=True)
@@ -287,9 +342,9 @@ class Branch:
 
     nodes: list[Node]
     level: int  # 0: begins at a root
-    depth: int  # of the first block
-    num_children: int  # at its end
-    num_blocks: int  # of the whole subtree
+    depth: int  # depth of the first block
+    num_children: int  # branches at its end
+    num_blocks: int  # whole subtree
     num_tokens: int
     order: tuple[int, ...] = field(default=())
 
@@ -297,22 +352,22 @@ class Branch:
 def largest_branches(shape: Shape, most: int) -> list[Branch]:
     """The branches with the most tokens, in tree order: a branch follows the one it continues."""
     chosen: list[Branch] = []
-    queue: list[tuple[int, tuple[int, ...], Node]] = []
+    queue: list[tuple[int, tuple[int, ...], int]] = []
 
-    def offer(nodes: list[Node], order: tuple[int, ...]) -> None:
-        largest = heapq.nlargest(most, nodes, key=lambda node: shape.num_tokens[node.hash])
-        for place, node in enumerate(largest):
-            heapq.heappush(queue, (-shape.num_tokens[node.hash], (*order, place), node))
+    def offer(places: list[int], order: tuple[int, ...]) -> None:
+        largest = heapq.nlargest(most, places, key=shape.num_tokens.__getitem__)
+        for rank, place in enumerate(largest):
+            heapq.heappush(queue, (-shape.num_tokens[place], (*order, rank), place))
 
     offer(shape.roots, ())
     while queue and len(chosen) < most:
         negative_tokens, order, first = heapq.heappop(queue)
-        run, children = [first], shape.children.get(first.hash, [])
-        while len(children) == 1:
-            run.append(children[0])
-            children = shape.children.get(run[-1].hash, [])
-        depth, num_blocks = shape.depth[first.hash], shape.num_blocks[first.hash]
-        chosen.append(Branch(run, len(order) - 1, depth, len(children), num_blocks, -negative_tokens, order))
+        run = shape.run(first)
+        children = shape.children(run[-1])
+        nodes, num_blocks = [shape.nodes[place] for place in run], shape.num_blocks[first]
+        chosen.append(
+            Branch(nodes, len(order) - 1, shape.depth[first], len(children), num_blocks, -negative_tokens, order)
+        )
         offer(children, order)
     return sorted(chosen, key=lambda branch: branch.order)
 
@@ -324,6 +379,12 @@ def branch_label(branch: Branch, decode: Decode | None) -> str:
         if ids:
             return repr(decode(tuple(ids)))
     return hash_text(branch.nodes[0].hash)
+
+
+def text_around(node: Node, place: int, num_before: int, num_after: int, decode: Decode) -> str:
+    """A few tokens on each side of a place in a block, quoted; empty if its tokens were not kept."""
+    ids = token_ids([node])[max(0, place - num_before) : place + num_after]
+    return repr(decode(tuple(ids))) if ids else ""
 
 
 def hash_text(value: BlockHash) -> str:
@@ -341,26 +402,29 @@ class Twins:
     second: Node
     num_prefix_tokens: int  # before both blocks
     num_equal: int  # tokens at the start of both blocks
-    num_tokens: int  # of the smaller subtree: the most that could have been shared
+    num_tokens: int  # smaller subtree: the most that could have been shared
 
 
 def near_twins(shape: Shape, most: int) -> list[Twins]:
     """The pairs with the most tokens after the divergence. Needs the tokens, or digests of them."""
-    found: list[Twins] = []
-    if all(node.tokens is None for node in shape.nodes.values()):
-        return found
-    prefix_tokens: dict[BlockHash | None, int] = {None: 0}
-    for parent, siblings in _families(shape):
-        before = prefix_tokens[parent]
-        for node in siblings:
-            prefix_tokens[node.hash] = before + node.num_tokens
-        known = sorted((node for node in siblings if node.tokens), key=lambda node: node.tokens or b"")
+    nodes, found = shape.nodes, []
+    if all(node.tokens is None for node in nodes):
+        return []
+    before: list[int | None] = []  # tokens before each block; None: unknown
+    for node, parent in zip(nodes, shape.parents, strict=True):
+        prefix = before[parent] if parent >= 0 else 0 if node.parent is None else None
+        before.append(prefix if prefix is None or parent < 0 else prefix + nodes[parent].num_tokens)
+    families = [[place for place in shape.roots if before[place] == 0]]
+    families += [shape.children(place) for place, num in enumerate(shape.num_children) if num > 1]
+    for family in families:
+        known = sorted((place for place in family if nodes[place].tokens), key=lambda place: nodes[place].tokens or b"")
         for a, b in pairwise(known):  # neighbours have the longest common prefix
+            num_before, first, second = before[a], nodes[a].tokens or b"", nodes[b].tokens or b""
             # equal content under two hashes: different adapters or salts, not a divergence
-            num_common = 0 if a.tokens == b.tokens else num_equal(a.tokens or b"", b.tokens or b"") // 8
-            if num_common:
-                tokens = min(shape.num_tokens[a.hash], shape.num_tokens[b.hash])
-                found.append(Twins(a, b, before, num_common, tokens))
+            num_common = 0 if num_before is None or first == second else num_equal(first, second) // 8
+            if num_common and num_before is not None:
+                num_tokens = min(shape.num_tokens[a], shape.num_tokens[b])
+                found.append(Twins(nodes[a], nodes[b], num_before, num_common, num_tokens))
     return heapq.nlargest(most, found, key=lambda twins: (twins.num_tokens, twins.num_equal))
 
 
@@ -373,15 +437,6 @@ def token_ids(nodes: Iterable[Node]) -> list[int]:
     return tokens.tolist()
 
 
-def _families(shape: Shape) -> Iterator[tuple[BlockHash | None, list[Node]]]:
-    """Siblings, parents before their children."""
-    queue: list[tuple[BlockHash | None, list[Node]]] = [(None, [node for node in shape.roots if node.parent is None])]
-    while queue:
-        parent, siblings = queue.pop()
-        yield parent, siblings
-        queue += [(node.hash, shape.children[node.hash]) for node in siblings if node.hash in shape.children]
-
-
 SIZES = tuple(sorted({int(2**octave * step) for octave in range(20) for step in (1, 1.5)}))  # 1, 2, 3, 4, 6, 8, 12 ...
 
 
@@ -392,7 +447,7 @@ class CurvePoint:
     num_more_blocks: int
     num_blocks_kept: int
     num_tokens_kept: int
-    num_alone_kept: int  # of the blocks: those that came back alone, as answers do that are generated again
+    num_alone_kept: int  # blocks that came back alone, as answers do that are generated again
 
     @property
     def num_prompt_blocks_kept(self) -> int:

@@ -3,24 +3,26 @@ where prompts part; with the setting to change. Used by `attach`, `explain` and 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import (
     CurvePoint,
     Decode,
     Shape,
+    Shapes,
     Twins,
     branch_label,
     hash_text,
     largest_branches,
     near_twins,
-    token_ids,
+    text_around,
 )
 from pagedcli.printable import percent_text, plural
-from pagedcli.show.tables import Column, Table
 
 WORTH_SAYING = 0.01  # share of the blocks that were stored
-_MOST_OF_IT = 0.9  # of what the largest cache would have kept
+_MOST_OF_IT = 0.9  # share of what the largest cache would have kept
 _MOST_TREES, _MOST_BRANCHES = 8, 12
 _AROUND = 6  # tokens shown on each side of the place where two prompts part
 _MORE_MEMORY = (
@@ -29,20 +31,24 @@ _MORE_MEMORY = (
 )
 
 
-def verdict_table(state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None) -> Table:
-    """The two sentences, as lines of text. `points`: what larger caches would have kept; None: not known."""
-    rows = [{"verdict": sentence} for sentence in verdict(state, points, decode)]
-    return Table("verdict", "Verdict", [Column("verdict", "why the hit rate is what it is", words=True)], rows)
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence."""
+
+    verdict: Annotated[str, "why the hit rate is what it is"]
 
 
-def verdict(state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None) -> list[str]:
-    """What was stored again, and which prompts part where."""
+def verdict(
+    state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None, shapes: Shapes | None = None
+) -> list[Finding]:
+    """What was stored again, and which prompts part where. points: what larger caches would have kept, if known."""
     num_stored = state.total("num_stored")
     if not num_stored:
-        return ["No block was stored, so there is nothing to judge."]
+        return [Finding("No block was stored, so there is nothing to judge.")]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
     alone = state.num_alone["evicted"]
-    return [_again(num_stored, evicted - alone, alone, points), _parting(state, evicted - alone, num_stored, decode)]
+    parting = _parting(state, evicted - alone, num_stored, decode, shapes or Shapes())
+    return [Finding(_again(num_stored, evicted - alone, alone, points)), Finding(parting)]
 
 
 def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
@@ -63,10 +69,10 @@ def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint]
     return f"{share} of the stored blocks ({again:,} of {num_stored:,}) had been evicted before{kept}{answers}."
 
 
-def _parting(state: KVState, again: int, num_stored: int, decode: Decode | None) -> str:
+def _parting(state: KVState, again: int, num_stored: int, decode: Decode | None, shape_of: Shapes) -> str:
     """Where prompts part, and what to change."""
     trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
-    shapes = [Shape(tree, with_gone=True) for tree in trees]
+    shapes = [shape_of(tree, with_gone=True) for tree in trees]
     twins = max((twin for shape in shapes for twin in near_twins(shape, 1)), key=_weight, default=None)
     parting = _of_twins(twins, decode) if twins is not None else _of_forks(shapes, decode)
     changes = []
@@ -85,8 +91,8 @@ def _of_twins(twins: Twins, decode: Decode | None) -> str:
     place = twins.num_prefix_tokens + twins.num_equal
     texts = []
     for node in (twins.first, twins.second):
-        ids = token_ids([node])[max(0, twins.num_equal - _AROUND) : twins.num_equal + _AROUND]
-        texts.append(f"block {hash_text(node.hash)}" if decode is None or not ids else repr(decode(tuple(ids))))
+        text = "" if decode is None else text_around(node, twins.num_equal, _AROUND, _AROUND, decode)
+        texts.append(text or f"block {hash_text(node.hash)}")
     return (
         f"Prompts part at token {place:,}, inside a block: {texts[0]} and {texts[1]}"
         f" ({plural(twins.num_tokens, 'token')} after it are not shared)"

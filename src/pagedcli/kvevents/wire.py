@@ -27,7 +27,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     """Blocks of one chain became resident: each is the parent of the next."""
 
     hashes: list[BlockHash]
-    parent: BlockHash | None  # of the first block, None: it begins a prompt
+    parent: BlockHash | None  # parent of the first block; None: it begins a prompt
     block_size: int  # tokens per block
     token_ids: "array[int] | None"  # int64, of all blocks; None if absent or not integers
     medium: str  # upper case: GPU, CPU, DISK ...
@@ -87,7 +87,7 @@ class Batch:
     """One message. Unreadable events are counted, the others kept in order."""
 
     events: list[KVEvent]
-    time_s: float | None = None  # of the publisher's clock
+    time_s: float | None = None  # publisher's clock
     rank: int | None = None  # data-parallel rank
     event_ids: tuple[int, int] | None = None  # first and last, of a format that numbers events, not messages
     num_malformed: int = 0  # events

@@ -37,7 +37,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
     """
     if x.is_cuda and weight.dim() == 1 and (fused := fused_layers()):
-        return cast(Tensor, fused.add_rms_norm(None, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape))
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return cast(Tensor, fused.add_rms_norm(None, rows, weight, eps).view(x.shape))
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     if weight.dtype != x.dtype:
@@ -207,7 +208,7 @@ def gelu_tanh(up: Tensor) -> Tensor:
     return F.gelu(up, approximate="tanh")
 
 
-# by ModelSpec.hidden_act
+# Activations by their name in config.json.
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
@@ -225,7 +226,7 @@ class Routing:
     num_per_token: int
     renormalize: bool  # the picked scores are divided by their sum
     sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
-    scale: float = 1.0  # of the picked scores
+    scale: float = 1.0  # factor of the picked scores
     least_sum: float = 0.0  # added to their sum before they are divided by it
 
 

@@ -16,7 +16,7 @@ from pagedcli.attention.base import dtype_name
 class LinearLayer(Protocol):
     """y = x W^T + b, with any storage format of W."""
 
-    nbytes: int  # of W as stored in memory
+    nbytes: int  # size of W as stored in memory
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""
@@ -58,7 +58,7 @@ def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def unpacked_note(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """That reason as a note for the user, if there is one."""
+    """unpacked_reason as a note for the user, if there is one."""
     reason = unpacked_reason(device, dtype)
     return () if reason is None else (f"linear layers are slow here: {reason}",)
 

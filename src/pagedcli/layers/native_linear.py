@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
-from pagedcli.layers.quantized import E2M1, E2M1_ZERO, GroupedWeight, QuantizedWeight, chunk_columns
+from pagedcli.layers.quantized import E2M1, CodedWeight, Weight, chunk_columns
 from pagedcli.native import NativeLibrary
 from pagedcli.native.structs import (
     CODES4,
@@ -40,7 +40,7 @@ class NativeLinear:
     def __init__(
         self,
         library: NativeLibrary,
-        weight: Tensor | QuantizedWeight | GroupedWeight,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         gated: bool = False,
@@ -61,9 +61,7 @@ class NativeLinear:
         self.out_features = rows // 2 if gated else rows
         self.struct = LinearStruct(rows=rows, columns=columns, gated=gated)
         self._parts: list[NativeLinear] = []  # see side_by_side
-        if isinstance(weight, GroupedWeight):
-            tensors = self._pack_grouped(weight)
-        elif isinstance(weight, QuantizedWeight):
+        if isinstance(weight, CodedWeight):
             tensors = self._pack_codes(weight)
         else:
             tensors = self._pack(weight.contiguous(), quantization)
@@ -72,7 +70,7 @@ class NativeLinear:
         self.struct.weight = self._packed.data_ptr()
         self.struct.panel_bytes = self._packed.nbytes // self._functions.linear_num_panels(ctypes.byref(self.struct))
         self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)  # as packed
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)  # size of the packed form
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated."""
@@ -139,8 +137,8 @@ class NativeLinear:
         self._call("linear_pack", weight, packed)
         return (packed,)
 
-    def _pack_codes(self, weight: QuantizedWeight) -> tuple[Tensor, ...]:
-        """A quantized weight: 8 bits symmetric per output feature as int8, everything else in chunks of its groups.
+    def _pack_codes(self, weight: CodedWeight) -> tuple[Tensor, ...]:
+        """A weight of codes: 8 bits symmetric per output feature as int8, everything else in chunks of its groups.
 
         With groups of 64 inputs a chunk is 64 inputs, and a panel of P output features, for example P = 32, is
 
@@ -151,49 +149,48 @@ class NativeLinear:
         are sorted by group first, and `order` [in] says which activation belongs to which input.
         """
         columns, num_groups = weight.codes.shape[1], weight.scales.shape[1]
-        if weight.bits == 8 and num_groups == 1 and bool((weight.zeros == 128).all()):
+        zeros = weight.zeros if isinstance(weight.zeros, Tensor) else None
+        if weight.bits == 8 and num_groups == 1 and zeros is not None and bool((zeros == 128).all()):
             self.struct.kind = INT8
             signed = (weight.codes ^ 128).contiguous().view(torch.int8)
             tensors = packed, scales, sums = self._empty_with_scales()
             self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), packed, scales, sums)
             return tensors
         weight, order = weight.in_order
-        self.struct.kind = LEVELS4 if weight.levels else CODES4 if weight.bits == 4 else CODES8
-        kept_dtype = weight.scales.dtype if weight.bits == 4 and weight.scales.dtype in DTYPE_CODES else torch.float32
-        self.struct.scale_type = DTYPE_CODES[kept_dtype]
-        if num_groups > 1 and weight.group_size % 32:
-            raise BackendError(f"no native kernel for groups of {weight.group_size}")
-        self.struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
-        self.struct.zero = E2M1_ZERO if weight.levels else -1
-        packed = self._empty()
-        scales, zeros = weight.scales.to(kept_dtype).contiguous(), 0 if weight.levels else weight.zeros.contiguous()
-        self._call("linear_pack_codes", weight.codes.contiguous(), scales, zeros, weight.group_size, packed)
-        if order is None:
-            return (packed,)
-        order = order.to(torch.int32)
-        self.struct.order = order.data_ptr()
-        return packed, order
-
-    def _pack_grouped(self, weight: GroupedWeight) -> tuple[Tensor, ...]:
-        """A weight of a GGUF file: products of steps and bytes where its scales are those, scales of 16 bits with a
-        zero point where they are those, otherwise a scale and a minimum in float32 for each group."""
         codes, struct = weight.codes.contiguous(), self.struct
         struct.kind = {4: CODES4, 5: CODES5, 6: CODES6, 8: CODES8}[weight.bits]
         if weight.levels:
             struct.kind = LEVELS4 if weight.levels == E2M1 else IQ4
-        struct.chunk, struct.zero = weight.group_size, weight.zero if weight.minima is None else -1
-        if weight.steps is None and weight.minima is None:
-            struct.scale_type = DTYPE_CODES[weight.scales.dtype]
-            packed = self._empty()
-            self._call("linear_pack_codes", codes, weight.scales.contiguous(), 0, weight.group_size, packed)
+        struct.zero = weight.zeros if isinstance(weight.zeros, int) and weight.minima is None else -1
+        if weight.steps is not None or weight.minima is not None:
+            return (self._pack_grouped(codes, weight),)
+        kept_dtype = weight.scales.dtype
+        if kept_dtype not in DTYPE_CODES or (weight.bits == 8 and zeros is not None):
+            kept_dtype = torch.float32
+        struct.scale_type = DTYPE_CODES[kept_dtype]
+        if num_groups > 1 and weight.group_size % 32:
+            raise BackendError(f"no native kernel for groups of {weight.group_size}")
+        struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
+        packed, scales = self._empty(), weight.scales.to(kept_dtype).contiguous()
+        self._call(
+            "linear_pack_codes", codes, scales, 0 if zeros is None else zeros.contiguous(), weight.group_size, packed
+        )
+        if order is None:
             return (packed,)
-        struct.scale_type = MINIMA if weight.steps is None else STEPS
+        order = order.to(torch.int32)
+        struct.order = order.data_ptr()
+        return packed, order
+
+    def _pack_grouped(self, codes: Tensor, weight: CodedWeight) -> Tensor:
+        """Scales that are products of steps and bytes as those, otherwise a scale and a minimum in float32 for each
+        group."""
+        self.struct.chunk, self.struct.scale_type = weight.group_size, MINIMA if weight.steps is None else STEPS
         packed = self._empty()
         scales = (weight.scales, weight.minima) if weight.steps is None else (None, None)
         factors = weight.factors, weight.steps, weight.minimum_factors, weight.minimum_steps
         tensors = [0 if each is None else each.contiguous() for each in (*scales, *factors)]
         self._call("linear_pack_grouped", codes, *tensors, packed)
-        return (packed,)
+        return packed
 
     def _empty_with_scales(self) -> tuple[Tensor, Tensor, Tensor]:
         packed, padded_rows = self._empty(), self._padded_rows()

@@ -13,25 +13,34 @@ _HINT = "use the unquantized version of the model"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """w[o, i] = scales[o, g] * (q[o, i] - zeros[o, g]), g the group of i, and q a code or that code's level."""
+class CodedWeight:
+    """w[o, i] = scales[o, g] * (q[o, i] - zeros[o, g]), or with minima scales[o, g] * q[o, i] - minima[o, g]: g is the
+    group of i, and q a code, or that code's level."""
 
-    codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
-    bits: int  # 4 or 8
+    codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1, or the numbers themselves as float8_e4m3fn
+    bits: int  # 4, 5, 6 or 8
     scales: Tensor  # floating point [out, groups]
-    zeros: Tensor  # uint8 [out, groups]
+    zeros: Tensor | int  # uint8 [out, groups], or one for all
     group_size: int  # inputs of a group; the last may have fewer
     groups: Tensor | None = None  # int64 [in]: the group of each input; None: neighbours
-    levels: tuple[int, ...] = ()  # by code; E2M1 of native/packed_groups.h is the only table that kernels read
+    levels: tuple[int, ...] = ()  # by code: E2M1 or IQ4 of native/packed_groups.h; empty: codes are numbers
+    minima: Tensor | None = None  # float32 [out, groups]
+    # scales as float32 [out, in / 256] times int8 [out, groups], exactly, and minima so, times uint8; None: none such
+    steps: Tensor | None = None
+    factors: Tensor | None = None
+    minimum_steps: Tensor | None = None
+    minimum_factors: Tensor | None = None
 
     @property
-    def in_order(self) -> tuple["QuantizedWeight", Tensor | None]:
+    def in_order(self) -> tuple["CodedWeight", Tensor | None]:
         """The weight with the inputs of each group as neighbours, and that order of inputs [in]; None: as they are.
 
         Raises: ModelError if a group does not have group_size inputs.
         """
+        if self.groups is None:
+            return self, None
         neighbours = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
-        if self.groups is None or torch.equal(self.groups, neighbours):
+        if torch.equal(self.groups, neighbours):
             return replace(self, groups=None), None
         order = self.groups.argsort(stable=True)
         if not torch.equal(self.groups[order], neighbours):
@@ -40,65 +49,25 @@ class QuantizedWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as numbers [out, in], computed in float32 and rounded once."""
-        groups = self.groups
-        if groups is None:
-            groups = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
         levels = torch.tensor(self.levels, dtype=torch.float32, device=self.codes.device) if self.levels else None
         out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
         for start in range(0, len(out), 1024):  # float32 copies of a whole weight would be the peak of loading
             part = slice(start, start + 1024)
-            codes = self.codes[part].float() if levels is None else levels[self.codes[part].long()]
-            whole = codes - self.zeros[part].float()[:, groups]
-            out[part] = whole.mul_(self.scales[part].float()[:, groups])
+            whole = self.codes[part].float() if levels is None else levels[self.codes[part].long()]
+            if self.minima is not None:
+                whole = whole.mul_(self._of_inputs(self.scales[part])).sub_(self._of_inputs(self.minima[part]))
+            else:
+                zeros = self.zeros if isinstance(self.zeros, int) else self._of_inputs(self.zeros[part])
+                whole = whole.sub_(zeros).mul_(self._of_inputs(self.scales[part]))
+            out[part] = whole
         return out
 
-
-@dataclass(frozen=True, slots=True)
-class Float8Weight:
-    """w[o, i] = scales[o, g] * numbers[o, i], g = i // group_size."""
-
-    numbers: Tensor  # float8_e4m3fn [out, in]
-    scales: Tensor  # float32 [out, groups]
-    group_size: int  # inputs of a group; the last may have fewer
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight as numbers [out, in], computed in float32 and rounded once."""
-        out = torch.empty(self.numbers.shape, dtype=dtype, device=self.numbers.device)
-        for start in range(0, len(out), 1024):  # see QuantizedWeight.dequantized
-            part = slice(start, start + 1024)
-            scales = self.scales[part].repeat_interleave(self.group_size, 1)[:, : out.shape[1]]
-            out[part] = self.numbers[part].float().mul_(scales)
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedWeight:
-    """w[o, i] = scales[o, g] * (q[o, i] - zero), or with minima scales[o, g] * q[o, i] - minima[o, g],
-    g = i // group_size and q a code or that code's level: the numbers of a GGUF file."""
-
-    codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
-    bits: int  # 4, 5, 6 or 8
-    group_size: int  # 16 or 32, which divides the inputs
-    scales: Tensor  # floating point [out, groups]
-    zero: int = 0
-    minima: Tensor | None = None  # float32 [out, groups]
-    # scales as float32 [out, in / 256] times int8 [out, groups], exactly, and minima so, times uint8; None: none such
-    steps: Tensor | None = None
-    factors: Tensor | None = None
-    minimum_steps: Tensor | None = None
-    minimum_factors: Tensor | None = None
-    levels: tuple[int, ...] = ()  # by code: E2M1 or IQ4 of native/packed_groups.h; empty: codes are numbers
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight as numbers [out, in], computed in float32 and rounded once."""
-        codes = self.codes.reshape(len(self.codes), -1, self.group_size).float()
-        if self.levels:
-            codes = torch.tensor(self.levels, dtype=torch.float32, device=codes.device)[codes.long()]
-        if self.minima is None:
-            whole = codes.sub_(self.zero).mul_(self.scales.float().unsqueeze(-1))
-        else:
-            whole = codes.mul_(self.scales.float().unsqueeze(-1)).sub_(self.minima.unsqueeze(-1))
-        return whole.flatten(1).to(dtype)
+    def _of_inputs(self, of_groups: Tensor) -> Tensor:
+        """[rows, groups] -> float32 [rows, in]."""
+        if self.groups is not None:
+            return of_groups.float()[:, self.groups]
+        spread = of_groups.float().unsqueeze(-1).expand(-1, -1, self.group_size)
+        return spread.flatten(1)[:, : self.codes.shape[1]]
 
 
 # 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives by the four bits of e2m1, times 2 and plus E2M1_ZERO.
@@ -108,31 +77,28 @@ E2M1_ZERO = 12
 IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 IQ4_ZERO = 128
 
-Weight = Tensor | QuantizedWeight | Float8Weight | GroupedWeight  # of a linear layer, [out, in]
+Weight = Tensor | CodedWeight  # of a linear layer, [out, in]
 
 
-def stacked(weights: Sequence[QuantizedWeight | Float8Weight]) -> QuantizedWeight | Float8Weight:
+def stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
     """The output features of weights with the same format and inputs below each other.
 
     Raises: ModelError if the inputs are grouped differently.
     """
-    first = weights[0]
-    if len(weights) == 1:
+    first, *others = weights
+    if not others:
         return first
-    if isinstance(first, Float8Weight):
-        floats = [weight for weight in weights if isinstance(weight, Float8Weight)]
-        numbers = torch.cat([weight.numbers.view(torch.uint8) for weight in floats]).view(torch.float8_e4m3fn)
-        return replace(first, numbers=numbers, scales=torch.cat([weight.scales for weight in floats]))
-    whole = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    for other in whole[1:]:
+    for other in others:
         a, b = first.groups, other.groups
         if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
             raise ModelError("q, k and v, or gate and up, group their inputs differently", hint=_HINT)
+    zeros = [weight.zeros for weight in weights if isinstance(weight.zeros, Tensor)]
     return replace(
         first,
-        codes=torch.cat([weight.codes for weight in whole]),
-        scales=torch.cat([weight.scales for weight in whole]),
-        zeros=torch.cat([weight.zeros for weight in whole]),
+        # as bytes: torch does not concatenate float8
+        codes=torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else first.zeros,
     )
 
 

@@ -22,13 +22,13 @@ class StateHeads:
     """The heads of a recurrence, and how its inputs lie in a projected row."""
 
     num_heads: int  # H
-    num_key_heads: int  # of k and q, or of B and C; each serves neighbouring heads, if not `tiled`
+    num_key_heads: int  # heads of k and q, or of B and C; each serves neighbouring heads, if not `tiled`
     key_dim: int  # N
     value_dim: int  # P
     corrects: bool  # a gated delta rule; False: a selective scan
     interleaved: bool = False  # key head by key head: q, k, v, z; and b, a
     tiled: bool = False  # a key head serves not neighbours, but every num_key_heads-th head
-    limits: tuple[float, float] = (0.0, 0.0)  # of a step of a selective scan
+    limits: tuple[float, float] = (0.0, 0.0)  # bounds of a selective scan's step size
 
     @property
     def values_per_key(self) -> int:
@@ -78,8 +78,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, st
     """
     before, num_tokens = weight.shape[0] - 1, x.shape[0]
     counts = step.cu_q.diff()
-    starts = step.cu_q[:-1].long() + torch.arange(len(counts), device=x.device) * before  # of each in `rows`
-    rows = x.new_empty((num_tokens + before * len(counts), x.shape[1]))  # of each sequence: what it saw, what is new
+    starts = step.cu_q[:-1].long() + torch.arange(len(counts), device=x.device) * before  # first rows
+    rows = x.new_empty((num_tokens + before * len(counts), x.shape[1]))  # per sequence: its last inputs, the new ones
     rows[starts[:, None] + torch.arange(before, device=x.device)] = step.load(pool)
     sequence = torch.repeat_interleave(torch.arange(len(counts), device=x.device), counts, output_size=num_tokens)
     places = torch.arange(num_tokens, device=x.device) + (sequence + 1) * before

@@ -12,9 +12,9 @@ from pagedcli.layers.basic import fused_layers
 from pagedcli.native import loaded_library
 from pagedcli.native.structs import DTYPE_CODES, bind
 
-INVALID = -1  # in place of a token if a row's logits contain NaN or +inf, or only -inf
-_ROWS = 32  # whose 64-bit numbers are in memory at once
-NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
+INVALID = -1  # the token of a row whose logits contain NaN or +inf, or only -inf
+_ROWS = 32  # rows with 64-bit numbers in memory at once
+NUM_LIKELIEST = 1024  # tokens that top-p is first tried on: sorting a whole vocabulary is slow on a CPU
 
 
 class Limits(NamedTuple):
@@ -96,7 +96,7 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
     torch's argmax of 32 x 151,936 bfloat16 logits takes 16 ms on one Zen 5 core, its max 2.9, the native loop 0.6.
     """
     if logits.is_cuda:
-        tokens = logits.argmax(-1)  # for a row with NaN its index: torch treats NaN as the maximum
+        tokens = logits.argmax(-1)  # torch treats NaN as the maximum: a row with NaN gives its index.
         largest = logits.gather(-1, tokens[:, None])[:, 0]
         return tokens.where(largest.isfinite(), INVALID)
     kernels = _kernels(logits)

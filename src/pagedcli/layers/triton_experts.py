@@ -102,7 +102,7 @@ class GroupedExperts:
         tile = expert_tile(weight, num_rows, x.dtype, is_gated=is_gated)
         constants = experts_constants(weight, tile, self._activation if is_gated else None)
         out = x.new_empty((num_rows, weight.num_out // 2 if is_gated else weight.num_out))
-        num_tiles = min(num_rows, num_experts) + num_rows // tile.rows  # at most so many
+        num_tiles = min(num_rows, num_experts) + num_rows // tile.rows  # upper bound
         grid = (-(-out.shape[1] // tile.columns), num_tiles)
         order = rows if weight.order is None else weight.order
         optional = x if bias is None else bias, order, rows, x if factors is None else factors
@@ -133,7 +133,7 @@ def expert_tile(weight: KernelWeight, num_rows: int, dtype: torch.dtype, *, is_g
     mean = num_rows // weight.numbers.shape[0]
     if mean >= 64 and dtype.itemsize == 2:
         return Tile(128, 64 if is_gated else 128, 64 if weight.group_size % 64 == 0 else 32, 8)
-    # with 64 inputs per step some variants spill registers
+    # Some variants spill registers with 64 inputs per step.
     return Tile(16 if mean <= 16 else 32 if mean <= 32 else 64, 64, 32, 4)
 
 
@@ -246,7 +246,7 @@ def experts_kernel(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     NUMBERS: tl.constexpr,  # elements of an expert
-    ACTIVATION: tl.constexpr,  # of layers.basic.ACTIVATIONS, of the gate; None: there is no gate
+    ACTIVATION: tl.constexpr,  # name of the gate's activation in layers.basic.ACTIVATIONS; None: there is no gate
     BIAS: tl.constexpr,
     ORDERED: tl.constexpr,
     BLOCK_X: tl.constexpr,

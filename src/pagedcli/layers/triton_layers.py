@@ -31,6 +31,8 @@ def add_rms_norm(
     Shapes:  x, residual [T, E] contiguous; weight, norm_added [E], of their dtype or float32; returns [T, E].
     Changes: residual, which becomes the sum.
     """
+    assert residual.is_contiguous(), "the kernel reads rows of E elements"
+    assert x is None or x.is_contiguous(), "the kernel reads rows of E elements"
     out = residual if weight is None else torch.empty_like(residual)
     num_tokens, width = residual.shape
     if num_tokens:
@@ -270,8 +272,8 @@ def rotate_and_store_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,  # of each of the "heads", of "all" heads of q and all of k, or None
-    NORM_VALUES: tl.constexpr,  # with NORM of the "heads"
+    NORM: tl.constexpr,  # "heads": each is normed; "all": all of q and all of k; or None
+    NORM_VALUES: tl.constexpr,  # needs NORM "heads"
     ROTATED: tl.constexpr,  # R, the first elements of each head; the others stay as they are
     NEIGHBOURS: tl.constexpr,  # the pairs (2i, 2i + 1) are rotated, and become (i, i + R/2)
     SCALED: tl.constexpr,

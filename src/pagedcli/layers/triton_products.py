@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.quantized import E2M1, Float8Weight, GroupedWeight, QuantizedWeight, Weight
+from pagedcli.layers.quantized import E2M1, CodedWeight, Weight
 
 _CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read the bits
 
@@ -31,12 +31,12 @@ class KernelWeight:
     group_size: int  # inputs that share a scale; at least K if all do
     numbers: Tensor  # [X, N, K]; codes, and those of e2m1: int32 words [X, ceil(K * bits / 32), N], lowest bits first
     scales: Tensor | None = None  # [X, groups, N]
-    zeros: Tensor | None = None  # of codes [X, groups, N]: uint8 zero points, or float32 minima
+    zeros: Tensor | None = None  # [X, groups, N], for codes: uint8 zero points, or float32 minima
     order: Tensor | None = None  # int32 [X, K]: the input of each of the K, if groups are not neighbours
 
     @property
     def nbytes(self) -> int:
-        """Of the numbers, scales and zero points."""
+        """Bytes of the numbers, scales and zero points."""
         return sum(tensor.nbytes for tensor in (self.numbers, self.scales, self.zeros) if tensor is not None)
 
     @property
@@ -83,41 +83,28 @@ def _of_one(weight: Weight) -> KernelWeight:
     if isinstance(weight, Tensor):
         num_out, num_in = weight.shape
         return KernelWeight("floats", num_out, num_in, num_in, weight)
-    if isinstance(weight, Float8Weight):
+    if weight.codes.dtype == torch.float8_e4m3fn:
         return _float8(weight)
-    if isinstance(weight, GroupedWeight):
-        return _grouped(weight)
+    assert weight.levels in ((), E2M1), "no kernel reads other levels"
     weight, order = weight.in_order
     num_out, num_in = weight.codes.shape
-    return KernelWeight(
-        "e2m1" if weight.levels else "codes4" if weight.bits == 4 else "codes8",
-        num_out,
-        num_in,
-        _group_size(weight.group_size, num_in),
-        numbers=_words(weight.codes.T, weight.bits),
-        scales=weight.scales.T,
-        zeros=None if weight.levels else weight.zeros.T,
-        order=None if order is None else order.to(torch.int32),
-    )
-
-
-def _grouped(weight: GroupedWeight) -> KernelWeight:
-    assert weight.levels in ((), E2M1), "no kernel reads other levels"
-    zeros = torch.full_like(weight.scales, weight.zero, dtype=torch.uint8) if weight.minima is None else weight.minima
-    bits, (num_out, num_in) = 4 if weight.bits == 4 else 8, weight.codes.shape
+    bits, zeros = 4 if weight.bits == 4 else 8, weight.zeros if weight.minima is None else weight.minima
+    if isinstance(zeros, int):
+        zeros = torch.full_like(weight.scales, zeros, dtype=torch.uint8)
     return KernelWeight(
         "e2m1" if weight.levels else "codes4" if bits == 4 else "codes8",
         num_out,
         num_in,
-        weight.group_size,
+        _group_size(weight.group_size, num_in),
         numbers=_words(weight.codes.T, bits),
         scales=weight.scales.T,
         zeros=None if weight.levels else zeros.T,
+        order=None if order is None else order.to(torch.int32),
     )
 
 
-def _float8(weight: Float8Weight) -> KernelWeight:
-    numbers, scales = weight.numbers, weight.scales.T
+def _float8(weight: CodedWeight) -> KernelWeight:
+    numbers, scales = weight.codes, weight.scales.T
     num_out, num_in = numbers.shape
     if not (numbers.is_cuda and torch.cuda.get_device_capability(numbers.device) >= _CONVERTS_FLOAT8):
         numbers, scales = numbers.view(torch.uint8), scales * 256
@@ -136,7 +123,7 @@ class TritonLinear:
 
     __slots__ = ("_bias", "_order", "_weight", "nbytes")
 
-    def __init__(self, weight: QuantizedWeight | Float8Weight | GroupedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: CodedWeight, bias: Tensor | None = None) -> None:
         """Raises: ModelError if the groups of act-order weights are of different sizes, or FP8 weights no numbers."""
         self._weight, self._bias = kernel_weight([weight]), bias
         self._order = None if self._weight.order is None else self._weight.order[0].long()
@@ -197,7 +184,7 @@ def _num_processors(device: torch.device) -> int:
 def unpacked_weight(weight: KernelWeight, dtype: torch.dtype) -> Tensor:
     """A linear layer's weight as numbers [N, K]."""
     num_out, num_in = weight.num_out, weight.num_in
-    by_rows = weight.form == "float8"  # as it is stored
+    by_rows = weight.form == "float8"  # FP8 is stored [N, K]
     shape = (num_out, num_in) if by_rows else (num_in, num_out)
     out = torch.empty(shape, dtype=dtype, device=weight.numbers.device)
     grid = -(-num_out // 64), -(-num_in // 64)
@@ -255,7 +242,7 @@ def add_product(
 @triton.jit
 def _float8_numbers(numbers):
     """e4m3 as numbers, or bits of e4m3 as numbers / 256."""
-    if numbers.dtype == tl.uint8:  # in the bits of float16 it is its value / 256
+    if numbers.dtype == tl.uint8:  # A uint8 read as the high bits of a float16 is its value / 256.
         bits = numbers.to(tl.int16)
         numbers = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
     return numbers
@@ -383,7 +370,7 @@ def unpack_kernel(
     numbers_ptr,
     scales_ptr,
     zeros_ptr,
-    out_ptr,  # of FP8 [N, K], of codes [K, N]
+    out_ptr,  # [N, K] for FP8, [K, N] for codes
     N: tl.constexpr,
     K: tl.constexpr,
     FORM: tl.constexpr,

@@ -332,7 +332,7 @@ def _softplus(x):
 @triton.jit
 def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, mask, head,
            H: tl.constexpr, G: tl.constexpr, DELTA: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
-    """Of some tokens: the logarithm of how much a head keeps, 0 where masked; and beta, or the size of the step."""
+    """For some tokens: the logarithm of how much a head keeps, 0 where masked; and beta, or the size of the step."""
     row = gates_ptr + token.to(tl.int64) * gates_stride
     decay, bias = tl.load(decay_ptr + head), tl.load(bias_ptr + head)
     if DELTA:
@@ -380,7 +380,7 @@ def _norm_then_gate(o, weight_ptr, z_row, value, inside, head, eps, dtype: tl.co
     return (normed * weight).to(dtype).to(tl.float32) * _silu(z)
 
 
-@triton.jit(do_not_specialize_on_alignment=["gates_ptr"])  # of Mamba-2 the last columns of a wider tensor
+@triton.jit(do_not_specialize_on_alignment=["gates_ptr"])  # Mamba-2's gates are the last columns of a wider tensor.
 def step_kernel(
     mixed_ptr,
     gates_ptr,

@@ -14,7 +14,7 @@ from pagedcli.layers.triton_layers import power_of_2
 Limits = tuple[Tensor, Tensor, Tensor]  # layers.sampling.Limits
 CHUNK = 4096  # logits per program: a row of 152k is 38 programs
 _BLOCK = 2048  # logits per round of a program that reads a whole row
-_PIVOTS = 8  # by which a round divides the candidates for a limit
+_PIVOTS = 8  # pivots per round of the search for a limit
 _CANDIDATES = 8192  # so few are copied out of the row
 _EXACT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of a float32 that are zero for values of these types
 
@@ -155,8 +155,8 @@ def _border(
     Each round divides the range that holds the number, at first by differences to the top in units of `scale`. Once
     the range has few tokens, only those are read.
     """
-    lo = _ordered(lowest, SHIFT).to(tl.int64)  # from here on they are enough,
-    hi = _ordered(top, SHIFT).to(tl.int64) + 1  # from here on they are not:
+    lo = _ordered(lowest, SHIFT).to(tl.int64)  # The tokens from here on are enough,
+    hi = _ordered(top, SHIFT).to(tl.int64) + 1  # those from here on are not:
     above = tl.full((), 0, tl.int64)  # just these
     step = tl.arange(0, PIVOTS)
     pivots = _ordered(top - scale * tl.exp2(step.to(tl.float32) - 2.0), SHIFT).to(tl.int64)
@@ -246,7 +246,7 @@ def smallest_kept_kernel(
                     counted = (column < V) & (x >= floor) & (_ordered(x, SHIFT) > border)  # -0.0 counts as below 0.0
                     mass += tl.where(counted, _mass(x, top, inverse), 0)
                 total = tl.sum(mass, 0)
-                if (top_k > 0) & (last >= floor):  # of tokens like the last one top-k counts only some
+                if (top_k > 0) & (last >= floor):  # Top-k counts only some of the tokens equal to the last one.
                     total += (tl.minimum(top_k, V).to(tl.int64) - above) * _mass(last, top, inverse)
                 wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
                 border, above = _border(
@@ -269,7 +269,7 @@ def _weights(logits_ptr, column, inside, floor, inverse, FLOOR: tl.constexpr):
     return x * inverse
 
 
-@triton.jit(do_not_specialize_on_alignment=["mass_ptr"])  # that depends on the number of rows
+@triton.jit(do_not_specialize_on_alignment=["mass_ptr"])  # Its alignment depends on the number of rows.
 def sample_chunks_kernel(
     logits_ptr,
     temperature_ptr,

@@ -454,10 +454,11 @@ class Mlp:
 
 
 @dataclass(slots=True)
-class AttentionBesideMlp:
+class BesideMlp:
     """Attention and an MLP of the same normed residual."""
 
-    attention: Attention
+    index: int  # among the layers that attend
+    attention: Body
     mlp: Body
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
@@ -465,7 +466,7 @@ class AttentionBesideMlp:
         out = self.attention(x, step)
         if not out.shape[0]:
             return out
-        return out.add_(self.mlp(step.layers[self.attention.index].attending(x), step))
+        return out.add_(self.mlp(step.layers[self.index].attending(x), step))
 
 
 @dataclass(slots=True)

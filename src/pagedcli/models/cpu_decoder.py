@@ -18,11 +18,16 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
-from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input, unread_tensors
-from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
+from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mlps import Experts, Mlp
+from pagedcli.models.parameters import decoder_parameters, unread_tensors
 from pagedcli.models.rope import rope_notes
-from pagedcli.models.spec import ExpertsSpec, layer_groups
+from pagedcli.models.spec import LayerSpec, layer_groups
 from pagedcli.models.stacking import UnreadTensors
+from pagedcli.models.tensors import linear_formats
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import (
@@ -96,7 +101,7 @@ class CpuDecoder:
         out = residual if late is None else torch.empty((late.wanted.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
         late_positions = positions if late is None else positions.index_select(0, late.tokens)
-        states = None if self.spec.recurrent is None else _StateArguments(batch)
+        states = _StateArguments(batch) if self.spec.states else None
         input_ids = input_ids.contiguous()
         step = StepStruct(
             num_tokens=input_ids.shape[0],
@@ -167,41 +172,43 @@ class _Builder(Parts):
         return embedding, lm_head
 
     def model(self) -> ModelStruct:
-        spec, attention = self._spec, self._spec.attention_layers[0]
-        shared = spec.experts.shared_intermediate_size if spec.experts is not None else None
-        layers = (LayerStruct * spec.num_layers)(*(self._layer(i, f"layers.{i}") for i in range(spec.num_layers)))
-        groups = layer_groups(spec.attention_layers)
-        attending = [i for i in range(spec.num_layers) if i not in spec.recurrent_layers]
-        for number, group in enumerate(groups):
+        spec, attention = self._spec, self._spec.attentions[0]
+        made = [self._layer(layer, f"layers.{i}") for i, layer in enumerate(spec.layers)]
+        layers = (LayerStruct * spec.num_layers)(*made)
+        attending = [i for i, layer in enumerate(spec.layers) if layer.mixer.attends]
+        for number, group in enumerate(layer_groups(spec.attention_layers)):
             for place, index in enumerate(group.layers):
                 layers[attending[index]].group, layers[attending[index]].place = number, place
-        for index, source in enumerate(spec.kv_sources):
-            if source is not None:
-                layers[index].group, layers[index].place = layers[source].group, layers[source].place
-        for place, index in enumerate(spec.recurrent_layers):
+        for index, mixer in zip(attending, spec.attentions, strict=True):
+            if mixer.source is not None:
+                source = layers[attending[mixer.source]]
+                layers[index].group, layers[index].place = source.group, source.place
+        for place, index in enumerate(i for i, layer in enumerate(spec.layers) if layer.mixer.state):
             layers[index].place = place
         self.kept.append(layers)
+        experts = spec.experts
+        shared = experts.shared.width if experts is not None and experts.shared is not None else 0
         return ModelStruct(
             dtype=DTYPE_CODES[self._request.dtype],
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             num_heads=spec.num_heads,
             last_keeper=spec.last_keeper,
-            qkv_size=spec.widest_qkv,
-            head_size=spec.num_heads * max(head_dim for _, head_dim in map(spec.heads_of, attending)),
-            inner_size=max(spec.widest_mlp, shared or 0, spec.recurrent.inner if spec.recurrent else 0),
-            output_gate=spec.output_gate,
-            norms_heads=spec.qk_norm_all,
-            norms_last=spec.norms_last,
-            value_norm=spec.value_norm,
-            float_norms=spec.float_norms,
-            gate=_GATES[spec.hidden_act],
-            centred_norms=_CENTRED[spec.centred_norms],
-            side_by_side=spec.layer_norms == "shared",
-            eps=spec.rms_norm_eps,
-            attention_scale=attention.scale,
+            qkv_size=spec.widest_attention.qkv_size,
+            head_size=spec.num_heads * max(mixer.head_dim for mixer in spec.attentions),
+            inner_size=max(spec.widest_mlp, shared, *(layer.mixer.inner for layer in spec.layers)),
+            output_gate=attention.output_gate,
+            norms_heads=attention.qk_norm == "all",
+            norms_last=attention.norms_last,
+            value_norm=attention.value_norm,
+            float_norms=spec.norm.in_float32,
+            gate=_GATES[(spec.activations or ["silu"])[0]],
+            centred_norms=_CENTRED[spec.norm.centred],
+            side_by_side=spec.layers[0].norms == "shared",
+            eps=spec.norm.eps,
+            attention_scale=spec.attention_layers[0].scale,
             soft_cap=attention.soft_cap or 0.0,
-            residual_multiplier=spec.residual_multiplier,
+            residual_multiplier=spec.scales.residual,
             layers=ctypes.addressof(layers),
             final_norm=self._norm("final_norm"),
             **self._inputs(),
@@ -212,51 +219,52 @@ class _Builder(Parts):
         if self._spec.layer_inputs is None:
             return {}
         return {
-            "input_size": self._spec.layer_inputs,
+            "input_size": self._spec.layer_inputs.size,
             "input_table": self._taken("layer_table"),
             "input_projection": self._unquantized("layer_projection"),
             "input_norm": self._norm("layer_projection_norm"),
         }
 
-    def _layer(self, index: int, key: str) -> LayerStruct:
-        spec = self._spec
-        layer = LayerStruct(scalar=1.0, reads=not spec.keeps(index), keys_as_values=index in spec.keys_as_values)
-        layer.num_kv_heads, layer.head_dim = spec.heads_of(index)
-        if index in self._spec.recurrent_layers:
-            layer.recurrent = self._recurrent(key)
-        else:
-            layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
+    def _layer(self, spec: LayerSpec, key: str) -> LayerStruct:
+        layer = LayerStruct(scalar=1.0)
         for name in _NORMS:
             setattr(layer, name, self._norm(f"{key}.{name}"))
-        if spec.layer_inputs is not None:
+        match spec.mixer:
+            case Attention() as mixer:
+                self._attention(layer, mixer, key)
+            case recurrent:
+                layer.recurrent = self._recurrent(recurrent, key)
+        if self._spec.layer_inputs is not None:
             layer.input_gate = self._unquantized(f"{key}.input_gate")
             layer.input_out = self._unquantized(f"{key}.input_out")
         if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:
             layer.scalar = scalar.item()
-        if (sinks := self._tensors.pop(f"{key}.sinks", None)) is not None:
-            layer.sinks = self._address(sinks)
+        for mlp in spec.mlps:
+            layer.gate_up, layer.down = self._mlp(mlp, key)
+        if isinstance(spec.mlp, Experts):
+            if spec.mlp.beside is not None:
+                layer.router_norm = self._address(self.router_norm(key))
+            layer.experts = ctypes.addressof(self._experts(spec.mlp, key))
+        return layer
+
+    def _attention(self, layer: LayerStruct, mixer: Attention, key: str) -> None:
+        """Changes: layer."""
+        layer.reads, layer.keys_as_values = not mixer.keeps, mixer.keys_as_values
+        layer.num_kv_heads, layer.head_dim = mixer.heads
+        layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
+        layer.sinks = self._taken(f"{key}.sinks")
         if (both := self.norm(f"{key}.qk_norm")) is not None:
-            layer.q_norm, *of_keys = (self._address(weight) for weight in both.view(-1, layer.head_dim).unbind(0))
+            layer.q_norm, *of_keys = (self._address(weight) for weight in both.view(-1, mixer.head_dim).unbind(0))
             layer.k_norm = of_keys[0] if of_keys else None
-        if layer.recurrent is None and (rope := self.rope(index)) is not None:
-            table = self.table(rope, self._spec.heads_of(index)[1])
+        if (rope := mixer.rope) is not None:
+            table = self.table(rope, mixer.head_dim)
             self.kept.append(table)
             layer.rope_table, layer.rotated, layer.neighbours = table.data_ptr(), table.shape[1], rope.neighbours
             if (scales := self.query_scales(rope)) is not None:
                 self.kept.append(scales)
                 layer.query_scales = scales.data_ptr()
-        if not self._spec.has_mlp(index):
-            return layer
-        experts = self.experts(index)
-        if experts is None or experts.beside_mlp:
-            layer.gate_up, layer.down = self._mlp(key)
-        if experts is not None and experts.beside_mlp:
-            layer.router_norm = self._address(self.router_norm(key))
-        if experts is not None:
-            layer.experts = ctypes.addressof(self._experts(experts, key))
-        return layer
 
-    def _experts(self, experts: ExpertsSpec, key: str) -> ExpertsStruct:
+    def _experts(self, experts: Experts, key: str) -> ExpertsStruct:
         numbers, count = range(experts.num_experts), experts.num_experts
         gate_up, down = (
             (LinearStruct * count)(
@@ -277,8 +285,8 @@ class _Builder(Parts):
             gate_up=ctypes.addressof(gate_up),
             down=ctypes.addressof(down),
         )
-        if experts.shared_intermediate_size is not None:
-            linears = list(self._mlp(f"{key}.shared_expert"))
+        if experts.shared is not None:
+            linears = list(self._mlp(experts.shared, f"{key}.shared_expert"))
             struct.shared_gate_up, struct.shared_down = map(ctypes.addressof, linears)
             if experts.gates_shared:
                 linears.append(self._unquantized(f"{key}.shared_gate"))
@@ -287,14 +295,12 @@ class _Builder(Parts):
         self.kept += [gate_up, down, struct]
         return struct
 
-    def _recurrent(self, key: str) -> int:
+    def _recurrent(self, shape: GatedDelta | Mamba2 | ShortConv, key: str) -> int:
         """The address of a layer with a state."""
-        shape = self._spec.recurrent
-        assert shape is not None, "a model with recurrent layers names their mechanism"
         struct = RecurrentStruct(
             kernel=shape.kernel,
             channels=shape.channels,
-            eps=self._spec.rms_norm_eps,
+            eps=self._spec.norm.eps,
             conv=self._address(self.conv(key)),
             conv_bias=self._taken(f"{key}.conv_bias"),
             skip=self._taken(f"{key}.skip"),
@@ -324,8 +330,8 @@ class _Builder(Parts):
         tensor = self._tensors.pop(key, None)
         return None if tensor is None else self._address(tensor)
 
-    def _mlp(self, key: str) -> tuple[LinearStruct, LinearStruct]:
-        first = self._linear(f"{key}.{mlp_input(self._spec)}", gated=self._spec.gated_mlp)
+    def _mlp(self, mlp: Mlp, key: str) -> tuple[LinearStruct, LinearStruct]:
+        first = self._linear(f"{key}.{mlp.input_name}", gated=mlp.gated)
         return first.struct, self._linear(f"{key}.down").struct
 
     def _linear(self, key: str, *, gated: bool = False) -> NativeLinear:
@@ -395,8 +401,8 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return f"has no {spec.architecture}"
     if not backend.capabilities.native_step:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
-    if spec.hidden_act not in _GATES:
-        return f"has no activation {spec.hidden_act}"
+    if unknown := [activation for activation in spec.activations if activation not in _GATES]:
+        return f"has no activation {unknown[0]}"
     if not has_cpu_kernels(spec, backend):
         return "packs no odd sizes of layers"
     return None

@@ -21,7 +21,7 @@ from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import (
     Attention,
-    AttentionBesideMlp,
+    BesideMlp,
     Body,
     Branch,
     Experts,
@@ -38,20 +38,19 @@ from pagedcli.models.blocks import (
     rope_table,
 )
 from pagedcli.models.formats import AS_STORED, VECTOR, LayerFormat, Modules
-from pagedcli.models.parameters import (
-    Parameter,
-    decoder_parameters,
-    linear_formats,
-    mlp_input,
-    take_linear,
-    unread_tensors,
-)
+from pagedcli.models.mixers.attention import Attention as AttentionMixer
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mlps import Experts as ExpertsSpec
+from pagedcli.models.mlps import Mlp as MlpSpec
+from pagedcli.models.parameters import decoder_parameters, unread_tensors
 from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
-from pagedcli.models.recurrent_spec import Mamba2, ShortConv
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
-from pagedcli.models.spec import ExpertsSpec, ModelSpec
+from pagedcli.models.spec import Mixer, ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype
+from pagedcli.models.tensors import Parameter, linear_formats, take_linear
 from pagedcli.models.weights import open_weights
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Decoder:
         branches, self._last = build.branches()
         num_early = build.num_early_branches
         self._branches, self._late_branches = branches[:num_early], branches[num_early:]
-        self._first_late = sum(i not in spec.recurrent_layers for i in range(spec.last_keeper))
+        self._first_late = sum(layer.mixer.attends for layer in spec.layers[: spec.last_keeper])
         self.weight_bytes = vectors + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
@@ -135,17 +134,17 @@ class Decoder:
 
 def scaled_embedding(rows: Tensor, spec: ModelSpec) -> Tensor:
     """The start of the residual stream. Changes: rows."""
-    if spec.embedding_multiplier == 1:
+    if spec.scales.embedding == 1:
         return rows
     # rounded to the model's dtype first, as in transformers
-    return rows.mul_(torch.tensor(spec.embedding_multiplier, dtype=rows.dtype))
+    return rows.mul_(torch.tensor(spec.scales.embedding, dtype=rows.dtype))
 
 
 def scaled_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
     """The output layer's results as logits."""
-    if spec.logits_divisor != 1:
-        logits = logits / spec.logits_divisor
-    cap = spec.logits_soft_cap
+    if spec.scales.logits_divisor != 1:
+        logits = logits / spec.scales.logits_divisor
+    cap = spec.scales.logits_soft_cap
     return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
@@ -167,7 +166,7 @@ class Parts:
         """The weight [E] of a norm, or weight and bias [2, E]; None if the model does not have it."""
         if (weight := self._tensors.pop(key, None)) is None:
             return None
-        if self._spec.norm_offset:
+        if self._spec.norm.offset:
             weight = weight + 1
         bias = self._tensors.pop(f"{key}_bias", None)
         return weight if bias is None else torch.stack((weight, bias))
@@ -199,15 +198,6 @@ class Parts:
         embedding = self._tensors.pop("embedding")
         return embedding, [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")[0]
 
-    def experts(self, index: int) -> ExpertsSpec | None:
-        """The experts of a layer; None: it has an ordinary MLP."""
-        experts = self._spec.experts
-        return None if experts is None or index in experts.dense_layers else experts
-
-    def rope(self, index: int) -> RopeSpec | None:
-        """The rotary embedding of a layer; None: it has none."""
-        return self._spec.layer_ropes[index] if self._spec.layer_ropes else self._spec.rope
-
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """The table of a rotary embedding, one for all layers that have it."""
         if (rope, head_dim) not in self._tables:
@@ -238,7 +228,6 @@ class _Builder(Parts):
         super().__init__(request, spec, tensors, formats)
         self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
         self.num_early_branches = 0  # up to attention or state of the last keeper: those that every token runs through
-        self._activation = ACTIVATIONS[spec.hidden_act]
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
         self.kernels = linear_kernels(spec, request.backend)
@@ -269,27 +258,26 @@ class _Builder(Parts):
     def layer_inputs(self) -> LayerInputs | None:
         """Of models in which each layer has an input of its own."""
         table, norm = self._tensors.pop("layer_table", None), self.norm("layer_projection_norm")
-        if table is None or norm is None:
+        inputs = self._spec.layer_inputs
+        if table is None or norm is None or inputs is None:
             return None
         self.linear_bytes += table.nbytes
-        rows = VocabularyEmbedding(table, self._spec.layer_vocab, self._request.parallel)
-        return LayerInputs(rows, self._unquantized("layer_projection"), norm, self._spec.rms_norm_eps)
+        rows = VocabularyEmbedding(table, inputs.vocab_size, self._request.parallel)
+        return LayerInputs(rows, self._unquantized("layer_projection"), norm, self._spec.norm.eps)
 
     def branches(self) -> tuple[list[Branch], Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
         spec, norm_after, factor = self._spec, None, 1.0
         branches: list[Branch] = []
-        for index in range(spec.num_layers):
+        for index, layer in enumerate(spec.layers):
             key = f"layers.{index}"
-            bodies: dict[str, Body] = {}
-            if spec.layer_norms == "shared":
-                bodies["input_norm"] = AttentionBesideMlp(self._attention(index, key), self._mlp(index, key))
-            else:
-                bodies["input_norm"] = self._mixer(index, key)
-                if spec.has_mlp(index):
-                    bodies["mlp_norm"] = self._mlp(index, key)
+            bodies: dict[str, Body] = {"input_norm": self._mixer(layer.mixer, self._place(index), key)}
+            if layer.mlp is not None:
+                bodies["mlp_norm"] = self._mlp(layer.mlp, key)
+            if layer.norms == "shared":
+                bodies = {"input_norm": BesideMlp(self._place(index), *bodies.values())}
             if spec.layer_inputs is not None:
-                bodies["layer_input"] = self._layer_input(index, key)
+                bodies["layer_input"] = self._layer_input(index, key, ACTIVATIONS[spec.layer_inputs.activation])
             for name, body in bodies.items():
                 norm = f"{key}.{name}"
                 branches.append(Branch(self._join(norm_after, factor, norm), body))
@@ -300,77 +288,78 @@ class _Builder(Parts):
                 factor = scalar.item()
         return branches, self._join(norm_after, factor, "final_norm")
 
-    def _layer_input(self, index: int, key: str) -> LayerInput:
+    def _place(self, index: int) -> int:
+        """The number of a layer among those that attend, or among those that keep a state, as it does."""
+        attends = [layer.mixer.attends for layer in self._spec.layers[: index + 1]]
+        return attends.count(attends[-1]) - 1
+
+    def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> LayerInput:
         gate, out = self._unquantized(f"{key}.input_gate"), self._unquantized(f"{key}.input_out")
-        return LayerInput(index, gate, self._activation, out)
+        return LayerInput(index, gate, activation, out)
 
     def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
-        spec, centred = self._spec, self._spec.centred_norms != "no"
-        return Join(norm_after, self.norm(norm), spec.residual_multiplier, factor, spec.rms_norm_eps, centred)
+        style, residual = self._spec.norm, self._spec.scales.residual
+        return Join(norm_after, self.norm(norm), residual, factor, style.eps, style.centred != "no")
 
-    def _mixer(self, index: int, key: str) -> Body:
-        recurrent = self._spec.recurrent_layers
-        if index in recurrent:
-            return self._recurrent(recurrent.index(index), key)
-        return self._varied_attention(index, key) if self._spec.value_norm else self._attention(index, key)
+    def _mixer(self, mixer: Mixer, place: int, key: str) -> Body:
+        match mixer:
+            case AttentionMixer():
+                return (self._varied_attention if mixer.value_norm else self._attention)(mixer, place, key)
+        return self._recurrent(mixer, place, key)
 
-    def _attention(self, index: int, key: str) -> Attention:
-        spec, weight = self._spec, self._head_norms(key, self._spec.num_kv_heads, self._spec.head_dim)
+    def _attention(self, mixer: AttentionMixer, place: int, key: str) -> Attention:
+        weight, rope = self._head_norms(mixer, key), mixer.rope
         q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
         if q_norm is not None and k_norm is not None:
-            weight = torch.cat((q_norm, k_norm)).view(-1, spec.head_dim)
-        rope = self.rope(index)
+            weight = torch.cat((q_norm, k_norm)).view(-1, mixer.head_dim)
         return Attention(
-            index=index - sum(layer < index for layer in spec.recurrent_layers),
+            index=place,
             backend=self._request.backend,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
             qkv=self._linear(f"{key}.qkv"),
-            norm=None if weight is None else (weight, spec.rms_norm_eps),
-            norms_all=spec.qk_norm_all,
-            norms_last=spec.norms_last,
-            table=None if rope is None else self.table(rope, spec.head_dim),
+            norm=None if weight is None else (weight, self._spec.norm.eps),
+            norms_all=mixer.qk_norm == "all",
+            norms_last=mixer.norms_last,
+            table=None if rope is None else self.table(rope, mixer.head_dim),
             neighbours=rope is not None and rope.neighbours,
             query_scales=None if rope is None else self.query_scales(rope),
             out=self._summed_linear(f"{key}.out"),
-            fused_store=self._fused_store and not spec.norms_last,
+            fused_store=self._fused_store and not mixer.norms_last,
             sinks=self._tensors.pop(f"{key}.sinks", None),
-            has_gate=spec.output_gate,
+            has_gate=mixer.output_gate,
         )
 
-    def _varied_attention(self, index: int, key: str) -> VariedAttention:
-        spec, rope = self._spec, self.rope(index)
-        num_kv_heads, head_dim = spec.heads_of(index)
-        norm = self._head_norms(key, num_kv_heads, head_dim)
+    def _varied_attention(self, mixer: AttentionMixer, place: int, key: str) -> VariedAttention:
+        rope, norm = mixer.rope, self._head_norms(mixer, key)
         assert rope is not None, "every such layer has a rotary embedding"
         assert norm is not None, "every such layer norms its heads"
-        layer = spec.attention_layers[index]
         return VariedAttention(
-            index=index,
-            backend=self._request.backend.of(layer),
-            num_heads=spec.num_heads,
-            num_kv_heads=num_kv_heads if spec.keeps(index) else 0,
-            head_dim=head_dim,
+            index=place,
+            backend=self._request.backend.of(self._spec.attention_layers[place]),
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads if mixer.keeps else 0,
+            head_dim=mixer.head_dim,
             projected=self._linear(f"{key}.qkv"),
             norm=norm,
-            value_norm=torch.ones(head_dim, device=norm.device),
-            eps=spec.rms_norm_eps,
-            table=self.table(rope, head_dim),
+            value_norm=torch.ones(mixer.head_dim, device=norm.device),
+            eps=self._spec.norm.eps,
+            table=self.table(rope, mixer.head_dim),
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store,
         )
 
-    def _head_norms(self, key: str, num_kv_heads: int, head_dim: int) -> Tensor | None:
+    def _head_norms(self, mixer: AttentionMixer, key: str) -> Tensor | None:
         """Norms of each head, [H + G, D], without those of k where a layer has none; None: heads are not normed."""
         if (weights := self.norm(f"{key}.qk_norm")) is None:
             return None
-        of_queries, *of_keys = weights.view(-1, head_dim).unbind(0)
-        rows = [of_queries.expand(self._spec.num_heads, -1), *(each.expand(num_kv_heads, -1) for each in of_keys)]
+        of_queries, *of_keys = weights.view(-1, mixer.head_dim).unbind(0)
+        rows = [of_queries.expand(mixer.num_heads, -1), *(each.expand(mixer.num_kv_heads, -1) for each in of_keys)]
         return torch.cat(rows)
 
-    def _recurrent(self, place: int, key: str) -> Body:
-        shape, take, eps = self._spec.recurrent, self._tensors.pop, self._spec.rms_norm_eps
+    def _recurrent(self, shape: GatedDelta | Mamba2 | ShortConv, place: int, key: str) -> Body:
+        take, eps = self._tensors.pop, self._spec.norm.eps
         inner, out, conv = self._linear(f"{key}.inner"), self._linear(f"{key}.out"), self.conv(key)
         conv_bias = take(f"{key}.conv_bias", None)
         if isinstance(shape, ShortConv):
@@ -379,17 +368,18 @@ class _Builder(Parts):
         if isinstance(shape, Mamba2):
             skip = take(f"{key}.skip")
             return MambaMixer(place, shape, inner, conv, conv_bias, decay, step_bias, skip, norm, eps, out)
-        assert shape is not None, "a model with recurrent layers names their mechanism"
         columns = interleaved_columns(shape, self._request.device) if shape.interleaved else None
         gates = self._unquantized(f"{key}.gates")
         return GatedDeltaNet(place, shape, inner, gates, conv, decay, step_bias, norm, eps, out, columns)
 
-    def _mlp(self, index: int, key: str) -> Mlp | Experts | ExpertsBesideMlp:
-        experts = self.experts(index)
-        if experts is not None and not experts.beside_mlp:
+    def _mlp(self, spec: MlpSpec | ExpertsSpec, key: str) -> Mlp | Experts | ExpertsBesideMlp:
+        experts = spec if isinstance(spec, ExpertsSpec) else None
+        dense = spec.beside if isinstance(spec, ExpertsSpec) else spec
+        if dense is None:
+            assert experts is not None, "a layer has an MLP or experts"
             return self._experts(experts, key)
-        first = self._linear(f"{key}.{mlp_input(self._spec)}")
-        mlp = GatedMlp(first, self._activation, self._summed_linear(f"{key}.down"))
+        first = self._linear(f"{key}.{dense.input_name}")
+        mlp = GatedMlp(first, ACTIVATIONS[dense.activation], self._summed_linear(f"{key}.down"))
         if experts is None:
             return Mlp(mlp)
         names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
@@ -400,15 +390,15 @@ class _Builder(Parts):
             experts=self._experts(experts, key),
             experts_norms=(experts_before, experts_after),
             router_norm=self.router_norm(key),
-            eps=self._spec.rms_norm_eps,
+            eps=self._spec.norm.eps,
         )
 
     def _experts(self, experts: ExpertsSpec, key: str) -> Experts:
-        shared = experts.shared_intermediate_size is not None
+        shared = experts.shared
         return Experts(
             router=self._unquantized(f"{key}.router"),
             mixture=self._mixture(key, experts),
-            shared=self._expert(f"{key}.shared_expert") if shared else None,
+            shared=None if shared is None else self._expert(f"{key}.shared_expert", shared.activation),
             shared_gate=self._unquantized(f"{key}.shared_gate") if shared and experts.gates_shared else None,
             parallel=self._request.parallel,
         )
@@ -419,7 +409,8 @@ class _Builder(Parts):
         preference, gains = (self._tensors.pop(f"{key}.{name}", None) for name in ("preference", "gains"))
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
-            return Mixture([self._expert(each) for each in keys], routing, preference, gains)
+            experts = [self._expert(each, spec.each.activation) for each in keys]
+            return Mixture(experts, routing, preference, gains)
         from pagedcli.layers.triton_experts import GroupedExperts
 
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
@@ -428,7 +419,7 @@ class _Builder(Parts):
             gate_up,
             down,
             routing,
-            activation=self._spec.hidden_act,
+            activation=spec.each.activation,
             biases=biases,
             preference=preference,
             gains=gains,
@@ -447,12 +438,12 @@ class _Builder(Parts):
             biases += [] if bias is None else [bias]
         return weights, torch.stack(biases) if biases else None
 
-    def _expert(self, key: str) -> GatedMlp:
+    def _expert(self, key: str, activation: str) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
-        in_gate = self.uses_cpu_kernels and self._spec.hidden_act in ("silu", "swish")
+        in_gate = self.uses_cpu_kernels and activation in ("silu", "swish")
         gate_up = self._linear(f"{key}.gate_up", gated=in_gate)
         down = self._linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
-        return GatedMlp(gate_up, None if in_gate else self._activation, down)
+        return GatedMlp(gate_up, None if in_gate else ACTIVATIONS[activation], down)
 
     def _unquantized(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))
@@ -485,10 +476,10 @@ class _Builder(Parts):
 
 def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the native library serves attention and can pack every weight of the model."""
-    sizes = [spec.hidden_size, spec.intermediate_size, spec.recurrent.inner if spec.recurrent is not None else 0]
-    sizes.append(spec.layer_inputs or 0)
-    if spec.experts is not None:
-        sizes += [spec.experts.intermediate_size, spec.experts.shared_intermediate_size or 0]
+    sizes = [spec.hidden_size, spec.intermediate_size, *(layer.mixer.inner for layer in spec.layers)]
+    sizes.append(spec.layer_inputs.size if spec.layer_inputs is not None else 0)
+    if (experts := spec.experts) is not None:
+        sizes += [experts.each.width, experts.shared.width if experts.shared is not None else 0]
     return backend.capabilities.native_step and not any(size % 2 for size in sizes)
 
 

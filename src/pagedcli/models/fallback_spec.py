@@ -14,7 +14,10 @@ from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import ModelError
 from pagedcli.models.base import length_refusal
 from pagedcli.models.config_json import stop_ids
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mlps import Mlp
+from pagedcli.models.spec import ModelSpec, numbered
+from pagedcli.models.tensors import NormStyle
 
 
 def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -43,32 +46,30 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
     inner = first("intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
+    width, num_layers = max(inner) if isinstance(inner, list) else inner, text.num_hidden_layers
+    mixer = Attention(
+        num_heads=text.num_attention_heads,
+        num_kv_heads=first("num_key_value_heads", "num_attention_heads"),
+        head_dim=first("head_dim") or text.hidden_size // text.num_attention_heads,
+        soft_cap=first("attn_logit_softcapping"),
+    )
+    windows, sources = layer_windows(text) or (None,) * num_layers, kv_sources(text) or (None,) * num_layers
+    activation = str(first("hidden_act", "hidden_activation", "activation_function"))
+    mlps = [Mlp(width=width, activation=activation)] * num_layers
     return ModelSpec(
         model_type=config.model_type,
         architecture=architecture,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=max(inner) if isinstance(inner, list) else inner,
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=first("num_key_value_heads", "num_attention_heads"),
-        head_dim=first("head_dim") or text.hidden_size // text.num_attention_heads,
-        rms_norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5,
-        rope=None,
+        intermediate_size=width,
+        layers=numbered([replace(mixer, window=w, source=s) for w, s in zip(windows, sources, strict=True)], mlps),
+        norm=NormStyle(eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5),
         tie_word_embeddings=bool(first("tie_word_embeddings")),
-        qkv_bias=False,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        hidden_act=str(first("hidden_act", "hidden_activation", "activation_function")),
         max_position_embeddings=text.max_position_embeddings,
-        windows=layer_windows(text),
-        kv_sources=kv_sources(text),
         attention_chunk=attention_chunk(text),
         eos_token_ids=stop_ids(path, first("eos_token_id")),
         bos_token_id=first("bos_token_id"),
         dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),
-        soft_cap=first("attn_logit_softcapping"),
         is_fallback=True,
     )
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from pagedcli.models.family import ATTENDS, RECURS, Family
 from pagedcli.models.gemma4 import GEMMA4
-from pagedcli.models.spec import ExpertNames, TensorNames
+from pagedcli.models.mlps import ExpertNames
+from pagedcli.models.tensors import TensorNames
 from pagedcli.models.traits import (
     BIASED_NORMS,
     UNGATED,
@@ -59,7 +60,7 @@ _QWEN3_5_MOE = replace(
     defaults=_QWEN3_5.defaults
     | _QWEN3_NEXT_EXPERTS
     | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},  # no layer has an ordinary MLP
-    traits=lambda fields: gated_delta(fields) | {"experts": mixture(fields)},
+    traits=lambda fields: gated_delta(fields) | mixture(fields),
 )
 _LLAMA = Family("LlamaForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None)
 _MISTRAL = Family("MistralForCausalLM", 8, None, 131072, (1, 2), "all", qkv_bias=False, out_bias=False)
@@ -305,6 +306,8 @@ FAMILIES = {
         131072,
         (1, 2),
         "never",
+        qkv_bias=False,
+        out_bias=False,
         neighbours=True,
         renamed={
             "moe_num_experts": "num_experts",
@@ -447,7 +450,7 @@ FAMILIES = {
         out_bias=False,
         partial_rope=True,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
-        traits=lambda _: {"fused_projections": True},
+        traits=lambda _: {"names": TensorNames(qkv=("qkv_proj",), projections=("gate_up_proj", "down_proj"))},
     ),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -486,7 +489,7 @@ FAMILIES = {
         (None, None),
         "if used",
         defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        traits=lambda fields: {"qk_norm": True, "experts": mixture(fields)},
+        traits=lambda fields: {"qk_norm": True, **mixture(fields)},
     ),
     "mellum": Family(
         "MellumForCausalLM",
@@ -506,7 +509,7 @@ FAMILIES = {
             "moe_intermediate_size": 896,
             "norm_topk_prob": True,
         },
-        traits=lambda fields: {"qk_norm": True, "experts": mixture(fields), "names": TensorNames(skipped=("mtp.",))},
+        traits=lambda fields: {"qk_norm": True, **mixture(fields), "names": TensorNames(skipped=("mtp.",))},
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -523,7 +526,7 @@ FAMILIES = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        traits=lambda fields: {"experts": mixture(fields), "qkv_bias": fields.qkv_bias},
+        traits=lambda fields: {**mixture(fields), "qkv_bias": fields.qkv_bias},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -542,7 +545,7 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
-        traits=lambda fields: {"experts": mixture(fields, names=_MIXTRAL_EXPERTS)},
+        traits=lambda fields: {**mixture(fields, names=_MIXTRAL_EXPERTS)},
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -552,7 +555,7 @@ FAMILIES = {
         (None, 50279),
         "never",
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-        traits=lambda fields: {"qk_norm_all": True, "experts": mixture(fields)},
+        traits=lambda fields: {"qk_norm_all": True, **mixture(fields)},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -582,7 +585,9 @@ FAMILIES = {
             "sinks": True,
             "float_norms": True,
             "hidden_act": "clamped_silu",
-            "experts": mixture(fields, ExpertNames(router="router"), has_biases=True, alternating=True),
+            **mixture(
+                fields, ExpertNames(router="router"), has_biases=True, alternating=True, activation="clamped_silu"
+            ),
         },
     ),
     "qwen3_next": Family(
@@ -595,7 +600,7 @@ FAMILIES = {
         partial_rope=True,
         layer_types=ATTENDS | RECURS,
         defaults={"partial_rotary_factor": 0.25, **_QWEN3_NEXT_EXPERTS},
-        traits=lambda fields: gated_delta(fields, interleaved=True) | {"experts": mixture(fields)},
+        traits=lambda fields: gated_delta(fields, interleaved=True) | mixture(fields),
     ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
@@ -625,6 +630,8 @@ FAMILIES = {
         4096,
         (1, 2),
         "never",
+        qkv_bias=False,
+        out_bias=False,
         mlp_bias=None,
         activations=("relu2",),
         ropes="if named",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
-from pagedcli.models.parameters import Parameter, decoder_parameters, joined_format
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.spec import ModelSpec
+from pagedcli.models.tensors import Parameter, joined_format
 
 Shard = Callable[[dict[str, Parameter]], dict[str, Parameter]]
 
@@ -92,7 +93,7 @@ def footprint(
     embedding, head = _tables(tables, formats, kernels, itemsize, is_alone=shard is None)
     if second is not None:
         embedding += _weights(second, math.prod(second.shape) * itemsize, 1)
-    share = spec.experts.num_per_token / spec.experts.num_experts if spec.experts is not None else 0.0
+    share = spec.experts.share if spec.experts is not None else 0.0
     return Footprint(
         layers=layers, experts=experts, vectors=vectors, embedding=embedding, head=head, share_of_experts=share
     )
@@ -103,11 +104,10 @@ def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
     its kind, and all experts of those."""
     if spec.quantization is not None:
         return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
-    dense = spec.experts.dense_layers if spec.experts is not None else frozenset(range(spec.num_layers))
     num_experts = spec.experts.num_experts if spec.experts is not None else 0
-    layers = [(i in dense, i in spec.recurrent_layers, *spec.shape_of(i)) for i in range(spec.num_layers)]
-    kinds = {kind: i for i, kind in enumerate(layers)}  # of each kind the last layer
-    num_layers = {f"layers.{i}": layers.count(kind) for kind, i in kinds.items()}
+    shapes = [layer.shape for layer in spec.layers]
+    kinds = {shape: i for i, shape in enumerate(shapes)}  # of each kind the last layer
+    num_layers = {f"layers.{i}": shapes.count(shape) for shape, i in kinds.items()}
     counted = {}
     for key, parameter in decoder_parameters(spec, AS_STORED, layers=kinds.values(), num_experts=1).items():
         count = num_layers.get(".".join(key.split(".")[:2]), 1)
@@ -136,8 +136,8 @@ def _weights(parameter: Parameter, num_bytes: int, count: int) -> Weights:
 
 def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
     """Tensors of a step alive at once in torch, at the widest point of a layer."""
-    width, inner, heads = spec.hidden_size, spec.widest_mlp, spec.num_heads
-    kv_heads, head = spec.widest_heads
+    width, inner, mixer = spec.hidden_size, spec.widest_mlp, spec.widest_attention
+    heads, kv_heads, head = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     wide = ITEMSIZE["float32"]  # norms are computed in float32
     # the last inputs of attention: q, k (a view into q and k together) and v (a view into all three)
     given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
@@ -145,8 +145,8 @@ def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
     always = itemsize * (3 * width + 2 * head + given)
     # q, k and v, and what turns q and k: three copies to rotate them, or two float32 ones and a result to norm them
     rotating = 3 * itemsize
-    norming = spec.qk_norm * (2 * wide + itemsize)
+    norming = (mixer.qk_norm == "heads") * (2 * wide + itemsize)
     attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
     mlp = itemsize * 3 * inner  # gate, up and their product
-    inputs = itemsize * 3 * spec.num_layers * (spec.layer_inputs or 0)  # looked up, projected, and their sum
+    inputs = itemsize * 3 * spec.inputs_width  # looked up, projected, and their sum
     return num_tokens * (always + inputs + max(attention, mlp))

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from pagedcli.models.family import ATTENDS, Family, FamilyConfig
-from pagedcli.models.spec import ExpertNames, ExpertsSpec
+from pagedcli.models.mlps import ExpertNames, Experts, Mlp
+from pagedcli.models.spec import LayerInputs
 
 
 def _gemma4(fields: FamilyConfig) -> dict[str, Any]:
@@ -25,12 +26,14 @@ def _gemma4(fields: FamilyConfig) -> dict[str, Any]:
     last_own = {sliding: i for i, sliding in enumerate(slides[:first_shared])}
     sources = [last_own.get(sliding) if i >= first_shared else None for i, sliding in enumerate(slides)]
     widths = [fields.intermediate_size * (2 if source is not None else 1) for source in sources]
-    experts = ExpertsSpec(
+    activation = fields.hidden_activation or fields.hidden_act
+    beside = Mlp(width=fields.intermediate_size, activation=activation)
+    experts = Experts(
         num_experts=fields.num_experts or 0,
         num_per_token=fields.num_experts_per_tok or 1,
-        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
+        each=replace(beside, width=fields.moe_intermediate_size or fields.intermediate_size),
         renormalize=True,
-        beside_mlp=True,
+        beside=beside,
         names=ExpertNames(block="", router="router.proj"),
     )
     return {
@@ -46,8 +49,13 @@ def _gemma4(fields: FamilyConfig) -> dict[str, Any]:
         "kv_sources": tuple(sources) if any(source is not None for source in sources) else (),
         "keys_as_values": frozenset(i for i in range(first_shared) if keys_as_values and not slides[i]),
         "layer_widths": tuple(widths) if fields.use_double_wide_mlp and len(set(widths)) > 1 else (),
-        "layer_inputs": fields.hidden_size_per_layer_input or None,
-        "layer_vocab": fields.vocab_size_per_layer_input or 262144,
+        "layer_inputs": LayerInputs(
+            size=fields.hidden_size_per_layer_input,
+            vocab_size=fields.vocab_size_per_layer_input or 262144,
+            activation=activation,
+        )
+        if fields.hidden_size_per_layer_input
+        else None,
         "experts": experts if fields.enable_moe_block else None,
     }
 

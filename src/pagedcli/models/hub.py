@@ -1,12 +1,11 @@
 """Finds a model: a folder in the package or on the local disk, a GGUF file, or a download from the Hub."""
 
-import stat
 from importlib.resources import files
 from pathlib import Path
 
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import MissingModelError, ModelError
-from pagedcli.models.gguf.header import find_gguf, is_gguf, read_header
+from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_header
 
 # *.py for models with custom code, which runs only with --trust-remote-code
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
@@ -59,13 +58,13 @@ def check_files(folder: Path) -> None:
     Raises: ModelError that names it.
     """
     try:
-        modes = {path: path.stat().st_mode for path in folder.iterdir() if path.name.endswith(_SUFFIXES)}
+        # transformers reads the templates in the folder of this name, too
+        paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
     except OSError as error:
         raise ModelError(f"cannot read {error.filename}: {error.strerror}", hint="download the model again") from error
-    for path, mode in modes.items():
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device or socket"
-            raise ModelError(f"{path} is {what}, not a file", hint="remove it, or download the model again")
+    for path in paths:
+        if path.name.endswith(_SUFFIXES):
+            check_regular(path)
 
 
 def _looks_like_path(model: str) -> bool:

@@ -17,8 +17,7 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import (
     E2M1,
     E2M1_ZERO,
-    Float8Weight,
-    QuantizedWeight,
+    CodedWeight,
     Weight,
     chunk_columns,
     stacked,
@@ -67,11 +66,35 @@ class CheckpointFormat:
         return "; ".join(dict.fromkeys(each.note(dtype, kernels) for each in self._formats))
 
 
-class Packed:
-    """Numbers of 4 or 8 bits with scales: a LayerFormat."""
+class CodedLayer:
+    """Linear layers of codes with scales: what is the same in the LayerFormat of every source."""
 
     stacks = False
     keeps_rows = True
+
+    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+        """See LayerFormat.weight: with its codes where these kernels compute with them."""
+        raise NotImplementedError
+
+    def torch_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
+    ) -> LinearLayer:
+        weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
+        if isinstance(weight, Tensor):
+            return Linear(weight, bias)
+        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
+
+        return TritonLinear(weight, bias)
+
+    def native_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> NativeLinear:
+        weight, bias = self.weight(modules, dtype, "cpu"), _with_biases(modules, bias, dtype)
+        return NativeLinear(load_library(), weight, bias, gated=gated, dtype=dtype)
+
+
+class Packed(CodedLayer):
+    """Numbers of 4 or 8 bits with scales: a LayerFormat."""
 
     def __init__(self, quantization: StoredQuantization) -> None:
         self.quantization, self.name = quantization, quantization.description
@@ -123,23 +146,6 @@ class Packed:
         read = _READERS[self.quantization.layout]
         weight = stacked([read(tensors, self.quantization) for tensors in modules])
         return weight if self.kernel_refusal(kernels) is None else weight.dequantized(dtype)
-
-    def torch_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
-    ) -> LinearLayer:
-        weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
-        if isinstance(weight, Tensor):
-            return Linear(weight, bias)
-        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
-
-        return TritonLinear(weight, bias)
-
-    def native_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
-    ) -> NativeLinear:
-        weight, bias = self.weight(modules, dtype, "cpu"), _with_biases(modules, bias, dtype)
-        assert not isinstance(weight, Float8Weight), "widened, see kernel_refusal"
-        return NativeLinear(load_library(), weight, bias, gated=gated, dtype=dtype)
 
 
 def _with_biases(modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -236,7 +242,7 @@ _TENSORS: Mapping[Layout, Callable[[StoredQuantization], tuple[StoredTensor, ...
 # ---------------------------------------------------------------------- their packings
 
 
-def _read_gptq(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
+def _read_gptq(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     words, scales = tensors["qweight"], tensors["scales"].T
     num_in, num_out = words.shape[0] * 32 // q.bits, words.shape[1]
     # added to whole words, as what was subtracted: a zero point of 0 borrowed from its neighbour
@@ -246,7 +252,7 @@ def _read_gptq(tensors: Mapping[str, Tensor], q: StoredQuantization) -> Quantize
     return _weight(codes, scales, zeros, q, groups)
 
 
-def _read_awq(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
+def _read_awq(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     def in_order(words: Tensor) -> Tensor:
         found = unpacked(words, 4, 1, words.shape[1] * 8).reshape(len(words), -1, 8)
         numbers = torch.empty_like(found)
@@ -256,7 +262,7 @@ def _read_awq(tensors: Mapping[str, Tensor], q: StoredQuantization) -> Quantized
     return _weight(in_order(tensors["qweight"]), tensors["scales"].T, in_order(tensors["qzeros"]), q)
 
 
-def _read_pack_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
+def _read_pack_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     words, scales = tensors["weight_packed"], tensors["weight_scale"]
     group, codes = tensors.get("weight_g_idx"), unpacked(words, q.bits, 1, words.shape[1] * 32 // q.bits)
     zeros = None
@@ -265,45 +271,44 @@ def _read_pack_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -
     return _weight(codes, scales, zeros, q, None if group is None else group.long())
 
 
-def _read_int_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
+def _read_int_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     codes = tensors["weight"].view(torch.uint8) ^ 128  # -128 ... 127 to 0 ... 255
     scales = tensors["weight_scale"].expand(len(codes), 1)
     zeros = None if q.symmetric else tensors["weight_zero_point"].expand(len(codes), 1).view(torch.uint8) ^ 128
     return _weight(codes, scales, zeros, q)
 
 
-def _read_float8(tensors: Mapping[str, Tensor], q: StoredQuantization) -> Float8Weight:
+def _read_float8(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     numbers, scales = tensors["weight"], tensors[q.scale_name].float()
     if q.block is not None:
         scales = scales.repeat_interleave(q.block[0], 0)[: len(numbers)]
     group_size = q.block[1] if q.block is not None else numbers.shape[1]
-    return Float8Weight(numbers, scales.expand(len(numbers), -1), group_size)
+    return CodedWeight(numbers, 8, scales.expand(len(numbers), -1), 0, group_size)
 
 
-def _read_mxfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
+def _read_mxfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     """Source: OCP Microscaling Formats (MX) Specification 1.0: e2m1, low bits first, times 2^(exponent - 127)."""
     numbers, exponents = tensors[_MXFP4_NUMBERS[q.scale_name]], tensors[q.scale_name]
     if int(exponents.max()) == 255:
         raise ModelError("a scale of MXFP4 weights is NaN", hint="download the checkpoint again")
     codes = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
     # bfloat16 holds every power of 2 exactly; half of it, as the levels are doubled
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128).to(torch.bfloat16)
-    zeros = torch.full(scales.shape, E2M1_ZERO, dtype=torch.uint8, device=scales.device)
-    return QuantizedWeight(codes, 4, scales, zeros, 32, levels=E2M1)
+    scales = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 128).to(torch.bfloat16)
+    return CodedWeight(codes, 4, scales, E2M1_ZERO, 32, levels=E2M1)
 
 
 def _weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, q: StoredQuantization, groups: Tensor | None = None
-) -> QuantizedWeight:
+) -> CodedWeight:
     if zeros is None:
         zeros = torch.full(scales.shape, 1 << q.bits - 1, device=scales.device)
     groups = None if groups is None else groups - groups.min()  # a rank's part begins with a later one
     if groups is not None and int(groups.max()) >= scales.shape[1]:
         raise ModelError(f"an input of quantized weights is in a group that is not one of the {scales.shape[1]}")
-    return QuantizedWeight(codes, q.bits, scales, zeros.to(torch.uint8), q.group_size or codes.shape[1], groups)
+    return CodedWeight(codes, q.bits, scales, zeros.to(torch.uint8), q.group_size or codes.shape[1], groups)
 
 
-_READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], QuantizedWeight | Float8Weight]] = {
+_READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], CodedWeight]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "pack-quantized": _read_pack_quantized,

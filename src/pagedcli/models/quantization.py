@@ -396,5 +396,5 @@ def _check_pattern(pattern: str, where: Path) -> None:
     except ValueError as error:
         raise ModelError(
             f"{where}: quantization_config has a pattern that is not supported: {pattern!r}: {error}",
-            hint="patterns are made of characters, ., classes, groups, |, *, +, ?, ^ and $",
+            hint="patterns are those of RE2: without look-around and back-references",
         ) from error

@@ -11,15 +11,19 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import ModelError
+from pagedcli.models.checkpoint_files import has_own_head
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.family import ATTENDS, Family, FamilyConfig, OptionalInt
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
+from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.recurrent import RecurrentMixer
+from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.quantization import read_quantization, refusal
-from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, Recurrent
 from pagedcli.models.rope import RopeSpec, read_rope_spec
-from pagedcli.models.spec import ModelSpec, TensorNames
+from pagedcli.models.spec import LayerSpec, Mixer, ModelSpec, Scales
+from pagedcli.models.tensors import NormStyle, TensorNames
 
 
 def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -29,6 +33,12 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     """
     if is_gguf(path):
         return _gguf_spec(path)
+    spec = _folder_spec(path, trust_remote_code)
+    return replace(spec, tie_word_embeddings=spec.tie_word_embeddings and not has_own_head(path))
+
+
+def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
+    """The ModelSpec of a folder, by its config.json alone."""
     config = read_json(path / "config.json")
     check_supported(config, path / "config.json")
     model_type = config.get("model_type")
@@ -55,7 +65,7 @@ def _gguf_spec(path: Path) -> ModelSpec:
     def divided(rope: RopeSpec | None) -> RopeSpec | None:
         return None if rope is None else replace(rope, divisors=divisors)
 
-    return replace(spec, rope=divided(spec.rope), layer_ropes=tuple(map(divided, spec.layer_ropes)))
+    return spec.with_mixers(lambda mixer: replace(mixer, rope=divided(mixer.rope)))
 
 
 _MOST_EXPERTS = 2**12
@@ -93,6 +103,14 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     if activation not in family.activations:
         allowed = repr(family.activations[0])
         raise ModelError(f"{where}: hidden_act {activation!r} is not supported for {model_type} (only {allowed})")
+    spec = _model(path, config, fields, model_type, family, where)
+    return replace(spec, names=nested_names(spec.names)) if is_nested else spec
+
+
+def _model(
+    path: Path, config: dict[str, Any], fields: FamilyConfig, model_type: str, family: Family, where: Path
+) -> ModelSpec:
+    activation = fields.hidden_activation or fields.hidden_act
     num_heads = fields.num_attention_heads
     num_kv_heads = _default(fields.num_key_value_heads, family.num_kv_heads) or num_heads
     head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
@@ -108,12 +126,14 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         "qkv_bias": fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
         "attention_out_bias": fields.attention_bias if family.out_bias is None else family.out_bias,
         "mlp_bias": fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
-        "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
+        "layer_ropes": layer_ropes,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "windows": _windows(fields, family, where),
         **family.traits(fields),
     }
     _check_layers(fields, traits, where)
-    if is_nested:
-        traits["names"] = nested_names(traits.get("names") or TensorNames())
     default_bos, default_eos = family.special_ids
     eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
     return ModelSpec(
@@ -121,32 +141,95 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         architecture=family.architecture,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.rms_norm_eps,
-        rope=rope,
+        intermediate_size=traits["intermediate_size"],
+        layers=_layers(traits),
+        norm=NormStyle(
+            eps=fields.rms_norm_eps,
+            centred=traits.get("centred_norms", "no"),
+            in_float32=traits.get("float_norms", False),
+            offset=traits.get("norm_offset", False),
+        ),
+        scales=Scales(
+            embedding=traits.get("embedding_multiplier", 1.0),
+            residual=traits.get("residual_multiplier", 1.0),
+            logits_divisor=traits.get("logits_divisor", 1.0),
+            logits_soft_cap=traits.get("logits_soft_cap"),
+        ),
+        layer_inputs=traits.get("layer_inputs"),
+        names=traits.get("names") or TensorNames(),
         tie_word_embeddings=fields.tie_word_embeddings,
         max_position_embeddings=max(max_positions, rope.stretched_length if rope is not None else 0),
-        windows=_windows(fields, family, where),
         eos_token_ids=stop_ids(path, eos),
         bos_token_id=_default(fields.bos_token_id, default_bos),
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
         quantization=read_quantization(config, where),
-        **traits,
     )
 
 
-def _check_recurrent(shape: Recurrent | None, where: Path) -> None:
+def _layers(traits: dict[str, Any]) -> tuple[LayerSpec, ...]:
+    count, get, heads = traits["num_layers"], traits.get, (traits["num_kv_heads"], traits["head_dim"])
+    attention = Attention(
+        num_heads=traits["num_heads"],
+        num_kv_heads=heads[0],
+        head_dim=heads[1],
+        scale=get("query_scale"),
+        soft_cap=get("soft_cap"),
+        sinks=get("sinks", False),
+        output_gate=get("output_gate", False),
+        qkv_bias=traits["qkv_bias"],
+        out_bias=traits["attention_out_bias"],
+        qk_norm="all" if get("qk_norm_all") else "heads" if traits["qk_norm"] else "none",
+        norms_last=get("norms_last", False),
+        value_norm=get("value_norm", False),
+    )
+    dense = Mlp(
+        width=traits["intermediate_size"],
+        activation=traits["hidden_act"],
+        gated=get("gated_mlp", True),
+        bias=traits["mlp_bias"],
+    )
+    kinds, branches = get("layer_kinds") or ["attention"] * count, get("branches") or [(i, i) for i in range(count)]
+    windows, sources = traits["windows"] or (None,) * count, get("kv_sources") or (None,) * count
+    widths, own_heads = get("layer_widths") or [dense.width] * count, get("layer_heads") or [heads] * count
+    layers = []
+    for i in range(count):
+        mixer: Mixer = replace(
+            attention,
+            rope=traits["layer_ropes"][i],
+            window=windows[i],
+            source=sources[i],
+            num_kv_heads=own_heads[i][0],
+            head_dim=own_heads[i][1],
+            keys_as_values=i in get("keys_as_values", ()),
+        )
+        if kinds[i] == "recurrent":
+            mixer = traits["recurrent"]
+        mlp: Mlp | Experts | None = replace(dense, width=widths[i])
+        if isinstance(experts := get("experts"), Experts) and i not in get("dense_layers", ()):
+            mlp = experts
+            if mlp.beside is not None:
+                mlp = replace(mlp, beside=replace(mlp.beside, width=widths[i]))
+            if mlp.shared is not None and traits["mlp_bias"]:
+                mlp = replace(mlp, shared=replace(mlp.shared, bias=True))
+        number, mlp_number = branches[i]
+        layers.append(
+            LayerSpec(
+                mixer=mixer,
+                mlp=None if mlp_number is None else mlp,
+                norms=get("layer_norms", "before"),
+                number=number,
+                mlp_number=None if mlp_number == number else mlp_number,
+                has_scalar=get("layer_scalars", False),
+            )
+        )
+    return tuple(layers)
+
+
+def _check_recurrent(shape: RecurrentMixer | None, where: Path) -> None:
     """Raises: ModelError for sizes that no layer with a state can have."""
     if shape is None:
         return
-    sizes = [size for tensor in shape.state for size in tensor.shape]
-    heads, groups = 1, 1
-    if isinstance(shape, GatedDelta):
-        heads, groups = shape.num_value_heads, shape.num_key_heads
-    if isinstance(shape, Mamba2):
-        heads, groups = shape.num_heads, shape.num_groups
+    sizes, (heads, groups) = [size for tensor in shape.state for size in tensor.shape], shape.grouping
     if not 2 <= shape.kernel <= 8 or min(sizes) < 1 or groups < 1 or heads % groups:
         raise ModelError(
             f"{where}: a convolution over {shape.kernel} inputs, {heads} heads and {groups} groups of them are not "
@@ -172,9 +255,10 @@ def _check_layers(fields: FamilyConfig, traits: dict[str, Any], where: Path) -> 
         )
     if fields.enable_moe_block and not fields.num_experts:
         raise ModelError(f"{where}: enable_moe_block is true, but num_experts is {fields.num_experts}")
-    if traits.get("layer_inputs") and not fields.vocab_size <= traits["layer_vocab"] <= 2**24:
+    inputs = traits.get("layer_inputs")
+    if inputs is not None and not fields.vocab_size <= inputs.vocab_size <= 2**24:
         raise ModelError(
-            f"{where}: vocab_size_per_layer_input is {traits['layer_vocab']}, but vocab_size is {fields.vocab_size}"
+            f"{where}: vocab_size_per_layer_input is {inputs.vocab_size}, but vocab_size is {fields.vocab_size}"
         )
 
 

@@ -21,7 +21,8 @@ from pagedcli.layers.recurrent import (
     selective_scan,
 )
 from pagedcli.models.blocks import Step
-from pagedcli.models.recurrent_spec import GatedDelta, Mamba2
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.mamba2 import Mamba2
 
 
 def triton_kernels(x: Tensor) -> Any:

@@ -1,13 +1,13 @@
 """Splits the decoder over tensor-parallel ranks: the sizes of one rank, and its part of every weight."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import StoredTensor
-from pagedcli.models.parameters import Parameter, Part
 from pagedcli.models.spec import ModelSpec
+from pagedcli.models.tensors import Parameter, Part
 
 
 def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
@@ -34,38 +34,38 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
             f"{spec.quantization.description}",
             hint="use --tensor-parallel-size 1",
         )
-    numbers = {"query heads": spec.num_heads, "MLP columns": spec.intermediate_size}
-    if spec.experts is not None:
-        numbers["columns of an expert"] = spec.experts.intermediate_size
-        numbers["columns of the shared expert"] = spec.experts.shared_intermediate_size or 0
-    wrong = [f"{number} {what}" for what, number in numbers.items() if number % size]
-    kinds = dict.fromkeys(num_heads for num_heads, _ in spec.layer_heads or (spec.heads_of(0),))
-    wrong += [f"{num_heads} key/value heads" for num_heads in kinds if num_heads % size and size % num_heads]
+    wrong = dict.fromkeys(f"{number} {what}" for number, what in _divided(spec) if number % size)
+    kinds = dict.fromkeys(mixer.num_kv_heads for mixer in spec.attentions)
+    wrong |= dict.fromkeys(f"{number} key/value heads" for number in kinds if number % size and size % number)
     if wrong:
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide the model's {', '.join(wrong)}",
             hint="use a power of two that divides them",
         )
-    return replace(
-        spec,
-        num_heads=spec.num_heads // size,
-        num_kv_heads=max(1, spec.num_kv_heads // size),
-        layer_heads=tuple((max(1, num_heads // size), head_dim) for num_heads, head_dim in spec.layer_heads),
-        intermediate_size=spec.intermediate_size // size,
-        layer_widths=tuple(width // size for width in spec.layer_widths),
+    layers = tuple(
+        replace(layer, mixer=layer.mixer.split(size), mlp=layer.mlp.split(size) if layer.mlp is not None else None)
+        for layer in spec.layers
     )
+    return replace(spec, layers=layers, intermediate_size=spec.intermediate_size // size)
+
+
+def _divided(spec: ModelSpec) -> Iterator[tuple[int, str]]:
+    """The numbers that all ranks have equal parts of, in words."""
+    yield spec.num_heads, "query heads"
+    yield spec.intermediate_size, "MLP columns"
+    if (experts := spec.experts) is not None:
+        yield experts.each.width, "columns of an expert"
+        yield experts.shared.width if experts.shared is not None else 0, "columns of the shared expert"
 
 
 def _why_whole(spec: ModelSpec) -> str | None:
-    """What of a model keeps it from being split, in a few words; None: nothing."""
-    if spec.recurrent is not None:
-        return "keeps states of its sequences"
-    projections = [spec.names.projections]
-    if spec.experts is not None and spec.experts.shared_intermediate_size is not None:
-        projections.append(spec.experts.names.shared_projections)
-    if spec.fused_projections or (spec.gated_mlp and any(len(names) == 2 for names in projections)):
-        return "stacks its projections"
-    return "norms all heads of q and k together" if spec.qk_norm_all else None
+    """Why a model is not split over ranks, in a few words; None: it is."""
+    names = spec.names
+    reasons = [
+        *(layer.mixer.unsplit_reason(names.qkv) for layer in spec.layers),
+        *(layer.mlp.unsplit_reason(names.projections) for layer in spec.layers if layer.mlp is not None),
+    ]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def shard_parameters(
@@ -80,16 +80,18 @@ def shard_parameters(
 def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, Part]:
     stored, layer = parameter.stored, key.split(".")[-2].split("[")[0] if "." in key else key
     if layer in ("embedding", "lm_head", "layer_table"):
-        num_rows = spec.layer_vocab if layer == "layer_table" else spec.vocab_size
+        inputs = spec.layer_inputs
+        num_rows = inputs.vocab_size if layer == "layer_table" and inputs is not None else spec.vocab_size
         return {name: Part(0, *parallel.part_of(num_rows)) for name in parameter.shapes}
     out_dim, out_per = stored.out_dim, stored.out_per
     in_dim, in_per = stored.in_dim, stored.in_per
     if key.endswith(".sinks"):
         return {name: Part(0, *parallel.part_of(spec.num_heads)) for name in parameter.shapes}
     if layer == "qkv" and out_dim is not None and out_per is not None:
-        num_kv_heads, head_dim = spec.heads_of(int(key.split(".")[1]))
-        counts = {name: spec.num_heads if ".q_proj." in name else num_kv_heads for name in parameter.shapes}
-        heads = {name: _head_rows(count, head_dim, parallel) for name, count in counts.items()}
+        mixer = spec.layers[int(key.split(".")[1])].attention
+        assert mixer is not None, "others are not split"
+        counts = {name: mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads for name in parameter.shapes}
+        heads = {name: _head_rows(count, mixer.head_dim, parallel) for name, count in counts.items()}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
     if layer in ("gate_up", "up") and out_dim is not None and out_per is not None:
         sizes = {name: shape[out_dim] * out_per for name, shape in parameter.shapes.items()}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
-from pagedcli.models.parameters import Parameter
+from pagedcli.models.tensors import Parameter
 
 
 class UnreadTensors(MutableMapping[str, Tensor]):

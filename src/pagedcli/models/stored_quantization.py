@@ -5,12 +5,13 @@ the layers.
 """
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4"]
+_LONGEST_PATTERN = 2000  # characters
+_LARGEST_PATTERN = 2**23  # bytes, compiled
 
 # What is read: name -> what of it.
 READABLE: Mapping[str, str] = {
@@ -128,139 +129,25 @@ class Quantization:
 def _matches(pattern: str, module: str) -> bool:
     """A pattern from the name's beginning, or a run of whole parts of the name."""
     if pattern.startswith("re:"):
-        return name_pattern(pattern[3:]).matches(module)
+        return name_pattern(pattern[3:]).match(module) is not None
     return f".{pattern.strip('.')}." in f".{module}."
 
 
-# ---------------------------------------------------------------------- patterns
-
-
-_TOKEN = re.compile(
-    r"(?P<atom>\\[dDwWsS]|\\[^A-Za-z0-9]|\[\^?\]?(?:[^\]\[\\]|\\.)*\]|[^\\\[\](){}|^$*+?])"
-    r"|(?P<open>\((?:\?:|(?!\?)))|(?P<close>\))|(?P<or>\|)|(?P<anchor>[\^$])|(?P<repeat>[*+?])\??",
-    re.DOTALL,
-)
-_MAX_PATTERN, _MAX_DEPTH = 2000, 50
-_Build = Callable[[int], int]  # the state after a part of a pattern -> the state before it
-
-
-class NamePattern:
-    """A regular expression that begins where a name begins, matched in time that is linear in the name whatever the
-    pattern: of all states that are possible after each character, which are kept from name to name.
-
-    Made of characters, `.`, classes, groups, `|`, `*`, `+`, `?`, `^` and `$`: what files of checkpoints use.
-    """
-
-    def __init__(self, pattern: str) -> None:
-        """Raises: ValueError that names what is not supported."""
-        if len(pattern) > _MAX_PATTERN:
-            raise ValueError(f"longer than {_MAX_PATTERN:,} characters")
-        # by state: what it consumes, None if nothing; the states after it; "^" or "$" if it holds only there
-        self._tests: list[Callable[[str], object] | None] = []
-        self._next: list[tuple[int, ...]] = []
-        self._anchors: list[str] = []
-        self._tokens = [(kind, text, place) for kind, text, place in _tokens(pattern)][::-1]
-        self._end = self._state()
-        start = self._alternatives(0)(self._end)
-        if self._tokens:
-            raise ValueError(f"a ')' without '(' at character {self._tokens[-1][2]}")
-        self._start = self._reachable({start}, "^")
-        self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
-
-    def matches(self, name: str) -> bool:
-        """Whether the pattern matches a beginning of the name."""
-        states = self._start
-        for character in name:
-            if self._end in states:
-                return True
-            key = (states, character)
-            if key not in self._steps:
-                after = {
-                    target
-                    for state in states
-                    if (test := self._tests[state]) is not None and test(character)
-                    for target in self._next[state]
-                }
-                self._steps[key] = self._reachable(after, "")
-            states = self._steps[key]
-        return self._end in self._reachable(states, "$" if name else "^$")
-
-    def _reachable(self, states: Iterable[int], anchors: str) -> frozenset[int]:
-        """With what follows without a character, where `anchors` hold."""
-        found, todo = set(states), list(states)
-        while todo:
-            state = todo.pop()
-            if self._tests[state] is None and self._anchors[state] in anchors:
-                new = [target for target in self._next[state] if target not in found]
-                found.update(new)
-                todo += new
-        return frozenset(found)
-
-    def _state(self, *after: int, test: Callable[[str], object] | None = None, anchor: str = "") -> int:
-        self._tests.append(test)
-        self._next.append(after)
-        self._anchors.append(anchor)
-        return len(self._next) - 1
-
-    def _alternatives(self, depth: int) -> _Build:
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"more than {_MAX_DEPTH} groups within each other")
-        options = [self._sequence(depth)]
-        while self._tokens and self._tokens[-1][0] == "or":
-            self._tokens.pop()
-            options.append(self._sequence(depth))
-        return lambda after: self._state(*(option(after) for option in options))
-
-    def _sequence(self, depth: int) -> _Build:
-        parts: list[_Build] = []
-        while self._tokens and self._tokens[-1][0] not in ("or", "close"):
-            kind, text, place = self._tokens.pop()
-            if kind == "repeat":
-                raise ValueError(f"nothing to repeat at character {place}")
-            if kind == "open":
-                part = self._alternatives(depth + 1)
-                if not self._tokens:
-                    raise ValueError(f"a '(' without ')' at character {place}")
-                self._tokens.pop()
-            else:
-                part = self._single(kind, text)
-            if self._tokens and self._tokens[-1][0] == "repeat":
-                part = self._repeated(part, self._tokens.pop()[1])
-            parts.append(part)
-        return lambda after: functools.reduce(lambda state, part: part(state), parts[::-1], after)
-
-    def _single(self, kind: str, text: str) -> _Build:
-        if kind == "anchor":
-            return lambda after: self._state(after, anchor=text)
-        try:
-            test = re.compile(text).fullmatch
-        except re.error as error:
-            raise ValueError(f"{text}: {error}") from error
-        return lambda after: self._state(after, test=test)
-
-    def _repeated(self, part: _Build, how: str) -> _Build:
-        def build(after: int) -> int:
-            if how == "?":
-                return self._state(part(after), after)
-            again = self._state()
-            first = part(again)
-            self._next[again] = (first, after)
-            return again if how == "*" else first
-
-        return build
-
-
-def _tokens(pattern: str) -> Iterator[tuple[str, str, int]]:
-    place = 0
-    while place < len(pattern):
-        token = _TOKEN.match(pattern, place)
-        if token is None or token.lastgroup is None:
-            raise ValueError(f"{pattern[place : place + 3]!r} at character {place}")
-        yield token.lastgroup, token[token.lastgroup], place
-        place = token.end()
-
-
 @functools.cache
-def name_pattern(pattern: str) -> NamePattern:
-    """The pattern, kept for the process. Raises: as NamePattern."""
-    return NamePattern(pattern)
+def name_pattern(pattern: str) -> Any:
+    """A regular expression that matches from a name's beginning on, in time linear in the name: patterns come from a
+    checkpoint, and Python's own `re` takes for ever for some.
+
+    Raises: ValueError that says what is not supported.
+    """
+    import re2  # imported here: few checkpoints have patterns
+
+    if len(pattern) > _LONGEST_PATTERN:
+        raise ValueError(f"longer than {_LONGEST_PATTERN:,} characters")
+    options = re2.Options()
+    options.log_errors, options.max_mem = False, _LARGEST_PATTERN
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        what = error.args[0]
+        raise ValueError(what.decode(errors="replace") if isinstance(what, bytes) else str(what)) from error

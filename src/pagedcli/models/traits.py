@@ -8,8 +8,11 @@ from typing import Any
 import msgspec
 
 from pagedcli.models.family import ATTENDS, FamilyConfig
-from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
-from pagedcli.models.spec import ExpertNames, ExpertsSpec, LayerKind, TensorNames
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mlps import ExpertNames, Experts, Mlp
+from pagedcli.models.tensors import TensorNames
 
 BIASED_NORMS = {"float_norms": True, "centred_norms": "biased"}
 UNGATED = {"gated_mlp": False, "names": TensorNames(projections=("up_proj", "down_proj"))}
@@ -44,24 +47,35 @@ def gemma(fields: FamilyConfig) -> dict[str, Any]:
     }
 
 
-def mixture(fields: FamilyConfig, names: ExpertNames | None = None, **others: Any) -> ExpertsSpec:
+def dense_layers(fields: FamilyConfig) -> frozenset[int]:
+    """Layers with an ordinary MLP in place of experts."""
     step, num_layers = max(1, fields.decoder_sparse_step), fields.num_hidden_layers
     dense = fields.mlp_only_layers or []
     if fields.mlp_layer_types is not None:
         dense = [i for i, kind in enumerate(fields.mlp_layer_types) if kind == "dense"]
-    return ExpertsSpec(
-        num_experts=fields.num_local_experts or fields.num_experts or 0,
-        num_per_token=fields.num_experts_per_tok or 1,
-        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
-        renormalize=fields.norm_topk_prob,
-        shared_intermediate_size=fields.shared_expert_intermediate_size,
-        dense_layers=frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step),
-        names=names or ExpertNames(),
-        **others,
-    )
+    return frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step)
 
 
-def layer_kinds(fields: FamilyConfig, attending: Collection[int]) -> tuple[LayerKind, ...]:
+def mixture(fields: FamilyConfig, names: ExpertNames | None = None, **others: Any) -> dict[str, Any]:
+    width = fields.shared_expert_intermediate_size
+    activation = others.pop("activation", fields.hidden_act)
+    experts: dict[str, Any] = {
+        "num_experts": fields.num_local_experts or fields.num_experts or 0,
+        "num_per_token": fields.num_experts_per_tok or 1,
+        "each": Mlp(
+            width=fields.moe_intermediate_size or fields.intermediate_size,
+            activation=activation,
+            bias=others.get("has_biases", False),
+        ),
+        "renormalize": fields.norm_topk_prob,
+        "shared": None if width is None else Mlp(width=width, activation=activation),
+        "names": names or ExpertNames(),
+    }
+    dense = others.pop("dense_layers", dense_layers(fields))
+    return {"experts": Experts(**experts | others), "dense_layers": dense}
+
+
+def layer_kinds(fields: FamilyConfig, attending: Collection[int]) -> tuple[str, ...]:
     """Which layers attend: those of layer_types, where it is given, or the numbers in `attending`."""
     if fields.layer_types is not None:
         return tuple("attention" if kind in ATTENDS else "recurrent" for kind in fields.layer_types)
@@ -112,15 +126,16 @@ def short_conv(fields: FamilyConfig) -> dict[str, Any]:
 
 
 def short_conv_experts(fields: FamilyConfig) -> dict[str, Any]:
-    experts = replace(
-        mixture(fields, ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))),
+    experts = mixture(
+        fields,
+        ExpertNames(block="feed_forward", projections=("w1", "w3", "w2")),
         sigmoid=True,
         least_sum=1e-6,
         prefers=fields.use_expert_bias,
         scale=fields.routed_scaling_factor,
         dense_layers=frozenset(range(fields.num_dense_layers)),
     )
-    return short_conv(fields) | {"experts": experts}
+    return short_conv(fields) | experts
 
 
 def mamba(fields: FamilyConfig) -> dict[str, Any]:
@@ -165,11 +180,11 @@ def one_branch_layers(fields: FamilyConfig) -> dict[str, Any]:
         recurrent="mixer",
         mlp="mixer",
         projections=("up_proj", "down_proj"),
-        branches=tuple((i, i + 1 if kinds[i + 1 : i + 2] == ["mlp"] else None) for i in mixers),
         skipped=("mtp.",),
     )
     return traits | {
         "num_layers": len(mixers),
+        "branches": [(i, i + 1 if kinds[i + 1 : i + 2] == ["mlp"] else None) for i in mixers],
         "recurrent": replace(traits["recurrent"], proj_bias=fields.use_bias, step_limits=limits),
         "float_norms": True,
         "gated_mlp": False,
@@ -180,13 +195,15 @@ def one_branch_layers(fields: FamilyConfig) -> dict[str, Any]:
 def granite_experts(fields: FamilyConfig, router: str = "router.layer") -> dict[str, Any]:
     shared = ("input_linear", "output_linear")
     names = ExpertNames(block="block_sparse_moe", router=router, shared="shared_mlp", shared_projections=shared)
-    experts = replace(
-        mixture(fields, names),
+    width = fields.shared_intermediate_size
+    experts = mixture(
+        fields,
+        names,
         renormalize=True,  # the softmax is over the picked ones
-        shared_intermediate_size=fields.shared_intermediate_size or None,
+        shared=Mlp(width=width, activation=fields.hidden_act) if width else None,
         gates_shared=False,
     )
-    return granite(fields) | {"experts": experts}
+    return granite(fields) | experts
 
 
 def granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
@@ -202,8 +219,9 @@ def granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
 def glm_experts(fields: FamilyConfig) -> dict[str, Any]:
     """GLM-4.5's mixture, which is DeepSeek's without groups of experts."""
     names = ExpertNames(preference="gate.e_score_correction_bias", shared="mlp.shared_experts")
-    experts = replace(
-        mixture(fields, names),
+    experts = mixture(
+        fields,
+        names,
         sigmoid=True,
         least_sum=1e-20,
         prefers=True,
@@ -213,7 +231,7 @@ def glm_experts(fields: FamilyConfig) -> dict[str, Any]:
     )
     # layers after the last one only predict further tokens
     after = TensorNames(skipped=(f"model.layers.{fields.num_hidden_layers}.",))
-    return {"qk_norm": fields.use_qk_norm, "experts": experts, "names": after}
+    return {"qk_norm": fields.use_qk_norm, "names": after} | experts
 
 
 def ernie_experts(fields: FamilyConfig) -> dict[str, Any]:
@@ -224,21 +242,23 @@ def ernie_experts(fields: FamilyConfig) -> dict[str, Any]:
         for i in range(max(0, fields.moe_layer_start_index), last + 1)
         if not (i + 1) % max(1, fields.moe_layer_interval)
     ]
-    experts = replace(
-        mixture(fields, names),
+    experts = mixture(
+        fields,
+        names,
         renormalize=True,
         prefers=True,
         dense_layers=frozenset(range(fields.num_hidden_layers)) - set(sparse),
         **_always(fields),
     )
-    return {"experts": experts, "names": TensorNames(skipped=("model.mtp",))}
+    return {"names": TensorNames(skipped=("model.mtp",))} | experts
 
 
 def _always(fields: FamilyConfig) -> dict[str, Any]:
     """Experts that every token goes to: together one of their summed width."""
     count = fields.n_shared_experts or 0
     width = fields.moe_intermediate_size or fields.intermediate_size
-    return {"shared_intermediate_size": count * width or None, "gates_shared": False}
+    shared = Mlp(width=count * width, activation=fields.hidden_act) if count * width else None
+    return {"shared": shared, "gates_shared": False}
 
 
 def starcoder(fields: FamilyConfig) -> dict[str, Any]:

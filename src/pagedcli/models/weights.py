@@ -15,13 +15,15 @@ from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
+from pagedcli.memory_limit import shortage
+from pagedcli.models.checkpoint_files import todays_name
 from pagedcli.models.config_json import read_json
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
-from pagedcli.models.parameters import Parameter
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
+from pagedcli.models.tensors import Parameter
 
 # rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
 _UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".activation_scale", ".input_zero_point")
@@ -240,20 +242,11 @@ class CheckpointWeights:
         return tensor
 
 
-# How names began before transformers 4.52 in models that see images, which their publishers still write
-_RENAMED = {
-    "language_model.lm_head.": "lm_head.",
-    "language_model.model.": "model.language_model.",
-    "vision_tower.": "model.vision_tower.",
-    "multi_modal_projector.": "model.multi_modal_projector.",
-}
-
-
 class _Renamed:
     """A file's tensors under today's names."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._stored = file, {_todays_name(name): name for name in file.keys()}  # noqa: SIM118
+        self._file, self._stored = file, {todays_name(name): name for name in file.keys()}  # noqa: SIM118
 
     def keys(self) -> Iterable[str]:
         return self._stored.keys()
@@ -263,11 +256,6 @@ class _Renamed:
 
     def get_slice(self, name: str) -> Any:
         return self._file.get_slice(self._stored[name])
-
-
-def _todays_name(name: str) -> str:
-    begin = next((begin for begin in _RENAMED if name.startswith(begin)), "")
-    return _RENAMED[begin] + name[len(begin) :] if begin else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +317,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (MemoryError, RuntimeError) as error:  # torch maps the file, too
-        raise ModelError(f"{file} cannot be mapped into memory: {error}", hint="ulimit -v may be too low") from error
+        raise shortage(error, f"mapping {file}") or ModelError(f"cannot map {file}: {error}") from error
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         with file.open("rb") as stream:
             is_pointer = stream.read(24) == b"version https://git-lfs."

@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
-#include <new>
+#include <unistd.h>
 #include <vector>
 
 // Memory that grows and is not freed: an allocation of this size per call would fault its pages in each time.
@@ -20,8 +21,10 @@ struct Arena {
         capacity = (std::max(bytes, capacity / 2 * 3) + 4095) / 4096 * 4096;  // not a little more at each step
         base = static_cast<char*>(aligned_alloc(4096, capacity));
         if (!base) {
-            capacity = 0;
-            throw std::bad_alloc();
+            // Python calls these functions: an exception would end the process with nothing but its name.
+            fprintf(stderr, "error: not enough memory for a step: %zu MiB more could not be had\nhint: lower "
+                            "--max-num-batched-tokens or --max-num-seqs\n", capacity >> 20);
+            _exit(2);
         }
     }
     template <class X> X* take(size_t count) {

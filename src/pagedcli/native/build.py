@@ -96,6 +96,8 @@ def _outcome() -> NativeLibrary | BackendError:
 def is_whole(path: Path) -> bool:
     """Whether a library is there as it was built: loading a truncated one would end the process."""
     try:
+        if not (path.is_file() and _digest_file(path).is_file()):  # reading a pipe would wait for ever
+            return False
         return _digest_file(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, UnicodeDecodeError):
         return False

@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -70,7 +71,10 @@ struct Pool {
     }
 
     void start(int threads, int64_t pieces, void (*function)(void*, int64_t), void* argument) {
-        for (; num_helpers < threads - 1; num_helpers++) std::thread(&Pool::help, this, num_helpers).detach();
+        try {
+            for (; num_helpers < threads - 1; num_helpers++) std::thread(&Pool::help, this, num_helpers).detach();
+        } catch (const std::system_error&) {  // no memory for a stack, or too many threads: fewer compute the same
+        }
         count = pieces, run = function, data = argument;
         num_done.store(0, std::memory_order_relaxed);
         most_helpers.store(threads - 1);

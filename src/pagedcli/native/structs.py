@@ -9,7 +9,7 @@ import torch
 _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 STORE, ADD, RELU2, GELU, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(7)  # Epilogue
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of activations; also WeightKind
 GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
 INT8, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 = 3, *range(5, 11)  # WeightKind
 MINIMA, STEPS = 3, 4  # Linear::scale_type, beyond DTYPE_CODES

@@ -40,7 +40,7 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
 def release_free_memory() -> None:
     """Return what has been freed to the system, which the C library keeps where large and small blocks alternate."""
     if sys.platform == "linux":
-        with suppress(AttributeError):  # of another C library
+        with suppress(AttributeError):  # another C library has no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
 

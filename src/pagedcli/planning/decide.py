@@ -16,7 +16,7 @@ from pagedcli.core.budget import Terms
 from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
-from pagedcli.core.plan import Plan
+from pagedcli.core.plan import Plan, Pool
 from pagedcli.errors import ConfigError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
@@ -44,9 +44,21 @@ LEAST_SLOTS = 8  # of recurrent state: prompts branch at several depths even whe
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 
 
-def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Plan:
-    """How a rank of the engine will run. `spec` is that of the whole model; what is known only once it is loaded keeps
-    its default.
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Everything about a rank of an engine that is known before anything is loaded."""
+
+    plan: Plan  # what is known only once the model is loaded keeps its default
+    attention: AttentionSpec  # requirements on the attention backend
+
+
+def decide(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
+    """How an engine will run, see decide_rank."""
+    return decide_rank(config, spec, machine).plan
+
+
+def decide_rank(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decision:
+    """How a rank of the engine will run. `spec` is that of the whole model.
 
     Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
@@ -85,14 +97,15 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     if (note := stored.note(dtype, kernels)) is not None:
         notes += (note,)
     notes += rope_notes(spec.rope, max_model_len)
-    return Plan(
+    unseen = (f"GPU: {machine.unseen_gpu}",) if config.device == "auto" and machine.unseen_gpu is not None else ()
+    plan = Plan(
         limits=limits,
         model=config.model,
         device=str(device),
         dtype=dtype_name(dtype),
         kv_dtype=kv_dtype,
         backend=choice.name,
-        refused=choice.refused,
+        refused=unseen + choice.refused,
         decoder=decoder,
         weights=None if stored is AS_STORED else stored.name,
         kernels=kernels,
@@ -106,6 +119,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         eos_token_ids=frozenset(spec.eos_token_ids),
         seed=config.seed,
     )
+    return Decision(plan, attention)
 
 
 def attention_spec(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> AttentionSpec:
@@ -293,7 +307,7 @@ def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> No
 def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: int) -> None:
     """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
     the rotary embedding of every position, and a block table per sequence."""
-    ropes = {(rope, spec.heads_of(layer)[1]) for layer, rope in enumerate(spec.layer_ropes)} or {(None, spec.head_dim)}
+    ropes = {(mixer.rope, mixer.head_dim) for mixer in spec.attentions}
     rope_bytes = limits.max_model_len * itemsize * sum(head_dim for _, head_dim in ropes)
     block_table_bytes = limits.max_num_seqs * limits.tables.num_entries(limits.max_model_len) * 4
     if rope_bytes + block_table_bytes > available:
@@ -335,16 +349,7 @@ def why_no_graphs(
 # ---------------------------------------------------------------------- the pool
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """What the memory for the cache is divided into."""
-
-    num_blocks: int
-    num_state_slots: int | None  # None: the model has no recurrent state
-    reason: str  # for the number of blocks
-
-
-def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Terms | None) -> PoolSize:
+def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Terms | None) -> Pool:
     """The number of blocks in the pool with the reason for it, and the number of slots of recurrent state.
 
     `terms` are those of a GPU's memory; on a CPU they are None, and `available` is the free host memory in bytes.
@@ -382,7 +387,7 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
             f" but only {max(0, available) / 2**30:,.2f} GiB of memory are available",
             hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
         )
-    return PoolSize(num_blocks, num_slots, reason)
+    return Pool(num_blocks, reason, num_state_slots=num_slots)
 
 
 def choose_num_slots(config: EngineConfig, limits: Limits, num_bytes: int) -> int | None:

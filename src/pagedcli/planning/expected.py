@@ -16,33 +16,33 @@ from pagedcli.native.build import build_key, find_compiler
 from pagedcli.native.system import usable_cores
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Machine, processor_name
-from pagedcli.planning.memory import Pool, engine_footprint, expected_pool
+from pagedcli.planning.memory import engine_footprint, expected_pool
 from pagedcli.planning.step_time import FORM, TimeKey
 
 
-def expected_plan(config: EngineConfig, spec: ModelSpec, machine: Machine) -> tuple[Plan, Pool | None]:
-    """What `generate` decides on a machine, with the pool that it would create, and why it has that size. The pool is
-    None, and the number of blocks too, for a model that runs through transformers: its memory is not predicted.
+def expected_plan(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
+    """What `generate` decides on a machine, with the pool that it would create. There is no pool, and no number of
+    blocks, for a model that runs through transformers: its memory is not predicted.
 
     Raises: ConfigError, BackendError or ModelError where `generate` would.
     """
     plan = decide(config, spec, machine)
     pool = expected_pool(config, spec, plan, machine)
     if pool is None:
-        return plan, None
+        return plan
     limits = replace(plan.limits, num_blocks=pool.num_blocks or None, num_state_slots=pool.num_state_slots)
-    return replace(plan, limits=limits, num_blocks_reason=pool.reason), pool
+    return replace(plan, limits=limits, pool=pool)
 
 
 def time_key(config: EngineConfig, spec: ModelSpec, plan: Plan) -> TimeKey:
     """What identifies the time of a plan's steps on this machine. Of the limits only the block size is part of it: a
     step of so many tokens takes as long whatever the pool."""
     on_gpu = not plan.on_cpu
-    experts = spec.experts
+    experts, windows = spec.experts, {mixer.window or 0 for mixer in spec.attentions}
     sizes = (
         spec.architecture, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
-        spec.num_kv_heads, spec.head_dim, spec.vocab_size, sorted({window or 0 for window in spec.windows}),
-        len(spec.recurrent_layers), experts and (experts.num_experts, experts.num_per_token, experts.intermediate_size),
+        spec.num_kv_heads, spec.head_dim, spec.vocab_size, sorted(windows) if any(windows) else [],
+        len(spec.states), experts and (experts.num_experts, experts.num_per_token, experts.each.width),
         config.tensor_parallel_size,
     )  # fmt: skip
     num_bytes = 0 if spec.is_fallback else engine_footprint(config, spec, plan).num_bytes

@@ -1,9 +1,10 @@
 """The machine as decisions see it: its GPUs, its memory, and software that attention backends lack.
 
-Frozen values, read from this machine or made up (a GPU by name, tests). Used by engine.decide.
+Frozen values, read from this machine or made up (a GPU by name, tests). Used by planning.decide.
 """
 
 import platform
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,6 +12,12 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from pagedcli.memory_limit import address_space
+
+FOR_THREADS = 2**27  # bytes of address space that the stacks of threads take, and small tensors
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_CUDA_13_DRIVER = 580  # the oldest driver for wheels of CUDA 13; those of CUDA 12 run from 525 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,7 @@ class Machine:
     total_bytes: int
     available_bytes: int  # free for a process
     gpus: tuple[Gpu, ...] = ()
+    unseen_gpu: str | None = None  # why torch sees no GPU although an NVIDIA driver is loaded
     current_gpu: int = 0  # the GPU that plain "cuda" means
     is_here: bool = True  # False: described by flags; all software is installed except what `missing` names
     missing: Mapping[str, str] = field(default_factory=dict)  # attention backend -> why it cannot run there
@@ -56,7 +64,23 @@ def this_machine(*, free_memory: bool = False) -> Machine:
         total_bytes=total,
         available_bytes=available,
         gpus=tuple(gpus),
+        unseen_gpu=None if gpus else unseen_gpu(),
         current_gpu=torch.cuda.current_device() if gpus else 0,
+    )
+
+
+def unseen_gpu() -> str | None:
+    """Why torch sees no GPU although an NVIDIA driver is loaded, and what to install; None: no driver is loaded."""
+    try:
+        version = re.search(r"Kernel Module.*?  (\d+)\.([\d.]+)", _NVIDIA_DRIVER.read_text())
+    except OSError:
+        return None
+    driver = version.expand(r"\1.\2") if version is not None else "of an unknown version"
+    wheels = "cu126" if version is not None and int(version[1]) < _CUDA_13_DRIVER else "cu130"
+    built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a CPU-only build"
+    return (
+        f"an NVIDIA driver ({driver}) is loaded, but torch {torch.__version__} {built} and sees no GPU;"
+        f" pip install torch --index-url https://download.pytorch.org/whl/{wheels} brings a build for this driver"
     )
 
 
@@ -75,20 +99,23 @@ def described_host(total_bytes: int) -> Machine:
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of the host, or of this process's cgroup limit."""
+    """(total, available) bytes of the host, or of what this process's cgroup and `ulimit -v` allow."""
     total = psutil.virtual_memory().total
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    if (space := address_space()) is not None:
+        total = min(total, space[0])
     return total, available_memory()
 
 
 def available_memory() -> int:
-    """Available bytes of host memory, within the cgroup limit where it is readable."""
+    """Available bytes of host memory, within the cgroup limit where it is readable, and within `ulimit -v`."""
     available = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, limit - current)
-    return available
+    space = address_space()
+    return available if space is None else min(available, max(0, space[1] - FOR_THREADS))
 
 
 def processor_name() -> str:

@@ -13,8 +13,7 @@ import msgspec
 
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import ITEMSIZE, StepShape, Terms
-from pagedcli.core.limits import Limits
-from pagedcli.core.plan import Plan
+from pagedcli.core.plan import Plan, Pool
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.footprint import Footprint, footprint, step_bytes
@@ -106,15 +105,14 @@ def activation_bytes(
         if num_logits * ITEMSIZE["float32"] < from_heap:
             sampling += num_logits * FREED_BYTES
         return max(step_bytes(spec, step.num_tokens, itemsize), hidden + sampling)
-    num_kv_heads, head_dim = spec.widest_heads
-    heads = (spec.num_heads + 2 * num_kv_heads) * head_dim
-    inner = max(spec.num_heads * head_dim, spec.widest_mlp, spec.hidden_size)
-    inputs = spec.num_layers * (spec.layer_inputs or 0)
-    beside = spec.hidden_size if spec.layer_norms == "shared" else 0
-    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner + inputs + beside)
+    widest = spec.widest_attention
+    heads = (widest.num_heads + 2 * widest.num_kv_heads) * widest.head_dim
+    inner = max(widest.num_heads * widest.head_dim, spec.widest_mlp, spec.hidden_size)
+    beside = spec.hidden_size if spec.layers[0].norms == "shared" else 0
+    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner + spec.inputs_width + beside)
     if spec.experts is not None:
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
-        workspace += rows * itemsize * (spec.experts.intermediate_size + spec.hidden_size)
+        workspace += rows * itemsize * (spec.experts.each.width + spec.hidden_size)
     return workspace + max(hidden, sampling)
 
 
@@ -137,25 +135,12 @@ def mapped_weights(config: EngineConfig, spec: ModelSpec, plan: Plan) -> int:
     if config.load_format == "dummy" or spec.dtype != plan.dtype or is_quantized:
         return 0
     rows = rank_spec(config, spec).vocab_size * spec.hidden_size if keeps_embedding else 0
-    second = spec.layer_vocab * spec.num_layers * (spec.layer_inputs or 0)  # of the embeddings of layers
+    inputs = spec.layer_inputs  # a second table, of the embeddings of layers
+    second = inputs.vocab_size * spec.inputs_width if inputs is not None else 0
     return (rows + second) * ITEMSIZE[plan.dtype]
 
 
 # ---------------------------------------------------------------------- the pool
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The KV blocks that an engine gets."""
-
-    num_blocks: int  # 0: none fits
-    reason: str  # why there are so many
-    hint: str | None = None  # what to do if there are none
-    num_state_slots: int | None = None  # of recurrent state; None: the model has none
-
-    def state_bytes(self, limits: Limits) -> int:
-        """Bytes of all slots of recurrent state."""
-        return (self.num_state_slots or 0) * limits.state_bytes
 
 
 def pool_within(config: EngineConfig, plan: Plan, terms: Terms, *, available: int | None = None) -> Pool:
@@ -163,10 +148,9 @@ def pool_within(config: EngineConfig, plan: Plan, terms: Terms, *, available: in
     model loaded; None: what the terms leave."""
     available = terms.total - terms.used if available is None else available
     try:
-        found = choose_pool(config, plan, available=available, terms=None if plan.on_cpu else terms)
+        return choose_pool(config, plan, available=available, terms=None if plan.on_cpu else terms)
     except ConfigError as error:
         return Pool(0, error.message, error.hint)
-    return Pool(found.num_blocks, found.reason, num_state_slots=found.num_state_slots)
 
 
 def expected_pool(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Pool | None:

@@ -15,7 +15,6 @@ from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import (
     BLOCK_SIZES,
-    SMALLEST_RECOMMENDED,
     PrefixRows,
     SeenPrefixes,
     token_bytes,
@@ -23,7 +22,6 @@ from pagedcli.core.prefixes import (
     unit_digests,
 )
 
-MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MOST_SHOWN = 5  # shared prefixes
 _MOST_ROWS = 4  # named of each
@@ -55,11 +53,9 @@ class SharedPrompts:
 
 @dataclass(slots=True)
 class _Tally:
-    """Totals at one block size over all prompts, in tokens and in spans: blocks of each group of layers."""
+    """Hits at one block size over all prompts, in tokens and in spans: blocks of each group of layers."""
 
     hit_tokens: int = 0
-    num_spans: int = 0  # of prompt and output; the sequences of a request share the full blocks of its prompt
-    num_tokens: int = 0  # in those spans
     hit_spans: int = 0
 
 
@@ -137,12 +133,11 @@ class PromptSurvey:
         self.total_lengths[num_prompt + max_tokens] += 1
         shape = _Shape(num_cached) if num_seqs == 1 else _Shape(num_cached, num_seqs, num_prompt, is_beam_search)
         self._shapes[shape] += 1
-        for size, tally in self._tallies.items():
-            hit_spans = num_known * UNIT // size
-            tally.hit_tokens += min(hit_spans * size, num_prompt - 1)
-            tally.hit_spans += hit_spans
-            tally.num_spans += shape.num_spans(size)
-            tally.num_tokens += shape.num_tokens(size)
+        if num_known:
+            for size, tally in self._tallies.items():
+                hit_spans = num_known * UNIT // size
+                tally.hit_tokens += min(hit_spans * size, num_prompt - 1)
+                tally.hit_spans += hit_spans
 
     def _note_shared(self, row: int, digests: Sequence[int], token_ids: Sequence[int]) -> None:
         parent: int | None = None
@@ -171,26 +166,20 @@ class PromptSurvey:
         """
         rows = []
         for size, tally in self._tallies.items():
-            slots = tally.num_spans * size
+            slots = self._num_spans(size) * size
+            num_tokens = sum(shape.num_tokens(size) * count for shape, count in self._shapes.items())
             rows.append(
                 {
                     "block_size": size,
                     "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
                     "hit_tokens": tally.hit_tokens,
-                    "waste": 1 - tally.num_tokens / slots if slots else 0.0,
+                    "waste": 1 - num_tokens / slots if slots else 0.0,
                     "num_blocks": self._all_blocks(size),
                     "num_slots": slots - tally.hit_spans * size,
                     "longest_table": self._tables(size).num_entries(self.most_cached_tokens()),
                 }
             )
         return rows
-
-    def recommended_block_size(self) -> int:
-        """The largest block size, at least SMALLEST_RECOMMENDED, at which the whole file takes at most MORE_SLOTS more
-        slots than at the best one: larger blocks mean shorter tables, smaller ones more sharing."""
-        rows = [row for row in self.block_size_rows() if row["block_size"] >= SMALLEST_RECOMMENDED]
-        most = min(row["num_slots"] for row in rows) * (1 + MORE_SLOTS)
-        return max(int(row["block_size"]) for row in rows if row["num_slots"] <= most)
 
     def longest_shared(self) -> list[Row]:
         """Shared prefixes, those that save most tokens first. A prefix is omitted if a longer one is shared by as many
@@ -303,10 +292,6 @@ class PromptSurvey:
             rows.append(kept)
         return rows
 
-    def recommended_num_blocks(self, block_size: int, num_running: int) -> int:
-        """The smallest pool that guarantees no preemption, at a block size of BLOCK_SIZES."""
-        return min(self._blocks_at_once(num_running, block_size), self._all_blocks(block_size))
-
     def _tables(self, block_size: int) -> TableShape:
         return TableShape(block_size, self.windows)
 
@@ -335,8 +320,11 @@ class PromptSurvey:
 
     def _all_blocks(self, block_size: int) -> int:
         """Blocks of all rows together, shared ones once, none released before the end."""
-        tally = self._tallies[block_size]
-        return (tally.num_spans - tally.hit_spans) * len(self.windows)
+        return (self._num_spans(block_size) - self._tallies[block_size].hit_spans) * len(self.windows)
+
+    def _num_spans(self, block_size: int) -> int:
+        """Spans of all prompts and outputs; the sequences of a request share the full blocks of its prompt."""
+        return sum(shape.num_spans(block_size) * count for shape, count in self._shapes.items())
 
 
 def percentile(lengths: Counter[int], share: float) -> int:

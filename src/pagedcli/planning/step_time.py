@@ -1,4 +1,4 @@
-"""How long a step takes: measured once for a machine, a model and a format (runner.calibration), kept in a file, and
+"""How long a step takes: measured once for a machine, a model and a format (bench.calibration), kept in a file, and
 read by `plan`, `simulate`, advice and the end time of a run. Needs no torch.
 """
 
@@ -14,10 +14,9 @@ from tempfile import TemporaryFile
 import msgspec
 import numpy as np
 
-from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
-from pagedcli.files import whole_file
+from pagedcli.files import is_stream, read_own, whole_file
 
 FORM = 4  # of what a calibration measures: records of another form are not read
 FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
@@ -434,32 +433,15 @@ def load_step_time(key: TimeKey) -> StepTime | None:
     return found.time if found is not None and found.key == key else None
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrations:
-    """What has been timed of one model in one format on one machine."""
-
-    own: StepTime
-    by_block_size: dict[int, StepTime]  # of other block sizes
-
-
-def calibrations(key: TimeKey) -> Calibrations | None:
-    """The calibration with this key, and those that differ by the block size; None if there is none with this key."""
-    own = load_step_time(key)
-    if own is None:
-        return None
-    others = {size: load_step_time(replace(key, block_size=size)) for size in BLOCK_SIZES if size != key.block_size}
-    return Calibrations(own, {size: found for size, found in others.items() if found is not None})
-
-
-def calibrations_named(file_name: str) -> Calibrations | None:
-    """Those of an engine that recorded the name of its own; None if it is not on this machine."""
+def step_time_named(file_name: str) -> StepTime | None:
+    """That of an engine that recorded the name of its calibration; None if it is not on this machine."""
     found = _read(file_name)
-    return calibrations(found.key) if found is not None and found.key.file_name == file_name else None
+    return found.time if found is not None and found.key.file_name == file_name else None
 
 
 def _read(file_name: str) -> _File | None:
     try:
-        return msgspec.json.decode((cache_folder() / Path(file_name).name).read_bytes(), type=_File)
+        return msgspec.json.decode(read_own(cache_folder() / Path(file_name).name), type=_File)
     except (OSError, ValueError):  # also of a name that no file can have
         return None
 
@@ -479,5 +461,8 @@ def save_step_time(key: TimeKey, step_time: StepTime) -> None:
     """Keep a calibration; without a folder that can be written it is lost, and the next command calibrates again."""
     with suppress(OSError):
         cache_folder().mkdir(parents=True, exist_ok=True)
-        with whole_file(cache_folder() / key.file_name, overwrite=True) as file:
+        path = cache_folder() / key.file_name
+        if is_stream(path):  # it would be written to
+            path.unlink()
+        with whole_file(path, overwrite=True) as file:
             file.write(msgspec.json.format(msgspec.json.encode(_File(key, step_time))) + b"\n")

@@ -105,7 +105,7 @@ class DecodeGraphs:
         bucket, num_seqs = self.bucket_for(step.num_seqs), step.num_seqs
         self._state.update_tables(step)
         inputs = _pad(step, sampling, self._padding(bucket.num_seqs))
-        self._state.upload(inputs, into=bucket.buffer)
+        self._state.upload.into(bucket.buffer, inputs)
         if bucket.graph is None:
             num_drawn = int(np.count_nonzero(inputs.temperature))
             return self._body(bucket, inputs.num_tokens.tolist(), num_drawn)[:num_seqs]
@@ -120,7 +120,7 @@ class DecodeGraphs:
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         max_total = min(self._max_model_len, max(1, GRAPH_TOKENS // num_seqs))
         bucket = Bucket(num_seqs, max_total, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
-        self._state.upload(shapes, into=buffer)
+        self._state.upload.into(buffer, shapes)
         return bucket
 
     def _padding(self, num_seqs: int) -> Inputs:

@@ -16,7 +16,7 @@ from pagedcli.core.budget import blocks_for
 from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput
 from pagedcli.models.base import CausalLM, cache_shape
-from pagedcli.models.recurrent_spec import StateTensor
+from pagedcli.models.mixers.state import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
@@ -30,12 +30,11 @@ class DeviceState:
 
     device: torch.device
     block_size: int  # tokens
-    num_groups: int  # of layers, see core.groups
-    num_state_slots: int  # of recurrent state; padding writes one more, the last; 0: the model has none
-    kv_cache: Tensor  # of AttentionBackend.cache_shape: [2, P, N, ...]
-    states: tuple[
-        tuple[Tensor, ...], ...
-    ]  # of each recurrent layer: pools [num_state_slots + 1, ...] of ModelSpec.state
+    num_groups: int  # groups of layers, see core.groups
+    num_state_slots: int  # slots of recurrent state; padding writes to one more, the last; 0: the model has none
+    kv_cache: Tensor  # [2, P, N, ...], see AttentionBackend.cache_shape
+    # Pools [num_state_slots + 1, ...] of ModelSpec.state, one tuple per recurrent layer.
+    states: tuple[tuple[Tensor, ...], ...]
     tables: Tensor  # [rows, W * groups] int32, block table of each running sequence
     last_tokens: Tensor  # [rows] int64, of the last launched step
     upload: "Upload"
@@ -106,14 +105,14 @@ class DeviceState:
 def state_pools(
     model: CausalLM, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Of each layer with a state its pools, with one slot more for padding, and activations of `dtype`. Not cleared: a
-    slot is written before it is read."""
+    """The pools of each recurrent layer, with one more slot for padding; activations have `dtype`. Not cleared: a slot
+    is written before it is read."""
 
     def pool(tensor: StateTensor) -> Tensor:
         kept = dtype if tensor.dtype is None else named_dtype(tensor.dtype)
         return torch.empty((num_slots + 1, *tensor.shape), dtype=kept, device=device)
 
-    return tuple(tuple(map(pool, model.spec.state)) for _ in model.spec.recurrent_layers)
+    return tuple(tuple(map(pool, state)) for state in model.spec.states)
 
 
 # ---------------------------------------------------------------------- copies: one per step each way
@@ -132,27 +131,25 @@ class Upload:
         self._events: list[torch.cuda.Event] = []
         self._turn = 0
 
-    def __call__(self, arrays: Items[Array], *, into: Tensor | None = None) -> list[Tensor]:
-        """The arrays on the device, each with its dtype and shape.
-
-        `into` is a uint8 tensor on the device to copy into, at offsets that depend on the sizes alone; by default
-        new memory is allocated.
-        """
-        if self.device.type == "cpu" and into is None:
-            return [torch.from_numpy(array) for array in arrays]
+    def __call__(self, arrays: Items[Array]) -> list[Tensor]:
+        """The arrays on the device, in new memory, each with its dtype and shape."""
         if self.device.type == "cpu":
-            assert into is not None
-            _pack(arrays, into.numpy())
-            return unpack(into, arrays)
+            return [torch.from_numpy(array) for array in arrays]
+        target = torch.empty(packed_size(arrays), dtype=torch.uint8, device=self.device)
+        self.into(target, arrays)
+        return unpack(target, arrays)
+
+    def into(self, target: Tensor, arrays: Items[Array]) -> None:
+        """Copy the arrays into `target`, uint8 on the device, at offsets that depend on their sizes alone."""
+        if self.device.type == "cpu":
+            _pack(arrays, target.numpy())
+            return
         size = packed_size(arrays)
         buffer, event = self._take(size)
         event.synchronize()
         _pack(arrays, buffer.numpy())
-        if into is None:
-            into = torch.empty(size, dtype=torch.uint8, device=self.device)
-        into[:size].copy_(buffer[:size], non_blocking=True)
+        target[:size].copy_(buffer[:size], non_blocking=True)
         event.record()
-        return unpack(into, arrays)
 
     def _take(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
         if not self._buffers:

@@ -14,26 +14,28 @@ import torch
 from pagedcli.attention.base import named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
+from pagedcli.core.cache import pool_bytes
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
+from pagedcli.memory_limit import shortage
 from pagedcli.models.base import CausalLM
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native.system import limit_threads
-from pagedcli.planning.decide import attention_spec, choose_pool, decide, model_folder
+from pagedcli.planning.decide import choose_pool, decide_rank, model_folder
 from pagedcli.planning.machine import Machine, available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # largest number of e4m3
 MARGIN = 2.0  # values larger than the probe's saturate
-NUM_TOKENS = 256  # of the probe
+NUM_TOKENS = 256  # length of the probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class LoadedEngine:
     """A loaded model and its plan."""
 
     model_path: Path
-    spec: ModelSpec  # of the whole model
-    model: CausalLM  # of this rank
+    spec: ModelSpec  # the whole model
+    model: CausalLM  # this rank's part
     plan: Plan
     runner: ModelRunner
 
@@ -63,16 +65,16 @@ def load_engine(
     path = model_folder(config)
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
     machine = this_machine()
-    plan = decide(config, spec, machine, rank=parallel.rank)
+    decision = decide_rank(config, spec, machine, rank=parallel.rank)
+    plan, attention = decision.plan, decision.attention
     _check_weights(config, spec, plan, machine)
-    attention = attention_spec(config, spec, machine, rank=parallel.rank)
     device, dtype = attention.device, attention.dtype
     if plan.on_cpu:
         limit_threads()
     else:
         torch.cuda.set_device(device)  # Triton launches on the current device
     backend = load_backend(plan.backend, attention)
-    with _room_for("the weights", device):
+    with _room_for("the weights", device, "use --quantization int8 or int4, or a smaller model"):
         model = load_model(
             path,
             spec,
@@ -93,22 +95,24 @@ def load_engine(
     scales = None
     if kv_dtype == torch.float8_e4m3fn:  # other caches are not quantized, or have a scale per token and head
         scales = kv_scales(runner_spec, dtype)
-    with _room_for(f"a step of {plan.limits.max_num_batched_tokens:,} tokens (--max-num-batched-tokens)", device):
+    step = f"a step of {plan.limits.max_num_batched_tokens:,} tokens"
+    with _room_for(step, device, "lower --max-num-batched-tokens"):
         memory = measure_device(runner_spec, config.gpu_memory_utilization)
     if memory is not None and plan.no_graphs is None:
         memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
     pool = choose_pool(config, plan, available=available_memory(), terms=memory)
     num_slots = None if pool.num_state_slots is None else agree(pool.num_state_slots)
-    limits = plan.limits.with_pool(agree(pool.num_blocks), num_state_slots=num_slots)
-    num_bytes = limits.pool_bytes(plan.block_bytes)
-    with _room_for(f"a KV cache of {num_bytes / 2**30:,.2f} GiB ({pool.reason})", device):
+    pool = replace(pool, num_blocks=agree(pool.num_blocks), num_state_slots=num_slots)
+    limits = plan.limits.with_pool(pool.num_blocks, num_state_slots=num_slots)
+    cache = f"a KV cache of {pool_bytes(limits, plan.block_bytes) / 2**30:,.2f} GiB ({pool.reason})"
+    with _room_for(cache, device, "lower --kv-cache-memory or --num-gpu-blocks-override"):
         runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
         plan,
         limits=limits,
-        num_blocks_reason=pool.reason,
+        pool=pool,
         weight_bytes=model.weight_bytes,
         memory=memory,
         kv_scales=scales,
@@ -126,8 +130,8 @@ def _check_weights(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: M
 
 
 @contextmanager
-def _room_for(what: str, device: torch.device) -> Iterator[None]:
-    """Raises: ConfigError with who holds the device's memory, if it has run out."""
+def _room_for(what: str, device: torch.device, hint: str) -> Iterator[None]:
+    """Raises: ConfigError with who holds the device's memory, if it has run out; `hint` lowers that of the host."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -138,6 +142,8 @@ def _room_for(what: str, device: torch.device) -> Iterator[None]:
             f" other processes: {holders}",
             hint="end other processes on it, or lower --gpu-memory-utilization or --max-num-batched-tokens",
         ) from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        raise shortage(error, what, hint) or error from error
 
 
 def kv_scales(spec: RunnerSpec, dtype: torch.dtype) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
 
 LONG_PROMPT = 2048  # tokens
-RESULTS_PER_EXPERT = 30  # for the middle one of three sizes of tiles
+RESULTS_PER_EXPERT = 30  # results at the middle one of three tile sizes
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 _OF_PENALTIES = (torch.float32, torch.uint8, torch.int32)  # a number of each of these per logit
@@ -102,7 +102,7 @@ def measure_terms(
     if plan.memory is not None:
         found = plan.memory
         others = sum(holder.num_bytes for holder in other_holders(runner.device, limit=None))
-        others = min(others, found.runtime)  # in a container this process may be listed under another pid
+        others = min(others, found.runtime)  # A container may list this process under another pid.
         runtime = found.used - others - plan.weight_bytes
         return replace(found, others=others, runtime=runtime, weights=plan.weight_bytes)
     measure_step(runner, StepShape(1, 1))  # threads and libraries start with the first step: that is runtime

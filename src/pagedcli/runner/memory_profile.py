@@ -13,7 +13,7 @@ import torch
 
 from pagedcli.config import EngineConfig, parse_bytes
 from pagedcli.core.budget import Terms
-from pagedcli.core.plan import Plan
+from pagedcli.core.plan import Plan, Pool
 from pagedcli.errors import UsageError
 from pagedcli.models.hub import weight_files
 from pagedcli.models.reading import read_spec
@@ -23,7 +23,6 @@ from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import Machine, available_memory, described_gpu, described_host, this_machine
 from pagedcli.planning.memory import (
     Fit,
-    Pool,
     fits,
     loading_peak,
     mapped_weights,
@@ -44,10 +43,10 @@ class Profile:
 
     config: EngineConfig
     plan: Plan
-    spec: ModelSpec  # of one rank's part
+    spec: ModelSpec  # one rank's part
     device: str
     terms: Terms  # measured where the model was loaded
-    forecast: Terms | None  # to compare with what was measured; None: nothing was, or transformers runs the model
+    forecast: Terms | None  # next to the measured terms; None: nothing was measured, or transformers runs the model
     pool: Pool
     notes: Mapping[str, str]  # term -> a note for the user
     fits: tuple[Fit, ...] = ()  # what else could be chosen; empty: a model that runs through transformers
@@ -65,7 +64,7 @@ class Described:
 
     name: str
     total: int
-    capability: tuple[int, int] | None  # of its GPU; None: it has none
+    capability: tuple[int, int] | None  # CUDA compute capability; None: there is no GPU
     used: int | None = None
     peak: int | None = None
     current: int | None = None

@@ -25,13 +25,13 @@ from pagedcli.runner.sampler import PromptScores, SampledTokens, sample_tokens, 
 class RunnerSpec:
     """What a ModelRunner runs, and within which limits."""
 
-    model: CausalLM  # of this rank
+    model: CausalLM  # this rank's part
     backend: AttentionBackend
     parallel: ParallelContext
     device: torch.device
     kv_dtype: torch.dtype
     limits: Limits
-    dtype: torch.dtype  # of the activations
+    dtype: torch.dtype  # dtype of the activations
 
 
 class ModelRunner:
@@ -53,7 +53,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> Tensor:
-        """Of AttentionBackend.cache_shape: [2, P, N, ...]."""
+        """K and V of all layers [2, P, N, ...], see AttentionBackend.cache_shape."""
         return self.state.kv_cache
 
     def make_graphs(self, *, capture: bool) -> None:
@@ -95,7 +95,7 @@ class ModelRunner:
         self, step: StepInput, sampling: SamplingInput | None, *, plain: bool
     ) -> tuple[Tensor | None, PromptScores | None]:
         """Logits [R, V], or None if a graph has already sampled the tokens; and the scores of prompts, if wanted."""
-        if step.prompt_rows is not None:  # on every rank: logits of a group are gathered
+        if step.prompt_rows is not None:  # Every rank takes part: logits of a group are gathered.
             hidden, rows = self._hidden(step), step.prompt_rows
             scores = score_prompts(hidden, self.model.compute_logits, rows, self.state.upload)
             [sampled] = self.state.upload([rows.sampled])

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.core.requests import Candidates
+from pagedcli.core.beams import Candidates
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.core.step_input import PromptLogprobs, PromptRows, SamplingInput, StepTokens
 from pagedcli.layers.sampling import INVALID, Limits, choose_tokens, top_tokens
 from pagedcli.runner.device_state import Download, Upload
 from pagedcli.runner.logit_changes import KeptTokens
 
-_ROWS = 64  # of prompts, whose logits are in memory at once
+_ROWS = 64  # rows of prompt logits in memory at once
 
 
 class PromptScores:
@@ -56,7 +56,7 @@ class SampledTokens:
         self._sampling = sampling
         self._num_logprobs = len(logprobs)
         self._download = Download([token_ids, *logprobs, *candidates])
-        self.prompt_scores: PromptScores | None = None  # of prompts in the same step
+        self.prompt_scores: PromptScores | None = None  # scores of the prompts in the same step
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
@@ -41,9 +42,9 @@ class CheckResult:
     """One line of the self-test."""
 
     check: str
-    passed: bool
-    detail: str  # what was observed
-    seconds: float
+    passed: Annotated[bool, "result", lambda passed: "pass" if passed else "FAIL"]
+    detail: Annotated[str, "details"]  # what was observed
+    seconds: Annotated[float, "time (s)"]
 
 
 class _Failure(Exception):

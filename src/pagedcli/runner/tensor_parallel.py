@@ -39,9 +39,9 @@ from pagedcli.runner.sampler import SampledTokens
 
 MAX_RANKS = 8
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # upper bound for one collective operation of a step
-_LEAVE_S = 5.0  # for all ranks together to leave the group
+_LEAVE_S = 5.0  # time limit for all ranks to leave the group
 _REAP_S = 3.0  # how long to wait for a process that caused an error to exit
-_STUCK_S = 6.0  # after a worker's death: by then the main thread must be stuck in a collective
+_STUCK_S = 6.0  # a worker has died this long ago: the main thread must be stuck in a collective
 _POLL_S = 20e-6
 # Ctrl-C reaches all processes of a terminal, and SIGTERM often all of a job: rank 0 decides, its workers end with it.
 # They ignore these signals from before they import torch, which takes seconds.
@@ -82,7 +82,7 @@ class WorkerGroup:
         self._parallel = ParallelContext(0, size)
         self._ranks = _Ranks(config, size)
         self._failure: WorkerFailure | None = None
-        self._finalizer = weakref.finalize(self, self._ranks.part)  # at the latest when this process exits
+        self._finalizer = weakref.finalize(self, self._ranks.part)  # The workers end with this process at the latest.
 
     def load(self) -> LoadedEngine:
         """Load rank 0's part, while the workers load theirs."""
@@ -241,7 +241,7 @@ class _Ranks:
         self._ended, self._in_order = True, in_order
         deadline = time.monotonic() + _LEAVE_S
         for worker in self.workers:
-            worker.pipe.close()  # which tells it to leave
+            worker.pipe.close()  # The worker leaves when its pipe ends.
             if not in_order:
                 worker.process.kill()
         self._must_leave.set()

@@ -13,8 +13,9 @@ import msgspec
 
 from pagedcli.batch.parquet import require_pyarrow
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.files import PendingFile
-from pagedcli.views.step_rows import TABLES, DataColumn, Row
+from pagedcli.files import FileKind, PendingFile
+from pagedcli.records import Column
+from pagedcli.views.step_rows import TABLES, Row, file_columns
 
 _BUFFER_BYTES = 1 << 16
 _GROUP_ROWS = 1 << 16  # rows of a Parquet row group
@@ -25,6 +26,26 @@ def data_paths(path: Path) -> dict[str, Path]:
     if path.suffix not in _WRITERS:
         raise UsageError(f"--dump-kv cannot write {path}", hint="its name must end in .csv, .jsonl or .parquet")
     return {table: path.with_name(f"{path.stem}.{table}{path.suffix}") for table in TABLES}
+
+
+class _ParquetTable(FileKind):
+    """A Parquet file begins as any other one: its first columns tell."""
+
+    def has(self, path: Path) -> bool:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return not path.stat().st_size or ",".join(pq.read_schema(path).names).startswith(self.beginning.decode())
+        except pa.ArrowException:
+            return False
+
+
+def table_kind(table: str, suffix: str) -> FileKind:
+    """The kind of a table's file, by its first columns."""
+    first, second = (column.key for column in file_columns(table)[:2])
+    beginning = f'{{"{first}":' if suffix == ".jsonl" else f"{first},{second}"
+    return (_ParquetTable if suffix == ".parquet" else FileKind)(f"the table of {table}", beginning.encode())
 
 
 def next_part(path: Path) -> Path:
@@ -49,10 +70,10 @@ class RowWriter(Protocol):
 class CsvRows:
     """CSV with a header. Lists are JSON, e.g. `[0, 1, null]`."""
 
-    def __init__(self, file: BinaryIO, columns: Sequence[DataColumn]) -> None:
+    def __init__(self, file: BinaryIO, columns: Sequence[Column]) -> None:
         self._text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         self._rows = csv.writer(self._text, lineterminator="\n")
-        self._rows.writerow([column.name for column in columns])
+        self._rows.writerow([column.key for column in columns])
 
     def write(self, rows: Iterable[Row]) -> None:
         self._rows.writerows([_csv_cell(value) for value in row] for row in rows)
@@ -62,7 +83,7 @@ class CsvRows:
 
 
 def _csv_cell(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return msgspec.json.encode(value).decode()
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else value
 
@@ -70,9 +91,9 @@ def _csv_cell(value: Any) -> Any:
 class JsonRows:
     """One JSON object per line, with every column."""
 
-    def __init__(self, file: BinaryIO, columns: Sequence[DataColumn]) -> None:
+    def __init__(self, file: BinaryIO, columns: Sequence[Column]) -> None:
         self._file = file
-        self._names = [column.name for column in columns]
+        self._names = [column.key for column in columns]
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
 
@@ -94,7 +115,7 @@ class JsonRows:
 class ParquetRows:
     """Parquet with typed columns, one row group per 65,536 rows."""
 
-    def __init__(self, file: BinaryIO, columns: Sequence[DataColumn]) -> None:
+    def __init__(self, file: BinaryIO, columns: Sequence[Column]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -102,7 +123,7 @@ class ParquetRows:
             "int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_(),
             "ints": pa.list_(pa.int64()), "texts": pa.list_(pa.string()),
         }  # fmt: skip
-        self._schema = pa.schema([(column.name, types[column.type]) for column in columns])
+        self._schema = pa.schema([(column.key, types[column.kind]) for column in columns])
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
         self._waiting: list[Row] = []
 
@@ -164,7 +185,7 @@ class DataFiles:
     def _open(self, table: str) -> None:
         path = self.paths[table]
         self._files[table] = PendingFile(path, overwrite=self._overwrite)
-        self._rows[table] = _WRITERS[path.suffix](self._files[table].file, TABLES[table])
+        self._rows[table] = _WRITERS[path.suffix](self._files[table].file, file_columns(table))
 
     def close(self) -> bool:
         """Give the files their names. Returns False if nothing was to be written. Raises: PagedcliError if they could

@@ -1,14 +1,13 @@
 """The groups of layers in words and as a table: for a block, the pool of a step, profile-memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 
 from pagedcli.events import CacheGroup, EngineStarted
-from pagedcli.printable import byte_text, plural
-from pagedcli.show.panels import id_ranges
-from pagedcli.show.tables import Column, Table, count, size
+from pagedcli.printable import byte_text, id_ranges, plural
+from pagedcli.records import size
+from pagedcli.show.tables import Table, table
 from pagedcli.trace.state import PoolState
-from pagedcli.views.cache_groups import group_of, group_uses
+from pagedcli.views.cache_groups import GroupUse, group_of, group_uses
 
 
 def group_lines(groups: Sequence[CacheGroup], *, block_size: int, block_bytes: int) -> Iterator[str]:
@@ -67,10 +66,5 @@ def _shape_words(
 def group_table(state: PoolState) -> Table:
     """What each group takes of a block, and its blocks; no rows if there is one, as all blocks are alike."""
     uses = group_uses(state)
-    columns = [
-        Column("group", "group", count), Column("window", "window", count), Column("num_kv_heads", "KV heads", count),
-        Column("head_dim", "of size", count), Column("used_bytes", "of a block", byte_text),
-        Column("used_blocks", "in use", count), Column("cached_blocks", "cached", count),
-        Column("unused_bytes", "unused", byte_text), Column("layers", "layers", id_ranges, words=True),
-    ]  # fmt: skip
-    return Table("groups", "Groups of layers", columns, [asdict(use) for use in uses] if len(uses) > 1 else [])
+    columns = "group window num_kv_heads head_dim used_bytes used_blocks cached_blocks unused_bytes layers"
+    return table(GroupUse, "groups", "Groups of layers", uses if len(uses) > 1 else [], columns)

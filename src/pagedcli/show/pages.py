@@ -17,7 +17,7 @@ _MARKERS = (
     '<circle r="6"/>', '<rect x="-5.5" y="-5.5" width="11" height="11"/>', '<path d="M0-7L7 6H-7z"/>',
     '<path d="M0-8L8 0L0 8L-8 0z"/>', '<path d="M-6-6L6 6M-6 6L6-6" style="stroke-width:3.5"/>',
 )  # fmt: skip
-_BAR, _ROW, _LABELS = 22, 30, 190  # of bars: height, distance, room for labels
+_BAR, _ROW, _LABELS = 22, 30, 190  # height and distance of bars, room for labels
 
 
 def palette() -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pagedcli.errors import TraceError
 from pagedcli.events import Event, StepFinished
-from pagedcli.printable import byte_text, one_line, percent_text, plural
+from pagedcli.printable import byte_text, id_range, one_line, percent_text, plural
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
@@ -82,22 +82,9 @@ def block_ids_text(state: PoolState, block_table: Sequence[int | None], width: i
     return f"…{len(block_table)}…"
 
 
-def id_ranges(block_ids: Sequence[int]) -> str:
-    """`0-3 7 9`: block ids in order, adjacent ones as a range."""
-    runs: list[list[int]] = []
-    for block_id in block_ids:
-        if runs and runs[-1][1] + 1 == block_id:
-            runs[-1][1] = block_id
-        else:
-            runs.append([block_id, block_id])
-    return " ".join(_run_text(first, last, 1) for first, last in runs)
-
-
 def _run_text(first: int, last: int, ref_count: int) -> str:
-    ids = str(first) if first == last else f"{first} {last}" if first + 1 == last else f"{first}-{last}"
-    if ref_count == 1:
-        return ids
-    return " ".join(f"{part}×{ref_count}" for part in ids.split())
+    ids = id_range(first, last)
+    return ids if ref_count == 1 else " ".join(f"{part}×{ref_count}" for part in ids.split())
 
 
 def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:

@@ -16,19 +16,19 @@ import msgspec
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
+from pagedcli.printable import id_ranges
 from pagedcli.show.group_words import group_words
 from pagedcli.show.pages import palette
-from pagedcli.show.panels import id_ranges
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_uses
-from pagedcli.views.explain import REASON_WORDS, CheckpointUse, Explainer, Lookup, Totals, divergence_text
+from pagedcli.views.explain import REASON_WORDS, CheckpointRow, Decode, ExplainedLookup, Explainer, Lookup, Totals
 from pagedcli.views.moment import Moment
+from pagedcli.views.rows import Row, chosen, values_of
 from pagedcli.views.stats import StepSeries
-from pagedcli.views.whole_run import RequestRow, SeqTimeline, WholeRun, story
-from pagedcli.views.words import CHECKPOINT_WORDS
+from pagedcli.views.whole_run import PHASES, RequestRow, RequestTimes, WholeRun, story
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
 _Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
@@ -45,7 +45,7 @@ class BlockFrames(View[PoolState]):
         self.deltas: list[array[int]] = []
         self.first_step = 0
         self._num_groups = 1
-        self._cells: list[int] = []  # of each block as of the last frame: group * 16 + code
+        self._cells: list[int] = []  # each block at the last frame: group * 16 + code
         self._touched: set[int] = set()
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
@@ -163,13 +163,7 @@ MAX_FRAMES = 20_000  # steps drawn individually; longer runs are summarised in g
 MAX_LOOKUPS = 20_000  # rows of the table of lookups
 _GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "saved")
 _NUM_SLOWEST = 10
-_SCRIPTS = ("basics.js", "map.js", "charts.js", "requests.js", "main.js")  # in this order
-_STATUSES = ("waiting", "prefill", "decode", "preempted")
-_REQUEST_COLUMNS = (
-    "seq", "label", "first_step", "last_step", "prompt", "cached", "output", "preemptions", "recomputed",
-    "total", *_STATUSES, "ttft", "tpot", "reason", "phases",
-)  # fmt: skip
-Decode = Callable[[tuple[int, ...]], str]
+_SCRIPTS = ("basics.js", "map.js", "charts.js", "requests.js", "main.js")  # the order matters
 
 
 def render_report(
@@ -207,9 +201,10 @@ def render_report(
         "columns": _grouped_columns(run.series, group),
         "frames": frames.grouped(group),
         "tables": tables.grouped(group),
-        "statuses": _STATUSES,
-        "requestColumns": _REQUEST_COLUMNS,
-        "requests": [_request_row(row, run.timelines.seqs[row.seq_id]) for row in run.requests],
+        "statuses": PHASES,
+        "requestColumns": [column.key for column in chosen(RequestRow, "page")],
+        "requestTable": _headers(RequestRow),
+        "requests": [_values(RequestRow(each, run.timelines.seqs[each.seq_id])) for each in run.requests],
         "slowest": _slowest(run.requests),
         "selected": sorted(selected),
         "explain": _explain_document(run.explainer, make_decoder()),
@@ -271,18 +266,17 @@ def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
     return columns
 
 
-def _request_row(row: RequestRow, timeline: SeqTimeline) -> list[Any]:
-    """The values of _REQUEST_COLUMNS; times are in seconds, rounded to microseconds."""
-    times = [row.total_s, *(row.seconds[status] for status in _STATUSES), row.ttft_s, row.tpot_s]
-    return [
-        row.seq_id, row.label, row.first_step, row.last_step, row.num_prompt, row.num_cached, row.num_output,
-        row.num_preemptions, row.num_recomputed, *(None if time is None else round(time, 6) for time in times),
-        row.finish_reason or "unfinished",
-        [[_STATUSES.index(phase.status), phase.first_step, phase.last_step] for phase in timeline.phases],
-    ]  # fmt: skip
+def _headers(record: type, use: str = "table") -> list[tuple[str, str, str]]:
+    """The name, header and type of each field that a table of the page shows."""
+    return [(column.key, column.header, column.kind) for column in chosen(record, use)]
 
 
-def _slowest(rows: list[RequestRow]) -> list[list[Any]]:
+def _values(row: Row, use: str = "page") -> list[Any]:
+    """The values that the page has of a row; times are in seconds, rounded to microseconds."""
+    return [round(each, 6) if isinstance(each, float) else each for each in values_of(row, use).values()]
+
+
+def _slowest(rows: list[RequestTimes]) -> list[list[Any]]:
     slowest = sorted(rows, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
     return [[row.seq_id, row.label, row.why()] for row in slowest]
 
@@ -298,24 +292,11 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
         "totals": {
             "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
         },
-        "checkpoints": [_checkpoint_row(use) for use in explainer.checkpoints[:MAX_LOOKUPS]],
-        "lookups": [
-            [
-                lookup.step, lookup.seq_id, lookup.label, lookup.kind, lookup.event.num_tokens,
-                lookup.event.blocks_asked, lookup.event.blocks_hit, lookup.tokens_hit, lookup.ideal_tokens_hit,
-                lookup.reason, lookup.why(),
-                None if lookup.divergence is None else divergence_text(lookup.divergence, decode),
-            ]
-            for lookup in lookups
-        ],
+        "checkpointColumns": _headers(CheckpointRow),
+        "checkpoints": [_values(CheckpointRow(use), "table") for use in explainer.checkpoints[:MAX_LOOKUPS]],
+        "lookupColumns": _headers(ExplainedLookup, "page"),
+        "lookups": [_values(ExplainedLookup(lookup, decode)) for lookup in lookups],
     }  # fmt: skip
-
-
-def _checkpoint_row(use: CheckpointUse) -> list[Any]:
-    words = CHECKPOINT_WORDS[use.reason]
-    return [
-        use.step, use.seq_id, use.label, use.num_tokens, words, use.num_hits, use.tokens_hit, use.dropped_step,
-    ]  # fmt: skip
 
 
 def _totals_document(totals: Totals) -> dict[str, Any]:

@@ -5,39 +5,42 @@ Used by --dump-kv, --step and --steps. The same cells at every width: what does 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from pagedcli.events import Event, PrefixLookedUp, StepScheduled
-from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.events import CHECKPOINT_WORDS, Event, StepScheduled
+from pagedcli.printable import id_ranges, one_line, printable_json
+from pagedcli.records import Column, Share, computed
 from pagedcli.show.group_words import group_table
 from pagedcli.show.held_clock import HeldClock
-from pagedcli.show.panels import block_ids_text, id_ranges, percent, pool_line, ref_counts_line, why_waiting
+from pagedcli.show.panels import block_ids_text, pool_line, ref_counts_line, why_waiting
 from pagedcli.show.tables import (
-    Column,
     Format,
     Row,
     Table,
     as_markdown,
     column_lines,
     continued_indent,
-    count,
     markdown_text,
     shown_cells,
+    table,
 )
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
+from pagedcli.views.rows import LookupRow, Now, SequenceRow, chosen, values_of
+from pagedcli.views.rows import Row as LazyRow
 from pagedcli.views.shared_prefixes import SharedPrefix, shared_prefixes
 from pagedcli.views.state_slots import slots_line, state_slots
-from pagedcli.views.stats import ROLLING_STEPS, HitCounts
+from pagedcli.views.stats import ROLLING_STEPS
 from pagedcli.views.step_rows import StepChoice
-from pagedcli.views.words import CHECKPOINT_WORDS
 
 _STYLES = {
     "prefill": "cyan", "decode": "green", "waiting": "yellow", "preempted": "bold red",
@@ -60,38 +63,21 @@ def step_tables(moment: Moment) -> list[Table]:
 
 def _sequences(moment: Moment, longest: Mapping[int, SharedPrefix]) -> Table:
     """Every sequence, or the followed ones: those that run before those that wait."""
-    state, step = moment.state, moment.state.step
-    new_tokens = {} if step is None else step.new_tokens
+    state, now = moment.state, Now(moment.state)
     rows: list[Row] = []
     for seq in _shown(moment, state.running()):
-        num_held = len(seq.held_block_ids)
-        held = {"num_blocks": num_held, "share": num_held / state.num_blocks}
-        rows.append(_cells(seq, new_tokens) | held | {"blocks": _table_text(seq, longest.get(seq.seq_id), state)})
+        blocks = _table_text(seq, longest.get(seq.seq_id), state)
+        rows.append(values_of(SequenceRow(seq, now), "table") | {"blocks": blocks})
     for place, seq in enumerate(state.waiting()):
         if _shown(moment, [seq]):
-            held = {"num_blocks": 0, "share": 0.0}
-            rows.append(_cells(seq, new_tokens) | held | {"blocks": why_waiting(state, seq, place)})
-    columns = [
-        Column("seq_id", "seq", count), Column("label", "request"), Column("status", "state"),
-        Column("num_new_tokens", "new", count), Column("num_cached_tokens", "cached", count),
-        Column("computed", "tokens", str), Column("generated", "out", str), Column("num_blocks", "blocks", count),
-        Column("share", "of pool", percent),
-        Column("blocks", "block table (×: ref count), or why it waits", words=True),
-    ]  # fmt: skip
-    return Table("sequences", "Sequences", columns, rows)
+            held = {"num_blocks": 0, "share": 0.0, "blocks": why_waiting(state, seq, place)}
+            rows.append(values_of(SequenceRow(seq, now), "table") | held)
+    last = Column("blocks", "block table (×: ref count), or why it waits", words=True)
+    return Table("sequences", "Sequences", [*chosen(SequenceRow, "table"), last], rows)
 
 
 def _shown(moment: Moment, seqs: Sequence[SeqState]) -> list[SeqState]:
     return [seq for seq in seqs if moment.follow is None or seq.seq_id in moment.follow_seq_ids]
-
-
-def _cells(seq: SeqState, new_tokens: Mapping[int, int]) -> dict[str, object]:
-    return {
-        "seq_id": seq.seq_id, "label": one_line(seq.label) or "-", "status": seq.status,
-        "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
-        "computed": f"{seq.num_computed_tokens}/{seq.num_tokens}",
-        "generated": f"{seq.num_output_tokens}/{seq.max_new_tokens}",
-    }  # fmt: skip
 
 
 def _table_text(seq: SeqState, prefix: SharedPrefix | None, state: PoolState) -> str:
@@ -101,92 +87,71 @@ def _table_text(seq: SeqState, prefix: SharedPrefix | None, state: PoolState) ->
     return f"{prefix.name} {block_ids_text(state, seq.block_table[prefix.end :])}".rstrip()
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    name: Annotated[str, "prefix"]
+    num_seqs: Annotated[int, "sequences"]
+    num_blocks: int
+    blocks: Annotated[str, "its part of a block table"]
+
+
 def _prefixes(prefixes: Sequence[SharedPrefix]) -> Table:
     """The ref count of each of its blocks is the number of sequences that share it."""
     rows = [
-        {
-            "name": each.name, "num_seqs": len(each.seq_ids), "num_blocks": each.end,
-            "blocks": f"{each.parent or ''} {id_ranges(each.block_ids)}".strip(),
-        }
+        _Prefix(each.name, len(each.seq_ids), each.end, f"{each.parent or ''} {id_ranges(each.block_ids)}".strip())
         for each in prefixes
-    ]  # fmt: skip
-    columns = [
-        Column("name", "prefix"), Column("num_seqs", "sequences", count), Column("num_blocks", "blocks", count),
-        Column("blocks", "its part of a block table"),
-    ]  # fmt: skip
-    return Table("prefixes", "Shared prefixes", columns, rows)
+    ]
+    return table(_Prefix, "prefixes", "Shared prefixes", rows)
+
+
+class _Slot(LazyRow):
+    """A slot that is not empty."""
+
+    slot_id: int
+    kind: Annotated[str, "holds"] = computed(lambda row: row.sources[0].kind if row.ref_count else "idle checkpoint")
+    num_tokens: Annotated[int, "after tokens"]
+    ref_count: int
+    seq_ids: Annotated[tuple[int, ...], "sequences", lambda seq_ids: ", ".join(map(str, seq_ids))]
+    made: Annotated[str, "made in"] = computed(
+        lambda row: f"step {row.made_step} by seq {row.made_by}: {CHECKPOINT_WORDS[row.reason]}" if row.reason else ""
+    )
 
 
 def _slots(state: PoolState) -> Table:
     """Each slot of recurrent state that is not empty."""
-    rows: list[Row] = [
-        {
-            "slot_id": slot.slot_id, "kind": slot.kind if slot.ref_count else "idle checkpoint",
-            "num_tokens": slot.num_tokens, "ref_count": slot.ref_count, "seq_ids": ", ".join(map(str, slot.seq_ids)),
-            "made": "" if slot.reason is None else f"step {slot.made_step} by seq {slot.made_by}: "
-            + CHECKPOINT_WORDS[slot.reason],
-        }
-        for slot in state_slots(state)
-    ]  # fmt: skip
-    columns = [
-        Column("slot_id", "slot", count), Column("kind", "holds"), Column("num_tokens", "after tokens", count),
-        Column("ref_count", "ref count", count), Column("seq_ids", "sequences"), Column("made", "made in", words=True),
-    ]  # fmt: skip
-    return Table("state_slots", "Slots of recurrent state", columns, rows)
+    rows = [_Slot(slot) for slot in state_slots(state)]
+    return table(_Slot, "state_slots", "Slots of recurrent state", rows)
 
 
 def _lookups(moment: Moment) -> Table:
     state, step = moment.state, moment.state.step
-    lookups = [] if step is None else step.lookups
-    if moment.follow is not None:
-        lookups = [each for each in lookups if each.seq_id in moment.follow_seq_ids]
-    columns = [
-        Column("seq_id", "seq", count), Column("label", "request"), Column("reason", "lookup"),
-        Column("num_tokens", "tokens", count), Column("blocks_asked", "full blocks", count),
-        Column("blocks_hit", "blocks hit", count), Column("tokens_hit", "tokens hit", count),
-        Column("first_miss", "first miss", count), Column("why", "why no more"),
-    ]  # fmt: skip
-    return Table("lookups", "Prefix lookups of this step", columns, [_lookup_row(each, state) for each in lookups])
+    rows = [
+        values_of(LookupRow(each, state.seq(each.seq_id)), "table")
+        for each in ([] if step is None else step.lookups)
+        if moment.follow is None or each.seq_id in moment.follow_seq_ids
+    ]
+    return Table("lookups", "Prefix lookups of this step", chosen(LookupRow, "table"), rows)
 
 
-def _lookup_row(event: PrefixLookedUp, state: PoolState) -> Row:
-    seq = state.seq(event.seq_id)
-    return {
-        "seq_id": event.seq_id, "label": "-" if seq is None else one_line(seq.label) or "-", "reason": event.reason,
-        "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
-        "tokens_hit": event.tokens_hit, "first_miss": event.first_miss, "why": _why_no_more(event),
-    }  # fmt: skip
-
-
-def _why_no_more(event: PrefixLookedUp) -> str:
-    if event.miss_reason is None:
-        return "every full block found"
-    if event.miss_reason == "no_match":
-        partial = plural(event.partial_tokens, "more token")
-        return f"not cached, {partial} shared" if event.partial_tokens else "not cached"
-    return {"caching_off": "prefix caching is off", "no_full_block": "no full block"}[event.miss_reason]
+@dataclass(frozen=True, slots=True)
+class _HitRates:
+    hits: str
+    run_tokens: Annotated[Share | None, "run: tokens"]
+    run_blocks: Annotated[Share | None, "run: blocks"]
+    recent_tokens: Annotated[Share | None, f"last {ROLLING_STEPS} steps: tokens"]
+    recent_blocks: Annotated[Share | None, "blocks"]
 
 
 def _hits(moment: Moment) -> Table:
-    run, rolling = moment.stats.run, moment.stats.rolling
+    pairs = (
+        ("from other requests", moment.stats.run.from_others, moment.stats.rolling.from_others),
+        ("own (preempted, n > 1)", moment.stats.run.own, moment.stats.rolling.own),
+    )
     rows = [
-        _hit_row("from other requests", run.from_others, rolling.from_others),
-        _hit_row("own (preempted, n > 1)", run.own, rolling.own),
+        _HitRates(name, run.token_rate, run.block_rate, recent.token_rate, recent.block_rate)
+        for name, run, recent in pairs
     ]
-    columns = [
-        Column("hits", "hits"),
-        Column("run_tokens", "run: tokens", percent), Column("run_blocks", "run: blocks", percent),
-        Column("recent_tokens", f"last {ROLLING_STEPS} steps: tokens", percent),
-        Column("recent_blocks", "blocks", percent),
-    ]  # fmt: skip
-    return Table("hit_rates", "Prefix hits", columns, rows)
-
-
-def _hit_row(name: str, run: HitCounts, recent: HitCounts) -> Row:
-    return {
-        "hits": name, "run_tokens": run.token_rate, "run_blocks": run.block_rate,
-        "recent_tokens": recent.token_rate, "recent_blocks": recent.block_rate,
-    }  # fmt: skip
+    return table(_HitRates, "hit_rates", "Prefix hits", rows)
 
 
 # ---------------------------------------------------------------------- layout
@@ -273,9 +238,9 @@ def print_step_tables(moment: Moment, console: Console, width: int | None) -> No
     for line in _pool_lines(state):
         for part in [line] if width is None else line.wrap(console, width):
             console.print(part, soft_wrap=True)
-    for table in step_tables(moment):
+    for each in step_tables(moment):
         console.print()
-        for line in laid_out(table, width):
+        for line in laid_out(each, width):
             console.print(line, soft_wrap=True)
     events = moment.last_words(50, of_step=state.step_number, with_lookups=False)
     if events:

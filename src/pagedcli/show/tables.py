@@ -8,8 +8,8 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from shutil import get_terminal_size
 from typing import Any
@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 from rich.cells import cell_len
 
-from pagedcli.printable import byte_text, one_line, percent_text, printable, printable_json
+from pagedcli.printable import one_line, printable, printable_json
+from pagedcli.records import Column as Column
+from pagedcli.records import as_row, columns_of
+from pagedcli.records import count as count
+from pagedcli.records import decimal as decimal
+from pagedcli.records import percent as percent
+from pagedcli.records import size as size
+from pagedcli.records import text as text
 
 Row = Mapping[str, Any]
 
@@ -29,43 +36,6 @@ class Format(StrEnum):
     JSON = "json"
     CSV = "csv"
     MD = "md"
-
-
-def text(value: object) -> str:
-    """The value as text; yes or no for booleans."""
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def count(value: float) -> str:
-    """1,234"""
-    return f"{value:,.0f}"
-
-
-def decimal(value: float) -> str:
-    """1,234.56"""
-    return f"{value:,.2f}"
-
-
-percent = percent_text  # 21.3 %
-
-
-def size(num_bytes: float) -> str:
-    """28.00 MiB"""
-    return byte_text(num_bytes, digits=2)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column. Values that are None or absent show as '-', and are empty in CSV."""
-
-    key: str  # plain key in JSON and CSV, e.g. "block_bytes"
-    header: str  # readable, with the unit
-    show: Callable[[Any], str] = text
-    words: bool = False  # left-aligned although it has its own `show`
-
-    @property
-    def is_number(self) -> bool:
-        return self.show is not text and not self.words
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +50,39 @@ class Table:
     rows: Sequence[Row]
     notes: Sequence[str] = ()
     max_shown: int | None = None
+    wrapped_at: int | None = None  # cells, for sentences in the last column, where the output itself has no width
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A line of a table of facts."""
+
+    what: str
+    value: str
+
+
+def table(
+    record: type,
+    key: str,
+    title: str,
+    rows: Iterable[object],
+    columns: str = "",
+    *,
+    headers: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+    max_shown: int | None = None,
+    wrapped_at: int | None = None,
+) -> Table:
+    """Records as a table: `columns` names those to show, in order, by default all; `headers` replaces some of theirs.
+    Fields that are UNSET in every row have no column."""
+    rows = list(rows)
+    by_name = columns_of(record)
+    chosen = [by_name[name] for name in columns.split() or by_name]
+    if rows:
+        chosen = [each for each in chosen if any(getattr(row, each.key) is not msgspec.UNSET for row in rows)]
+    if headers:
+        chosen = [replace(each, header=headers.get(each.key, each.header)) for each in chosen]
+    return Table(key, title, chosen, [as_row(row) for row in rows], notes, max_shown, wrapped_at)
 
 
 def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
@@ -105,6 +108,7 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
 def as_text(table: Table, width: int | None = None) -> str:
     """Aligned columns, numbers right, text left. Beyond `width` cells text wraps in the last column; where that is a
     number, or has no room, the columns continue on further lines of each row."""
+    width = table.wrapped_at if width is None else width
     if not table.rows:
         return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
     cells = [[column.header for column in table.columns], *shown_cells(table)]
@@ -152,7 +156,7 @@ def column_lines(widths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def continued_indent(widths: Sequence[int]) -> int:
-    """Of all lines of a row but the first: the rest stands below its second column."""
+    """The indent of all lines of a row but the first: the rest stands below its second column."""
     return widths[0] + 2
 
 

@@ -237,33 +237,6 @@ def clairvoyant_hits(blocks: Sequence[int], starts: Sequence[int], num_blocks: i
     return hits
 
 
-def unconstrained_hits(blocks: Sequence[int], starts: Sequence[int], num_blocks: int) -> list[int]:
-    """Hits of each request in a cache without chains: blocks are looked up one by one, any of them can hit, and none
-    has to be kept, not even while its request runs.
-
-    At least the clairvoyant's, and a bound for every policy.
-    """
-    next_use = _next_places(blocks)
-    cached: dict[int, int] = {}  # block -> its next place
-    farthest: list[tuple[int, int]] = []
-    hits = []
-    for request in range(len(starts) - 1):
-        num_hits = 0
-        for place in range(starts[request], starts[request + 1]):
-            block, use = blocks[place], next_use[place]
-            num_hits += cached.pop(block, None) is not None
-            if use is None:
-                continue
-            cached[block] = use
-            heapq.heappush(farthest, (-use, block))
-            while len(cached) > num_blocks:
-                use, dropped = heapq.heappop(farthest)
-                if cached.get(dropped) == -use:
-                    del cached[dropped]
-        hits.append(num_hits)
-    return hits
-
-
 def _next_requests(blocks: Sequence[int], starts: Sequence[int]) -> list[int | None]:
     """For each access, the next request that needs the same block."""
     seen: dict[int, int] = {}
@@ -274,16 +247,6 @@ def _next_requests(blocks: Sequence[int], starts: Sequence[int]) -> list[int | N
             following[place] = seen.get(blocks[place])
         for place in places:
             seen[blocks[place]] = request
-    return following
-
-
-def _next_places(blocks: Sequence[int]) -> list[int | None]:
-    """For each access, the place of the next access to the same block."""
-    seen: dict[int, int] = {}
-    following: list[int | None] = [None] * len(blocks)
-    for place in range(len(blocks) - 1, -1, -1):
-        following[place] = seen.get(blocks[place])
-        seen[blocks[place]] = place
     return following
 
 

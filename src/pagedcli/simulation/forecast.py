@@ -17,6 +17,8 @@ from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
 MOST_SIMULATED = 2**20  # of the work of a file, see requests.work_of: some 5 seconds
+SAMPLED = 2**18  # of the work of a file with more than MOST_IN_FULL, for each trial of another setting
+MOST_IN_FULL = 2**23
 PARTS = ("prompts", "generation", "attention", "sampling", "memory", "rows")
 
 

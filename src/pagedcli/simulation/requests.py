@@ -111,9 +111,13 @@ def largest_output(request: TraceRequest) -> int:
     return max(1, request.max_new_tokens or request.num_output_tokens or 1)
 
 
+_REQUEST_WORK = 16  # generated tokens that take as long to simulate as to start and end a request
+
+
 def work_of(request: TraceRequest) -> float:
     """How long a request takes to simulate, roughly, in generated tokens."""
-    return request.num_samples * (request.num_output_tokens or 1) + request.num_prompt_tokens / 16
+    each = _REQUEST_WORK + (request.num_output_tokens or 1)
+    return request.num_samples * each + request.num_prompt_tokens / 16
 
 
 def early_ends(request: TraceRequest) -> list[int | None]:

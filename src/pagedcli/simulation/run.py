@@ -222,7 +222,6 @@ def plan_for(workload: Workload, **limits: Any) -> Plan:
     return Plan(
         limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits),
         model="simulation",
-        num_blocks_reason="simulated",
     )
 
 

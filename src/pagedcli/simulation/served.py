@@ -2,11 +2,10 @@
 
 from array import array
 
-from pagedcli.batch.prompts import Prepared
-from pagedcli.batch.rows import Answer
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
-from pagedcli.planning.step_time import Calibrations
+from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.advice import Advice, Subject, advise
 from pagedcli.simulation.requests import TraceRequest, Workload
 
@@ -22,45 +21,47 @@ class ServedRequests:
         self._num_tokens = 0
         self._why_not: str | None = None
 
-    def add(self, number: int, request: Prepared, answers: list[Answer]) -> None:
-        """A row is done; `number` rows were started before it."""
-        if self._why_not is not None:
+    def add(self, row: BatchRow, answers: list[RowPrompt]) -> None:
+        """A row is done; one with the answers of another row has not been started."""
+        if self._why_not is not None or row.number is None:
             return
-        if any(prompt.params.beam_width is not None for prompt in request.prompts):
+        if any(prompt.params.beam_width is not None for prompt in row.prompts):
             self._why_not = "the run has beam searches, which are not simulated"
-        for answer in answers:
-            self._num_tokens += len(answer.output.prompt_token_ids)
-            self._num_tokens += sum(len(sample.token_ids) for sample in answer.output.samples)
+        for prompt in answers:
+            self._num_tokens += len(prompt.token_ids)
+            self._num_tokens += sum(len(sample.token_ids) for sample in prompt.result.samples)
         if self._num_tokens > _MOST_TOKENS:
             self._why_not = f"the run has over {_MOST_TOKENS:,} tokens; pagedcli explain looks at a recording of it"
         if self._why_not is not None:
             self._requests.clear()
             return
-        self._requests[number] = [
+        self._requests[row.number] = [
             TraceRequest(
-                answer.output.request_id,
+                prompt.result.request_id,
                 None,
                 len(prompt.token_ids),
-                max(len(sample.token_ids) for sample in answer.output.samples),
+                max(len(sample.token_ids) for sample in prompt.result.samples),
                 token_ids=array("q", prompt.token_ids),
-                output_ids=[array("q", sample.token_ids) for sample in answer.output.samples],
-                stopped=[sample.finish_reason == "stop" for sample in answer.output.samples],
+                output_ids=[array("q", sample.token_ids) for sample in prompt.result.samples],
+                stopped=[sample.finish_reason == "stop" for sample in prompt.result.samples],
                 max_new_tokens=admit(self._plan.limits, prompt.token_ids, prompt.params),
                 num_samples=prompt.params.n,
-                cache_salt=request.cache_salt,
+                cache_salt=row.cache_salt,
                 is_random=not prompt.params.greedy,
             )
-            for prompt, answer in zip(request.prompts, answers, strict=True)
+            for prompt in answers
         ]
 
     def advice(
-        self, timed: Calibrations | None, *, is_reordered: bool, read_ahead: int | None, budget_s: float
+        self, step_time: StepTime | None, *, is_reordered: bool, read_ahead: int | None, budget_s: float
     ) -> Advice:
-        """What to change. `timed`: the run's steps, if they have been. Rows of a run with --reorder prefix have
-        come in that order."""
+        """What to change. `step_time`: of the run's steps, if they have been timed. Rows of a run with --reorder prefix
+        have come in that order."""
         if self._why_not is not None:
             return Advice(not_tried=self._why_not)
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
         workload = Workload(requests, format="prompts")
-        subject = Subject(workload, self._plan, may_reorder=not is_reordered, read_ahead=read_ahead, timed=timed)
+        subject = Subject(
+            workload, self._plan, may_reorder=not is_reordered, read_ahead=read_ahead, step_time=step_time
+        )
         return advise(subject, budget_s=budget_s)

@@ -7,15 +7,17 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
-from pagedcli.batch.prompts import Prepared, PreparedPrompt, Prompts, Refused
+from pagedcli.batch.delimited import delimited_format
+from pagedcli.batch.prompts import Prompts
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.row_format import NOT_A_ROW, Row, why_not_a_row
-from pagedcli.errors import TraceError, UsageError
+from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
     BlocksReused,
@@ -72,7 +74,9 @@ class RecordedRequests(View[PoolState]):
             self.workload.hash_size = state.block_size
         self._outputs[event.seq_id] = array("q")
         if event.sample_index:
-            self._by_id[event.request_id].num_samples += 1
+            if (first := self._by_id.get(event.request_id)) is None:
+                raise TraceError(f"sample {event.sample_index} of request {event.request_id!r} comes without sample 0")
+            first.num_samples += 1
             return
         self._num_beam_searches += event.beam_width is not None
         request = TraceRequest(
@@ -212,39 +216,60 @@ class PromptRequests:
     """
 
     def __init__(
-        self, name: str, outputs: "dict[int, RowOutput] | None" = None, *, most_tokens: float = float("inf")
+        self,
+        name: str,
+        outputs: "dict[int, RowOutput] | None" = None,
+        *,
+        expected_tokens: int | None = None,
+        most_tokens: float = float("inf"),
     ) -> None:
+        """`expected_tokens`: each request ends by itself after so many; None: after as many as it may generate."""
         self.workload = Workload(format="prompts")
         self.left_out = 0.0  # work of requests that were not kept, see requests.work_of
         self.num_beam_searches = 0  # rows, which are not modelled
         self._name = name
         self._outputs = outputs
+        self._expected_tokens = expected_tokens
         self._most_tokens = most_tokens
-        self._work = 0.0
+        self.work = 0.0  # of requests that were kept
         self._num_without = 0  # rows without an output in the earlier run
 
-    def add(self, taken: Prepared, max_tokens: list[int]) -> None:
+    def add(self, row: BatchRow, max_tokens: list[int]) -> None:
         """A row whose prompts may generate so many tokens each."""
-        line, outputs = taken.line, self._outputs
-        if any(prompt.params.beam_width is not None for prompt in taken.prompts):
+        line, outputs = row.line, self._outputs
+        if any(prompt.params.beam_width is not None for prompt in row.prompts):
             self.num_beam_searches += 1
             self.workload.add_bad(f"{self._name}:{line.number}", "beam search, which simulate does not model")
             return
         output = None if outputs is None else outputs.get(line.index)
         self._num_without += outputs is not None and output is None
-        share = None if output is None else output.shares(len(taken.prompts))
-        for place, prompt in enumerate(taken.prompts):
+        share = None if output is None else output.shares(len(row.prompts))
+        for place, prompt in enumerate(row.prompts):
             request_id = f"{line.index}/{place}" if place else str(line.index)
             own = None if share is None else share[place]
-            request = _request(request_id, prompt, taken.cache_salt, max_tokens[place], own)
-            if self._work > self._most_tokens:
+            is_kept = self.work <= self._most_tokens
+            request = _request(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
+            if self._expected_tokens is not None:
+                request.num_output_tokens = min(self._expected_tokens, largest_output(request))
+            if is_kept:
+                self.work += work_of(request)
+                self.workload.requests.append(request)
+            else:
                 self.left_out += work_of(request)
-                continue
-            self._work += work_of(request)
-            self.workload.requests.append(request)
 
-    def refuse(self, row: Refused) -> None:
-        self.workload.add_bad(f"{self._name}:{row.line.number}", row.error.message)
+    def first_part(self, most_tokens: float) -> tuple[Workload, float]:
+        """The first requests, of so much work, and the work of the others."""
+        first: list[TraceRequest] = []
+        work = 0.0
+        for request in self.workload.requests:
+            if work > most_tokens:
+                break
+            work += work_of(request)
+            first.append(request)
+        return replace(self.workload, requests=first), self.work - work + self.left_out
+
+    def refuse(self, row: BatchRow, error: RequestError) -> None:
+        self.workload.add_bad(f"{self._name}:{row.line.number}", error.message)
 
     def finish(self) -> Workload:
         """The workload. Raises: UsageError if it is empty."""
@@ -263,16 +288,22 @@ def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | N
     """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
     max_tokens. Raises: UsageError if there is none."""
     found = PromptRequests(name, outputs)
-    for row in prompts.admitted():
-        if isinstance(row, Refused):
-            found.refuse(row)
+    for row, max_tokens in prompts.admitted():
+        if isinstance(max_tokens, RequestError):
+            found.refuse(row, max_tokens)
         else:
-            found.add(*row)
+            found.add(row, max_tokens)
     return found.finish()
 
 
 def _request(
-    request_id: str, prompt: PreparedPrompt, cache_salt: str | None, max_tokens: int, output: "RowOutput | None"
+    request_id: str,
+    prompt: RowPrompt,
+    cache_salt: str | None,
+    max_tokens: int,
+    output: "RowOutput | None",
+    *,
+    with_tokens: bool,
 ) -> TraceRequest:
     num_samples = prompt.params.n
     request = TraceRequest(
@@ -280,7 +311,7 @@ def _request(
         None,
         len(prompt.token_ids),
         max_tokens,
-        token_ids=array("q", prompt.token_ids),
+        token_ids=array("q", prompt.token_ids) if with_tokens else None,
         max_new_tokens=max_tokens,
         num_samples=num_samples,
         cache_salt=cache_salt,
@@ -347,13 +378,6 @@ def set_output_lengths(workload: Workload, text: str) -> None:
         request.max_new_tokens = request.output_ids = request.stopped = None
 
 
-def expect_outputs(workload: Workload, num_tokens: int) -> None:
-    """Let every request end by itself after so many tokens, or earlier where it may not generate as many."""
-    for request in workload.requests:
-        request.num_output_tokens = min(num_tokens, largest_output(request))
-        request.output_ids = request.stopped = None
-
-
 _LINES_TRIED = 20  # the first ones may be broken
 
 
@@ -382,7 +406,7 @@ def read_workload(
 
 def _format_of(name: str) -> str:
     """The format of a file, by its first lines. What is no known trace is read as prompts, which has its own errors."""
-    if name == "-" or Path(name).is_dir() or name.endswith((".parquet", ".csv")):
+    if name == "-" or Path(name).is_dir() or name.endswith(".parquet") or delimited_format(name):
         return "prompts"
     for line in islice(TraceLines(name), _LINES_TRIED):
         line = line.strip().removeprefix(b"\xef\xbb\xbf")

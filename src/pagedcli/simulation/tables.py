@@ -1,7 +1,6 @@
 """The tables of `pagedcli simulate`, and its self-contained HTML page: hit rate by pool size, where the misses go."""
 
 import math
-import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -50,8 +49,9 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     """Every setting that was tried, best first, and what to change. `limits`: of the run as it is, where there are
     several."""
     rows = advice.rows()
+    short = {trial.setting.text: trial.setting.short for trial in advice.trials}
     columns = [
-        Column("setting", "setting", _short_setting, words=True),
+        Column("setting", "setting", lambda text: short.get(text, text), words=True),
         Column("saved", "time saved" if advice.by_time else "not computed", percent),
         *([Column("seconds", "seconds", decimal)] if advice.by_time else []),
         Column("num_computed_tokens", "computed", count), Column("hit_rate", "hit rate", percent),
@@ -64,11 +64,6 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     if limits is not None:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
     return Table("settings_tried", title, columns, rows, notes)
-
-
-def _short_setting(flags: str) -> str:
-    """Of several flags the first, and the blocks that the same memory then has: JSON and the sentences have all."""
-    return re.sub(r" --num-gpu-blocks-override (\d+)", lambda found: f" ({plural(int(found[1]), 'block')})", flags)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:

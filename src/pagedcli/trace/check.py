@@ -1,24 +1,30 @@
 """All laws of a whole trace: those of a pool (laws.py), and those that the state does not depend on.
 
-Used by `pagedcli replay --check` and by the engine's tests. They restate no policy of the scheduler: what is admitted
-or preempted, and why a sequence waits, is not decided again. They say what must hold whatever it decides:
-conservation, prefix identity, eviction as its policy names it, the order of the queue and of the sequences in a step.
+Used by `pagedcli replay --check` and by the engine's tests. They restate no policy: what is admitted, preempted or
+evicted, and why a sequence waits, is not decided again. They say what must hold whatever is decided: conservation,
+prefix identity, that content in the pool is found, the order of the queue and of the sequences in a step.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+
+from msgspec import UNSET
 
 import pagedcli.events as ev
-from pagedcli.core.eviction import EvictionPolicy, make_policy, sees_queue
-from pagedcli.core.prefixes import Prefix, SeenPrefixes, compute_hash, num_equal
+from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
+from pagedcli.core.state_kind import StateKind
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
 from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of
 from pagedcli.trace.slot_laws import SlotLaws
 from pagedcli.trace.state import PoolState, SeqState
 
-UNCHECKED = "which blocks {} chose to evict was not checked: that follows from the tokens of waiting requests"
+UNCHECKED = "which blocks {} chose to evict was not checked: every choice among the free cached ones is lawful"
+# what happens while no step runs: requests come, and are aborted
+_BETWEEN_STEPS = (
+    ev.EngineStarted, ev.StateSlotsMade, ev.RequestAdded, ev.RequestRefused, ev.RequestFinished, ev.BlocksReleased,
+    ev.StateSlotsReleased, ev.StepStarted,
+)  # fmt: skip
 _CLOCK_SLACK_NS = 1_000_000_000  # a process may be suspended between reading the clocks of a step and of its parts
 
 
@@ -28,7 +34,7 @@ class CheckedTrace:
 
     num_events: int
     num_steps: int
-    state: PoolState  # at its end
+    state: PoolState  # final state
     notes: tuple[str, ...]
 
 
@@ -45,7 +51,7 @@ class TraceChecker:
 
     def __init__(self) -> None:
         prefixes = PrefixLaws()
-        laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), EvictionLaws())
+        laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes))
         self.fold = Fold(PoolState(), laws=laws)
         self.state = self.fold.state
 
@@ -63,7 +69,7 @@ class TraceChecker:
             notes.append(f"ends within step {step.step}: the run was cut off")
         elif state.seqs:
             notes.append(f"ends with {len(state.seqs)} unfinished sequences: the run was cut off")
-        if sees_queue(state.engine.eviction):
+        if state.engine.eviction != "lru":
             notes.append(UNCHECKED.format(state.engine.eviction))
         return CheckedTrace(state.num_events, 0 if step is None else step.step + 1, state, tuple(notes))
 
@@ -75,8 +81,8 @@ class PrefixLaws(LawBook):
         self._lookups: dict[int, ev.PrefixLookedUp] = {}  # the latest of each running sequence
         self._chains: dict[int, list[int]] = {}  # hashes of the full blocks of live sequences, where tokens are known
         self._followers: dict[int | None, dict[int, None]] = {}  # full blocks by the hash of the chain before them
-        self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
-        self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
+        self._token_ids: dict[int, list[int]] = {}  # seq_id -> tokens of live sequences, where recorded
+        self._block_tokens: dict[int, tuple[int, ...]] = {}  # block_id -> tokens of full blocks, where recorded
         self._seen: SeenPrefixes | None = SeenPrefixes()  # None: not all of them are known
 
     def chain(self, seq: SeqState, state: PoolState) -> list[int] | None:
@@ -91,6 +97,40 @@ class PrefixLaws(LawBook):
             for _ in range(num_groups):
                 chain.append(compute_hash(token_ids[start : start + size], chain[-1] if chain else None))
         return chain
+
+    def num_found(
+        self, seq: SeqState, state: PoolState, first: int | None = None, *, blocks_alone: bool = False
+    ) -> int | None:
+        """The longest beginning of a sequence, in full spans, at which it can continue: in each group of layers the
+        blocks that later tokens see are in the pool, and of a model with recurrent state there is a checkpoint that
+        this step can read, if not of `blocks_alone`. With `first` all blocks from that span on. None without recorded
+        tokens or with a salt."""
+        chain, tables, num_groups = self.chain(seq, state), tables_of(state), state.num_groups
+        slots = None if blocks_alone else state.slots
+        if chain is None or not state.started.enable_prefix_caching:
+            return None if chain is None else 0
+        begin = longest = first or 0
+        cached_since = [begin] * num_groups
+        for span in range(begin, len(chain) // num_groups):
+            hashes = chain[span * num_groups : (span + 1) * num_groups]
+            for group, each in enumerate(hashes):
+                if each not in state.hash_to_block_id:
+                    cached_since[group] = span + 1
+                    if tables.windows[group] is None:
+                        return longest - begin
+            end = (span + 1) * state.block_size
+            num_computed = min(end, seq.num_tokens - 1)
+            seen = [tables.first_kept(group, num_computed) if first is None else first for group in range(num_groups)]
+            if all(since <= needed for since, needed in zip(cached_since, seen, strict=True)) and (
+                slots is None or (end < seq.num_tokens and slots.is_readable(hashes[-1], state.step_number))
+            ):
+                longest = span + 1
+        return longest - begin
+
+    def before_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
+        found = self.num_found(state.seqs[event.seq_id], state, blocks_alone=True)
+        if found is not None and event.cached_tokens != found * state.block_size:
+            refuse(event, f"{found} blocks of seq {event.seq_id} are in the pool, not {event.cached_tokens} tokens")
 
     def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         seq, engine = state.seqs.get(event.seq_id), state.started
@@ -116,6 +156,13 @@ class PrefixLaws(LawBook):
             refuse(event, f"miss reason {event.miss_reason} with missing hash {event.missing_hash}")
         if not 0 <= event.partial_tokens <= engine.block_size:
             refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
+        found = self.num_found(seq, state, first if event.reason == "continued" else None)
+        has_kind = state.slots is not None and event.vetoed_by == StateKind.name
+        is_vetoed = event.vetoed_by is not UNSET and event.vetoed_by in other_kinds(state)
+        if event.vetoed_by is not UNSET and not (has_kind or is_vetoed):
+            refuse(event, f"vetoed by {event.vetoed_by}, a kind of cache that the engine does not have")
+        if found is not None and (event.blocks_hit >= found if is_vetoed else event.blocks_hit != found):
+            refuse(event, f"{found} blocks of seq {seq.seq_id} are in the pool, not {event.blocks_hit}")
         self._check_prefix(event, seq, first + event.blocks_hit, state)
         if event.reason == "new" and not seq.sample_index:
             self._check_shared(event, seq, state)
@@ -142,8 +189,11 @@ class PrefixLaws(LawBook):
         chain, size, index = self.chain(seq, state), state.block_size, end * state.num_groups
         if chain is None:
             return
-        if event.missing_hash is not None and event.missing_hash != chain[index]:
-            refuse(event, f"block {end} of seq {seq.seq_id} has hash {chain[index]}")
+        if event.missing_hash is not None:
+            span = chain[index : index + state.num_groups]
+            missing = next((each for each in span if each not in state.hash_to_block_id), span[0])
+            if event.missing_hash not in ([missing] if state.finds_copies else span):
+                refuse(event, f"block {end} of seq {seq.seq_id} has hash {missing}")
         wanted = self._token_ids[seq.seq_id][end * size : (end + 1) * size]
         followers = self._followers.get(chain[index - 1] if end else None, ())
         longest = max((num_equal(wanted, self._block_tokens[block_id]) for block_id in followers), default=0)
@@ -178,14 +228,21 @@ class PrefixLaws(LawBook):
                     self._followers.setdefault(parent_hash, {})[block_id] = None
                     if compute_hash(tokens, parent_hash) != state.hashes[block_id]:
                         refuse(event, f"the tokens of block {block_id} have another hash")
-            missed = None if lookup is None or lookup.first_miss is None else lookup.first_miss * state.num_groups
-            if lookup is not None and index == missed and state.hashes[block_id] != lookup.missing_hash:
-                refuse(event, f"block {block_id} was looked up under hash {lookup.missing_hash}")
+        if lookup is not None and lookup.first_miss is not None:
+            place = lookup.first_miss * state.num_groups - first
+            missed = event.hashes[place : place + state.num_groups] if place >= 0 else ()
+            if missed and lookup.missing_hash not in missed:
+                refuse(event, f"block {event.block_ids[place]} was looked up under hash {lookup.missing_hash}")
 
     def before_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         followers = self._followers.get(state.parent_hashes[event.block_id])
         if followers is not None:
             followers.pop(event.block_id, None)
+        if state.finds_copies and state.hash_to_block_id.get(event.hash) == event.block_id:
+            copies = (block_id for copies in state.copies.values() for block_id in copies)
+            free = next((block_id for block_id in copies if not state.ref_counts[block_id]), None)
+            if free is not None:
+                refuse(event, f"block {free}, a copy that no lookup finds, is evicted first")
 
     def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         if event.token_ids is not None:
@@ -224,6 +281,12 @@ class PrefixLaws(LawBook):
         for followers in self._followers.values():
             for block_id in followers.keys() - cached:
                 del followers[block_id]
+
+
+def other_kinds(state: PoolState) -> set[str]:
+    """Kinds of cache that a trace says nothing of but their names: what they veto is not decided again."""
+    kinds = state.started.kinds
+    return set() if kinds is UNSET else {*kinds} - {StateKind.name}
 
 
 def _check_ids(event: ev.Event, token_ids: tuple[int, ...]) -> None:
@@ -316,8 +379,15 @@ class QueueLaws(LawBook):
 
     def start(self) -> None:
         self._just_sampled: set[int] = set()  # sequences, in this step
-        self._released: tuple[int, ...] = ()  # by the last BlocksReleased
         self._unreleased: set[int] = set()  # finished sequences that still hold blocks
+        self._released: tuple[int, ...] = ()  # blocks of the last BlocksReleased
+        self._in_step = False
+
+    def check_order(self, event: ev.Event) -> None:
+        if not self._in_step and not isinstance(event, _BETWEEN_STEPS):
+            refuse(event, "comes while no step runs")
+        if isinstance(event, ev.StepStarted | ev.StepFinished | ev.StepFailed):
+            self._in_step = isinstance(event, ev.StepStarted)
 
     def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = state.seqs[event.seq_id]
@@ -330,25 +400,23 @@ class QueueLaws(LawBook):
         if state.finished[event.seq_id].block_table:
             self._unreleased.add(event.seq_id)
 
-    def before_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
-        self._released = event.block_ids
-
     def after_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
+        self._released = event.block_ids
         self._unreleased.discard(event.seq_id)
 
     def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
-        # a slot of recurrent state may be what it needed
-        if event.for_seq_id not in state.seqs or event.num_blocks_needed < (state.slots is None):
-            refuse(event, f"for {event.num_blocks_needed} blocks of seq {event.for_seq_id}, which is not running")
-        for_seq, size = state.seqs[event.for_seq_id], state.block_size
-        table, num_groups = for_seq.block_table, state.num_groups
-        index = for_seq.num_computed_tokens // size * num_groups
-        current = table[index] if index < len(table) else None
-        shared = current is not None and state.hashes[current] is None
-        shared = shared and current is not None and state.ref_counts[current] + (current in self._released) > 1
-        needed = (-(-(for_seq.num_computed_tokens + 1) // size) + shared) * num_groups - len(table)
-        if event.num_blocks_needed != needed:
-            refuse(event, f"seq {for_seq.seq_id} needed {needed} blocks for its next token")
+        for_seq = state.seqs.get(event.for_seq_id)
+        if for_seq is None:
+            refuse(event, f"for seq {event.for_seq_id}, which is not running")
+        # its next token takes a block per group where its table ends, and a copy of a partial block that is shared
+        place = for_seq.num_computed_tokens // state.block_size * state.num_groups
+        block_id = for_seq.block_table[place] if place < len(for_seq.block_table) else None
+        is_shared = block_id is not None and state.ref_counts[block_id] + (block_id in self._released) > 1
+        is_partial = block_id is not None and state.hashes[block_id] is None
+        needed = state.num_groups if block_id is None or (is_partial and is_shared) else 0
+        is_held = place <= len(for_seq.block_table)
+        if event.num_blocks_needed != needed or not is_held or not (needed or state.slots):
+            refuse(event, f"the next token of seq {event.for_seq_id} needs {needed} blocks")
 
     def before_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
         waiting, seq, running = state.waiting(), state.seqs[event.seq_id], state.running()
@@ -357,33 +425,33 @@ class QueueLaws(LawBook):
             refuse(event, f"seq {event.seq_id} is not the first of the waiting queue")
         if event.num_free_blocks != state.num_free_blocks:
             refuse(event, f"{state.num_free_blocks} blocks are free, not {event.num_free_blocks}")
-        if event.reason == "free_blocks" and event.num_blocks_needed <= state.num_free_blocks:
-            refuse(event, f"{event.num_blocks_needed} blocks needed, {state.num_free_blocks} free: they suffice")
-        if event.reason == "min_prefill_tokens" and (state.started.min_prefill_tokens == 0 or not running):
-            refuse(event, "prompts wait for others only in steps that decode, and if min_prefill_tokens is set")
+        if state.step is not None and (state.step.waiting is not None or state.step.scheduled):
+            refuse(event, "comes once in a step, before what the step computes")
+        num_rows, slots = sum(each.num_rows for each in running), state.slots
+        claims = {
+            "free_blocks": event.num_blocks_needed > state.num_free_blocks,
+            "min_prefill_tokens": state.started.min_prefill_tokens > 0 and bool(running),
+            "max_num_seqs": num_rows + seq.num_rows > state.started.max_num_seqs,
+            "state_slots": slots is not None and not slots.empty and not slots.idle,
+            "checkpoint": slots is not None,
+        }
+        if not claims.get(event.reason, True):
+            refuse(event, f"seq {event.seq_id} need not wait for {event.reason}")
         self._check_needed(event, state)
 
     def _check_needed(self, event: ev.RequestWaiting, state: PoolState) -> None:
         """Check the number of blocks needed: the sequence's, minus its prefix blocks in use. Exact with tokens."""
-        seq, size = state.seqs[event.seq_id], state.block_size
-        tables = tables_of(state)
+        seq, engine, tables = state.seqs[event.seq_id], state.started, tables_of(state)
+        total = tables.num_entries(seq.num_tokens)
         if tables.has_windows:
-            most = tables.most_blocks(
-                seq.num_tokens, state.started.chunked_prefill_size or state.started.max_num_batched_tokens
-            )
-            if event.num_blocks_needed != most:
-                refuse(event, f"needs {most} blocks, not {event.num_blocks_needed}")
-            return
-        total = -(-seq.num_tokens // size)
-        in_use = min(seq.num_tokens // size, state.num_used_blocks) if state.started.enable_prefix_caching else 0
-        least, most = total - in_use, total
-        chain = self._prefixes.chain(seq, state)
-        if chain is not None and state.started.enable_prefix_caching:
-            found = list(takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain)))
-            if state.slots is not None:
-                most = min(len(found), (seq.num_tokens - 1) // size)
-                found = found[: state.slots.hit(chain[:most], state.step_number)]
-            least = most = total - sum(block_id is not None and state.ref_counts[block_id] > 0 for block_id in found)
+            total = tables.most_blocks(seq.num_tokens, engine.chunked_prefill_size or engine.max_num_batched_tokens)
+        in_use, found = 0, self._prefixes.num_found(seq, state)
+        if found is not None and not tables.has_windows:
+            chain, index = self._prefixes.chain(seq, state) or [], state.hash_to_block_id
+            in_use = sum(state.ref_counts[index[each]] > 0 for each in chain[: found * state.num_groups])
+        is_known = found is not None or tables.has_windows or not engine.enable_prefix_caching
+        least = total - (in_use if is_known else min(total, state.num_used_blocks))
+        most = total if other_kinds(state) else total - in_use
         if not least <= event.num_blocks_needed <= most:
             refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
 
@@ -397,6 +465,8 @@ class QueueLaws(LawBook):
 
     def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         engine, num_new = state.started, sum(event.num_new_tokens)
+        if state.step is not None and state.step.scheduled:
+            refuse(event, "a second time in one step")
         for seq in state.running():
             if seq.num_computed_tokens == seq.num_tokens:
                 refuse(event, f"seq {seq.seq_id} had all tokens computed, but got no new one")
@@ -448,6 +518,8 @@ class QueueLaws(LawBook):
         parts_ns = event.schedule_ns + event.forward_ns + event.sample_ns + event.observer_ns
         if parts_ns > event.time_ns - step.start_ns + _CLOCK_SLACK_NS:
             refuse(event, f"its parts last {parts_ns:,} ns, the step {event.time_ns - step.start_ns:,} ns")
+        if not step.scheduled:
+            refuse(event, "the step was not scheduled")
         if self._unreleased:
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
 
@@ -461,65 +533,3 @@ class QueueLaws(LawBook):
 
 def _got(no: bool) -> str:
     return f"got {'no' if no else 'a'} token in this step"
-
-
-class EvictionLaws(LawBook):
-    """Which cached block goes: tells the policy of the run what happens to full blocks, and compares its choices.
-
-    `lru` is the order of the free list, which laws.py checks. `next-use` follows the tokens of the waiting requests,
-    which a trace need not have: its choices are not computed again.
-    """
-
-    _policy: EvictionPolicy | None = None
-
-    def after_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        self._policy = None if sees_queue(event.eviction) else make_policy(event.eviction)
-
-    def after_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
-        for block_id in event.block_ids:
-            self._filled(block_id, state)
-
-    def after_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
-        if self._policy is not None:
-            for block_id in event.block_ids:
-                if block_id is not None:
-                    self._policy.hit(block_id)
-
-    def after_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
-        self._released(event.block_ids, state)
-
-    def after_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
-        self._released(event.block_ids, state)
-
-    def after_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
-        if self._policy is not None and (chosen := self._policy.choose()) != event.block_id:
-            assert state.engine is not None
-            refuse(event, f"block {event.block_id} was evicted, but {state.engine.eviction} evicts block {chosen}")
-
-    def after_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        if self._policy is None:
-            return
-        self._policy.clear()
-        for block_id in event.cached_block_ids:
-            self._filled(block_id, state)
-            self._policy.freed(block_id, _findable(block_id, state))
-
-    def _filled(self, block_id: int, state: PoolState) -> None:
-        if self._policy is not None and (prefix := _findable(block_id, state)) is not None:
-            self._policy.filled(prefix)
-
-    def _released(self, block_ids: tuple[int, ...], state: PoolState) -> None:
-        if self._policy is None:
-            return
-        for block_id in block_ids:
-            if state.ref_counts[block_id] == 0 and state.hashes[block_id] is not None:
-                self._policy.freed(block_id, _findable(block_id, state))
-
-
-def _findable(block_id: int, state: PoolState) -> Prefix | None:
-    """The content of a full block, of which policies only look at the hashes; None if lookups find an equal block."""
-    block_hash, parent_hash = state.hashes[block_id], state.parent_hashes[block_id]
-    if block_hash is None or state.hash_to_block_id.get(block_hash) != block_id:
-        return None
-    parent = None if parent_hash is None else Prefix(b"", None, lambda tokens, before: parent_hash)
-    return Prefix(b"", parent, lambda tokens, before: block_hash)

@@ -15,8 +15,17 @@ from typing import Self
 import msgspec
 
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.events import SCHEMA_VERSION, AnyEvent, EngineStarted, Event, StepFinished, StepScheduled, StepStarted
-from pagedcli.files import PendingFile, is_in_use, is_stream
+from pagedcli.events import (
+    OLDEST_SCHEMA,
+    SCHEMA_VERSION,
+    AnyEvent,
+    EngineStarted,
+    Event,
+    StepFinished,
+    StepScheduled,
+    StepStarted,
+)
+from pagedcli.files import TRACE, PendingFile, check_new, is_in_use, is_stream, what_is
 from pagedcli.line_files import LineReader, LineWriter, has_compressed_name
 from pagedcli.printable import plural
 
@@ -88,13 +97,15 @@ class TraceWriter:
         self._replaced = parts(path) if overwrite and not is_stream(path) else []
         if not path.parent.is_dir():
             raise UsageError(f"cannot write the trace {path}: there is no folder {path.parent}")
+        for part in self._replaced:
+            check_new("--record", part, kind=TRACE, overwrite=True)
         existing = [] if is_stream(path) or overwrite else parts(path)
         if existing and not resume:
             raise UsageError(
                 f"--record: {existing[0]} already exists",
                 hint="use --overwrite, another name, or --resume to continue that run in a new part",
             )
-        self.path = part_path(path, len(existing) + 1)  # of the finished trace
+        self.path = part_path(path, len(existing) + 1)  # path of the finished trace
 
     def __call__(self, event: Event) -> None:
         start_ns = time.perf_counter_ns()
@@ -176,7 +187,7 @@ class TraceReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: list[str] = []
-        self._lines = LineReader(path, "trace", self.notes)  # of the current part
+        self._lines = LineReader(path, "trace", self.notes)  # lines of the current part
         self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
     @property
@@ -232,12 +243,15 @@ class TraceReader:
         try:
             head = msgspec.json.decode(line, type=_Head)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            what = f"not a trace of pagedcli, or its first line is damaged ({error})"
+            found = what_is(self._lines.path)
+            damage = f"not a trace of pagedcli, or its first line is damaged ({error})"
+            what = damage if found in (None, TRACE.name) else f"not a trace, but {found}"
             raise TraceError(f"{self.place}: {what}", hint=self._record_again()) from error
         if head.event != EngineStarted.__struct_config__.tag or head.schema_version is None:
-            raise TraceError(f"{self.place}: a trace begins with engine_started, this file with {head.event!r}")
-        if head.schema_version != SCHEMA_VERSION:
-            is_older = head.schema_version < SCHEMA_VERSION
+            what = f"a trace begins with engine_started, this file with {head.event!r}"
+            raise TraceError(f"{self.place}: {what}", hint=self._record_again())
+        if not OLDEST_SCHEMA <= head.schema_version <= SCHEMA_VERSION:
+            is_older = head.schema_version < OLDEST_SCHEMA
             age, writer = "older" if is_older else "newer", f"pagedcli {head.pagedcli_version}"
             raise TraceError(
                 f"{self.place}: the trace's format (schema {head.schema_version}) is {age} than the one that this "
@@ -251,6 +265,9 @@ class TraceReader:
         return TraceError(f"{self.place}: {what}", hint=self._lines.rescue_hint(self.line_number - 1))
 
     def _record_again(self) -> str:
+        """What to do about the file, which is replaced only if it is a trace."""
+        if not TRACE.has(self._lines.path):
+            return "a trace is recorded by: pagedcli generate PROMPTS.jsonl --record run.jsonl.zst"
         return f"record it again: pagedcli generate PROMPTS.jsonl --record {shlex.quote(str(self.path))} --overwrite"
 
 

@@ -53,7 +53,7 @@ class Fold(Generic[S]):
         self.state = state
         self._views = views
         self._laws = laws
-        self._handlers: dict[type[Event], tuple[Handler, ...]] = {}  # of all views, filled as events come
+        self._handlers: dict[type[Event], tuple[Handler, ...]] = {}  # handlers of all views, filled as events come
 
     def __call__(self, event: Event) -> None:
         """Apply the next event. Raises TraceError if it breaks a law; only a law about the state after it has let the

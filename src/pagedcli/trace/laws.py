@@ -17,7 +17,7 @@ from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.state import PoolState, SeqState, StepRecord
 
 MOST_BLOCKS = 1 << 23  # rebuilding a pool takes about 200 bytes per block
-MOST_TOKENS = 1 << 40  # of a sequence, and per block: sums stay in 64 bits
+MOST_TOKENS = 1 << 40  # limit per sequence and per block: sums stay in 64 bits
 MOST_NS = 1 << 62
 
 
@@ -123,6 +123,8 @@ class PoolLaws(LawBook):
                 f"a pool of {event.num_blocks:,} blocks of {event.block_size:,} tokens; "
                 f"at most {MOST_BLOCKS:,} blocks are supported",
             )
+        if event.max_num_seqs > MOST_BLOCKS:
+            refuse(event, f"{event.max_num_seqs:,} sequences at once; at most {MOST_BLOCKS:,} are supported")
         if event.eviction not in POLICIES:
             refuse(event, f"eviction {event.eviction!r} is unknown")
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:

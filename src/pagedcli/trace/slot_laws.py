@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.trace.laws import MOST_TOKENS, LawBook, refuse
 from pagedcli.trace.slots import SlotLedger, is_policy
@@ -14,7 +16,7 @@ class SlotLaws(LawBook):
     """What the state needs to apply an event about slots, and that no step writes a slot that others read."""
 
     def start(self) -> None:
-        self._lookup: ev.CheckpointLookedUp | None = None  # whose PrefixLookedUp comes next
+        self._lookup: ev.CheckpointLookedUp | None = None  # its PrefixLookedUp comes next
 
     def check_order(self, event: ev.Event) -> None:
         failed = (ev.StatesRecovered, ev.StepFailed)
@@ -22,7 +24,7 @@ class SlotLaws(LawBook):
             refuse(event, f"comes where seq {self._lookup.seq_id} looks its prefix up")
 
     def before_state_slots_made(self, event: ev.StateSlotsMade, state: PoolState) -> None:
-        if state.slots is not None or (state.step is not None and state.step.end_ns is None):
+        if state.slots is not None or state.seqs or (state.step is not None and state.step.end_ns is None):
             refuse(event, "the engine has slots already, or runs")
         if not 1 <= event.num_slots <= MOST_SLOTS or not 0 <= event.slot_bytes <= MOST_TOKENS:
             refuse(event, f"{event.num_slots:,} slots of {event.slot_bytes:,} bytes")
@@ -54,6 +56,9 @@ class SlotLaws(LawBook):
             refuse(event, f"no lookup of the checkpoint of seq {event.seq_id} comes before")
         if event.tokens_hit != lookup.checkpoint_tokens:
             refuse(event, f"{event.tokens_hit} tokens hit, but the checkpoint is at {lookup.checkpoint_tokens}")
+        is_vetoed = lookup.checkpoint_tokens < lookup.cached_tokens
+        if state.finds_copies and is_vetoed != (event.vetoed_by is not UNSET):
+            refuse(event, f"vetoed by {event.vetoed_by}, but {lookup.cached_tokens} tokens are cached")
 
     def before_state_slot_taken(self, event: ev.StateSlotTaken, state: PoolState) -> None:
         seq, slots = self._seq(event, state), self._slots(event, state)

@@ -2,7 +2,6 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pagedcli.events as ev
@@ -15,11 +14,11 @@ class Checkpoint:
     """A state that later sequences can continue from, according to the events."""
 
     slot_id: int
-    hash: int  # of the chain of blocks before it
-    num_tokens: int  # before it
-    seq_id: int  # that computed it
+    hash: int  # chain hash of the blocks before it
+    num_tokens: int  # tokens before it
+    seq_id: int  # the sequence that computed it
     reason: ev.CheckpointReason
-    step: int | None  # in which it was made
+    step: int | None  # None: made before the first step
 
 
 class SlotLedger:
@@ -47,15 +46,11 @@ class SlotLedger:
     def num_held(self) -> int:
         return self.num_slots - len(self.empty) - len(self.idle)
 
-    def hit(self, chain: Sequence[int], step: int | None) -> int:
-        """The longest beginning of a chain of hashes, of one group of layers, that ends at a checkpoint which a step
-        can read."""
-        for num_spans in range(len(chain), 0, -1):
-            slot_id = self.index.get(chain[num_spans - 1])
-            found = None if slot_id is None else self.checkpoints[slot_id]
-            if found is not None and (found.step is None or found.step != step):
-                return num_spans
-        return 0
+    def is_readable(self, block_hash: int, step: int | None) -> bool:
+        """Whether a step can continue from the state after this chain: there is one, not made by the step itself."""
+        slot_id = self.index.get(block_hash)
+        found = None if slot_id is None else self.checkpoints[slot_id]
+        return found is not None and (found.step is None or found.step != step)
 
     def hold(self, seq_id: int, slot_id: int) -> None:
         """Let a sequence hold a slot, as its latest state."""

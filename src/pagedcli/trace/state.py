@@ -4,134 +4,14 @@ No engine, no torch. It trusts the events: the laws (laws.py) check them first.
 """
 
 import copy
-from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import pagedcli.events as ev
 from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
+from pagedcli.trace.blocks import BlockLedger
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.slots import SlotLedger
-
-
-class BlockLedger:
-    """Per block: ref_counts, hashes, parent_hashes (of the chain before a full block), filler_seq_ids, and the group of
-    layers that block_groups names: the one that wrote it last.
-
-    A block is in use (ref_count > 0), cached (free and full) or empty (free, no content).
-    """
-
-    def __init__(self) -> None:
-        self.reset_blocks(0)
-
-    def reset_blocks(self, num_blocks: int) -> None:
-        """Make all blocks empty."""
-        self.ref_counts = [0] * num_blocks
-        self.hashes: list[int | None] = [None] * num_blocks
-        self.parent_hashes: list[int | None] = [None] * num_blocks
-        self.filler_seq_ids: list[int | None] = [None] * num_blocks
-        self.block_groups = [0] * num_blocks
-        self.hash_to_block_id: dict[int, int] = {}
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
-        self.num_cached_blocks = 0  # free and full
-        self.num_full_blocks = 0  # in use or cached
-        self.num_shared_blocks = 0  # ref_count 2 or more
-        self.num_shared_partial_blocks = 0
-        self.num_references = 0  # sum of the ref_counts
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.ref_counts)
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self.free_block_ids)
-
-    @property
-    def num_used_blocks(self) -> int:
-        return len(self.ref_counts) - len(self.free_block_ids)
-
-    @property
-    def num_empty_blocks(self) -> int:
-        return len(self.free_block_ids) - self.num_cached_blocks
-
-    @property
-    def num_blocks_saved(self) -> int:
-        """How many more blocks would be in use without sharing."""
-        return self.num_references - self.num_used_blocks
-
-    def ref_count_histogram(self) -> dict[int, int]:
-        """ref_count -> number of blocks in use, ascending."""
-        histogram = Counter(self.ref_counts)
-        del histogram[0]
-        return dict(sorted(histogram.items()))
-
-    # ------------------------------------------------------------------ changes
-
-    def hold(self, block_id: int) -> None:
-        """Add an owner."""
-        count = self.ref_counts[block_id]
-        if count == 0:
-            del self.free_block_ids[block_id]
-            self.num_cached_blocks -= self.hashes[block_id] is not None
-        if count == 1:
-            self.num_shared_blocks += 1
-            self.num_shared_partial_blocks += self.hashes[block_id] is None
-        self.ref_counts[block_id] = count + 1
-        self.num_references += 1
-
-    def let_go(self, block_id: int) -> bool:
-        """Remove an owner. A block without owners joins the free list: at its back if cached, else at its front.
-        Returns whether it did."""
-        count = self.ref_counts[block_id] - 1
-        self.ref_counts[block_id] = count
-        self.num_references -= 1
-        if count:
-            if count == 1:
-                self.num_shared_blocks -= 1
-                self.num_shared_partial_blocks -= self.hashes[block_id] is None
-            return False
-        self.free_block_ids[block_id] = None
-        if self.hashes[block_id] is None:
-            self.free_block_ids.move_to_end(block_id, last=False)
-        else:
-            self.num_cached_blocks += 1
-        return True
-
-    def mark_full(self, block_id: int, block_hash: int, parent_hash: int | None, seq_id: int) -> None:
-        """Mark a block in use as full: lookups find it by its hash, unless they already find a duplicate."""
-        self.hashes[block_id] = block_hash
-        self.parent_hashes[block_id] = parent_hash
-        self.filler_seq_ids[block_id] = seq_id
-        self.hash_to_block_id.setdefault(block_hash, block_id)
-        self.num_full_blocks += 1
-
-    def evict(self, block_id: int, block_hash: int) -> None:
-        """Drop a cached block's content; a duplicate with the same content keeps its own entry."""
-        if self.hash_to_block_id.get(block_hash) == block_id:
-            del self.hash_to_block_id[block_hash]
-        self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
-        self.num_cached_blocks -= 1
-        self.num_full_blocks -= 1
-
-    def free_all(self, cached_block_ids: tuple[int, ...]) -> None:
-        """Free all blocks; only these keep their content. They are free in this order, after the empty ones."""
-        cached = set(cached_block_ids)
-        empty = [block_id for block_id in range(self.num_blocks) if block_id not in cached]
-        for block_id in empty:
-            self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
-        self.ref_counts = [0] * self.num_blocks
-        self.free_block_ids = OrderedDict.fromkeys([*empty, *cached_block_ids])
-        self.num_cached_blocks = self.num_full_blocks = len(cached_block_ids)
-        self.num_shared_blocks = self.num_shared_partial_blocks = self.num_references = 0
-        found = self.hash_to_block_id.items()
-        self.hash_to_block_id = {block_hash: block_id for block_hash, block_id in found if block_id in cached}
-
-    def _copy_ledger(self, other: "BlockLedger") -> None:
-        per_block = "ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "block_groups"
-        for name in (*per_block, "hash_to_block_id", "free_block_ids"):
-            setattr(other, name, getattr(self, name).copy())
-
 
 Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
 
@@ -168,18 +48,18 @@ class SeqState:
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
-    most_computed_tokens: int = 0  # before a preemption
+    most_computed_tokens: int = 0  # the most before any preemption
     waiting_since_step: int | None = 0  # None while it runs
-    num_waited_steps: int = 0  # in all waits before the current one
+    num_waited_steps: int = 0  # earlier waits, without the current one
     admitted_step: int | None = None
     first_token_step: int | None = None
     finished_step: int | None = None
     finish_reason: str | None = None
     parent_seq_id: int | None = None  # forked from
-    beam_width: int | None = None  # of its beam search
+    beam_width: int | None = None  # None: no beam search
     row_id: str | None = None  # the user's own id
     _shared: SharedCounts = _ALONE
-    _num_computed: int = 0  # without the shared ones
+    _num_computed: int = 0  # own part, see SharedCounts
     _num_output: int = 0
 
     @property
@@ -342,10 +222,10 @@ class PoolState(BlockLedger):
         self.num_running = 0
         self._together: dict[int, SeqState] = {}  # sequences that decode one token per step and count in _shared
         self._shared = SharedCounts()
-        self._num_entries = 0  # of all block tables
+        self._num_entries = 0  # entries of all block tables
         self._num_computed = 0  # tokens of all unfinished sequences
         self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
-        self.slots: SlotLedger | None = None  # of recurrent state; None: the model has none
+        self.slots: SlotLedger | None = None  # recurrent state; None: the model has none
         self._hole = 0  # index in a block table that BlockCopied fills
         self._queue_head = 0  # place of the first waiting sequence
 
@@ -440,6 +320,7 @@ class PoolState(BlockLedger):
     def on_engine_started(self, event: ev.EngineStarted) -> None:
         """The first event, and the first of each further part of a resumed run, which starts with an empty pool."""
         self.engine = event
+        self.finds_copies = event.schema_version > 3
         self.slots = None
         self.reset_blocks(event.num_blocks)
         if self.step is not None and self.step.end_ns is None:  # the earlier run was killed in it

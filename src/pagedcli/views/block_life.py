@@ -4,11 +4,12 @@ Used by `replay --block` and `explain --block`. With tokens recorded it also kno
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import pagedcli.events as ev
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState
-from pagedcli.views.step_rows import tokens_in_block
+from pagedcli.views.rows import tokens_in_block
 from pagedcli.views.words import Story, block_words, seq_name
 
 
@@ -17,13 +18,13 @@ class Tenure:
     """One sequence's hold of the block."""
 
     seq_id: int
-    label: str  # what a person calls its request
-    place: int  # in its block table, from 0
-    group: int  # of the layers whose K and V it held
-    since: int | None  # step; None: before the first
-    how: str
-    until: int | None = None  # the step that released it; None: still held
-    end: str | None = None
+    label: Annotated[str, "request"]
+    place: Annotated[int, "place in table"]  # counted from 0
+    group: int  # the group of layers whose K and V it held
+    since: Annotated[int | None, "from step"]  # None: before the first
+    until: Annotated[int | None, "to step"] = None  # the step that released it; None: still held
+    how: Annotated[str, "how it got it"] = ""
+    end: Annotated[str | None, "how it ended"] = None
 
 
 @dataclass(slots=True)
@@ -31,12 +32,12 @@ class Content:
     """What the block held once it was full."""
 
     hash: int
-    group: int  # of the layers whose K and V it held
+    group: int  # the group of layers whose K and V it held
     since: int | None  # step
-    seq_id: int  # that filled it
+    seq_id: int  # the sequence that filled it
     label: str
     token_ids: tuple[int, ...] | None  # None: not recorded
-    num_reuses: int = 0  # by sequences that found it in the cache
+    num_reuses: int = 0  # times a sequence found it in the cache
     until: int | None = None  # the step that evicted it; None: still there
 
 
@@ -48,8 +49,8 @@ class BlockLife(View[PoolState]):
         self.tenures: list[Tenure] = []
         self.contents: list[Content] = []
         self.story: Story = []
-        self._holders: dict[int, Tenure] = {}  # by sequence, now
-        self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
+        self._holders: dict[int, Tenure] = {}  # the present ones by sequence
+        self._token_ids: dict[int, list[int]] = {}  # the tokens of live sequences, if recorded
 
     def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
         moves = [self._move] if event_type in (ev.BlockCopied, ev.BlocksReleased) else []
@@ -160,7 +161,7 @@ class BlockLife(View[PoolState]):
     def _begin(self, seq_id: int, how: str, state: PoolState) -> None:
         seq = state.seqs[seq_id]
         place = len(seq.block_table) - 1 - seq.block_table[::-1].index(self.block_id)
-        tenure = Tenure(seq_id, seq.label, place, state.block_groups[self.block_id], state.step_number, how)
+        tenure = Tenure(seq_id, seq.label, place, state.block_groups[self.block_id], state.step_number, how=how)
         self.tenures.append(tenure)
         self._holders[seq_id] = tenure
 

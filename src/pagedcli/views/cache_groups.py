@@ -1,10 +1,12 @@
 """The groups of layers of a moment: what the layers of each take of a block, and how many blocks they have."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Annotated
 
+from pagedcli.printable import byte_text, id_ranges
+from pagedcli.records import Means
 from pagedcli.trace.state import PoolState
 
 
@@ -12,15 +14,17 @@ from pagedcli.trace.state import PoolState
 class GroupUse:
     """A group of layers and its blocks. None: not known, as in simulations without a model."""
 
-    group: int  # its number, from 0
-    window: int | None  # tokens that a query sees, itself included; None: all before it
-    layers: Sequence[int]  # numbered among those that attend
-    num_kv_heads: int | None  # of each layer
-    head_dim: int | None
-    used_bytes: int | None  # that the layers take of a block
-    used_blocks: int  # blocks in use with K and V of these layers
-    cached_blocks: int
-    unused_bytes: int | None  # of the blocks in use: what the layers leave of them
+    group: Annotated[int, Means("number of the group of layers, from 0")]
+    window: Annotated[
+        int | None, Means("tokens that a query sees in these layers, itself included; null: all before it")
+    ]
+    layers: Annotated[list[int], id_ranges, Means("the layers, numbered from 0 among those that attend")]
+    num_kv_heads: Annotated[int | None, "KV heads", Means("key/value heads of each layer")]
+    head_dim: Annotated[int | None, "of size", Means("size of a head")]
+    used_bytes: Annotated[int | None, "of a block", byte_text, Means("bytes of a block that the layers take")]
+    used_blocks: Annotated[int, "in use", Means("blocks in use that hold K and V of these layers")]
+    cached_blocks: Annotated[int, "cached", Means("cached blocks that do")]
+    unused_bytes: Annotated[int | None, "unused", byte_text, Means("bytes of the blocks in use that the layers leave")]
 
 
 def group_uses(state: PoolState) -> list[GroupUse]:

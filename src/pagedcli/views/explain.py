@@ -7,19 +7,23 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
 from pagedcli.events import PrefixLookedUp
 from pagedcli.printable import plural
+from pagedcli.records import computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
 from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.views.rows import Label, LookupRow, Row
 
 Reason = Literal[
     "all_hit", "evicted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix",
-    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint",
+    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint", "vetoed",
 ]  # fmt: skip
 
 REASON_WORDS: dict[Reason, str] = {
@@ -32,10 +36,11 @@ REASON_WORDS: dict[Reason, str] = {
     "no_shared_prefix": "no cached block matches the start of this prompt",
     "different_salt": "the same tokens are cached under another cache_salt",
     "no_full_block": "the prompt is shorter than a block",
-    "caching_off": "prefix caching is off",
+    "caching_off": ev.MISS_WORDS["caching_off"],
     "hash_collision": "the block with this hash holds other tokens",
     "not_known": "the sequence ended before it reached the missing block",
     "no_checkpoint": "K and V of the next block are cached, but no checkpoint of the recurrent state",
+    "vetoed": "the next block is cached, but another kind of cache could not continue there",
 }
 
 
@@ -68,7 +73,7 @@ class Lookup:
     kv_tokens: int | None = None
     reason: Reason = "not_known"
     evicted_step: int | None = None  # when the first missing block was evicted
-    num_more_blocks: int | None = None  # by which the pool must at least grow to keep it, all else unchanged; lru
+    num_more_blocks: int | None = None  # the least growth of the pool that keeps it, all else unchanged; lru
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that had never been computed
@@ -145,6 +150,8 @@ class Lookup:
         if self.reason == "no_checkpoint":
             last = f"the last one is at {event.tokens_hit:,}" if event.tokens_hit else "there is none"
             return f"{self.kv_tokens:,} tokens of K and V are cached, but a checkpoint of the state is needed: {last}"
+        if self.reason == "vetoed":
+            return f"{words}: {event.vetoed_by}"
         if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
             return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {self.block_size}"
         if self.reason == "no_shared_prefix" and self.salted:
@@ -167,7 +174,7 @@ class Totals:
     first_seen_shared: int = 0  # subset of first_seen: shared with something earlier, but not as a full block
     last_block: int = 0  # after the last full block
     last_block_shared: int = 0  # subset of last_block: shared with something earlier
-    last_token: int = 0  # of fully cached prompts
+    last_token: int = 0  # the last tokens of fully cached prompts
     caching_off: int = 0
     not_known: int = 0
     ideal: int = 0  # hits of an unlimited cache with every block computed once; not one of the parts
@@ -197,7 +204,10 @@ class Totals:
             self.first_seen_shared += min(lookup.num_further_tokens, size)
 
 
-def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] | None) -> str:
+Decode = Callable[[tuple[int, ...]], str]
+
+
+def divergence_text(split: Divergence, decode: Decode | None) -> str:
     """`first divergence at token 3: earlier "... b c" vs prompt "... b d"`; token ids where they cannot be decoded."""
 
     def shown(token_ids: tuple[int, ...]) -> str:
@@ -213,6 +223,54 @@ def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] 
     )
 
 
+class ExplainedLookup(LookupRow):
+    """A lookup with its outcome."""
+
+    USES: ClassVar = {
+        "json": "step seq_id request_id row_id label kind num_tokens blocks_asked blocks_hit tokens_hit"
+        " ideal_tokens_hit lost_tokens first_miss reason why evicted_step num_more_blocks partial_tokens divergence",
+        "table": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit first_miss"
+        " lost_tokens why",
+        "page": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit reason why"
+        " divergence",
+        "nowhere": "own missing_hash miss_reason shared_tokens",
+    }
+
+    step: int | None
+    kind: str
+    ideal_tokens_hit: Annotated[int, "ideal tokens"]
+    lost_tokens: Annotated[int, "tokens lost"] = computed(lambda row: row.lookup.num_lost_tokens())
+    first_miss: Annotated[int | None, "first miss: block"]
+    why: Annotated[str, "why it ended there"] = computed(lambda row: row.lookup.why())
+    evicted_step: int | None
+    num_more_blocks: int | None
+    divergence: str | None
+
+    def __init__(self, lookup: Lookup, decode: Decode | None) -> None:
+        Row.__init__(self, lookup, lookup.event)
+        self.lookup = lookup
+        self.divergence = None if lookup.divergence is None else divergence_text(lookup.divergence, decode)
+
+
+class CheckpointRow(Row):
+    """A checkpoint of recurrent state and what it was good for."""
+
+    USES: ClassVar = {
+        "json": "step seq_id label num_tokens reason num_hits tokens_hit dropped_step why",
+        "table": "step seq_id label num_tokens why num_hits tokens_hit dropped_step",
+    }
+
+    step: Annotated[int | None, "made in step"]
+    seq_id: Annotated[int, "by seq"]
+    label: Label
+    num_tokens: Annotated[int, "after tokens"]
+    reason: ev.CheckpointReason
+    num_hits: int
+    tokens_hit: int
+    dropped_step: Annotated[int | None, "dropped in step"]
+    why: Annotated[str, "because of"] = computed(lambda row: ev.CHECKPOINT_WORDS[row.reason])
+
+
 _CONTEXT = 8  # tokens kept on each side of a divergence
 
 
@@ -221,7 +279,7 @@ class CheckpointUse:
     """A checkpoint of recurrent state: where and why it was made, and what it was good for."""
 
     step: int | None
-    seq_id: int  # that computed it
+    seq_id: int  # the sequence that computed it
     label: str
     num_tokens: int  # before it
     reason: ev.CheckpointReason
@@ -239,19 +297,19 @@ class Explainer(View[PoolState]):
         self.block_size = 0
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
-        self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
+        self._token_ids: dict[int, list[int]] = {}  # the tokens of live sequences, if recorded
         self._forget_cache()
 
     def _forget_cache(self) -> None:
-        # by sequence: its lookups with blocks still to be computed, and when each was
+        # each sequence's lookups with blocks still to be computed, and when each was
         self._pending: dict[int, list[tuple[int, Lookup]]] = {}
-        self._checkpoint_in: dict[int, CheckpointUse] = {}  # by slot
+        self._checkpoint_in: dict[int, CheckpointUse] = {}  # the checkpoints by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
         self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
         self._evictions = _AliveCounter()
         self._earlier: list[tuple[tuple[int, ...], int, str, bool]] = []  # tokens seen before, sorted
-        self._hashes: dict[int, tuple[int | None, ...]] = {}  # of the blocks of finished sequences with tokens
+        self._hashes: dict[int, tuple[int | None, ...]] = {}  # hashes of the blocks of finished sequences with tokens
 
     def finish(self) -> None:
         """Settle the lookups whose blocks were never computed."""
@@ -329,6 +387,8 @@ class Explainer(View[PoolState]):
         assert missing is not None, "a lookup that missed names the hash"
         if lookup.kv_tokens is not None and lookup.kv_tokens > lookup.event.tokens_hit:
             lookup.reason = "no_checkpoint"
+        elif lookup.event.vetoed_by is not UNSET:
+            lookup.reason = "vetoed"
         elif missing in state.hash_to_block_id:
             lookup.reason = "hash_collision"
         elif self._num_copies.get(missing):

@@ -19,6 +19,7 @@ from pagedcli.trace.fold import EventSource, Fold, pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.cache_groups import group_uses
 from pagedcli.views.names import NamedRequest
+from pagedcli.views.rows import LookupRow, Now, SequenceRow, values_of
 from pagedcli.views.state_slots import slot_counts, state_slots
 from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, StepSeries, memory_use, pool_counts
 from pagedcli.views.words import describe, event_seq_ids
@@ -37,7 +38,7 @@ _NOTABLE = (
     ev.CheckpointDropped,
 )
 _KEPT_EVENTS = 400
-_KEPT_STEPS = 240  # of the trends
+_KEPT_STEPS = 240  # the length of the trends
 
 
 class Moment(View[PoolState]):
@@ -54,7 +55,7 @@ class Moment(View[PoolState]):
         self.hit_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the rolling hit rate in tokens
         self._events: deque[tuple[int | None, ev.Event]] = deque(maxlen=_KEPT_EVENTS)
         self.num_remembered = 0  # events so far, forgotten ones included
-        self._num_unsaid = 0  # of them since new_words
+        self._num_unsaid = 0  # events since new_words
 
     def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
         own = super().handlers(event_type)
@@ -144,27 +145,16 @@ class Moment(View[PoolState]):
     def summary(self) -> dict[str, Any]:
         """The moment with plain keys, for `--format json`. Rates are between 0 and 1, or None without lookups."""
         state, stats, facts = self.state, self.stats, self.stats.facts
-        step = state.step
-        waiting = step.waiting if step is not None else None
-        new_tokens = {} if step is None else step.new_tokens
+        step, now = state.step, Now(state)
         return {
             "step": state.step_number,
             "blocks": pool_counts(state),
             "ref_count_histogram": {str(ref): count for ref, count in state.ref_count_histogram().items()},
-            "sequences": [
-                {
-                    "seq_id": seq.seq_id, "request_id": seq.request_id, "row_id": seq.row_id,
-                    "sample_index": seq.sample_index,
-                    "status": seq.status, "num_tokens": seq.num_tokens, "num_computed_tokens": seq.num_computed_tokens,
-                    "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
-                    "num_output_tokens": seq.num_output_tokens, "max_new_tokens": seq.max_new_tokens,
-                    "num_preemptions": seq.num_preemptions, "block_table": seq.block_table,
-                    "ref_counts": [None if each is None else state.ref_counts[each] for each in seq.block_table],
-                    "waiting_reason": waiting.reason if waiting is not None and waiting.seq_id == seq.seq_id else None,
-                }
-                for seq in state.running() + state.waiting()
+            "sequences": [values_of(SequenceRow(seq, now), "json") for seq in state.running() + state.waiting()],
+            "lookups": [
+                msgspec.to_builtins(each) | values_of(LookupRow(each, state.seq(each.seq_id)), "json")
+                for each in ([] if step is None else step.lookups)
             ],
-            "lookups": msgspec.to_builtins(step.lookups) if step is not None else [],
             "groups": [asdict(use) for use in group_uses(state)],
             **_slots_summary(state),
             "hit_rates": {
@@ -199,7 +189,7 @@ def _rates(hits: Hits) -> dict[str, Any]:
 
 Landmark = Literal["preemption", "eviction", "miss", "failure"]
 StepEvents = Iterator[tuple[int | None, ev.Event]]  # each event with its step, or the step before it
-_SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
+_SNAPSHOT_BYTES = 100 << 20  # all snapshots together, roughly
 
 
 def landmark(event: ev.Event) -> Landmark | None:
@@ -232,8 +222,8 @@ class Replay:
         self._position = -1
         self._moment = Moment(follow=follow)
         self.series = StepSeries()
-        self.seqs: list[SeqState] = []  # of the whole run, as they were at its end
-        self._snapshots: dict[int, Moment] = {-1: self._moment.copy()}  # by stop
+        self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
+        self._snapshots: dict[int, Moment] = {-1: self._moment.copy()}  # the snapshots by stop
         self._interval = 32  # stops between snapshots
         self._read(source)
 

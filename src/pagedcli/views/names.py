@@ -20,7 +20,7 @@ class NamedRequest:
     def __init__(self, name: str) -> None:
         self.name = name
         self.seq_ids: set[int] = set()
-        self._precedence = 0  # of what was found
+        self._precedence = 0  # the rank of what was found
         self._refused: RequestRefused | None = None
         self._known: dict[str, None] = {}
 
@@ -34,7 +34,7 @@ class NamedRequest:
             if self.name in (event.row_id, event.request_id):
                 self._refused = event
             return
-        numbers = (event.request_id, event.request_id.partition("/")[0])  # of the second prompt of row 4: 4/1
+        numbers = (event.request_id, event.request_id.partition("/")[0])  # the second prompt of row 4 is 4/1
         named = (self.name == f"seq:{event.seq_id}", self.name in numbers, self.name == event.row_id)
         precedence = max(place * is_named for place, is_named in enumerate(named, 1))
         if precedence > self._precedence:

@@ -10,7 +10,7 @@ from pagedcli.printable import one_line, plural
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.words import StepEvent, block_story, event_words
 
-MOST_HITS = 2000  # of events
+MOST_HITS = 2000  # events
 _BLOCK = re.compile(r"block\s+(\d+)", re.IGNORECASE)
 _HASH = re.compile(r"[0-9a-f]{6,16}", re.IGNORECASE)
 
@@ -21,7 +21,7 @@ class Hit:
 
     kind: Literal["seq", "block", "event"]
     key: int
-    step: int | None  # of an event; None: before the first step
+    step: int | None  # the step of an event; None: before the first step
     words: str
 
 

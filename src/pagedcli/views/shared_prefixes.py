@@ -16,7 +16,7 @@ class SharedPrefix:
     name: str
     parent: str | None  # the name of what comes before `start`
     start: int
-    block_ids: tuple[int, ...]  # from `start` on
+    block_ids: tuple[int, ...]  # the blocks from `start` on
     seq_ids: tuple[int, ...]
 
     @property

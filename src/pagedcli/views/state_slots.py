@@ -2,27 +2,29 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pagedcli.events import CheckpointReason
+from pagedcli.events import CHECKPOINT_WORDS, CheckpointReason
 from pagedcli.printable import byte_text, plural
+from pagedcli.records import Means, hash_text
 from pagedcli.trace.state import PoolState, SeqState
-from pagedcli.views.words import CHECKPOINT_WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlot:
     """A slot that is not empty."""
 
-    slot_id: int
-    kind: Literal["state", "checkpoint"]  # of running sequences, or found by lookups, too
-    ref_count: int  # sequences that hold it; 0: an idle checkpoint
-    seq_ids: tuple[int, ...]  # of these
-    num_tokens: int  # before the state
-    made_by: int | None  # of a checkpoint: the sequence that computed it
-    reason: CheckpointReason | None
-    made_step: int | None
-    hash: int | None
+    slot_id: Annotated[int, Means("number of the slot of recurrent state, from 0")]
+    kind: Annotated[
+        Literal["state", "checkpoint"], Means("state (of sequences alone) or checkpoint (lookups find it, too)")
+    ]
+    ref_count: Annotated[int, Means("sequences that hold it; 0: an idle checkpoint")]
+    seq_ids: Annotated[tuple[int, ...], Means("the sequences that hold it")]
+    num_tokens: Annotated[int, Means("tokens before the state, after this step")]
+    made_by: Annotated[int | None, Means("of a checkpoint: the sequence that computed it")]
+    reason: Annotated[CheckpointReason | None, Means("of a checkpoint, why there: branch, interval or end")]
+    made_step: Annotated[int | None, Means("of a checkpoint: the step that computed it")]
+    hash: Annotated[int | None, hash_text, Means("of a checkpoint: the blocks before it, 16 hexadecimal digits")]
 
 
 def state_slots(state: PoolState) -> Iterator[StateSlot]:

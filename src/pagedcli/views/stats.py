@@ -23,7 +23,7 @@ class HitCounts:
     """Totals of prefix lookups. Rates are None if there was nothing to hit."""
 
     num_lookups: int = 0
-    tokens: int = 0  # of the sequences that looked up
+    tokens: int = 0  # tokens of the sequences that looked up
     tokens_hit: int = 0
     blocks_asked: int = 0  # full blocks
     blocks_hit: int = 0
@@ -74,7 +74,7 @@ class RunStats(View[PoolState]):
         self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
         self.num_compared = 0  # first lookups whose shared tokens the engine has counted
         self.busy_ns = 0  # steps without the time of observers
-        self._lookups: list[tuple[ev.PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
+        self._lookups: list[tuple[ev.PrefixLookedUp, bool]] = []  # lookups of the current step, and whether they repeat
         self._window: deque[tuple[int, int, list[tuple[ev.PrefixLookedUp, bool]]]] = (
             deque()
         )  # per step: busy ns, tokens
@@ -191,14 +191,14 @@ class MemoryUse:
 
     used_blocks: int
     used_bytes: int
-    unfilled_slots: int  # of blocks in use that hold no token
+    unfilled_slots: int  # slots of blocks in use without a token
     unfilled_bytes: int
-    unfilled_share: float | None  # of the slots in use
-    saved_blocks: int  # by sharing
+    unfilled_share: float | None  # share of the slots in use
+    saved_blocks: int  # saved by sharing
     saved_bytes: int
     passed_blocks: int  # released or never taken because no later token sees them; without windows they would be held
     passed_bytes: int
-    unused_bytes: int  # of blocks in use, that the layers of their group leave of them
+    unused_bytes: int  # bytes of blocks in use that the layers of their group leave
     contiguous_bytes: int  # a cache that reserves max_model_len for each running sequence would take
     contiguous_times: float | None  # this many times what is in use
 
@@ -254,7 +254,7 @@ class StepSeries(View[PoolState]):
         self.first_step = 0
         self.blocked = array("b")  # per step why the first in the queue was not scheduled, in WAITING_REASONS
         self._at_schedule: tuple[int, ...] = ()
-        self._hits = Hits()  # of the current step
+        self._hits = Hits()  # hits of the current step
 
     def __len__(self) -> int:
         return len(self.columns["start_ns"])

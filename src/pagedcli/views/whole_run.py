@@ -8,16 +8,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import Annotated, ClassVar
 
 import pagedcli.events as ev
 from pagedcli.core.facts import RunFacts
 from pagedcli.events import Event
 from pagedcli.printable import percent_text, plural, seconds_text
+from pagedcli.records import Seconds, computed
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState, SeqState, Status
 from pagedcli.views.explain import Explainer
+from pagedcli.views.rows import Label, Row, SeqId
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
-from pagedcli.views.words import WAITING_WORDS
+
+PHASES = ("waiting", "prefill", "decode", "preempted")
 
 
 @dataclass(slots=True)
@@ -161,7 +165,9 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
             lines.append(("lost", ", ".join(f"{plural(count, 'token')} {words}" for count, words in findings.lost())))
     if facts.mean_waste is not None and facts.peak_waste is not None:
         mean, peak = percent_text(facts.mean_waste), percent_text(facts.peak_waste)
-        lines.append(("waste", f"{mean} of the slots in use held no token (mean of the steps; peak {peak})"))
+        had_room = facts.peak_used_blocks < facts.num_blocks
+        cost = "the pool had room for it" if had_room else "smaller blocks waste less, but are read more slowly"
+        lines.append(("waste", f"{mean} of the slots in use held no token (mean of the steps; peak {peak}): {cost}"))
     if findings.waiting_s:
         lines.append(("waiting", _waiting_text(findings)))
     return lines
@@ -217,14 +223,14 @@ def _waiting_text(findings: Findings) -> str:
     facts = findings.facts
     total = findings.waiting_s
     reasons = sorted(facts.waiting_s.items(), key=lambda item: -item[1])
-    why = ", ".join(f"{percent_text(part / total)} {WAITING_WORDS[reason]}" for reason, part in reasons if part)
+    why = ", ".join(f"{percent_text(part / total)} {ev.WAITING_WORDS[reason]}" for reason, part in reasons if part)
     mean = seconds_text(total / max(1, facts.num_sequences))
     return f"{seconds_text(total)} over all sequences, mean {mean}: {why}"
 
 
 @dataclass(slots=True)
-class RequestRow:
-    """One sequence: where its time went, in seconds, and what it reused. Counts are tokens."""
+class RequestTimes:
+    """Where the time of a sequence went, in seconds, and what it reused. Counts are tokens."""
 
     seq_id: int
     label: str
@@ -233,12 +239,12 @@ class RequestRow:
     finish_reason: str | None  # None: unfinished
     first_step: int
     last_step: int
-    num_cached: int  # of the prompt, found at its first lookup or while it was prefilled
+    num_cached: int  # prompt tokens found at its first lookup or while it was prefilled
     num_preemptions: int
     num_recomputed: int
     seconds: dict[str, float] = field(default_factory=dict)  # waiting, prefill, decode, preempted
     waited_for: dict[str, float] = field(default_factory=dict)  # seconds, by reason
-    ttft_s: float | None = None  # from its arrival
+    ttft_s: float | None = None  # counted from its arrival
     tpot_s: float | None = None  # mean of the later tokens
 
     @property
@@ -260,8 +266,44 @@ class RequestRow:
 
     def _waited_for(self) -> str:
         reasons = sorted(self.waited_for.items(), key=lambda item: -item[1])
-        known = [f"{WAITING_WORDS[reason]} {seconds_text(part)}" for reason, part in reasons if part]
+        known = [f"{ev.WAITING_WORDS[reason]} {seconds_text(part)}" for reason, part in reasons if part]
         return f"; it waited for: {', '.join(known)}" if known else ""
+
+
+class RequestRow(Row):
+    """A sequence of a whole run, as the page lists it."""
+
+    USES: ClassVar = {
+        "page": "seq_id label first_step last_step num_prompt num_cached num_output num_preemptions num_recomputed"
+        " total_s waiting_s prefill_s decode_s preempted_s ttft_s tpot_s end phases",
+        "table": "label seq_id num_prompt num_cached num_output total_s waiting_s prefill_s decode_s preempted_s"
+        " num_preemptions num_recomputed ttft_s tpot_s end",
+    }
+
+    seq_id: SeqId
+    label: Label
+    first_step: int
+    last_step: int
+    num_prompt: Annotated[int, "prompt tokens"]
+    num_cached: int
+    num_output: Annotated[int, "generated"]
+    num_preemptions: Annotated[int, "times preempted"]
+    num_recomputed: Annotated[int, "computed again"]
+    total_s: Annotated[Seconds, "total"]
+    waiting_s: Annotated[Seconds, "waiting"] = computed(lambda row: row.seconds["waiting"])
+    prefill_s: Annotated[Seconds, "prefill"] = computed(lambda row: row.seconds["prefill"])
+    decode_s: Annotated[Seconds, "decode"] = computed(lambda row: row.seconds["decode"])
+    preempted_s: Annotated[Seconds, "preempted"] = computed(lambda row: row.seconds["preempted"])
+    ttft_s: Annotated[Seconds | None, "TTFT"]
+    tpot_s: Annotated[Seconds | None, "TPOT"]
+    end: str = computed(lambda row: row.finish_reason or "unfinished")
+    phases: list[list[int]] = computed(
+        lambda row: [[PHASES.index(each.status), each.first_step, each.last_step] for each in row.timeline.phases]
+    )
+
+    def __init__(self, times: RequestTimes, timeline: SeqTimeline) -> None:
+        super().__init__(times)
+        self.timeline = timeline
 
 
 class WholeRun(View[PoolState]):
@@ -272,7 +314,7 @@ class WholeRun(View[PoolState]):
         self.series = StepSeries()
         self.timelines = Timelines()
         self.explainer = Explainer()
-        self.requests: list[RequestRow] = []  # in order of arrival
+        self.requests: list[RequestTimes] = []  # sorted by arrival
 
     def handlers(self, event_type: type[Event]) -> list[Handler]:
         parts = (self.stats, self.series, self.timelines, self.explainer)
@@ -288,7 +330,7 @@ class WholeRun(View[PoolState]):
             self._starts_s.append(self._starts_s[-1] + self.series.columns["busy_ns"][-1] * 1e-9)
         lengths = [end - start for start, end in pairwise(self._starts_s)]
         blocked = [WAITING_REASONS[code] for code in self.series.blocked]
-        # by reason: seconds of the steps before each step in which it kept the queue from moving
+        # for each reason, seconds of the steps before each step when it kept the queue from moving
         self._blocked_s = {
             reason: [
                 0.0,
@@ -333,11 +375,11 @@ class WholeRun(View[PoolState]):
 
     # ------------------------------------------------------------------ requests
 
-    def _request(self, seq: SeqState, cached: Counter[int]) -> RequestRow:
+    def _request(self, seq: SeqState, cached: Counter[int]) -> RequestTimes:
         phases = self.timelines.seqs[seq.seq_id].phases
         first_step = phases[0].first_step if phases else seq.added_step or 0
         last_step = max([phase.last_step or 0 for phase in phases], default=first_step)
-        row = RequestRow(
+        row = RequestTimes(
             seq_id=seq.seq_id,
             label=seq.label,
             num_prompt=seq.num_prompt_tokens,
@@ -348,7 +390,7 @@ class WholeRun(View[PoolState]):
             num_cached=cached[seq.seq_id],
             num_preemptions=seq.num_preemptions,
             num_recomputed=seq.num_recomputed_tokens,
-            seconds=dict.fromkeys(("waiting", "prefill", "decode", "preempted"), 0.0),
+            seconds=dict.fromkeys(PHASES, 0.0),
         )
         for phase in phases:
             self._add_phase(row, phase)
@@ -359,7 +401,7 @@ class WholeRun(View[PoolState]):
                 row.tpot_s = (self.time_at(last_step + 1) - first_token_s) / (seq.num_output_tokens - 1)
         return row
 
-    def _add_phase(self, row: RequestRow, phase: Phase) -> None:
+    def _add_phase(self, row: RequestTimes, phase: Phase) -> None:
         assert phase.last_step is not None, "a finished timeline has no open phase"
         row.seconds[phase.status] += self.time_at(phase.last_step + 1) - self.time_at(phase.first_step)
         if phase.status in ("waiting", "preempted") and self._starts_s:

@@ -6,28 +6,21 @@ import pagedcli.events as ev
 from pagedcli.printable import one_line, plural
 from pagedcli.trace.state import PoolState
 
-# reason -> what is waited for, and the same with numbers
-_WAITING: dict[ev.WaitingReason, tuple[str, str]] = {
-    "max_num_seqs": ("sequence limit", "sequence limit ({limit} run)"),
-    "token_budget": ("token budget", "token budget of the step is used up ({budget})"),
-    "free_blocks": ("free blocks", "needs {needed}, {free} free"),
-    "preemption": ("room for a preempting sequence", "room was made for a running sequence"),
-    "min_prefill_tokens": ("more prompts to start with", "prompts of {least} are to start in one step"),
-    "state_slots": ("slots of recurrent state", "all slots of recurrent state are in use"),
-    "checkpoint": ("checkpoint of a running sequence", "a running sequence will make a checkpoint for it"),
+# the words of a reason to wait with its numbers
+_WAITING: dict[ev.WaitingReason, str] = {
+    "max_num_seqs": f"{ev.WAITING_WORDS['max_num_seqs']} ({{limit}} run)",
+    "token_budget": f"{ev.WAITING_WORDS['token_budget']} of the step is used up ({{budget}})",
+    "free_blocks": "needs {needed}, {free} free",
+    "preemption": "room was made for a running sequence",
+    "min_prefill_tokens": "prompts of {least} are to start in one step",
+    "state_slots": f"all {ev.WAITING_WORDS['state_slots']} are in use",
+    "checkpoint": "a running sequence will make a checkpoint for it",
 }
-# why a checkpoint was made
-CHECKPOINT_WORDS: dict[ev.CheckpointReason, str] = {
-    "branch": "waiting prompts that part there",
-    "interval": "the interval of --checkpoints",
-    "end": "the end of the prompt",
-}
-WAITING_WORDS: dict[str, str] = {reason: words for reason, (words, _) in _WAITING.items()}
 
 
 def waiting_reason(event: ev.RequestWaiting, engine: ev.EngineStarted) -> str:
     """Why a sequence waits, with the numbers."""
-    return _WAITING[event.reason][1].format(
+    return _WAITING[event.reason].format(
         limit=engine.max_num_seqs,
         budget=engine.max_num_batched_tokens,
         least=plural(engine.min_prefill_tokens, "token"),
@@ -40,14 +33,24 @@ def lookup_outcome(event: ev.PrefixLookedUp) -> str:
     """The outcome of a prefix lookup, and why it hit no more."""
     found = f"hit {event.blocks_hit} of {plural(event.blocks_asked, 'block')} ({plural(event.tokens_hit, 'token')})"
     if event.miss_reason == "caching_off":
-        return "prefix caching is off"
+        return ev.MISS_WORDS["caching_off"]
     if event.miss_reason == "no_full_block":
-        return f"no full block in {plural(event.num_tokens, 'token')}"
+        return f"{ev.MISS_WORDS['no_full_block']} in {plural(event.num_tokens, 'token')}"
     if event.miss_reason is None:
         return found
     if event.partial_tokens:
         return f"{found}, {plural(event.partial_tokens, 'more token')} shared, less than a block"
     return found
+
+
+def why_no_more(event: ev.PrefixLookedUp) -> str:
+    """Why a lookup hit no more, in a few words."""
+    if event.miss_reason is None:
+        return "every full block found"
+    words = ev.MISS_WORDS[event.miss_reason]
+    if event.miss_reason == "no_match" and event.partial_tokens:
+        return f"{words}, {plural(event.partial_tokens, 'more token')} shared"
+    return words
 
 
 def seq_name(state: PoolState, seq_id: int) -> str:
@@ -117,7 +120,7 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.StateSlotsReleased():
             return f"release state slots {_ids(event.slot_ids)} of {seq}"
         case ev.CheckpointMade():
-            at, why = plural(event.num_tokens, "token"), CHECKPOINT_WORDS[event.reason]
+            at, why = plural(event.num_tokens, "token"), ev.CHECKPOINT_WORDS[event.reason]
             return f"checkpoint {seq}: the state after {at} stays in slot {event.slot_id}, because of {why}"
         case ev.CheckpointDropped():
             return f"drop the checkpoint in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty"

@@ -2,46 +2,28 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, GroupedWeight
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, CodedWeight
 from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROWS_BYTES = 2**24  # of the numbers that are computed at a time: copies of a whole weight would be the peak of loading
 
 
-@dataclass(slots=True)
-class Blocks:
-    """The codes of blocks, and what they mean: fields as in GroupedWeight.
-
-    Shapes: codes [..., groups, inputs of a group]; scales, minima and factors [..., groups]; steps [..., 1]; ... are
-    those of the blocks.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zero: int = 0
-    minima: Tensor | None = None
-    steps: Tensor | None = None
-    factors: Tensor | None = None
-    minimum_steps: Tensor | None = None
-    minimum_factors: Tensor | None = None
-    levels: tuple[int, ...] = ()
-
-
-def grouped(raw: Tensor, kind: GgmlType) -> GroupedWeight:
+def coded(raw: Tensor, kind: GgmlType) -> CodedWeight:
     """A quantized weight from its bytes. Shapes: raw [out, blocks, bytes of a block] uint8."""
     blocks = _READERS[kind.name](raw)
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(blocks):
-        value = getattr(blocks, field.name)
-        fields[field.name] = value.reshape(len(raw), -1) if isinstance(value, Tensor) else value
-    return GroupedWeight(bits=kind.bits, group_size=kind.group, **fields)
+    tensors: dict[str, Any] = {
+        field.name: value.reshape(len(raw), -1)
+        for field in dataclasses.fields(blocks)
+        if isinstance(value := getattr(blocks, field.name), Tensor)
+    }
+    return replace(blocks, bits=kind.bits, group_size=kind.group, **tensors)
 
 
 def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
@@ -56,11 +38,17 @@ def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
     out = torch.empty((len(rows), shape[-1]), dtype=dtype, device=raw.device)
     at_once = max(1, _ROWS_BYTES // (4 * shape[-1]))
     for start in range(0, len(rows), at_once):
-        out[start : start + at_once] = grouped(rows[start : start + at_once], kind).dequantized(torch.float32)
+        out[start : start + at_once] = coded(rows[start : start + at_once], kind).dequantized(torch.float32)
     return out.reshape(shape)
 
 
 # ---------------------------------------------------------------------- their layouts
+
+
+def _blocks(codes: Tensor, scales: Tensor, zero: int = 0, **fields: Any) -> CodedWeight:
+    """Shapes: codes [..., groups, inputs of a group]; scales, minima and factors [..., groups]; steps [..., 1]; ... are
+    those of the blocks."""
+    return CodedWeight(codes, 8, scales, zero, codes.shape[-1], **fields)
 
 
 def _half(raw: Tensor, place: int) -> Tensor:
@@ -84,54 +72,56 @@ def _fifth_bits(raw: Tensor) -> Tensor:
     return ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2) << 4
 
 
-def _q8_0(raw: Tensor) -> Blocks:
-    return Blocks((raw[..., 2:] ^ 128).unsqueeze(-2), _half(raw, 0), zero=128)
+def _q8_0(raw: Tensor) -> CodedWeight:
+    return _blocks((raw[..., 2:] ^ 128).unsqueeze(-2), _half(raw, 0), zero=128)
 
 
-def _q4_0(raw: Tensor) -> Blocks:
-    return Blocks(_bits(raw[..., 2:], 4, 16).unsqueeze(-2), _half(raw, 0), zero=8)
+def _q4_0(raw: Tensor) -> CodedWeight:
+    return _blocks(_bits(raw[..., 2:], 4, 16).unsqueeze(-2), _half(raw, 0), zero=8)
 
 
-def _q4_1(raw: Tensor) -> Blocks:
-    return Blocks(_bits(raw[..., 4:], 4, 16).unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
+def _q4_1(raw: Tensor) -> CodedWeight:
+    return _blocks(_bits(raw[..., 4:], 4, 16).unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
 
 
-def _q5_0(raw: Tensor) -> Blocks:
+def _q5_0(raw: Tensor) -> CodedWeight:
     codes = _bits(raw[..., 6:], 4, 16) | _fifth_bits(raw[..., 2:6])
-    return Blocks(codes.unsqueeze(-2), _half(raw, 0), zero=16)
+    return _blocks(codes.unsqueeze(-2), _half(raw, 0), zero=16)
 
 
-def _q5_1(raw: Tensor) -> Blocks:
+def _q5_1(raw: Tensor) -> CodedWeight:
     codes = _bits(raw[..., 8:], 4, 16) | _fifth_bits(raw[..., 4:8])
-    return Blocks(codes.unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
+    return _blocks(codes.unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
 
 
-def _iq4_nl(raw: Tensor) -> Blocks:
+def _iq4_nl(raw: Tensor) -> CodedWeight:
     codes = _bits(raw[..., 2:], 4, 16)
-    return Blocks(codes.unsqueeze(-2), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4)
+    return _blocks(codes.unsqueeze(-2), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4)
 
 
-def _mxfp4(raw: Tensor) -> Blocks:
+def _mxfp4(raw: Tensor) -> CodedWeight:
     exponents = raw[..., :1].to(torch.int32)  # of a half of a power of two: the smallest two are subnormal
     scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     codes = _bits(raw[..., 1:], 4, 16)
     # bfloat16 holds every power of 2 exactly
-    return Blocks(codes.unsqueeze(-2), scales.view(torch.float32).bfloat16(), zero=E2M1_ZERO, levels=E2M1)
+    return _blocks(codes.unsqueeze(-2), scales.view(torch.float32).bfloat16(), zero=E2M1_ZERO, levels=E2M1)
 
 
-def _with_steps(codes: Tensor, steps: Tensor, factors: Tensor, *, zero: int) -> Blocks:
+def _with_steps(codes: Tensor, steps: Tensor, factors: Tensor, *, zero: int) -> CodedWeight:
     """Scales that are multiples of a step per block."""
     codes = codes.reshape(*factors.shape, -1)
-    return Blocks(codes, steps * factors, zero=zero, steps=steps, factors=factors.to(torch.int8))
+    return _blocks(codes, steps * factors, zero=zero, steps=steps, factors=factors.to(torch.int8))
 
 
 def _with_minima(
     codes: Tensor, steps: Tensor, factors: Tensor, minimum_steps: Tensor, minimum_factors: Tensor
-) -> Blocks:
-    blocks = _with_steps(codes, steps, factors, zero=0)
-    blocks.minima = minimum_steps * minimum_factors
-    blocks.minimum_steps, blocks.minimum_factors = minimum_steps, minimum_factors
-    return blocks
+) -> CodedWeight:
+    return replace(
+        _with_steps(codes, steps, factors, zero=0),
+        minima=minimum_steps * minimum_factors,
+        minimum_steps=minimum_steps,
+        minimum_factors=minimum_factors,
+    )
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,42 +131,40 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
 
 
-def _q4_k(raw: Tensor) -> Blocks:
+def _q4_k(raw: Tensor) -> CodedWeight:
     scales, minima = _six_bits(raw[..., 4:16])
     return _with_minima(_bits(raw[..., 16:], 4, 32), _float(raw, 0), scales, _float(raw, 2), minima)
 
 
-def _q5_k(raw: Tensor) -> Blocks:
+def _q5_k(raw: Tensor) -> CodedWeight:
     scales, minima = _six_bits(raw[..., 4:16])
     codes = _bits(raw[..., 48:], 4, 32) | (_bits(raw[..., 16:48], 1, 32) << 4)
     return _with_minima(codes, _float(raw, 0), scales, _float(raw, 2), minima)
 
 
-def _q6_k(raw: Tensor) -> Blocks:
+def _q6_k(raw: Tensor) -> CodedWeight:
     codes = _bits(raw[..., :128], 4, 64) | (_bits(raw[..., 128:192], 2, 32) << 4)
     return _with_steps(codes, _float(raw, 208), raw[..., 192:208].contiguous().view(torch.int8), zero=32)
 
 
-def _q2_k(raw: Tensor) -> Blocks:
+def _q2_k(raw: Tensor) -> CodedWeight:
     both = raw[..., :16]
     return _with_minima(_bits(raw[..., 16:80], 2, 32), _float(raw, 80), both & 15, _float(raw, 82), both >> 4)
 
 
-def _q3_k(raw: Tensor) -> Blocks:
+def _q3_k(raw: Tensor) -> CodedWeight:
     codes = _bits(raw[..., 32:96], 2, 32) | (_bits(raw[..., :32], 1, 32) << 2)
     factors = _bits(raw[..., 96:104], 4, 8) | (_bits(raw[..., 104:108], 2, 4) << 4)
     return _with_steps(codes, _float(raw, 108), factors.to(torch.int8) - 32, zero=4)
 
 
-def _iq4_xs(raw: Tensor) -> Blocks:
+def _iq4_xs(raw: Tensor) -> CodedWeight:
     codes = _bits(raw[..., 8:], 4, 16)
     factors = _bits(raw[..., 4:8], 4, 1) | (_bits(raw[..., 2:4], 2, 1) << 4)
-    blocks = _with_steps(codes, _float(raw, 0), factors.to(torch.int8) - 32, zero=IQ4_ZERO)
-    blocks.levels = IQ4
-    return blocks
+    return replace(_with_steps(codes, _float(raw, 0), factors.to(torch.int8) - 32, zero=IQ4_ZERO), levels=IQ4)
 
 
-_READERS: dict[str, Callable[[Tensor], Blocks]] = {
+_READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

@@ -10,8 +10,10 @@ from typing import Any
 from pagedcli.models.config_json import MOST_LAYERS
 from pagedcli.models.gguf.header import Header
 from pagedcli.models.gguf.quantization import GgufQuantization
-from pagedcli.models.recurrent_spec import GatedDelta
-from pagedcli.models.spec import ExpertNames, ModelSpec, TensorNames
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mlps import ExpertNames, Experts, Mlp
+from pagedcli.models.spec import LayerSpec, ModelSpec
+from pagedcli.models.tensors import TensorNames
 
 # general.architecture -> model_type of transformers; _model_type has the exceptions
 FAMILIES = {
@@ -91,7 +93,7 @@ def describe(header: Header) -> Description:
         raise header.error(f"general.architecture is {architecture!r:.40}; from GGUF files these run: {known}")
     fields.prefix = architecture
     special = [model_type for (name, key), model_type in EXCEPTIONS.items() if name == architecture and fields.get(key)]
-    own = _OWN[architecture](fields) if architecture in _OWN else {}
+    own = _own(fields)
     config = _common(fields, own) | _rope(fields) | own
     return Description(special[0] if special else FAMILIES[architecture], config)
 
@@ -101,26 +103,31 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
     tensors = header.tensors
     fused_mlp = not any(".ffn_gate." in name for name in tensors) and len(spec.names.projections) == 2
     projections = ("gate_up_proj", "down_proj") if fused_mlp else TensorNames().projections
-    recurrent = spec.recurrent
-    if isinstance(recurrent, GatedDelta):
-        recurrent = replace(
-            recurrent,
-            interleaved=any(name.endswith(".ssm_in.weight") for name in tensors),
-            tiled=header.metadata["general.architecture"] in _TILED,
-        )
 
     def has(part: str) -> bool:
         return any(name.endswith(f".{part}.bias") for name in tensors)
 
+    is_interleaved = any(name.endswith(".ssm_in.weight") for name in tensors)
+    is_tiled = header.metadata["general.architecture"] in _TILED
+
+    def stored(layer: LayerSpec) -> LayerSpec:
+        mixer, mlp = layer.mixer, layer.mlp
+        if layer.attention is not None:
+            qkv_bias = has("attn_q") or has("attn_qkv")
+            mixer = replace(layer.attention, qkv_bias=qkv_bias, out_bias=has("attn_output"))
+        if isinstance(mixer, GatedDelta):
+            mixer = replace(mixer, interleaved=is_interleaved, tiled=is_tiled)
+        if isinstance(mlp, Mlp):
+            mlp = replace(mlp, bias=has("ffn_down"))
+        if isinstance(mlp, Experts):
+            mlp = replace(mlp, names=ExpertNames())
+        return replace(layer, mixer=mixer, mlp=mlp)
+
     return replace(
         spec,
-        names=TensorNames(recurrent=spec.names.recurrent, projections=projections),
-        experts=None if spec.experts is None else replace(spec.experts, names=ExpertNames()),
-        recurrent=recurrent,
-        qkv_bias=has("attn_q") or has("attn_qkv"),
-        attention_out_bias=has("attn_output"),
-        mlp_bias=has("ffn_down"),
-        norm_offset=False,  # added to the stored weights
+        layers=tuple(map(stored, spec.layers)),
+        names=TensorNames(recurrent=spec.names.recurrent, qkv=spec.names.qkv, projections=projections),
+        norm=replace(spec.norm, offset=False),  # added to the stored weights
         quantization=quantization(header),
     )
 
@@ -362,33 +369,18 @@ def _phi3(fields: _Fields) -> dict[str, Any]:
     return config
 
 
-def _granite(fields: _Fields) -> dict[str, Any]:
-    names = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    }
-    return {name: value for name, key in names.items() if (value := fields.real(key)) is not None}
-
-
 def _granite_hybrid(fields: _Fields) -> dict[str, Any]:
     heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
     attends = fields.with_tensor("attn_q.weight")
     first = attends.index(False) if False in attends else 0
     return {
-        **_granite(fields),
         "layer_types": ["attention" if each else "mamba" for each in attends],
-        "num_local_experts": fields.number("expert_count", 0),
         "shared_intermediate_size": fields.number(
             "expert_shared_feed_forward_length", fields.get("feed_forward_length")
         ),
         "position_embedding_type": "rope" if fields.get("rope.scaling.finetuned") else None,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // max(1, heads),
-        "mamba_n_groups": fields.number("ssm.group_count"),
-        "mamba_d_state": fields.number("ssm.state_size"),
-        "mamba_d_conv": fields.number("ssm.conv_kernel"),
         "mamba_conv_bias": fields.has(f"blk.{first}.ssm_conv1d.bias"),
         "mamba_proj_bias": fields.has(f"blk.{first}.ssm_in.bias"),
     }
@@ -400,12 +392,8 @@ def _gated_delta(fields: _Fields) -> dict[str, Any]:
         "layer_types": [
             "full_attention" if each else "linear_attention" for each in fields.with_tensor("attn_q.weight")
         ],
-        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
-        "linear_key_head_dim": fields.number("ssm.state_size"),
         "linear_value_head_dim": inner // max(1, heads),
-        "linear_num_key_heads": fields.number("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "partial_rotary_factor": fields.rotated(),
     }
     if fields.prefix != "qwen35":
         shared = fields.get("expert_feed_forward_length")
@@ -489,87 +477,109 @@ def _lfm2(fields: _Fields) -> dict[str, Any]:
     first = convolves.index(True) if True in convolves else 0
     config: dict[str, Any] = {
         "layer_types": ["conv" if each else "full_attention" for each in convolves],
-        "conv_L_cache": fields.number("shortconv.l_cache"),
         "conv_bias": fields.has(f"blk.{first}.shortconv.in_proj.bias"),
         "block_auto_adjust_ff_dim": False,
     }
     if fields.prefix == "lfm2moe":
-        config |= {
-            "num_dense_layers": fields.number("leading_dense_block_count", 0),
-            "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in fields.header.tensors),
-            "routed_scaling_factor": fields.real("expert_weights_scale", 1.0),
-        }
+        config["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in fields.header.tensors)
     return config
 
 
-def _layer_norm(fields: _Fields) -> dict[str, Any]:
-    return {"rms_norm_eps": fields.real("attention.layer_norm_epsilon", 1e-5)}
-
-
-def _cohere(fields: _Fields) -> dict[str, Any]:
-    windows = _windows(fields, 4) if fields.prefix == "cohere2" else {}
-    return {**_layer_norm(fields), "logit_scale": fields.real("logit_scale", 1.0), **windows}
-
-
-def _glm_experts(fields: _Fields) -> dict[str, Any]:
-    return {
-        "num_dense_layers": fields.number("leading_dense_block_count", 0),
-        "n_shared_experts": fields.number("expert_shared_count", 0),
-        "routed_scaling_factor": fields.real("expert_weights_scale", 1.0),
-        "norm_topk_prob": fields.get("expert_weights_norm") is not False,
-        "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
-        "partial_rotary_factor": fields.rotated(),
-    }
-
-
-_OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
-    "gemma": lambda _: {"hidden_activation": "gelu_pytorch_tanh"},
+# config.json's key <- metadata key and its default, whose type is the value's. `int` instead of a default: a file must
+# have the key; `float`: without it config.json's own default holds.
+_Keys = Mapping[str, tuple[str, int | float | type]]
+_GRANITE: _Keys = {
+    "attention_multiplier": ("attention.scale", float),
+    "embedding_multiplier": ("embedding_scale", float),
+    "residual_multiplier": ("residual_scale", float),
+    "logits_scaling": ("logit_scale", float),
+}
+_LAYER_NORM: _Keys = {"rms_norm_eps": ("attention.layer_norm_epsilon", 1e-5)}
+_GATED_DELTA: _Keys = {
+    "linear_conv_kernel_dim": ("ssm.conv_kernel", int),
+    "linear_key_head_dim": ("ssm.state_size", int),
+    "linear_num_key_heads": ("ssm.group_count", int),
+}
+_LFM2: _Keys = {"conv_L_cache": ("shortconv.l_cache", int)}
+_COHERE: _Keys = {**_LAYER_NORM, "logit_scale": ("logit_scale", 1.0)}
+_EXPERTS: _Keys = {
+    "num_dense_layers": ("leading_dense_block_count", 0),
+    "routed_scaling_factor": ("expert_weights_scale", 1.0),
+}
+_KEYS: Mapping[str, _Keys] = {
+    "granite": _GRANITE,
+    "granitemoe": {**_GRANITE, "shared_intermediate_size": ("expert_shared_feed_forward_length", 0)},
+    "granitehybrid": {
+        **_GRANITE,
+        "num_local_experts": ("expert_count", 0),
+        "mamba_n_groups": ("ssm.group_count", int),
+        "mamba_d_state": ("ssm.state_size", int),
+        "mamba_d_conv": ("ssm.conv_kernel", int),
+    },
+    "qwen2moe": {"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
+    "lfm2": _LFM2,
+    "lfm2moe": {**_LFM2, **_EXPERTS},
+    "qwen3next": _GATED_DELTA,
+    "qwen35": _GATED_DELTA,
+    "qwen35moe": _GATED_DELTA,
+    "ernie4_5-moe": {
+        "moe_layer_start_index": ("leading_dense_block_count", 0),
+        "moe_layer_interval": ("interleave_moe_layer_step", 1),
+        "n_shared_experts": ("expert_shared_count", 0),
+    },
+    "glm4moe": {**_EXPERTS, "n_shared_experts": ("expert_shared_count", 0)},
+    "nemotron": _LAYER_NORM,
+    "stablelm": _LAYER_NORM,
+    # files do not name the window, which all published models have
+    "starcoder2": {**_LAYER_NORM, "sliding_window": ("attention.sliding_window", 4096)},
+    "command-r": _COHERE,
+    "cohere2": _COHERE,
+}
+_ROTATES_PART = ("qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe", "nemotron", "stablelm")
+# What is the same in all files of an architecture.
+_CONSTANTS: Mapping[str, dict[str, Any]] = {
+    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+    "qwen3moe": {"norm_topk_prob": True},
+    "qwen2moe": {"qkv_bias": True},
+    "smollm3": {"no_rope_layer_interval": 4},
+}
+# What is computed from several values, or from the tensors.
+_COMPUTED: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gemma4": _gemma4,
     "phi3": _phi3,
-    "granite": _granite,
-    "granitemoe": lambda fields: {
-        **_granite(fields),
-        "shared_intermediate_size": fields.number("expert_shared_feed_forward_length", 0),
-    },
     "granitehybrid": _granite_hybrid,
     "olmo2": _olmo,
-    "qwen3moe": lambda _: {"norm_topk_prob": True},
-    "qwen2moe": lambda fields: {
-        "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
-        "qkv_bias": True,
-    },
-    "smollm3": lambda _: {"no_rope_layer_interval": 4},
     "gpt-oss": _gpt_oss,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "qwen3next": _gated_delta,
     "qwen35": _gated_delta,
     "qwen35moe": _gated_delta,
-    "gemma4": _gemma4,
     "mistral3": _mistral3,
-    "glm4": lambda fields: {"partial_rotary_factor": fields.rotated()},
     "exaone4": lambda fields: _windows(fields, 4),
-    "ernie4_5-moe": lambda fields: {
-        "moe_layer_start_index": fields.number("leading_dense_block_count", 0),
-        "moe_layer_interval": fields.number("interleave_moe_layer_step", 1),
-        "n_shared_experts": fields.number("expert_shared_count", 0),
+    "cohere2": lambda fields: _windows(fields, 4),
+    "glm4moe": lambda fields: {
+        "norm_topk_prob": fields.get("expert_weights_norm") is not False,
+        "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
     },
-    "glm4moe": _glm_experts,
-    "nemotron": lambda fields: {**_layer_norm(fields), "partial_rotary_factor": fields.rotated()},
-    "stablelm": lambda fields: {
-        **_layer_norm(fields),
-        "partial_rotary_factor": fields.rotated(),
-        "use_parallel_residual": not fields.has("blk.0.ffn_norm.weight"),
-    },
-    # files do not name the window, which all published models have
-    "starcoder2": lambda fields: {
-        **_layer_norm(fields),
-        "sliding_window": fields.number("attention.sliding_window", 4096),
-    },
-    "command-r": _cohere,
-    "cohere2": _cohere,
+    "stablelm": lambda fields: {"use_parallel_residual": not fields.has("blk.0.ffn_norm.weight")},
 }
+
+
+def _own(fields: _Fields) -> dict[str, Any]:
+    """What the file's architecture has that others do not, or calls otherwise."""
+    architecture = fields.prefix
+    config = dict(_CONSTANTS.get(architecture, {}))
+    for key, (name, default) in _KEYS.get(architecture, {}).items():
+        read = fields.real if default is float or isinstance(default, float) else fields.number
+        value = read(name) if isinstance(default, type) else read(name, default)  # type: ignore[arg-type]  # its type
+        if value is not None:
+            config[key] = value
+    if architecture in _ROTATES_PART:
+        config["partial_rotary_factor"] = fields.rotated()
+    return config | (_COMPUTED[architecture](fields) if architecture in _COMPUTED else {})
 
 
 def frequency_factors(header: Header) -> tuple[float, ...]:

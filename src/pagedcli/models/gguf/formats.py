@@ -2,18 +2,15 @@
 widened to the model's dtype."""
 
 import torch
-from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.core.plan import Kernels
-from pagedcli.layers.linear import Linear, LinearLayer
-from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import Weight
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules, StoredTensor, padded_rows
-from pagedcli.models.gguf.blocks import grouped, numbers
+from pagedcli.models.gguf.blocks import coded, numbers
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.gguf.types import GgmlType
-from pagedcli.native import load_library
+from pagedcli.models.packed_formats import CodedLayer
 
 
 class GgufFormat:
@@ -56,11 +53,8 @@ class GgufFormat:
         )
 
 
-class GgufLayer:
+class GgufLayer(CodedLayer):
     """Linear layers of one type: a LayerFormat."""
-
-    stacks = False
-    keeps_rows = True
 
     def __init__(self, kind: GgmlType) -> None:
         self.kind, self.name = kind, kind.name
@@ -77,22 +71,6 @@ class GgufLayer:
         return padded_rows(num_rows, kernels, gated=gated) * num_columns * self.kind.packed // 256
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
-        if kernels == "triton" and self.kind.in_triton:
-            return grouped(torch.cat([module["weight"] for module in modules]), self.kind)
+        if kernels == "cpu" or (kernels == "triton" and self.kind.in_triton):
+            return coded(torch.cat([module["weight"] for module in modules]), self.kind)
         return torch.cat([numbers(module["weight"], self.kind, dtype) for module in modules])
-
-    def torch_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
-    ) -> LinearLayer:
-        weight = self.weight(modules, dtype, kernels)
-        if isinstance(weight, Tensor):
-            return Linear(weight, bias)
-        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
-
-        return TritonLinear(weight, bias)
-
-    def native_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
-    ) -> NativeLinear:
-        raw = torch.cat([module["weight"] for module in modules])
-        return NativeLinear(load_library(), grouped(raw, self.kind), bias, gated=gated, dtype=dtype)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.errors import MissingModelError, ModelError
+from pagedcli.memory_limit import shortage
 from pagedcli.models.gguf.types import REFUSED, TYPES, GgmlType
 
 MAGIC = b"GGUF"
@@ -107,14 +108,26 @@ def read_header(path: Path) -> Header:
     return Header(files[0], metadata, tensors)
 
 
+def check_regular(path: Path) -> None:
+    """Refuse a missing file, a folder, a device, and a FIFO, which would block whoever opens it. Raises: ModelError."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing", hint="download all files of the model") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint=_HINT) from error
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise ModelError(f"{path} is {what}, not a file", hint="remove it, or download the model again")
+
+
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    check_regular(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Reader(path, content).read()
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing", hint="download all parts of the model") from None
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ModelError(f"cannot read {path}: {error}", hint=_HINT) from error
+        raise shortage(error, f"mapping {path}") or ModelError(f"cannot read {path}: {error}", hint=_HINT) from error
 
 
 class _Reader:

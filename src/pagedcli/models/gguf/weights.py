@@ -1,6 +1,7 @@
 """The weights of a GGUF file: a WeightSource."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,8 @@ from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import halved_groups, num_layers, reordered_heads
 from pagedcli.models.gguf.header import Header, StoredTensor
 from pagedcli.models.gguf.names import Place, stored_tensor
-from pagedcli.models.parameters import Parameter
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
+from pagedcli.models.tensors import Parameter
 
 # used by the rotary embedding, or by nothing
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "attn_rot_embd.weight")
@@ -32,7 +33,7 @@ class GgufWeights:
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._maps: dict[Path, np.ndarray] = {}
+        self._maps: dict[Path, Tensor] = {}
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
@@ -110,8 +111,8 @@ class GgufWeights:
     def _blocks(self, stored: StoredTensor) -> Tensor:
         """The bytes of a tensor: [..., blocks of a row, bytes of a block] uint8."""
         if stored.file not in self._maps:
-            # copy on write: torch takes no read-only arrays; nobody writes
-            self._maps[stored.file] = np.memmap(stored.file, mode="c")
+            with warnings.catch_warnings(action="ignore"):  # read-only, as memory for a writable map is reserved
+                self._maps[stored.file] = torch.from_numpy(np.memmap(stored.file, mode="r"))
         content = self._maps[stored.file][stored.offset : stored.offset + stored.num_bytes]
         blocks = stored.shape[-1] // stored.type.block
-        return torch.from_numpy(content).reshape(*stored.shape[:-1], blocks, stored.type.num_bytes)
+        return content.reshape(*stored.shape[:-1], blocks, stored.type.num_bytes)

@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("trace-data").textContent);
 const $ = id => document.getElementById(id);
 const columns = data.columns, engine = data.engine, summary = data.summary, requests = data.requests;
 const R = Object.fromEntries(data.requestColumns.map((name, i) => [name, i]));  // R.label: place in a row of requests
-const requestOf = new Map(requests.map(row => [row[R.seq], row]));
+const requestOf = new Map(requests.map(row => [row[R.seq_id], row]));
 const numPoints = columns.used.length, numFrames = data.frames.length, numBlocks = engine.num_blocks;
 const numGroups = engine.groups.length;  // of layers
 

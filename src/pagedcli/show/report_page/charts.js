@@ -168,7 +168,7 @@ function drawTimeline() {
   context.beginPath(); context.rect(0, TOP, width, height - BOTTOM - TOP); context.clip();
   for (let i = 0; i < numRows && firstRow + i < timelineRows.length; i++) {
     const row = timelineRows[firstRow + i], y = TOP + i * ROW - shift;
-    if (row[R.seq] === selectedSeq) { context.fillStyle = colour.accent; context.globalAlpha = .22; context.fillRect(0, y - 1, width, ROW); context.globalAlpha = 1; }
+    if (row[R.seq_id] === selectedSeq) { context.fillStyle = colour.accent; context.globalAlpha = .22; context.fillRect(0, y - 1, width, ROW); context.globalAlpha = 1; }
     for (const [status, first, last] of row[R.phases]) {
       const x = Math.max(left, xOf(pointOf(first), width, left)), end = Math.min(width - RIGHT, xOf(pointOf(last + 1), width, left));
       if (end >= left && x <= width - RIGHT) drawPhase(context, x, y, Math.max(1, end - x), ROW - 2, data.statuses[status]);
@@ -184,7 +184,7 @@ charts.push({ id: "timeline", left: timelineLeft, draw: drawTimeline, readout(i,
   const row = timelineRows[Math.floor((event.offsetY - TOP + $("timeline-box").scrollTop) / ROW)];
   if (!row) return "";
   const steps = row[R.phases].map(([status, first, last]) => `${data.statuses[status]} ${first === last ? first : first + "-" + last}`);
-  return `${row[R.label]} (seq ${row[R.seq]}): ${plural(row[R.prompt], "prompt token")}, ${row[R.output]} generated, ${row[R.reason]}, ${seconds(row[R.total])}; steps: ${steps.join(", ")}`;
+  return `${row[R.label]} (seq ${row[R.seq_id]}): ${plural(row[R.num_prompt], "prompt token")}, ${row[R.num_output]} generated, ${row[R.end]}, ${seconds(row[R.total_s])}; steps: ${steps.join(", ")}`;
 } });
 function scrollToRow(index) {
   const box = $("timeline-box");

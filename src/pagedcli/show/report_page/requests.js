@@ -9,20 +9,19 @@ function jumpTo(seq) {
   $("h-timeline").scrollIntoView({ block: "center" });
 }
 let onlySelected = data.selected.length > 0;  // until something is searched
-const tokens = (words, place) => ({ words, number: true, value: row => row[place] });
-const time = (words, place) => ({ words, number: true, value: row => row[place], cell: row => seconds(row[place]) });
-const requestTable = pagedTable("requests", requests, [
-  { words: "request", number: false, value: row => row[R.label], cell: row => linkTo(row[R.label], () => jumpTo(row[R.seq])) },
-  tokens("seq", R.seq), tokens("prompt tokens", R.prompt), tokens("cached", R.cached), tokens("generated", R.output),
-  time("total", R.total), time("waiting", R.waiting), time("prefill", R.prefill), time("decode", R.decode),
-  time("preempted", R.preempted), tokens("times preempted", R.preemptions), tokens("computed again", R.recomputed),
-  time("TTFT", R.ttft), time("TPOT", R.tpot), { words: "end", number: false, value: row => row[R.reason] },
-], {
+const cellOf = {  // how values are drawn, by name or type
+  label: row => linkTo(row[R.label], () => jumpTo(row[R.seq_id])),
+  float: (row, name) => seconds(row[R[name]]),
+};
+const requestTable = pagedTable("requests", requests, data.requestTable.map(([name, words, kind]) => {
+  const cell = cellOf[name] || cellOf[kind];
+  return { words, number: kind !== "text", value: row => row[R[name]], ...(cell && { cell: row => cell(row, name) }) };
+}), {
   what: "sequences",
-  textOf: row => `${row[R.label]} seq ${row[R.seq]} ${row[R.reason]}`,
-  keep: row => inRange(row) && (!onlySelected || data.selected.includes(row[R.seq])),
+  textOf: row => `${row[R.label]} seq ${row[R.seq_id]} ${row[R.end]}`,
+  keep: row => inRange(row) && (!onlySelected || data.selected.includes(row[R.seq_id])),
   note: () => (isZoomed() ? `; active in ${stepName(Math.floor(from))} to ${stepName(Math.ceil(to))}` : "") + (onlySelected ? "; only the one asked for" : ""),
-  classOf: row => row[R.seq] === selectedSeq ? "selected" : "",
+  classOf: row => row[R.seq_id] === selectedSeq ? "selected" : "",
 });
 function drawSlowest() {
   $("slowest").replaceChildren(...data.slowest.map(([seq, label, why]) => {
@@ -62,14 +61,12 @@ function drawTotals() {
 }
 if (data.explain.checkpoints.length) {
   $("checkpoints-section").hidden = false;
-  table("checkpoints", [["made in step", true], ["by seq", true], ["request", false], ["after tokens", true], ["because of", false],
-    ["hits", true], ["tokens hit", true], ["dropped in step", true]], data.explain.checkpoints);
+  table("checkpoints", data.explain.checkpointColumns.map(([, words, kind]) => [words, kind !== "text"]), data.explain.checkpoints);
 }
 const lookupText = lookup => [lookup[10], lookup[11]].filter(Boolean).join(". ");
-const lookupColumn = (words, place, number = true) => ({ words, number, value: lookup => lookup[place] });
+const lookupColumns = data.explain.lookupColumns.map(([name, words, kind], place) => ({ name, words, number: kind !== "text", value: lookup => lookup[place] }));
 pagedTable("lookups", data.explain.lookups, [
-  lookupColumn("step", 0), lookupColumn("seq", 1), lookupColumn("request", 2, false), lookupColumn("kind", 3, false), lookupColumn("tokens", 4),
-  lookupColumn("full blocks", 5), lookupColumn("blocks hit", 6), lookupColumn("tokens hit", 7), lookupColumn("ideal tokens", 8),
+  ...lookupColumns.filter(({ name }) => !["reason", "why", "divergence"].includes(name)),
   { words: "why it ended there", number: false, value: lookupText },
 ], {
   what: "lookups",

@@ -1,0 +1,158 @@
+"""CSV and TSV tables as input: each row becomes a JSONL line of the columns that a line may have.
+
+Used by batch.prompts. Rows are read one at a time; a row of at most MAX_LINE_BYTES is in memory.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from pagedcli.batch.columns import INVALID_ROW, Columns
+from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
+from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
+from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.printable import plural
+
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def delimited_format(name: str) -> str | None:
+    """`csv` or `tsv`, if a file is named so, compressed or not."""
+    suffix = Path(name.removesuffix(".gz").removesuffix(".zst")).suffix.removeprefix(".").lower()
+    return suffix if suffix in _DELIMITERS else None
+
+
+class DelimitedSource(LineSource):
+    """The rows of a table with a header. Cells are text; those of sampling parameters are numbers, and empty ones of
+    the request's own fields are absent. Quoted cells may have line breaks.
+
+    Raises: UsageError for a file without a header; PagedcliError, here or while it is read, for a quote that is never
+            closed.
+    """
+
+    def __init__(self, name: str, columns: Columns, kind: str) -> None:
+        super().__init__(name)
+        self._delimiter = _DELIMITERS[kind]
+        self._optional = (LINE_FIELDS | {*columns.ids}) - {columns.prompt}  # an empty cell is none
+        file = self._opened or self._open()
+        self._header_lines = _PhysicalLines(file, name)
+        self._header = self._read_header(self._rows(self._header_lines))
+        self.names = [column for column in self._header if column]
+        if not self.is_live:
+            file.close()
+        try:
+            self._used = used_columns(name, self.names, columns)
+        except UsageError as error:
+            hint = f"its first line must be a header; {error.hint}"
+            if self._header[0].startswith("{"):
+                hint = "--input-format jsonl reads lines of JSON, whatever the name"
+            raise UsageError(error.message, hint=hint) from error
+
+    def _contents(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+        lines = self._header_lines
+        if not self.is_live:
+            lines = _PhysicalLines(file, self.name)
+            self._read_header(self._rows(lines))
+        for number, cells in self._rows(lines):
+            if isinstance(cells, str):
+                yield number, _encoded({INVALID_ROW: cells})
+            else:
+                yield number, _encoded(self._line(cells)) if cells else b""
+
+    def _read_header(self, rows: Iterator[tuple[int, list[str] | str]]) -> list[str]:
+        cells = next((cells for _, cells in rows if cells), [])
+        names = [cell.strip() for cell in cells] if isinstance(cells, list) else []
+        if not any(names):
+            raise UsageError(f"{self.name} has no header", hint="its first line must have the names of the columns")
+        return names
+
+    def _rows(self, lines: "_PhysicalLines") -> Iterator[tuple[int, list[str] | str]]:
+        """The first line and the cells of each row, or what is wrong with it."""
+        csv.field_size_limit(MAX_LINE_BYTES)
+        reader = csv.reader(lines, delimiter=self._delimiter)
+        while True:
+            first = lines.start_row()
+            try:
+                cells: list[str] | str = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                cells = f"line {first} is not a row: {error}"
+            if lines.is_at_end:
+                raise PagedcliError(
+                    f"{self.name}: the row that begins in line {first} has a quote that is never closed",
+                    hint='close it, or write a quote that is part of the text as ""',
+                )
+            yield first, cells
+
+    def _line(self, cells: list[str]) -> dict[str, Any]:
+        row = {
+            name: _value(name, cell)
+            for name, cell in zip(self._header, cells, strict=False)
+            if name in self._used and (cell or name not in self._optional)
+        }
+        line = line_of(row)
+        if len(cells) > len(self._header):
+            counts = f"{plural(len(cells), 'cell')}, but the header {plural(len(self._header), 'column')}"
+            line[INVALID_ROW] = f"the row has {counts}: a cell with the separator needs quotes"
+        return line
+
+
+class _PhysicalLines:
+    """Decoded lines for csv.reader, which asks for more than one where a quoted cell has line breaks."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._number = 0  # last line, 1-based
+        self._first = 1  # line of the row
+        self._num_bytes = 0  # bytes of the row so far
+        self.is_at_end = False  # whether the last row needed more lines than there are
+
+    def start_row(self) -> int:
+        self._first, self._num_bytes = self._number + 1, 0
+        return self._first
+
+    def __iter__(self) -> "_PhysicalLines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(MAX_LINE_BYTES + 2)
+        if not line:
+            self.is_at_end = bool(self._num_bytes)
+            raise StopIteration
+        if not self._number:
+            line = line.removeprefix(BOM)
+            if line.startswith(_UTF_16):
+                raise UsageError(f"{self._name} is UTF-16, not UTF-8", hint="save it as UTF-8")
+        self._number += 1
+        self._num_bytes += len(line)
+        if self._num_bytes > MAX_LINE_BYTES:
+            raise PagedcliError(
+                f"{self._name}: the row that begins in line {self._first} is over {MAX_LINE_BYTES >> 20} MiB",
+                hint="is a quote never closed?",
+            )
+        return line.decode("utf-8", "surrogateescape")
+
+
+def _value(name: str, cell: str) -> Any:
+    if name not in NUMBERS:
+        return cell
+    try:
+        value = msgspec.json.decode(cell.strip().lower())
+    except msgspec.DecodeError:
+        return cell  # the request parser reports the error
+    return value if isinstance(value, bool | int | float) else cell
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    """JSON, with bytes that are not UTF-8 as they are: whoever decodes the line reports them."""
+    try:
+        return msgspec.json.encode(line)
+    except UnicodeEncodeError:
+        return json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogateescape")

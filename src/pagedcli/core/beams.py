@@ -1,0 +1,191 @@
+"""Beam search: which tokens the beams of a request continue with, and what has finished so far.
+
+Used by core.requests; needs no torch. Beams are forks of one sequence at every step; the scheduler only knows that they
+move together.
+"""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from pagedcli.core.limits import Limits
+from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.errors import RequestError
+from pagedcli.events import FinishReason
+from pagedcli.sampling_params import SamplingParams
+
+Candidates = Items[tuple[int, float]]
+"""The likeliest next tokens of one beam with their log-probabilities, likeliest first."""
+
+
+def check_width(limits: Limits, width: int, params: SamplingParams) -> None:
+    """Check that the beams of a request, all computed in the same step, fit into it. Raises: RequestError."""
+    for name, limit in limits.of_step.items():
+        if 1 < width > limit:
+            flag = f"--{name.replace('_', '-')}"
+            raise RequestError(
+                "invalid_parameter", f"beam_width is {width}, but {name} is {limit}", hint=f"raise {flag}"
+            )
+    if width > 1 and limits.num_state_slots is not None and 2 * width > limits.num_state_slots:
+        raise RequestError(
+            "invalid_parameter",
+            f"beam_width is {width}, which needs {2 * width} slots of recurrent state; there are "
+            f"{limits.num_state_slots}",
+            hint="raise --num-state-slots",
+        )
+    num_ends = 1 + len(params.stop_token_ids or ())
+    if params.beam_width is not None and limits.vocab_size is not None and (1 + num_ends) * width > limits.vocab_size:
+        raise RequestError(
+            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size:,} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished beam."""
+
+    score: float  # sum of log-probabilities / length ** length_penalty
+    token_ids: list[int]  # output tokens
+    finish_reason: FinishReason
+    stop_reason: int | None  # the stop token
+    logprobs: list[TokenLogprobs]  # empty unless requested
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam and its next token."""
+
+    parent: Sequence
+    token_id: int
+    logprob: float
+    total: float  # sum of the log-probabilities of the output
+
+    def logprobs(self, num_top: int) -> TokenLogprobs:
+        """Log-probabilities of the token and of the likeliest ones in its place."""
+        return TokenLogprobs(self.token_id, self.logprob, list(self.parent.candidates[:num_top]))
+
+
+def num_candidates(seq: Sequence) -> int:
+    """Tokens per beam that a step must consider, so that enough beams continue even if all end tokens are likely."""
+    width = seq.params.beam_width
+    assert width is not None, "the sequence is a beam"
+    return max(2, 1 + len(seq.end_token_ids)) * width
+
+
+class BeamSearch:
+    """The beams of one request, best first, and its finished hypotheses."""
+
+    def __init__(self, first: Sequence) -> None:
+        """`first` is the request's sequence, which has computed the prompt."""
+        assert first.params.beam_width is not None, "the request asks for a beam search"
+        self.width: int = first.params.beam_width
+        self.beams = [first]
+        self.finished: list[Hypothesis] = []  # best first, at most `width`
+        self.ended: FinishReason | None = None  # why no beam continues
+        self._length_penalty = first.params.length_penalty
+        self._early_stopping = first.params.early_stopping
+        self._max_new_tokens = first.max_new_tokens
+
+    def _advance(self) -> list[Continuation]:
+        """The next token of each beam of the next step, best first, from the candidates of the beams. Adds to
+        `finished`, and sets `ended` if the search ends with this token: its tokens are then the last."""
+        first = self.beams[0]
+        length = first.num_output_tokens + 1
+        at_limit = length >= self._max_new_tokens
+        best = self._best(num_candidates(first))
+        ends = first.end_token_ids
+        for continuation in best[: self.width]:  # others are only considered to keep the search going
+            if at_limit or continuation.token_id in ends:
+                self._finish(continuation, length)
+        if at_limit:
+            self.ended = "length"
+            return best[: self.width]
+        running = [continuation for continuation in best if continuation.token_id not in ends][: self.width]
+        if not self._may_improve(running[0].total, length):
+            self.ended = "stop"
+        return running
+
+    def step(
+        self, now_s: float, *, start: Callable[[Sequence], Sequence], replace: Callable[[Sequence, Sequence], None]
+    ) -> list[Sequence]:
+        """Continue all beams, which have candidates, with the tokens that the search chooses. Returns them, best first,
+        with a finish reason if the search has ended. `start` forks a beam from its parent; `replace` drops the blocks
+        of a beam for those of another."""
+        continuations, beams = self._advance(), []
+        for continuation, beam in zip(continuations, self._places(continuations), strict=True):
+            parent = continuation.parent
+            if beam is None:
+                beam = start(parent)
+            elif beam is not parent:
+                replace(beam, parent)
+            beams.append(beam)
+        self._continue_with(beams, continuations, now_s)
+        return beams
+
+    def _places(self, continuations: Items[Continuation]) -> list[Sequence | None]:
+        """The sequence of each continuation: its parent's for the first one of a parent, then those of beams that are
+        dropped; None: a new one."""
+        parents = {continuation.parent.seq_id for continuation in continuations}
+        dropped = [beam for beam in self.beams if beam.seq_id not in parents]
+        found: list[Sequence | None] = []
+        for continuation in continuations:
+            if continuation.parent.seq_id in parents:
+                parents.remove(continuation.parent.seq_id)
+                found.append(continuation.parent)
+            else:
+                found.append(dropped.pop() if dropped else None)
+        return found
+
+    def _continue_with(self, beams: list[Sequence], continuations: Items[Continuation], now_s: float) -> None:
+        """Append the next tokens to the sequences of their places, which share their parents' blocks by now."""
+        for beam, continuation in zip(beams, continuations, strict=True):
+            if beam is not continuation.parent:
+                beam.continue_from(continuation.parent)
+        for beam, continuation in zip(beams, continuations, strict=True):
+            if beam.params.logprobs is not None:
+                beam.logprobs.append(continuation.logprobs(beam.params.logprobs))
+            beam.append_beam_token(continuation.token_id, continuation.total)
+            beam.group = beams
+            if self.ended is not None:
+                beam.finish_reason, beam.finished_s = self.ended, now_s
+        self.beams = beams
+
+    def _best(self, count: int) -> list[Continuation]:
+        """The best continuations of all beams."""
+        found = [
+            Continuation(beam, token_id, logprob, beam.total_logprob + logprob)
+            for beam in self.beams
+            for token_id, logprob in beam.candidates
+        ]
+        return sorted(found, key=lambda continuation: -continuation.total)[:count]
+
+    def _finish(self, continuation: Continuation, length: int) -> None:
+        parent, token_id = continuation.parent, continuation.token_id
+        num_top = parent.params.logprobs
+        is_stop_token = token_id in parent.stop_token_ids - parent.eos_token_ids
+        self.finished.append(
+            Hypothesis(
+                score=self._score(continuation.total, length),
+                token_ids=[*parent.output_token_ids, token_id],
+                finish_reason="stop" if is_stop_token or token_id in parent.eos_token_ids else "length",
+                stop_reason=token_id if is_stop_token else None,
+                logprobs=[] if num_top is None else [*parent.logprobs, continuation.logprobs(num_top)],
+            )
+        )
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self.width :]
+
+    def _may_improve(self, best_total: float, length: int) -> bool:
+        """Whether a running beam may still beat a finished one. With early_stopping False it is assumed that a longer
+        one scores no better than it would now; with "never", no more than at the largest length."""
+        if len(self.finished) < self.width:
+            return True
+        if self._early_stopping is True:
+            return False
+        if self._early_stopping == "never" and self._length_penalty > 0:
+            length = self._max_new_tokens
+        return self._score(best_total, length) > self.finished[-1].score
+
+    def _score(self, total: float, length: int) -> float:
+        return total / math.pow(length, self._length_penalty)

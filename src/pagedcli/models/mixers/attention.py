@@ -1,0 +1,111 @@
+"""Softmax attention as data. Free of torch; blocks.py computes it."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pagedcli.attention.layer import AttentionLayer, Heads
+from pagedcli.models.mixers.state import StateTensor
+from pagedcli.models.rope import RopeSpec
+from pagedcli.models.tensors import Parameter, Tensors, exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention over K and V of the tokens before, its own or an earlier layer's."""
+
+    name: ClassVar[str] = "attention"
+    attends: ClassVar[bool] = True
+    state: ClassVar[tuple[StateTensor, ...]] = ()
+    inner: ClassVar[int] = 0
+    num_heads: int  # H, query heads
+    num_kv_heads: int  # G, key/value heads; divides H
+    head_dim: int  # D; need not be hidden_size / num_heads
+    rope: RopeSpec | None = None  # None: no rotary embedding, or the fallback's own
+    window: int | None = None  # tokens a query sees, itself included; None: all before it
+    source: int | None = None  # number, among the layers that attend, of an earlier one with the K and V; None: its own
+    scale: float | None = None  # factor of scores; None: 1/sqrt(D)
+    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
+    sinks: bool = False  # each query head has a learned logit that joins its softmax, see AttentionBackend.attend
+    output_gate: bool = False  # the result is multiplied by the sigmoid of a part of q_proj
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "heads", "all"] = "none"  # RMSNorm of each head of q and k, or of all heads together
+    norms_last: bool = False  # these norms come after the rotary embedding
+    keys_as_values: bool = False  # no v_proj: K, before it is normed and rotated, is V
+    value_norm: bool = False  # each head of V is normed, by no weights
+
+    @property
+    def heads(self) -> Heads:
+        """Key/value heads and their size."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layer has K and V of its own."""
+        return self.source is None
+
+    @property
+    def qkv_size(self) -> int:
+        """Elements of q, its gates, k and v of a token, made or read."""
+        return ((2 if self.output_gate else 1) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def shape(self) -> "Attention":
+        """What decides the shapes of its weights: equal for layers with equal ones."""
+        return replace(self, rope=None, window=None, source=None if self.keeps else 0)
+
+    def layer(self, *, names_heads: bool) -> AttentionLayer:
+        """What it asks of the attention backend."""
+        return AttentionLayer(
+            scale=self.scale or self.head_dim**-0.5,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            heads=self.heads if names_heads else None,
+            source=self.source,
+        )
+
+    def split(self, num_ranks: int) -> "Attention":
+        """One rank's part: whole heads; ranks share key/value heads if there are fewer."""
+        num_kv_heads = max(1, self.num_kv_heads // num_ranks)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=num_kv_heads)
+
+    def unsplit_reason(self, tensors: "tuple[str, ...]") -> str | None:
+        """Why it is not split over ranks, in a few words. `tensors`: names of q, k and v in the checkpoint."""
+        if len(tensors) == 1:
+            return "stacks its projections"
+        return "norms all heads of q and k together" if self.qk_norm == "all" else None
+
+    def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
+        """Its tensors. `key`: of the layer here, `layer`: in the checkpoint."""
+        names, name = make.names, f"{layer}.{make.names.attention}"
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        gated_rows = q_rows * (2 if self.output_gate else 1)  # a head's gate comes after its query
+        if len(names.qkv) == 1:
+            rows = {names.qkv[0]: gated_rows + 2 * kv_rows}
+        else:
+            num_used = 1 if not self.keeps else 2 if self.keys_as_values else 3
+            rows = dict(zip(names.qkv[:num_used], (gated_rows, kv_rows, kv_rows), strict=False))
+        rows = {f"{name}.{part}": count for part, count in rows.items()}
+        found = make.linear(f"{key}.qkv", rows, make.width, bias=self.qkv_bias)
+        out = {f"{name}.{names.attention_out}": make.width}
+        found |= make.linear(f"{key}.out", out, q_rows, bias=self.out_bias)
+        if self.sinks:
+            found[f"{key}.sinks"] = exact({f"{name}.sinks": (self.num_heads,)})
+        if self.qk_norm == "heads":
+            norms = names.head_norms if self.keeps else names.head_norms[:1]
+            found[f"{key}.qk_norm"] = make.norm({f"{name}.{norm}": self.head_dim for norm in norms})
+        if self.qk_norm == "all":
+            found[f"{key}.q_norm"] = make.norm({f"{name}.q_norm": q_rows})
+            found[f"{key}.k_norm"] = make.norm({f"{name}.k_norm": kv_rows})
+        return found
+
+    def unread(self, make: Tensors, layer: str) -> set[str]:
+        """Tensors of a checkpoint that may be there and are not needed: K and V of a layer that reads another's."""
+        if self.keeps:
+            return set()
+        name = f"{layer}.{make.names.attention}"
+        found = {f"{name}.k_norm.weight", f"{name}.v_norm.weight"}
+        for module in (f"{name}.k_proj", f"{name}.v_proj"):
+            found |= {f"{module}.{stored.suffix}" for stored in make.formats.of(module).stored}
+        return found

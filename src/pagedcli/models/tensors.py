@@ -1,0 +1,193 @@
+"""The tensors of a decoder and what a kind of layer says of its own: Parameter, and Tensors, which makes them. Free of
+torch: dtypes are names."""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from pagedcli.errors import ModelError
+from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, MixedLayer, Modules, StoredTensor, WeightFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor-parallel rank's part of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
+
+    dim: int
+    first: int
+    end: int
+
+    def of(self, tensor: "Tensor") -> "Tensor":
+        """A view of the tensor."""
+        return tensor.narrow(self.dim, self.first, self.end - self.first)
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of that view."""
+        return (*shape[: self.dim], self.end - self.first, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of the decoder: checkpoint tensors stacked along their output features (q, k and v make one qkv)."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
+    init: Init | None = None  # its content with `--load-format dummy`; None: what `stored` says
+    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
+    stored: StoredTensor = WEIGHT  # its feature dimensions
+    dtype: str | None = None  # in memory; None: the model's, or that of `stored`
+    layer_format: LayerFormat | None = None  # of the linear layer that it is part of
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which the tensors are stacked."""
+        return self.stored.out_dim or 0
+
+    @property
+    def kept_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in the checkpoint -> shape of the part that is kept."""
+        return {
+            name: self.parts[name].shape_of(shape) if name in self.parts else shape
+            for name, shape in self.shapes.items()
+        }
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stacked tensor."""
+        shapes, dim = list(self.kept_shapes.values()), self.dim
+        if len(shapes) == 1:
+            return shapes[0]
+        return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+
+    def kept(self, name: str, tensor: "Tensor") -> "Tensor":
+        """The part of a checkpoint tensor that is kept."""
+        return self.parts[name].of(tensor) if name in self.parts else tensor
+
+    def kept_dtype(self, model_dtype: str) -> str | None:
+        """Its dtype in memory; None: that of the checkpoint."""
+        return self.dtype or self.stored.dtype or (model_dtype if self.stored.converts else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormStyle:
+    """The norms of a model."""
+
+    eps: float  # added to the mean square
+    centred: Literal["no", "plain", "biased"] = "no"  # norms of layers also subtract the mean, and may add a bias
+    in_float32: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
+    offset: bool = False  # the weights are stored less 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """How a checkpoint names the tensors of a decoder. The defaults are Llama's."""
+
+    body: str = "model"  # the beginning of all names but the output layer's
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    branch_norms: tuple[str, ...] | None = None  # of attention, then of the MLP; None: the usual ones, see parameters
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one: they are stacked
+    attention_out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    recurrent: str = "linear_attn"
+    mlp: str = "mlp"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
+    skipped: tuple[str, ...] = ()  # beginnings of names of tensors outside the language model
+
+
+LLAMA_NAMES = TensorNames()
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Makes the parameters of a model's layers."""
+
+    width: int  # E of the residual stream
+    norms: NormStyle
+    names: TensorNames
+    formats: WeightFormat
+
+    def linear(self, key: str, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> dict[str, Parameter]:
+        """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
+        layer_format = joined_format(self.formats, rows)
+        found: dict[str, Parameter] = {}
+        if layer_format.stacks:
+            weights = {f"{name}.weight": (n, columns) for name, n in rows.items()}
+            found[f"{key}.weight"] = Parameter(weights, layer_format=layer_format)
+        else:
+            for i, (name, n) in enumerate(rows.items()):
+                for stored in self.formats.of(name).stored:
+                    if stored.suffix == "bias" and bias:
+                        continue
+                    shapes = {f"{name}.{stored.suffix}": stored.shape(n, columns)}
+                    found[f"{key}[{i}].{stored.suffix}"] = Parameter(shapes, stored=stored, layer_format=layer_format)
+        if bias:
+            found[f"{key}.bias"] = Parameter({f"{name}.bias": (n,) for name, n in rows.items()}, stored=VECTOR)
+        return found
+
+    def norm(self, sizes: Mapping[str, int]) -> Parameter:
+        """The weights of norms, name -> elements, stacked."""
+        return Parameter(
+            {f"{name}.weight": (size,) for name, size in sizes.items()},
+            init=0.0 if self.norms.offset else 1.0,
+            stored=VECTOR,
+            dtype="float32" if self.norms.in_float32 else None,
+        )
+
+    def layer_norm(self, key: str, name: str) -> dict[str, Parameter]:
+        """A norm of the residual or of what is added to it."""
+        found = {key: self.norm({name: self.width})}
+        if self.norms.centred == "biased":
+            found[f"{key}_bias"] = exact({f"{name}.bias": (self.width,)}, init=0.0)
+        return found
+
+    def table(self, name: str, num_rows: int, stored: StoredTensor = WEIGHT) -> Parameter:
+        """The embedding or the output layer."""
+        return Parameter({name: stored.shape(num_rows, self.width)}, stored=stored)
+
+
+def exact(shapes: dict[str, tuple[int, ...]], *, init: Init | None = None) -> Parameter:
+    """A small tensor that is computed with in float32."""
+    return Parameter(shapes, init=init, stored=VECTOR, dtype="float32")
+
+
+def joined_format(weight_format: WeightFormat, rows: Mapping[str, int]) -> LayerFormat:
+    """The format of the layer that stacks the modules in `rows`, name -> output features.
+
+    Raises: ModelError if theirs differ and cannot be one layer.
+    """
+    formats = [weight_format.of(name) for name in rows]
+    if len(set(formats)) == 1:
+        return formats[0]
+    if weight_format.mixes:
+        return MixedLayer(formats, list(rows.values()))
+    raise ModelError(
+        f"{', '.join(rows)} are stored in different formats, and they are one layer here",
+        hint="use the unquantized version of the model",
+    )
+
+
+def linear_formats(parameters: Mapping[str, Parameter]) -> dict[str, LayerFormat]:
+    """The format of each linear layer by its key, e.g. "layers.3.qkv"."""
+    formats = {}
+    for key, parameter in parameters.items():
+        if parameter.layer_format is not None:
+            formats[key.rpartition(".")[0].partition("[")[0]] = parameter.layer_format
+    return formats
+
+
+def take_linear(tensors: "MutableMapping[str, Tensor]", key: str, layer_format: LayerFormat) -> "Modules":
+    """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
+    if layer_format.stacks:
+        return [{"weight": tensors.pop(f"{key}.weight")}]
+    modules: list[dict[str, Tensor]] = []
+    while module := {
+        stored.suffix: tensors.pop(name)
+        for stored in layer_format.stored
+        if (name := f"{key}[{len(modules)}].{stored.suffix}") in tensors
+    }:
+        modules.append(module)
+    return modules

@@ -1,0 +1,151 @@
+"""Chat templates are programs of others: one that would take all memory or never end gives an error."""
+
+import pytest
+
+from pagedcli.batch import chat_template
+from pagedcli.batch.chat_template import ChatRenderer, is_plain
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.errors import RequestError
+from pagedcli.models.hub import resolve_model
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+CHATML = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}
+{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{% for message in messages %}{{ '<|im_start|>' + message['role'] +
+'\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+TURNS = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}
+{% set system = messages[0].content %}{% else %}{% set loop_messages = messages %}{% set system = false %}{% endif %}
+{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}{% if loop.index0 == 0 and system %}
+{% set content = '<<SYS>>' + system + '<</SYS>>' + message['content'] %}{% else %}{% set content = message['content'] %}
+{% endif %}{{ eos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% endfor %}"""
+GATHERED = """{% set ns = namespace(system='', is_first=true) %}{% for message in messages %}
+{% if message.role == 'system' %}{% if ns.is_first %}{% set ns.system = ns.system + message.content %}
+{% set ns.is_first = false %}{% else %}{% set ns.system = ns.system + '\\n\\n' + message.content %}{% endif %}
+{% endif %}{% endfor %}{{ ns.system }}{% for message in messages if message.role != 'system' %}
+{% set content = message.content %}
+{% if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ content }}
+{% endfor %}"""
+MACRO = """{% macro shown(message) %}{{ message.role }}: {{ message.content }}
+{% endmacro %}{% for message in messages %}{{ shown(message) }}{% endfor %}{{ eos_token }}"""
+COMMON = {"ChatML": CHATML, "turns": TURNS, "gathered": GATHERED}
+
+
+def repeated(body, shown="{{ ns.x }}", first="'a'"):
+    """A template that does something 60 times to the variable ns.x."""
+    return f"{{% set ns = namespace(x={first}) %}}{{% for n in range(60) %}}{body}{{% endfor %}}{shown}"
+
+
+BOMBS = {
+    "repeated text": "{{ 'a' * 10**10 }}",
+    "a repeated list": "{{ ([0] * 10**10) | length }}",
+    "a power": "{{ (7 ** (10 ** 10)) % 2 }}",
+    "a format": "{{ '%10000000000d' % 1 }}",
+    "a format method": "{{ '{:10000000000}'.format(1) }}",
+    "a format filter": "{{ '%010000000000d' | format(1) }}",
+    "centred text": "{{ 'a' | center(10**10) }}",
+    "a wide indentation": "{{ messages | tojson(indent=10**10) }}",
+    "joined lists": "{{ (range(100000) | list | join('a' * 10**6)) | length }}",
+    "many bytes": "{{ (1).to_bytes(10**10, 'big') | length }}",
+    "doubled text": repeated("{% set ns.x = ns.x + ns.x %}"),
+    "text doubled by ~": repeated("{% set ns.x = ns.x ~ ns.x %}"),
+    "replaced text": repeated("{% set ns.x = ns.x | replace('a', 'aa') %}"),
+    "a list of itself": repeated("{% set ns.x = [ns.x, ns.x] %}"),
+    "escapes of escapes": repeated("{% set ns.x = ns.x | tojson %}"),
+    "lists in texts": repeated("{% set ns.x = ns.x.split('b') ~ '' %}"),
+    "pieces of itself": repeated("{% for p in ns.x.split('b') %}{% set ns.x = ns.x + p %}{% endfor %}"),
+    "lists that are compared": repeated(
+        "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}", "{{ ns.x == ns.y }}", "'a', y='b'.lower()"
+    ).replace("'b'.lower()", "'aa'[1:]"),
+    "a doubling macro": "{% macro d(n) %}{% if n %}{{ d(n - 1) }}{{ d(n - 1) }}{% endif %}{% endmacro %}{{ d(60) }}",
+    "nested loops": "{% for a in range(100000) %}" * 3 + "{% endfor %}" * 3,
+    "a large range": "{% for a in range(10**9) %}{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "MAX_RENDER_BYTES", 2**27)  # sooner reached
+        yield Tokenizer(resolve_model("builtin"))
+
+
+@pytest.mark.parametrize("template", BOMBS.values(), ids=BOMBS)
+def test_a_template_that_multiplies_text_is_an_error_of_the_row(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(chat_template, "_MAX_RENDER_S", 0.5)
+    assert not is_plain(template)
+    with pytest.raises(RequestError) as raised:
+        tokenizer.render_chat(CHAT, {"chat_template": template})
+    assert raised.value.code == "chat_template_error"
+
+
+def test_a_template_that_exceeds_a_limit_with_any_chat_is_tried_once(tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_template, "_MAX_RENDER_S", 0.5)
+    asked, renderer = [], ChatRenderer(tokenizer._hf)
+    ask = chat_template._TemplateProcess._ask
+    monkeypatch.setattr(chat_template._TemplateProcess, "_ask", lambda *each: asked.append(each) or ask(*each))
+    for _ in range(3):
+        with pytest.raises(RequestError, match=r"more than 0\.5 s, even for a chat of one word"):
+            renderer.render(CHAT, {"chat_template": BOMBS["nested loops"]})
+    assert len(asked) == 1
+
+
+def test_a_chat_that_exceeds_a_limit_leaves_the_others_as_they_are(tokenizer):
+    arguments = {"chat_template": "{{ messages[0].content * (messages[1].content | int(1)) }}"}
+    for content, text in (("2", "abab"), (str(10**10), None), ("3", "ababab")):
+        chat = [{"role": "system", "content": "ab"}, {"role": "user", "content": content}]
+        if text is not None:
+            assert tokenizer.render_chat(chat, arguments) == text
+            continue
+        with pytest.raises(RequestError, match=r"needs more than 128 MiB of memory$"):
+            tokenizer.render_chat(chat, arguments)
+
+
+def test_output_of_a_plain_template_is_bounded_before_it_is_joined(tokenizer):
+    template = "{% for message in messages %}{{ messages[0].content }}{% endfor %}"
+    assert is_plain(template)
+    chat = [{"role": "user", "content": "a" * 2**23}] * 100_000
+    with pytest.raises(RequestError, match="made over 16,777,216 characters"):
+        tokenizer.render_chat(chat, {"chat_template": template})
+
+
+@pytest.mark.parametrize("template", [*COMMON.values(), None], ids=[*COMMON, "builtin"])
+def test_common_templates_are_rendered_in_this_process(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(chat_template, "_TemplateProcess", None)
+    arguments = {} if template is None else {"chat_template": template}
+    assert "hi" in ChatRenderer(tokenizer._hf).render(CHAT, arguments)
+
+
+@pytest.mark.parametrize("template", [*COMMON.values(), MACRO, "{{ messages[1].content }}{{ messages[0]['\\ud800'] }}"])
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": TOOLS}, {"continue_final_message": True, "add_generation_prompt": False}]
+)
+def test_the_second_process_renders_the_same_text(tokenizer, monkeypatch, template, more):
+    arguments = {"add_generation_prompt": True, "chat_template": template, **more}
+    chat = [{**CHAT[0], "\ud800": "\udfff"}, *CHAT[1:]]
+    expected = tokenizer._hf.apply_chat_template(chat, tokenize=False, **arguments)
+    assert tokenizer.render_chat(chat, arguments) == expected
+    monkeypatch.setattr(chat_template, "is_plain", lambda template: False)
+    assert tokenizer.render_chat(chat, arguments) == expected
+
+
+def test_what_a_template_raises_is_said(tokenizer):
+    template = "{{ 'a' * 2 }}{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="rejected the messages: roles must alternate"):
+        tokenizer.render_chat(CHAT, {"chat_template": template})
+
+
+def test_a_killed_template_process_is_replaced(tokenizer):
+    arguments = {"chat_template": MACRO}
+    text = tokenizer.render_chat(CHAT, arguments)
+    tokenizer._renderer._apart._process.kill()
+    with pytest.raises(RequestError, match="the process that renders the chat template died"):
+        tokenizer.render_chat(CHAT, arguments)
+    assert tokenizer.render_chat(CHAT, arguments) == text
+
+
+def test_a_long_chat_is_rendered_in_the_second_process(tokenizer):
+    chat = [{"role": "user", "content": "é" * 2**22}]
+    assert tokenizer.render_chat(chat, {"chat_template": "{{ messages[0].content * 2 }}"}) == "é" * 2**23

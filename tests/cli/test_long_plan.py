@@ -1,0 +1,94 @@
+"""`plan` of a long file: progress, an estimate from its beginning, and bounded work after it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from cli_harness import pagedcli
+
+from pagedcli.cli.prompt_scan import ReadingLine
+from pagedcli.planning.prompt_survey import PromptSurvey
+from pagedcli.simulation.forecast import MOST_IN_FULL
+from pagedcli.simulation.requests import TraceRequest, work_of
+
+
+def write_rows(path, num_rows, **fields):
+    rows = ({"prompt": f"row {n}: and a fox", "max_tokens": 4, "ignore_eos": True, **fields} for n in range(num_rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_long_file_gives_an_estimate_while_it_is_read(tmp_path, monkeypatch):
+    """It is due at once; the rows have one length, so that their number is known from the bytes of the first."""
+    monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
+    path = write_rows(tmp_path / "in.jsonl", 90)
+    path.write_text("".join(line for line in path.read_text().splitlines(True)[10:]))
+    said = pagedcli("plan", path, "--no-calibrate").stderr
+    assert "estimate from the first 1.2 % of the file: about 80 prompts" in said
+    assert said.count("estimate from") == 1
+
+
+@pytest.mark.parametrize("disturbed", [0.0, 0.4])
+def test_an_estimate_says_no_time_by_a_calibration_that_other_work_disturbed(disturbed, tmp_path, monkeypatch):
+    from pagedcli.planning import step_time
+
+    pagedcli("plan", write_rows(tmp_path / "short.jsonl", 3))
+    real = step_time.load_step_time
+    monkeypatch.setattr(step_time, "load_step_time", lambda key: replace(real(key), disturbed=disturbed))
+    monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
+    said = pagedcli("plan", write_rows(tmp_path / "in.jsonl", 90), "--no-calibrate").stderr
+    [estimate] = [line for line in said.splitlines() if line.startswith("estimate")]
+    assert (" to " in estimate) == (disturbed == 0)
+
+
+def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream(tmp_path):
+    path = write_rows(tmp_path / "in.jsonl", 50)
+    for name, limit, expected in ((path, None, 1.0), (path, 200, 1.0), (path, 25, 2.0), ("-", None, None)):
+        reading = ReadingLine(str(name), limit, lambda share: None)
+        for number, content in enumerate(path.read_bytes().splitlines()):
+            reading.observe(type("Line", (), {"content": content, "index": number}))
+        assert reading._share == expected
+
+
+def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr("pagedcli.simulation.forecast.MOST_IN_FULL", 600)
+    monkeypatch.setattr("pagedcli.simulation.forecast.SAMPLED", 200)
+    from pagedcli.simulation import advice
+
+    real = advice.advise
+
+    def watched(subject, **given):
+        tried.append((len(subject.workload.requests), subject.left_out))
+        return real(subject, **given)
+
+    monkeypatch.setattr("pagedcli.simulation.advice.advise", watched)
+    found = json.loads(
+        pagedcli("plan", write_rows(tmp_path / "in.jsonl", 80), "--no-calibrate", "--format", "json").stdout
+    )
+    [(num_requests, left_out)] = tried
+    assert num_requests < 20 < found["forecast"]["requests"] == 80
+    each = work_of(TraceRequest("0", None, found["num_prompt_tokens"] // 80, 4))
+    assert num_requests * each + left_out == pytest.approx(80 * each, rel=0.1)
+    assert MOST_IN_FULL > 2**20
+
+
+def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
+    """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
+    monkeypatch.setattr("pagedcli.simulation.forecast.MOST_SIMULATED", 100)
+    path = write_rows(tmp_path / "in.jsonl", 60, max_tokens=200)
+    found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
+        "forecast"
+    ]
+    assert found["simulated_share"] < 0.2
+    assert found["requests"] == pytest.approx(60, abs=3)
+    assert found["generated_tokens"] == pytest.approx(120, abs=6)
+
+
+def test_block_sizes_of_rows_that_share_nothing_are_counted_without_looking_at_each_again():
+    survey = PromptSurvey()
+    for row in range(40):
+        survey.add(row, [1000 + row] * 20, 13)
+    [at_16] = [row for row in survey.block_size_rows() if row["block_size"] == 16]
+    assert (at_16["num_blocks"], at_16["num_slots"], at_16["hit_tokens"]) == (80, 1280, 0)
+    assert at_16["waste"] == 0.0, "20 + 13 tokens, of which the last is never cached, fill two blocks"

@@ -1,0 +1,93 @@
+"""An output layer that is stored counts, whatever config.json says: tied only where it equals the embedding table."""
+
+import json
+
+import pytest
+import torch
+from conftest import native_library
+from model_zoo import tiny_model
+from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from safetensors.torch import load_file, save_file
+
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.cpu import load as load_cpu
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+
+CPU = torch.device("cpu")
+SEQUENCES, NUM_PROMPT = ragged_sequences()
+TIED = ("llama", "qwen2", "qwen3-moe", "gemma", "gemma3", "phi3-longrope", "nemotron_h", "lfm2", "cohere")
+TABLES = ("embed_tokens.weight", "wte.weight", "embeddings.weight", "embed_in.weight")
+THROUGH_TRANSFORMERS = ("vaultgemma", "gpt2", "opt", "gpt_neox")
+
+
+def with_head(folder, change):
+    """The tied model of a folder with an output layer of its own in its file, which `change` makes of the table."""
+    tensors = load_file(folder / "model.safetensors")
+    [table] = [name for name in tensors if name.endswith(TABLES)]
+    head = "embed_out.weight" if any("gpt_neox" in name for name in tensors) else "lm_head.weight"
+    tensors[head] = change(tensors[table])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def other(table):
+    return torch.randn(table.shape, generator=torch.Generator().manual_seed(3)) * 0.2
+
+
+def loaded(path, backend_name="reference"):
+    spec = read_spec(path)
+    native_library()
+    attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    backend = load_cpu(attention) if backend_name == "cpu" else ReferenceAttention()
+    return load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU, max_model_len=128), backend
+
+
+@pytest.mark.parametrize("family", [*TIED, *THROUGH_TRANSFORMERS])
+def test_an_output_layer_that_differs_from_the_embedding_is_used(family, tmp_path):
+    path = with_head(tiny_model(family, tmp_path / "model", tie_word_embeddings=True), other)
+    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"]
+    expected = transformers_logits(path, SEQUENCES)
+    # the native kernels serve no fallback
+    backends = {"reference"} if family in THROUGH_TRANSFORMERS else {"reference", "cpu"}
+    for backend in backends:
+        model = loaded(path, backend)
+        actual = paged_logits(*model, SEQUENCES, num_prompt=NUM_PROMPT, block_size=4, chunk=7)
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma", "gpt2"])
+def test_an_equal_output_layer_is_shared(family, tmp_path):
+    path = tiny_model(family, tmp_path / "model", tie_word_embeddings=True)
+    plain = loaded(path)[0].weight_bytes
+    with_head(path, torch.clone)
+    assert read_spec(path).tie_word_embeddings
+    assert loaded(path)[0].weight_bytes == plain
+    with_head(path, other)
+    assert not read_spec(path).tie_word_embeddings
+    assert loaded(path)[0].weight_bytes > plain
+
+
+def test_an_output_layer_in_another_part_of_the_checkpoint_counts(tmp_path):
+    path = tiny_model("qwen2", tmp_path / "model")
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    tensors = load_file(path / "model-00001-of-00002.safetensors")
+    save_file(
+        {"lm_head.weight": other(tensors["model.embed_tokens.weight"])}, path / "model-00002-of-00002.safetensors"
+    )
+    weight_map = dict.fromkeys(tensors, "model-00001-of-00002.safetensors")
+    weight_map["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert not read_spec(path).tie_word_embeddings
+    expected = transformers_logits(path, SEQUENCES)
+    actual = paged_logits(*loaded(path), SEQUENCES, num_prompt=NUM_PROMPT, block_size=4, chunk=7)
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", b"\x02" + b"\0" * 7 + b"7 "])
+def test_files_that_cannot_be_read_change_nothing_before_loading(content, tmp_path):
+    path = tiny_model("qwen2", tmp_path / "model")
+    (path / "model.safetensors").write_bytes(content)
+    assert read_spec(path).tie_word_embeddings
