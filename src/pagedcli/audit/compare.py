@@ -15,7 +15,7 @@ ROUNDED = 2e-6  # answers closer than this are the same computation, rounded for
 SMALLEST_TOLERANCE = 0.02  # llama.cpp with K and V in float16 differs by 0.003 between batch shapes
 USUAL_TOLERANCE = 0.2  # bfloat16 differs by less between batch shapes; above, noise has to be measured, not assumed
 LARGEST_TOLERANCE = 1.0  # no arithmetic explains more; a server that is noisier cannot be audited
-_FACTOR_ALONE, _FACTOR_MEDIAN = 2.5, 8.0
+FACTOR_ALONE, _FACTOR_MEDIAN = 2.5, 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,6 @@ def measure_noise(same: Sequence[Difference], cold_warm: Sequence[Difference]) -
     shapes = sorted(each.distance for each in cold_warm if each.distance is not None)
     largest = max(distances, default=None)
     median = shapes[len(shapes) // 2] if shapes else 0.0
-    tolerance = max(SMALLEST_TOLERANCE, min(USUAL_TOLERANCE, _FACTOR_MEDIAN * median), _FACTOR_ALONE * (largest or 0.0))
+    tolerance = max(SMALLEST_TOLERANCE, min(USUAL_TOLERANCE, _FACTOR_MEDIAN * median), FACTOR_ALONE * (largest or 0.0))
     num_different = sum(not each.is_same for each in same)
     return Noise(len(same), num_different, largest, min(tolerance, LARGEST_TOLERANCE))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pagedcli.audit.answers import Answer
 from pagedcli.audit.client import Client
-from pagedcli.audit.compare import USUAL_TOLERANCE, compare
+from pagedcli.audit.compare import FACTOR_ALONE, LARGEST_TOLERANCE, USUAL_TOLERANCE, compare
 from pagedcli.audit.plan import MAX_NEW, Ask, Probe, Prompts, Target
 from pagedcli.audit.run import Endpoint, Runner
 from pagedcli.errors import UsageError
@@ -118,12 +118,13 @@ async def _probe_features(client: Client, endpoint: Endpoint) -> Endpoint:
 
 async def _check_ids(client: Client, endpoint: Endpoint, answer: Answer) -> None:
     """Raises: ServerError if prompts too short for most caches are all answered alike: then none is told apart."""
-    for start in (8, 16):
-        ask = Ask(tuple(range(start, start + 8)))
-        other = await client.complete(endpoint.body(ask), num_tokens=16)
-        found = compare(answer.choices[0], other.choices[0])
-        if found.exceeds(USUAL_TOLERANCE) or found.position == 0:
-            return
+    again, *others = [
+        compare(answer.choices[0], (await client.complete(endpoint.body(ask), num_tokens=16)).choices[0])
+        for ask in (Ask(tuple(range(start, start + 8))) for start in (0, 8, 16, 24))
+    ]
+    noise = min(LARGEST_TOLERANCE, max(USUAL_TOLERANCE, FACTOR_ALONE * (again.distance or 0.0)))
+    if all(other.exceeds(noise) for other in others):
+        return
     raise ServerError(
         "different prompts get the same answer, as if all words had one token id: nothing can be said about the cache",
         hint="check the server's tokenizer, and that it runs the model",
