@@ -8,7 +8,7 @@ from scripted import scripted_plan
 
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.stats import BatchStats
-from pagedcli.planning.step_time import EVERYTHING, StepTime
+from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.requests import TraceRequest
 from pagedcli.simulation.run import Schedule, SimulatedCore, VirtualClock
 
@@ -38,7 +38,7 @@ def run(rows, known, *, slower=1.0, at=0.3):
     """Runs rows on the machine. Returns the prediction after this share of the rows, and the real duration."""
     plan = scripted_plan(600, 16, max_num_seqs=16, max_num_batched_tokens=256)
     core = SimulatedCore(plan, None, step_time=MACHINE.scaled(slower))
-    end, stats, found = EndTime(core, known, EVERYTHING), BatchStats(num_rows=len(rows), facts=core.stats), None
+    end, stats, found = EndTime(core, known), BatchStats(num_rows=len(rows), facts=core.stats), None
     core.observe_work, waiting = end.observe_work, list(rows)
     while waiting or core.has_unfinished_requests():
         while waiting and core.num_unfinished_requests < plan.limits.max_in_work:
@@ -69,7 +69,7 @@ def test_the_first_prediction_and_what_a_run_teaches_are_kept():
     _, took, end = run(requests(100), MACHINE, slower=1.5)
     at, whole = end.first
     assert at == pytest.approx(5.0, abs=1.0)
-    assert whole == pytest.approx(took, rel=0.15)
+    assert whole == pytest.approx(took, rel=0.3)  # in the first seconds most tokens are those of prompts
     assert end.ratio == pytest.approx(1.5, rel=0.01)
 
 
@@ -81,7 +81,7 @@ def test_a_short_run_predicts_and_teaches_nothing():
 
 def test_without_the_number_of_rows_the_end_is_unknown():
     core = SimulatedCore(scripted_plan(600, 16), None, step_time=MACHINE)
-    end, stats = EndTime(core, MACHINE, EVERYTHING), BatchStats(facts=core.stats, elapsed_s=10.0)
+    end, stats = EndTime(core, MACHINE), BatchStats(facts=core.stats, elapsed_s=10.0)
     end.update(stats)
     assert end.left_s(stats) is None
     assert isinstance(core.clock, VirtualClock)

@@ -26,7 +26,7 @@ from pagedcli.models.formats import WeightFormat
 from pagedcli.models.loading import weight_format
 from pagedcli.planning.decide import DTYPES
 from pagedcli.planning.expected import time_key
-from pagedcli.planning.step_time import attended_layers, load_step_time, save_step_time
+from pagedcli.planning.step_time import load_step_time, save_step_time
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -128,7 +128,7 @@ def _run_all(
     num_passes = len(workloads)
     key = time_key(engine.config, engine.spec, engine.plan)
     known = load_step_time(key)
-    watch_steps = EndTime(engine, known, attended_layers(engine.plan.limits.groups))
+    watch_steps = EndTime(engine, known)
     stats = BatchStats(facts=engine.stats)
     if known is not None:
         engine.observe_work = watch_steps.observe_work

@@ -19,7 +19,6 @@ from pagedcli.events import Emit
 from pagedcli.planning.step_time import (
     StepTime,
     TimeKey,
-    attended_layers,
     load_step_time,
     save_step_time,
 )
@@ -77,7 +76,7 @@ def run_job(
     with engine:
         quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
         key = time_key(job.loaded.config.engine, engine.spec, engine.plan)
-        end_time = EndTime(engine, load_step_time(key), attended_layers(engine.plan.limits.groups))
+        end_time = EndTime(engine, load_step_time(key))
         served = ServedRequests(engine.plan)
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
