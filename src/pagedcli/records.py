@@ -44,6 +44,11 @@ def number(value: float) -> str:
     return count(value) if value == value // 1 else decimal(value)
 
 
+def whole(value: float) -> str:
+    """1,234 of 1,234.56, for what comes in whole units: requests that are served at once."""
+    return f"{int(value):,}"
+
+
 percent = percent_text  # 21.3 %
 
 
@@ -76,6 +81,7 @@ LEFT, RIGHT = Align.LEFT, Align.RIGHT
 Bytes = Annotated[int, size]
 Share = Annotated[float, percent]
 Seconds = Annotated[float, seconds_text]
+Whole = Annotated[float, whole]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import functools
 import json
 import random
-from dataclasses import asdict
 from importlib.resources import files
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 from pagedcli.bench.kernels import nearer_limit
 from pagedcli.bench.rates import MachineRates, measure_rates
-from pagedcli.bench.spread import Busy, BusyWatch, Spread, compared_rows
+from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
 from pagedcli.bench.throughput import run_workload, shape_folder
-from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload, within, workload_floor
-from pagedcli.cli.bench import BenchProgress, _warnings
+from pagedcli.bench.workloads import PRESETS, preset_workload, random_draw, within, workload_floor
+from pagedcli.cli.bench import BenchProgress, bench_notes
 from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
@@ -66,18 +68,18 @@ def test_mixed_preset_has_the_lengths_of_the_peers_script():
 
 
 def test_random_workload_keeps_its_bounds_and_shares_its_prefix():
-    workload = random_workload(RandomSpec(20, 100, 10, range_ratio=0.5, prefix_len=7, seed=3))
+    workload = random_draw(20, 100, 10, range_ratio=0.5, prefix_len=7, seed=3).workload("random")
     assert {tuple(prompt[:7]) for prompt in workload.prompts} == {tuple(workload.prompts[0][:7])}
     assert all(57 <= len(prompt) <= 107 for prompt in workload.prompts)
     assert all(5 <= n <= 10 for n in workload.output_lens)
     assert workload.prefix_caching
-    assert workload != random_workload(RandomSpec(20, 100, 10, range_ratio=0.5, prefix_len=7, seed=4))
+    assert workload != random_draw(20, 100, 10, range_ratio=0.5, prefix_len=7, seed=4).workload("random")
 
 
 @pytest.mark.parametrize("wrong", [{"range_ratio": 0}, {"range_ratio": 1.5}, {"num_prompts": 0}, {"prefix_len": -1}])
 def test_wrong_workloads_are_usage_errors(wrong):
     with pytest.raises(UsageError):
-        RandomSpec(**{"num_prompts": 1, "input_len": 1, "output_len": 1, **wrong})
+        random_draw(**{"num_prompts": 1, "input_len": 1, "output_len": 1, **wrong})
     with pytest.raises(UsageError, match="no preset"):
         preset_workload("W9")
 
@@ -204,22 +206,19 @@ def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
 
 
 def measured(workload="W", **figures):
-    return {
-        "workload": workload,
-        "spread": {name: Spread.of(values) and asdict(Spread.of(values)) for name, values in figures.items()},
-    }
+    return Earlier(workload, {name: Spread.of(values) for name, values in figures.items()})
 
 
 def test_a_change_counts_only_where_the_passes_do_not_overlap():
     before = measured(wall_s=[4.0, 4.2, 4.4], output_tokens_per_s=[90.0, 100.0, 110.0], ttft_ms=[10.0], tpot_ms=[None])
     now = measured(wall_s=[4.3, 4.5, 4.6], output_tokens_per_s=[120.0, 130.0, 140.0], ttft_ms=[20.0], tpot_ms=[1.0])
-    rows = {row["figure"]: row for row in compared_rows([before], [now])}
-    assert rows["wall_s"]["verdict"] == "within the spread"
-    assert (rows["output_tokens_per_s"]["verdict"], rows["output_tokens_per_s"]["change"]) == (
+    rows = {row.figure: row for row in compared_rows([before], [now])}
+    assert rows["wall_s"].verdict == "within the spread"
+    assert (rows["output_tokens_per_s"].verdict, rows["output_tokens_per_s"].change) == (
         "better",
         pytest.approx(0.3),
     )
-    assert rows["ttft_ms"]["verdict"] == "worse"
+    assert rows["ttft_ms"].verdict == "worse"
     assert "tpot_ms" not in rows, "not measured before"
     assert compared_rows([measured("other", wall_s=[1.0])], [now]) == []
 
@@ -248,11 +247,13 @@ def test_other_work_is_what_all_cores_did_without_this_process(tmp_path, monkeyp
 
 
 def test_a_busy_machine_and_an_impossible_share_are_said():
-    row = {"busy": {"others": 0.5, "steal": 0.01}, "machine": {}, "share_of_floor": None}
-    busy, share = _warnings([row])
+    plan = Plan(limits=Limits(), model="m")
+    values = {"machine": MachineRates(1, 1e9, 1e9, 1e9, "", ""), "share_of_floor": None}
+    row = SimpleNamespace(busy=Busy(others=0.5, steal=0.01), **values)
+    *_, busy, share = bench_notes(plan, [row])
     assert "other processes used 50% of its processor time, the hypervisor withheld 1%" in busy
     assert "'of the floor' is left out" in share
-    assert _warnings([row | {"busy": None, "share_of_floor": 0.9}]) == []
+    assert len(bench_notes(plan, [SimpleNamespace(busy=None, **values | {"share_of_floor": 0.9})])) == 2
 
 
 def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, capsys):
@@ -295,7 +296,7 @@ def test_passes_refine_the_calibration_of_their_model(tmp_path, monkeypatch):
     key = time_key(config, spec, decide(config, spec, this_machine()))
     slow = ((1, 10.0), (2, 20.0))
     save_step_time(key, StepTime(prompts=slow, decodes=slow, attended_by_prompts_s=0.0, attended_by_decodes_s=0.0))
-    run_workload(config, [random_workload(RandomSpec(2, 8, 4))])
+    run_workload(config, [random_draw(2, 8, 4).workload("random")])
     found = load_step_time(key)
     assert found.num_runs == 1
     assert found.decodes[0][1] == pytest.approx(10 * 0.5**0.5)  # a run counts for a factor of two at most

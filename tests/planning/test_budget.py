@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from model_zoo import tiny_model
+from msgspec import UNSET
 from torch.profiler import ProfilerActivity, profile
 
 from pagedcli.cli.profile_memory import (
     block_formula,
     concurrency_rows,
-    missing_memory,
     size_rows,
     target_rows,
     waterfall_rows,
@@ -29,8 +29,10 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.cards import CARDS, find_card
+from pagedcli.planning.decide import missing_memory
 from pagedcli.planning.machine import host_memory
 from pagedcli.planning.memory import activation_bytes
+from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step, other_holders, process_memory
 
@@ -133,6 +135,7 @@ def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, change
 MEASURE_IN_A_NEW_PROCESS = """
 import sys
 from pagedcli.config import EngineConfig
+from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step
 from pagedcli.core.budget import StepShape
@@ -190,41 +193,42 @@ USED = Terms(
 def test_the_terms_of_the_waterfall_add_up():
     labels = {name: (name, "") for name in (*TERMS, "kv_cache")}
     predicted = Terms(total=100, others=20, weights=33, activations=7)
-    rows = {row["term"]: row for row in waterfall_rows(USED, predicted, labels)}
-    spent = sum(rows[term]["measured_bytes"] for term in rows if term not in ("total", "kv_cache"))
-    assert rows["total"]["measured_bytes"] - spent == rows["kv_cache"]["measured_bytes"] == USED.kv_cache == 25
-    assert rows["weights"]["difference"] == pytest.approx(0.1)
-    assert rows["others"]["predicted_bytes"] is None  # not predicted, so not shown as if it were
-    assert list(next(waterfall_rows(USED, None, {"weights": ("w", "")})).values())[2:4] == [30, None]
+    rows = {row.term: row for row in waterfall_rows(USED, predicted, labels)}
+    spent = sum(rows[term].measured_bytes for term in rows if term not in ("total", "kv_cache"))
+    assert rows["total"].measured_bytes - spent == rows["kv_cache"].measured_bytes == USED.kv_cache == 25
+    assert rows["weights"].difference == pytest.approx(0.1)
+    assert rows["others"].predicted_bytes is None  # not predicted, so not shown as if it were
+    [alone] = waterfall_rows(USED, None, {"weights": ("w", "")})
+    assert (alone.measured_bytes, alone.predicted_bytes) == (30, None)
     unreported = changed(USED, measured=USED.measured - {"activations"})
     [row] = waterfall_rows(unreported, None, {"activations": ("a", "")})
-    assert (row["measured_bytes"], row["predicted_bytes"]) == (None, 7)  # the system did not tell
+    assert (row.measured_bytes, row.predicted_bytes) == (None, 7)  # the system did not tell
 
 
 def test_target_rows_invert_the_terms():
     [row] = target_rows(3, {"p50": 8}, terms=USED, tables=TableShape(4), block_bytes=4)
-    assert (row["num_blocks"], row["kv_cache_bytes"], row["fits"]) == (6, 24, True)
-    assert row["device_bytes"] == 20 + 5 + 30 + 7 + 3 + 24
-    assert row["utilization"] == pytest.approx(0.89)
+    assert (row.num_blocks, row.kv_cache_bytes, row.fits) == (6, 24, True)
+    assert row.device_bytes == 20 + 5 + 30 + 7 + 3 + 24
+    assert row.utilization == pytest.approx(0.89)
     [more] = target_rows(4, {"p50": 8}, terms=USED, tables=TableShape(4), block_bytes=4)
-    assert not more["fits"]
+    assert not more.fits
 
 
 def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
     rows = list(size_rows([GROUP], 10 * GIB, 40960))
     assert len(rows) == 24
     for row in rows:
-        assert row["num_kvcache_blocks"] == 10 * GIB // row["block_bytes"]
-        assert row["max_concurrency"] == pytest.approx(row["num_kvcache_tokens"] / 40960, rel=0.01)
-    by_dtype = {row["kv_dtype"]: row["block_bytes"] for row in rows if row["block_size"] == 16}
+        assert row.num_kvcache_blocks == 10 * GIB // row.block_bytes
+        assert row.max_concurrency == pytest.approx(row.num_kvcache_tokens / 40960, rel=0.01)
+    by_dtype = {row.kv_dtype: row.block_bytes for row in rows if row.block_size == 16}
     assert by_dtype == {"float32": 3_670_016, "bfloat16": 1_835_008, "float8_e4m3fn": 917_504, "int8": 946_176}
 
 
 def test_concurrency_rows_show_sharing_only_if_it_is_known():
     [plain] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4))
     [shared] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4), shared_tokens=4)
-    assert "max_concurrency_shared" not in plain
-    assert (shared["max_concurrency"], shared["max_concurrency_shared"]) == (5, 9)
+    assert plain.max_concurrency_shared is UNSET
+    assert (shared.max_concurrency, shared.max_concurrency_shared) == (5, 9)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_concurrency_rows_show_sharing_only_if_it_is_known():
 def test_without_a_block_it_says_who_holds_the_memory_and_what_to_change(terms, remedy):
     found = Terms(**{"total": 100 * GIB, "activations": GIB, "reserve": 10 * GIB, **terms})
     message, hint = missing_memory(found, GIB, "vllm (pid 7) 95.00 GiB")
-    assert f"{(GIB - found.kv_cache) / 2**20:,.2f} MiB are missing" in message
+    assert f"{size(GIB - found.kv_cache)} are missing" in message
     assert "(pid 7)" in message
     assert remedy in hint
 

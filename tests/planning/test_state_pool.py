@@ -41,7 +41,7 @@ def test_a_model_without_state_gets_no_slots_and_the_blocks_that_it_always_got()
 def test_slots_that_leave_no_block_or_exceed_the_memory_are_refused():
     with pytest.raises(ConfigError, match="no KV block fits"):
         sizes(plan(), kv_cache_memory=100 * MIB, num_state_slots=100)
-    with pytest.raises(ConfigError, match=r"0.10 GiB, 8 slots of recurrent state included, but only 0.05 GiB"):
+    with pytest.raises(ConfigError, match=r"100.00 MiB, 8 slots of recurrent state included, but only 50.00 MiB"):
         sizes(plan(), available=50 * MIB, kv_cache_memory=100 * MIB)
 
 

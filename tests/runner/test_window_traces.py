@@ -107,8 +107,8 @@ def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
     groups = sized(cache_groups([16, 16]), heads=(1, 1), kv_dtype="int8")
     tables = TableShape.of(4, groups)
     [row] = group_rows({"here": 253}, groups=groups, tables=tables, block_bytes=8, chunk=8)
-    assert (row["num_blocks"], row["kv_cache_bytes"], row["one_table_bytes"]) == (5, 40, 64 * 8)
-    assert row["num_prefill_blocks"] == 7
+    assert (row.num_blocks, row.kv_cache_bytes, row.one_table_bytes) == (5, 40, 64 * 8)
+    assert row.num_prefill_blocks == 7
     assert tables.concurrency(30, 253) == 6
 
 

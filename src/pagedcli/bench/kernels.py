@@ -4,8 +4,10 @@ peak of its instructions, and the same product by torch, the fastest library her
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
 
 import torch
 
@@ -14,7 +16,7 @@ from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import select_backend
 from pagedcli.bench.rates import timed_seconds
 from pagedcli.bench.spread import Spread
-from pagedcli.core.budget import block_bytes
+from pagedcli.core.budget import block_bytes, blocks_for
 from pagedcli.errors import BackendError
 from pagedcli.layers.basic import rms_norm
 from pagedcli.layers.linear import Linear, LinearLayer
@@ -24,6 +26,7 @@ from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES
 from pagedcli.native.system import ask_for_huge_pages
 from pagedcli.planning.cards import Roofline
+from pagedcli.records import Share, count
 
 _SLOW_S = 0.05  # a library's call beyond this is not repeated if our kernel is many times as fast
 STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: more than any CPU cache
@@ -36,14 +39,14 @@ class AttentionShape:
     num_sequences: int
     context: int  # tokens in the cache after the step
     new: int  # tokens of the step, 1 for decode
+    shared: int  # leading tokens in blocks that all sequences have in common, a multiple of block_size
+    window: int | None  # tokens that a query sees; only with one new token and none shared
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    block_size: int
-    dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
-    shared: int = 0  # leading tokens in blocks that all sequences have in common, a multiple of block_size
-    window: int | None = None  # tokens that a query sees; only with one new token and none shared
+    dtype: torch.dtype
+    kv_dtype: torch.dtype  # type of the cache
+    block_size: int = 16
 
     @property
     def num_seen_tokens(self) -> int:
@@ -60,7 +63,7 @@ class AttentionShape:
             block_size=self.num_seen_tokens,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            kv_dtype=dtype_name(self.kv_dtype or self.dtype),
+            kv_dtype=dtype_name(self.kv_dtype),
         )
 
     @property
@@ -72,80 +75,43 @@ class AttentionShape:
         return 4 * self.num_sequences * seen * self.num_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRow:
-    """The time of one shape on one backend."""
-
-    backend: str
-    shape: AttentionShape
-    seconds: Spread
-
-
-def attention_rows(
-    shapes: Iterable[AttentionShape], backend: str = "auto", device: str = "cpu"
-) -> Iterator[AttentionRow]:
-    """Measure each shape. Blocks are in random order, as after long use of a cache.
-
-    Raises: BackendError if the named backend cannot run a shape.
-    """
-    for shape in shapes:
-        layer = AttentionLayer(scale=shape.head_dim**-0.5, window=shape.window)
-        chosen = select_backend(
-            backend,
-            device=torch.device(device),
-            dtype=shape.dtype,
-            block_size=shape.block_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            kv_dtype=shape.kv_dtype,
-            layers=(layer,),
-        ).backend
-        yield AttentionRow(chosen.name, shape, _attend_seconds(chosen, shape, layer, torch.device(device)))
-
-
-def _attend_seconds(
-    backend: AttentionBackend, shape: AttentionShape, layer: AttentionLayer, device: torch.device
-) -> Spread:
-    batch, num_blocks = _batch(shape, device)
+def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, layer: AttentionLayer) -> Spread:
+    """Blocks are in random order, as after long use of a cache."""
+    batch, num_blocks = _batch(shape)
     cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    whole_bytes = replace(shape, window=None).kv_bytes
-    num_layers = max(1, -(-STREAM_BYTES // whole_bytes))
-    cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.kv_dtype or shape.dtype, device=device)
+    num_layers = max(1, blocks_for(STREAM_BYTES, replace(shape, window=None).kv_bytes))
+    cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.kv_dtype)
     ask_for_huge_pages(cache)  # as the engine does
     caches = [tuple(pair) for pair in cache]
     num_slots = num_blocks * shape.block_size
-    filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim, device=device).to(shape.dtype)
-    slots = torch.arange(num_slots, dtype=torch.int32, device=device)
+    filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
+    slots = torch.arange(num_slots, dtype=torch.int32)
     for k_cache, v_cache in caches:
         backend.write(filling, filling, k_cache, v_cache, slots, layer)
-    tokens = shape.num_sequences * shape.new
-    q = torch.randn(tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
+    q = torch.randn(shape.num_sequences * shape.new, shape.num_heads, shape.head_dim).to(shape.dtype)
     backend.prepare(batch)
 
     def step() -> None:
         for k_cache, v_cache in caches:
             backend.attend(q, k_cache, v_cache, batch, layer)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     return timed_seconds(step) * (1 / num_layers)
 
 
-def _batch(shape: AttentionShape, device: torch.device) -> tuple[PagedBatch, int]:
-    width = -(-shape.context // shape.block_size)
+def _batch(shape: AttentionShape) -> tuple[PagedBatch, int]:
+    width = blocks_for(shape.context, shape.block_size)
     common = shape.shared // shape.block_size
     num_blocks = common + shape.num_sequences * (width - common)
-    order = torch.randperm(num_blocks).to(device, torch.int32)
+    order = torch.randperm(num_blocks).to(torch.int32)
     own = order[common:].view(shape.num_sequences, width - common)
     table = torch.cat([order[:common].expand(shape.num_sequences, -1), own], dim=1)
     starts = [b * shape.new for b in range(shape.num_sequences + 1)]
     totals = [shape.context] * shape.num_sequences
     batch = PagedBatch(
-        cu_q=torch.tensor(starts, dtype=torch.int32, device=device),
-        num_tokens=torch.tensor(totals, dtype=torch.int32, device=device),
+        cu_q=torch.tensor(starts, dtype=torch.int32),
+        num_tokens=torch.tensor(totals, dtype=torch.int32),
         block_table=table,
-        slots=torch.full((starts[-1],), -1, dtype=torch.int32, device=device),
+        slots=torch.full((starts[-1],), -1, dtype=torch.int32),
         max_new=shape.new,
         max_total=shape.context,
         cu_q_host=starts,
@@ -164,7 +130,11 @@ _ATTENTION_SIZES = (
     (1, 512, 512, 0),
     (1, 2048, 2048, 0),
 )
-_WINDOW_SIZE = (8, 16_384)  # sequences and tokens of decoding with and without a window
+_WINDOW_SIZE = (8, 16_384, 1, 0)  # decoding with and without a window
+
+
+def _thousandths(value: float) -> str:
+    return f"{value:,.3f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +144,32 @@ class KernelRow:
     kernel: str
     size: str
     implementation: str
-    ms: float
-    gb_per_s: float
-    gflop_per_s: float
-    share: float | None  # of the kernel's limit: its shortest possible time over its time; None above 1
-    library_ms: float | None  # of the same product by torch; None if it has none, or one many times as slow
-    nearer: str  # which limit is nearer to the time: "memory", "instructions" or "library"
+    ms: Annotated[float, _thousandths]
+    gb_per_s: Annotated[float, "GB/s"]
+    gflop_per_s: Annotated[float, "GFLOP/s", count]
+    # shortest possible time over the time; None above 1
+    share: Annotated[Share | None, "of the limit"]
+    # the same product by torch; None if it has none, or one many times as slow
+    library_ms: Annotated[float | None, "torch ms", _thousandths]
+    nearer: Annotated[str, "nearer limit"]  # "memory", "instructions" or "library": the one nearer to the time
     spread_ms: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpread:
+    """The calls of a kernel."""
+
+    kernel: str
+    size: str
+    implementation: str
+    min: Annotated[float, "min ms", _thousandths]
+    median: Annotated[float, "median ms", _thousandths]
+    max: Annotated[float, "max ms", _thousandths]
+
+    @classmethod
+    def of(cls, row: KernelRow) -> "CallSpread":
+        spread = row.spread_ms
+        return cls(row.kernel, row.size, row.implementation, spread.min, spread.median, spread.max)
 
 
 def kernel_rows(
@@ -189,10 +178,10 @@ def kernel_rows(
     tokens: Sequence[int],
     *,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype | None = None,
-    quantization: str | None = None,
-    windows: Sequence[int] = (),
-    attention_limits: Roofline | None = None,
+    kv_dtype: torch.dtype,
+    quantization: str | None,
+    windows: Sequence[int],
+    attention_limits: Roofline,
 ) -> Iterator[tuple[float, KernelRow]]:
     """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU. Each
     with the share of the measurements that is done.
@@ -205,36 +194,48 @@ def kernel_rows(
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
     sizes = {"qkv": (qkv, width), "out": (width, spec.num_heads * head_dim), "gate_up": (2 * inner, width)}
     sizes |= {"down": (width, inner), "lm_head": (spec.vocab_size, width)}
-    # only sampled tokens need lm_head
-    linears = [(name, count) for count in tokens for name in sizes if name != "lm_head" or count <= 64]
-    shapes = [
-        AttentionShape(
-            n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype, shared, window
-        )
-        for n, context, new, shared, window in (
-            *((*size, None) for size in _ATTENTION_SIZES),
-            *((*_WINDOW_SIZE, 1, 0, window) for window in ((None, *windows) if windows else ())),
-        )
-        for cache_dtype in dict.fromkeys((dtype, kv_dtype or dtype))
+    whole: list[tuple[int, int, int, int, int | None]] = [(*size, None) for size in _ATTENTION_SIZES]
+    decoding = [(*_WINDOW_SIZE, window) for window in (None, *windows)] if windows else []
+    calls: list[Callable[[], KernelRow]] = [
+        partial(_linear_row, name, *size, count, limits, dtype, quantization)
+        for count in tokens
+        for name, size in sizes.items()
+        if name != "lm_head" or count <= 64  # only sampled tokens need it
     ]
-    num_parts = len(linears) + len(tokens) + len(shapes)
-    for place, (name, count) in enumerate(linears, 1):
-        yield place / num_parts, _linear_row(name, *sizes[name], count, limits, dtype, quantization)
-    for place, count in enumerate(tokens, 1 + len(linears)):
-        yield place / num_parts, _norm_row(width, count, limits, dtype)
-    for place, shape in enumerate(shapes, 1 + len(linears) + len(tokens)):
-        for row in attention_rows([shape]):
-            yield place / num_parts, _attention_row(row, dtype, attention_limits or limits)
+    calls += [partial(_norm_row, width, count, limits, dtype) for count in tokens]
+    calls += [
+        partial(
+            _attention_row,
+            AttentionShape(*length, spec.num_heads, spec.num_kv_heads, head_dim, dtype, cache_dtype),
+            attention_limits,
+        )
+        for length in [*whole, *decoding]
+        for cache_dtype in dict.fromkeys((dtype, kv_dtype))
+    ]
+    for place, call in enumerate(calls, 1):
+        yield place / len(calls), call()
 
 
-def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: Roofline) -> KernelRow:
-    shape = row.shape
+def _attention_row(shape: AttentionShape, limits: Roofline) -> KernelRow:
+    layer = AttentionLayer(scale=shape.head_dim**-0.5, window=shape.window)
+    backend = select_backend(
+        "auto",
+        device=torch.device("cpu"),
+        dtype=shape.dtype,
+        block_size=shape.block_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        kv_dtype=shape.kv_dtype,
+        layers=(layer,),
+    ).backend
+    seconds = _attend_seconds(backend, shape, layer)
     size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
     size += f", {shape.shared} of them shared" if shape.shared else ""
     size += f", window {shape.window}" if shape.window else ""
-    cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
-    library_s = _library_attention_seconds(shape, row.seconds.min)
-    return _row("attention", size, row.backend + cache, row.seconds, shape.kv_bytes, shape.flops, limits, library_s)
+    name = backend.name + ("" if shape.kv_dtype == shape.dtype else f", {dtype_name(shape.kv_dtype)} KV")
+    library_s = _library_attention_seconds(shape, seconds.min)
+    return _row("attention", size, name, seconds, shape.kv_bytes, shape.flops, limits, library_s)
 
 
 def _linear_row(
@@ -276,19 +277,14 @@ def _norm_row(width: int, tokens: int, limits: Roofline, dtype: torch.dtype) -> 
         seconds, name = timed_seconds(lambda: rms_norm(x, weight, 1e-6)), "torch"
     else:
         code, threads = DTYPE_CODES[dtype], torch.get_num_threads()
-        addresses = (x.data_ptr(), weight.data_ptr())
-        seconds, name = (
-            timed_seconds(
-                lambda: functions.decoder_norm_rows(code, *addresses, tokens, width, 1e-6, out.data_ptr(), threads)
-            ),
-            "native",
-        )
+        arguments = (code, x.data_ptr(), weight.data_ptr(), tokens, width, 1e-6, out.data_ptr(), threads)
+        seconds, name = timed_seconds(lambda: functions.decoder_norm_rows(*arguments)), "native"
     return _row("rms_norm", f"{tokens} x {width}", name, seconds, 2 * x.nbytes, 4 * x.numel(), limits)
 
 
 def _library_attention_seconds(shape: AttentionShape, own_seconds: float) -> float | None:
-    """Of whole prompts, which torch has a causal kernel for."""
-    if shape.new < shape.context or shape.shared or (shape.kv_dtype or shape.dtype) != shape.dtype:
+    """None for other steps than those of whole prompts, for which torch has a causal kernel."""
+    if shape.new < shape.context or shape.shared or shape.kv_dtype != shape.dtype:
         return None
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     q, k, v = (torch.randn(shape.num_sequences, h, shape.new, shape.head_dim).to(shape.dtype) for h in heads)

@@ -6,11 +6,17 @@ Used by the other files of bench and by cli.bench.
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import psutil
+from msgspec import UNSET, UnsetType
+
+from pagedcli.records import RIGHT
+
+if TYPE_CHECKING:
+    from pagedcli.bench.throughput import WorkloadRow
 
 OTHERS_ALLOWED, STEAL_ALLOWED = 0.05, 0.02  # shares of all cores
 
@@ -51,22 +57,10 @@ def _times() -> tuple[float, float, float, float]:
     return busy + waiting + steal, busy, steal, time.process_time()
 
 
-def worst(measured: list[Busy]) -> Busy | None:
+def worst(measured: Iterable[Busy | None]) -> Busy | None:
     """The largest shares of several measurements."""
-    if not measured:
-        return None
-    return Busy(max(each.others for each in measured), max(each.steal for each in measured))
-
-
-# figures that have a spread -> whether more is better
-FIGURES = {
-    "wall_s": False,
-    "output_tokens_per_s": True,
-    "ttft_ms": False,
-    "tpot_ms": False,
-    "overhead_ms": False,
-    "share_of_floor": True,
-}
+    known = [each for each in measured if each is not None]
+    return Busy(max(each.others for each in known), max(each.steal for each in known)) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,33 +81,77 @@ class Spread:
         return Spread(self.min * factor, self.median * factor, self.max * factor)
 
 
-def spread_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per workload and figure. `rows`: with their `spread`, as throughput_row makes them."""
+# figures of a workload that have a spread -> (name, whether more is better)
+FIGURES = {
+    "wall_s": ("s", False),
+    "output_tokens_per_s": ("out tok/s", True),
+    "ttft_ms": ("TTFT ms", False),
+    "tpot_ms": ("TPOT ms", False),
+    "overhead_ms": ("engine ms/step", False),
+    "share_of_floor": ("share of the floor", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The part of an earlier measurement's row that is compared."""
+
+    workload: str
+    spread: dict[str, Spread | None]
+    batch_size: int | UnsetType = UNSET
+
+
+Passes: TypeAlias = "Earlier | WorkloadRow"
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    workload: str
+    batch_size: Annotated[int, "at once"] | UnsetType
+    figure: Annotated[str, lambda key: FIGURES[key][0], RIGHT]
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadRow(_Figure):
+    """A figure over the passes."""
+
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow(_Figure):
+    """A figure before and now."""
+
+    before: float
+    now: float
+    change: Annotated[float, lambda share: f"{share:+.1%}"]
+    verdict: str
+
+
+def spread_rows(rows: Sequence[Passes]) -> list[SpreadRow]:
+    """One row per workload and figure."""
     return [
-        {**_names(row), "figure": figure, **values}
+        SpreadRow(row.workload, row.batch_size, figure, spread.min, spread.median, spread.max)
         for row in rows
-        for figure, values in row["spread"].items()
-        if values is not None
+        for figure, spread in row.spread.items()
+        if spread is not None
     ]
 
 
-def compared_rows(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with the figures of workloads that both measurements have: medians, the change, and what it means."""
-    earlier = {tuple(_names(row).items()): row for row in before}
+def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[ComparedRow]:
+    """The figures of workloads that both measurements have: medians, the change, and its verdict."""
+    earlier = {(row.workload, row.batch_size): row.spread for row in before}
     rows = []
     for row in now:
-        old = earlier.get(tuple(_names(row).items()))
-        for figure, more_is_better in FIGURES.items():
-            a, b = ((each or {}).get("spread", {}).get(figure) for each in (old, row))
-            if a is None or b is None or not a["median"]:
+        old = earlier.get((row.workload, row.batch_size), {})
+        for figure, (_, more_is_better) in FIGURES.items():
+            a, b = old.get(figure), row.spread.get(figure)
+            if a is None or b is None or not a.median:
                 continue
-            change = b["median"] / a["median"] - 1
-            overlap = a["min"] <= b["max"] and b["min"] <= a["max"]
+            change = b.median / a.median - 1
+            overlap = a.min <= b.max and b.min <= a.max
             verdict = "within the spread" if overlap else "better" if (change > 0) == more_is_better else "worse"
-            values = {"before": a["median"], "now": b["median"], "change": change, "verdict": verdict}
-            rows.append({**_names(row), "figure": figure, **values})
+            rows.append(ComparedRow(row.workload, row.batch_size, figure, a.median, b.median, change, verdict))
     return rows
-
-
-def _names(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("workload", "batch_size") if name in row}

@@ -4,13 +4,16 @@ cache."""
 import copy
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.stats import BatchStats
@@ -26,7 +29,8 @@ from pagedcli.models.formats import WeightFormat
 from pagedcli.models.loading import weight_format
 from pagedcli.planning.decide import DTYPES
 from pagedcli.planning.expected import time_key
-from pagedcli.planning.step_time import load_step_time, save_step_time
+from pagedcli.planning.step_time import learn, load_step_time
+from pagedcli.records import Share, count
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -42,7 +46,7 @@ class Run:
     ttft_s: float  # median of the requests, from the start of the run
     tpot_s: float | None  # median; None if every request generates one token
     num_steps: int
-    schedule_ms: float  # of all steps
+    schedule_ms: float  # sum over all steps
     sample_ms: float
     num_cached_tokens: int
     token_ids: list[list[int]]
@@ -54,8 +58,8 @@ class Throughput:
 
     runs: list[Run]
     machines: list[MachineRates]  # rates during each run: they change with other load; empty on a GPU
-    busy: list[Busy]  # other work during each run; empty where the system does not say
-    load_s: float  # until the engine is ready
+    busy: list[Busy | None]  # other work during each run; None where the system does not say
+    load_s: float
     warm_up_s: float
     engine: LLMEngine  # closed
 
@@ -99,73 +103,67 @@ def run_workload(
     `on_progress` is called after each step with the share of the work that is done, `on_pass` after each pass. No pass
     but the first begins that would end later than `most_s` after the call, if the slowest one so far is a measure.
     """
-    started = time.perf_counter()
+    called = time.perf_counter()
     with LLMEngine(config) as engine:
-        load_s = time.perf_counter() - started
-        left_s = None if most_s is None else most_s - load_s
-        return _run_all(engine, workloads, load_s, on_progress, on_pass, left_s)
+        loaded = time.perf_counter()
+        first = workloads[0]
+        other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
+        generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
+        result = Throughput([], [], [], loaded - called, time.perf_counter() - loaded, engine)
+        formats, kernels = _formats(engine)
+        rates = partial(measure_rates, DTYPES[engine.plan.dtype], int8=formats.rounds_activations(kernels))
+        before = rates() if engine.plan.on_cpu else None
+        num_passes = len(workloads)
+        with _refined_calibration(engine) as after_step:
+
+            def on_step(place: int, num_tokens: int, num_generated: int) -> None:
+                after_step()
+                on_progress((place + num_generated / num_tokens) / num_passes)
+
+            for place, workload in enumerate(workloads):
+                if place and most_s is not None:
+                    pass_s = max(run.wall_s for run in result.runs) + _RATES_S
+                    num_passes = min(num_passes, place + int((most_s - (time.perf_counter() - called)) / pass_s))
+                    if place >= num_passes:
+                        break
+                watch = BusyWatch()
+                each_step = partial(on_step, place, workload.num_output_tokens)
+                result.runs.append(measure(engine, workload.prompts, workload.output_lens, on_step=each_step))
+                on_pass(result.runs[-1])
+                result.busy.append(watch.read())
+                if before is not None:
+                    after = rates()
+                    result.machines.append(after.best(before))
+                    before = after
+        return result
 
 
-def _run_all(
-    engine: LLMEngine,
-    workloads: list[Workload],
-    load_s: float,
-    on_progress: Callable[[float], None],
-    on_pass: Callable[[Run], None],
-    most_s: float | None,
-) -> Throughput:
-    called = started = time.perf_counter()
-    first = workloads[0]
-    other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
-    generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
-    warm_up_s = time.perf_counter() - started
-    on_cpu = engine.runner.device.type == "cpu"
-    formats, kernels = _formats(engine)
-    dtype, int8 = DTYPES[engine.plan.dtype], formats.rounds_activations(kernels)
-    runs: list[Run] = []
-    machines, busy = [], []
-    before = measure_rates(dtype, int8=int8) if on_cpu else None
-    num_passes = len(workloads)
+@contextmanager
+def _refined_calibration(engine: LLMEngine) -> Iterator[Callable[[], None]]:
+    """Lets passes refine the calibration of the engine's steps, if there is one. Gives what to call after each step."""
     key = time_key(engine.config, engine.spec, engine.plan)
     known = load_step_time(key)
-    watch_steps = EndTime(engine, known)
-    stats = BatchStats(facts=engine.stats)
-    if known is not None:
-        engine.observe_work = watch_steps.observe_work
-    for place, workload in enumerate(workloads):
-        if place and most_s is not None:
-            pass_s = max(run.wall_s for run in runs) + _RATES_S
-            num_passes = min(num_passes, place + int((most_s - (time.perf_counter() - called)) / pass_s))
-            if place >= num_passes:
-                break
-        num_tokens = workload.num_output_tokens
-
-        def on_step(
-            num_generated: int, place: int = place, num_tokens: int = num_tokens, num_passes: int = num_passes
-        ) -> None:
-            watch_steps.update(stats)
-            on_progress((place + num_generated / num_tokens) / num_passes)
-
-        watch = BusyWatch()
-        runs.append(measure(engine, workload, on_step=on_step))
-        on_pass(runs[-1])
-        if (found := watch.read()) is not None:
-            busy.append(found)
-        if before is not None:
-            after = measure_rates(dtype, int8=int8)
-            machines.append(after.best(before))
-            before = after
+    if known is None:
+        yield lambda: None
+        return
+    watch = EndTime(engine, known)
+    engine.observe_work = watch.observe_work
+    yield partial(watch.update, BatchStats(facts=engine.stats))
     engine.observe_work = None
-    if known is not None and watch_steps.ratio is not None:
-        save_step_time(key, known.learned(watch_steps.ratio))
-    return Throughput(runs, machines, busy, load_s, warm_up_s, engine)
+    learn(key, watch.ratio)
 
 
-def measure(engine: LLMEngine, workload: Workload, *, on_step: Callable[[int], None] = lambda num: None) -> Run:
-    """One timed pass."""
+def measure(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    output_lens: list[int],
+    *,
+    on_step: Callable[[int], None] = lambda num: None,
+) -> Run:
+    """One timed pass, see generate."""
     before = copy.copy(engine.stats)
     started = time.perf_counter()
-    outputs = generate(engine, workload.prompts, workload.output_lens, on_step=on_step)
+    outputs = generate(engine, prompts, output_lens, on_step=on_step)
     wall_s = time.perf_counter() - started
     stats = engine.stats
     tpots = [output.metrics.tpot_s for output in outputs if output.metrics.tpot_s is not None]
@@ -192,8 +190,8 @@ def generate(
     step with the number of tokens generated so far."""
     before = engine.stats.num_generated_tokens
     prompts = [within(prompt, engine.spec.vocab_size) for prompt in prompts]
-    for i, (prompt, count) in enumerate(zip(prompts, output_lens, strict=True)):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    for i, (prompt, num_tokens) in enumerate(zip(prompts, output_lens, strict=True)):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     outputs: dict[int, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -202,32 +200,61 @@ def generate(
     return [outputs[i] for i in range(len(prompts))]
 
 
-def throughput_row(result: Throughput, workload: Workload) -> dict[str, Any]:
-    """The figures of a workload's passes: the median of each, and its spread. The share of the floor is None where
-    other work disturbed the passes so much that it would exceed 1."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadRow:
+    """The figures of a workload's passes: the median of each."""
+
+    batch_size: Annotated[int, "at once"] | UnsetType = UNSET  # simultaneous requests, for latency
+    workload: str
+    wall_s: Annotated[float, "s"]
+    output_tokens_per_s: Annotated[float, "out tok/s", count]
+    ttft_ms: Annotated[float, "TTFT ms", count]
+    tpot_ms: Annotated[float | None, "TPOT ms"]
+    overhead_ms: Annotated[float, "engine ms/step"]
+    share_of_floor: Annotated[Share | None, "of the floor"]
+    all_wall_s: list[float]
+    total_tokens_per_s: Annotated[float, "all tok/s", count]
+    steps: int
+    cached_tokens: int
+    load_s: Annotated[float, "load s"]
+    warm_up_s: float
+    busy: Busy | None
+    spread: dict[str, Spread | None]
+    floor_s: Annotated[float, "floor s"] | UnsetType = UNSET
+    machine: MachineRates | UnsetType = UNSET
+
+
+def throughput_row(result: Throughput, workload: Workload, **names: int) -> WorkloadRow:
+    """The share of the floor is None where other work disturbed the passes so much that it would exceed 1."""
     runs, machine = result.runs, result.median_machine
-    floor = None if machine is None else _floor_s(result, workload, machine)
+    floor = UNSET if machine is None else _floor_s(result, workload, machine)
+    walls = [run.wall_s for run in runs]
     values: dict[str, list[float | None]] = {
-        "wall_s": [run.wall_s for run in runs],
-        "output_tokens_per_s": [workload.num_output_tokens / run.wall_s for run in runs],
+        "wall_s": [*walls],
+        "output_tokens_per_s": [workload.num_output_tokens / wall_s for wall_s in walls],
         "ttft_ms": [run.ttft_s * 1e3 for run in runs],
         "tpot_ms": [None if run.tpot_s is None else run.tpot_s * 1e3 for run in runs],
         "overhead_ms": [(run.schedule_ms + run.sample_ms) / run.num_steps for run in runs],
-        "share_of_floor": [None if floor is None or floor > run.wall_s else floor / run.wall_s for run in runs],
+        "share_of_floor": [None if floor is UNSET or floor > wall_s else floor / wall_s for wall_s in walls],
     }
     spread = {name: Spread.of(each) for name, each in values.items()}
-    medians = {name: None if each is None else each.median for name, each in spread.items()}
-    busy = worst(result.busy)
-    row = {"workload": workload.name, **medians, "all_wall_s": values["wall_s"]} | {
-        "total_tokens_per_s": (workload.num_prompt_tokens + workload.num_output_tokens) / (medians["wall_s"] or 1.0),
-        "steps": result.median.num_steps,
-        "cached_tokens": result.median.num_cached_tokens,
-        "load_s": result.load_s,
-        "warm_up_s": result.warm_up_s,
-        "busy": None if busy is None else asdict(busy),
-        "spread": {name: None if each is None else asdict(each) for name, each in spread.items()},
-    }
-    return row if machine is None else row | {"floor_s": floor, "machine": asdict(machine)}
+    medians: dict[str, Any] = {name: None if each is None else each.median for name, each in spread.items()}
+    num_tokens = workload.num_prompt_tokens + workload.num_output_tokens
+    return WorkloadRow(
+        **names,
+        **medians,
+        workload=workload.name,
+        all_wall_s=walls,
+        total_tokens_per_s=num_tokens / medians["wall_s"],
+        steps=result.median.num_steps,
+        cached_tokens=result.median.num_cached_tokens,
+        load_s=result.load_s,
+        warm_up_s=result.warm_up_s,
+        busy=worst(result.busy),
+        spread=spread,
+        floor_s=floor,
+        machine=UNSET if machine is None else machine,
+    )
 
 
 def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
@@ -244,14 +271,17 @@ def _formats(engine: LLMEngine) -> tuple[WeightFormat, Kernels]:
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """Generation of one request, with or without the cache. Seconds."""
+    """Generation of one request, with or without the cache."""
 
-    way: str
+    way: Annotated[str, "KV cache"]
     ttft_s: float
     tpot_s: float  # mean of the later tokens
-    last_tpot_s: float  # of the last token alone
-    total_s: float
-    tokens_computed: int  # that went through the model
+    last_tpot_s: float  # the last token alone
+    total_s: Annotated[float, "total s"]
+    tokens_computed: int  # by the model
+    ttft_ms: Annotated[float, "TTFT ms"]
+    tpot_ms: Annotated[float, "TPOT ms"]
+    last_tpot_ms: Annotated[float, "last token ms"]
 
 
 def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[CacheRow], bool]:
@@ -260,29 +290,21 @@ def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tupl
     Units: num_tokens to generate, at least 2.
     """
     assert not engine.config.enable_prefix_caching, "prefix caching would defeat the comparison"
-    first_s = _seconds(engine, prompt, 1)[1]
-    tokens, with_s = _seconds(engine, prompt, num_tokens)
-    times = []
-    text = list(prompt)
-    for _ in range(num_tokens):
-        [token], seconds = _seconds(engine, text, 1)
-        times.append(seconds)
-        text.append(token)
     later = num_tokens - 1
+    first_s, whole = measure(engine, [prompt], [1]).wall_s, measure(engine, [prompt], [num_tokens])
+    each_s = (whole.wall_s - first_s) / later
+    text, times = list(prompt), list[float]()
+    for _ in range(num_tokens):
+        run = measure(engine, [text], [1])
+        times.append(run.wall_s)
+        text += run.token_ids[0]
+    num_computed = sum(len(prompt) + i for i in range(num_tokens))
     rows = [
-        CacheRow("with", first_s, (with_s - first_s) / later, (with_s - first_s) / later, with_s, len(prompt) + later),
-        CacheRow(
-            "without", times[0], sum(times[1:]) / later, times[-1], sum(times), _sum_of_lengths(prompt, num_tokens)
-        ),
+        _cache_row("with", first_s, each_s, each_s, whole.wall_s, len(prompt) + later),
+        _cache_row("without", times[0], sum(times[1:]) / later, times[-1], sum(times), num_computed),
     ]
-    return rows, text[len(prompt) :] == tokens
+    return rows, text[len(prompt) :] == whole.token_ids[0]
 
 
-def _seconds(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
-    started = time.perf_counter()
-    [output] = generate(engine, [prompt], [num_tokens])
-    return output.samples[0].token_ids, time.perf_counter() - started
-
-
-def _sum_of_lengths(prompt: list[int], num_tokens: int) -> int:
-    return sum(len(prompt) + i for i in range(num_tokens))
+def _cache_row(way: str, ttft_s: float, tpot_s: float, last_s: float, total_s: float, num_computed: int) -> CacheRow:
+    return CacheRow(way, ttft_s, tpot_s, last_s, total_s, num_computed, ttft_s * 1e3, tpot_s * 1e3, last_s * 1e3)

@@ -1,8 +1,7 @@
 """`pagedcli bench`: the engine's speed, compared with the limits of the machine."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,112 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from pagedcli.bench.spread import Busy, compared_rows, spread_rows, worst
-from pagedcli.bench.workloads import PRESETS, RandomSpec, Workload, preset_workload, random_workload
+from pagedcli.bench.spread import Busy, ComparedRow, Earlier, SpreadRow, compared_rows, spread_rows, worst
+from pagedcli.bench.workloads import PRESETS, Workload, preset_workload, random_draw
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
-from pagedcli.records import RIGHT, Share, columns_of, count
-from pagedcli.show.tables import Format, Table, print_tables
+from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
     from pagedcli.bench.rates import MachineRates
-    from pagedcli.bench.throughput import Throughput
-
-_NAMES = {
-    "wall_s": "s",
-    "output_tokens_per_s": "out tok/s",
-    "ttft_ms": "TTFT ms",
-    "tpot_ms": "TPOT ms",
-    "overhead_ms": "engine ms/step",
-    "share_of_floor": "share of the floor",
-}
-
-
-def _figure(name: str) -> str:
-    return _NAMES.get(name, name)
-
-
-def _thousandths(value: float) -> str:
-    return f"{value:,.3f}"
-
-
-class _Throughput:
-    """The columns of a workload: medians of its passes."""
-
-    workload: str
-    wall_s: Annotated[float, "s"]
-    output_tokens_per_s: Annotated[float, "out tok/s", count]
-    total_tokens_per_s: Annotated[float, "all tok/s", count]
-    floor_s: Annotated[float, "floor s"]
-    share_of_floor: Annotated[Share, "of the floor"]
-    ttft_ms: Annotated[float, "TTFT ms", count]
-    tpot_ms: Annotated[float, "TPOT ms"]
-    steps: int
-    overhead_ms: Annotated[float, "engine ms/step"]
-    load_s: Annotated[float, "load s"]
-
-
-class _Latency(_Throughput):
-    """The same for simultaneous requests."""
-
-    batch_size: Annotated[int, "at once"]
-
-
-class _Spread:
-    """The columns of a figure over the passes."""
-
-    figure: Annotated[str, _figure, RIGHT]
-    min: float
-    median: float
-    max: float
-
-
-class _Compared:
-    """The columns of a figure before and now."""
-
-    figure: Annotated[str, _figure, RIGHT]
-    before: float
-    now: float
-    change: Annotated[float, lambda share: f"{share:+.1%}"]
-    verdict: str
-
-
-class _Kernel:
-    """The columns of a kernel."""
-
-    kernel: str
-    size: str
-    implementation: str
-    ms: Annotated[float, _thousandths]
-    gb_per_s: Annotated[float, "GB/s"]
-    gflop_per_s: Annotated[float, "GFLOP/s", count]
-    share: Annotated[Share, "of the limit"]
-    library_ms: Annotated[float, "torch ms", _thousandths]
-    nearer: Annotated[str, "nearer limit"]
-
-
-class _KernelSpread:
-    """The columns of the calls of a kernel."""
-
-    kernel: str
-    size: str
-    min: Annotated[float, "min ms", _thousandths]
-    median: Annotated[float, "median ms", _thousandths]
-    max: Annotated[float, "max ms", _thousandths]
-
-
-class _Cached:
-    """The columns of a run with or without a KV cache."""
-
-    way: Annotated[str, "KV cache"]
-    ttft_ms: Annotated[float, "TTFT ms"]
-    tpot_ms: Annotated[float, "TPOT ms"]
-    last_tpot_ms: Annotated[float, "last token ms"]
-    total_s: Annotated[float, "total s"]
-    tokens_computed: int
+    from pagedcli.bench.throughput import Throughput, WorkloadRow
+    from pagedcli.core.plan import Plan
 
 
 class BenchProgress(ProgressLine):
@@ -142,79 +48,40 @@ class BenchProgress(ProgressLine):
             self.show(text)
 
 
-def read_earlier(path: Path | None, name: str) -> list[dict[str, Any]] | None:
+def read_earlier(path: Path | None, name: str) -> list[Earlier] | None:
     """The rows of an earlier measurement, printed with --format json. Raises: UsageError if the file has none."""
     if path is None:
         return None
     try:
-        rows = msgspec.json.decode(read_whole(path, _MOST_EARLIER_BYTES), type=dict[str, Any])[name]
-        if all("spread" in row for row in rows):
-            return list(rows)
+        document = msgspec.json.decode(read_whole(path, _MOST_EARLIER_BYTES), type=dict[str, Any])
+        return msgspec.convert(document[name], list[Earlier])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, KeyError, TypeError):
-        pass
-    raise UsageError(
-        f"{path} is not a measurement to compare with", hint=f"make one with pagedcli bench {name} --format json"
-    )
+    except (msgspec.DecodeError, KeyError) as error:
+        hint = f"make one with pagedcli bench {name} --format json"
+        raise UsageError(f"{path} is not a measurement to compare with", hint=hint) from error
 
 
-def result_tables(
-    table: Table, rows: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]] | None
-) -> list[Table]:
-    """The table of a measurement, its spread, and the comparison with an earlier one."""
-    names = [column for column in table.columns if column.key in ("workload", "batch_size")]
-    tables = [table]
-    if len(rows[0]["all_wall_s"]) > 1:
-        columns = [*names, *columns_of(_Spread).values()]
-        tables.append(Table("spread", "Spread of the passes", columns, spread_rows(rows)))
-    if earlier is not None:
-        columns = [*names, *columns_of(_Compared).values()]
-        found = compared_rows(earlier, rows)
-        notes = ["within the spread: the ranges of the passes overlap, so the change may be chance"]
-        missing = ["no workload is in both measurements"] if not found else notes
-        tables.append(Table("compared", "Compared with the earlier measurement", columns, found, missing))
-    return tables
-
-
-def bench_notes(result: "Throughput", rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
     """What was measured, on what machine, and what disturbed it."""
-    plan = result.engine.plan
     notes = [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}."]
-    machines = [row["machine"] for row in rows if "machine" in row]
+    machines = [row.machine for row in rows if row.machine is not msgspec.UNSET]
     if machines:
-        read, peak = (
-            " to ".join(dict.fromkeys(f"{end(each[key] for each in machines) / 1e9:,.0f}" for end in (min, max)))
-            for key in ("read_bytes_per_s", "flop_per_s")
-        )
+        read = _range([each.read_bytes_per_s for each in machines])
+        peak = _range([each.flop_per_s for each in machines])
         notes.append(
             f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s of"
-            f" {machines[0]['instructions']} on {machines[0]['threads']} threads."
+            f" {machines[0].instructions} on {machines[0].threads} threads."
         )
-    return [*notes, *_warnings(rows)]
+    notes += _busy_warning(worst(row.busy for row in rows))
+    if machines and any(row.share_of_floor is None for row in rows):
+        notes.append("'of the floor' is left out: passes were faster than the limits measured around them.")
+    return notes
 
 
-def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    warnings = _busy_warning(worst([Busy(**row["busy"]) for row in rows if row["busy"] is not None]))
-    if any("machine" in row and row["share_of_floor"] is None for row in rows):
-        warnings.append("'of the floor' is left out: passes were faster than the limits measured around them.")
-    return warnings
-
-
-def kernel_spread(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The spread of the calls of each kernel."""
-    names = ("kernel", "size", "implementation")
-    values = [{**{name: row[name] for name in names}, **row["spread_ms"]} for row in rows]
-    notes = ["the rates above are those of the fastest call: other load on the machine only adds time"]
-    return Table("spread", "Spread of the calls", [*columns_of(_KernelSpread).values()], values, notes)
-
-
-def kernel_warnings(rows: Sequence[Mapping[str, Any]], busy: Busy | None) -> list[str]:
-    """What disturbed a measurement of kernels."""
-    warnings = _busy_warning(busy)
-    if any(row["share"] is None for row in rows):
-        warnings.append("'of the limit' is left out where a kernel was faster than the measured limit of the machine.")
-    return warnings
+def _range(rates: Sequence[float]) -> str:
+    """The lowest and highest rate, in billions; one number if they are shown alike."""
+    return " to ".join(dict.fromkeys(f"{rate / 1e9:,.0f}" for rate in (min(rates), max(rates))))
 
 
 def _busy_warning(busy: Busy | None) -> list[str]:
@@ -293,25 +160,13 @@ def throughput(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
-    from pagedcli.bench.throughput import throughput_row
-
-    earlier = read_earlier(compare, "throughput")
-    engine_config = load_config(config, flags).config.engine
-    spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
-    rows: list[dict[str, Any]] = []
-    salts = range(repeat or _MOST_PASSES)
-    each = [[preset_workload(name, salt) if name else random_workload(spec, salt) for salt in salts]
-            for name in preset or (None,)]  # fmt: skip
-    for passes, result in _run_all(engine_config, each, within_minute=repeat is None):
-        rows.append(throughput_row(result, passes[0]))
-    table = Table(
-        "throughput",
-        "Throughput: medians of the passes",
-        [*columns_of(_Throughput).values()],
-        rows,
-        bench_notes(result, rows),
+    engine = load_config(config, flags).config.engine
+    draw = random_draw(
+        num_prompts, input_len, output_len, range_ratio=range_ratio, prefix_len=prefix_len, seed=engine.seed
     )
-    print_tables(result_tables(table, rows, earlier), format_)
+    kinds = [partial(preset_workload, name) for name in preset or ()] or [partial(draw.workload, "random")]
+    columns = "workload wall_s output_tokens_per_s total_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms steps"
+    _bench_passes("throughput", f"{columns} overhead_ms load_s", engine, kinds, repeat, compare, format_)
 
 
 @bench.command()
@@ -338,19 +193,45 @@ def latency(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
-    from pagedcli.bench.throughput import throughput_row
+    engine = load_config(config, flags).config.engine
+    draws = [random_draw(size, input_len, output_len, seed=engine.seed) for size in batch_size or (1, 8, 32)]
+    kinds = [partial(draw.workload, "random") for draw in draws]
+    columns = "batch_size wall_s output_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms overhead_ms"
+    _bench_passes("latency", columns, engine, kinds, repeat, compare, format_)
 
-    earlier = read_earlier(compare, "latency")
-    engine_config = load_config(config, flags).config.engine
-    rows: list[dict[str, Any]] = []
-    sizes, salts = batch_size or [1, 8, 32], range(repeat or _MOST_PASSES)
-    specs = [RandomSpec(size, input_len, output_len, seed=engine_config.seed) for size in sizes]
-    each = [[random_workload(spec, salt) for salt in salts] for spec in specs]
-    for passes, result in _run_all(engine_config, each, within_minute=repeat is None):
-        rows.append({"batch_size": len(passes[0].prompts), **throughput_row(result, passes[0])})
-    columns = [columns_of(_Latency)[name] for name in _LATENCY_KEYS]
-    table = Table("latency", "Latency: medians of the passes", columns, rows, bench_notes(result, rows))
-    print_tables(result_tables(table, rows, earlier), format_)
+
+def _bench_passes(
+    key: str,
+    columns: str,
+    config: EngineConfig,
+    kinds: Sequence[Callable[[int], Workload]],
+    repeat: int | None,
+    compare: Path | None,
+    format_: Format,
+) -> None:
+    """Measure workloads, each drawn with a salt of its own for every pass, and print the medians, their spread, and the
+    comparison with an earlier measurement."""
+    from pagedcli.bench.throughput import WorkloadRow, throughput_row
+
+    earlier = read_earlier(compare, key)
+    rows: list[WorkloadRow] = []
+    for first, result in _run_all(config, kinds, range(repeat or _MOST_PASSES), within_minute=repeat is None):
+        names = {"batch_size": len(first.prompts)} if key == "latency" else {}
+        rows.append(throughput_row(result, first, **names))
+        plan = result.engine.plan
+    title = f"{key.capitalize()}: medians of the passes"
+    tables = [table(WorkloadRow, key, title, rows, columns, notes=bench_notes(plan, rows))]
+    name = columns.partition(" ")[0]
+    if len(rows[0].all_wall_s) > 1:
+        found, each = spread_rows(rows), f"{name} figure min median max"
+        tables.append(table(SpreadRow, "spread", "Spread of the passes", found, each))
+    if earlier is not None:
+        changes, each = compared_rows(earlier, rows), f"{name} figure before now change verdict"
+        note = "within the spread: the ranges of the passes overlap, so the change may be chance"
+        notes = [note if changes else "no workload is in both measurements"]
+        title = "Compared with the earlier measurement"
+        tables.append(table(ComparedRow, "compared", title, changes, each, notes=notes))
+    print_tables(tables, format_)
 
 
 @bench.command()
@@ -381,7 +262,7 @@ def kernels(
     Exit codes: 0 measured, 2 wrong usage.
     """
     from pagedcli.attention.base import named_dtype
-    from pagedcli.bench.kernels import kernel_rows
+    from pagedcli.bench.kernels import CallSpread, KernelRow, kernel_rows
     from pagedcli.bench.rates import measure_rates
     from pagedcli.bench.spread import BusyWatch
     from pagedcli.bench.throughput import workload_config
@@ -399,29 +280,34 @@ def kernels(
     dtype, quantization = named_dtype(plan.dtype), engine_config.quantization
     machine = measure_rates(dtype, int8=quantization is not None)
     attention = measure_rates(dtype) if quantization else None
-    sizes = tokens or [1, 8, 32, 512]
     windows = window or sorted({layer.window for layer in spec.attention_layers if layer.window is not None})
     watch, progress, rows = BusyWatch(), BenchProgress("kernels"), []
     try:
         for share, row in kernel_rows(
             spec,
             machine.limits,
-            sizes,
+            tokens or [1, 8, 32, 512],
             dtype=dtype,
             kv_dtype=named_dtype(plan.kv_dtype),
             quantization=quantization,
             windows=windows,
-            attention_limits=attention.limits if attention else None,
+            attention_limits=(attention or machine).limits,
         ):
-            rows.append(asdict(row))
+            rows.append(row)
             progress(share)
     finally:
         progress.close()
-    notes = [limits_note(machine, attention), *kernel_warnings(rows, watch.read())]
+    notes = [limits_note(machine, attention), *_busy_warning(watch.read())]
+    if any(row.share is None for row in rows):
+        notes.append("'of the limit' is left out where a kernel was faster than the measured limit of the machine.")
     if windows:
         notes.append("With a window, K and V may stay in the processor's cache between calls.")
-    table = Table("kernels", f"Kernels, {dtype}", [*columns_of(_Kernel).values()], rows, notes)
-    print_tables([table, kernel_spread(rows)], format_, facts={"machine": asdict(machine)})
+    columns = "kernel size implementation ms gb_per_s gflop_per_s share library_ms nearer"
+    shown = table(KernelRow, "kernels", f"Kernels, {dtype}", rows, columns, notes=notes)
+    notes = ["the rates above are those of the fastest call: other load on the machine only adds time"]
+    calls, columns = map(CallSpread.of, rows), "kernel size min median max"
+    spread = table(CallSpread, "spread", "Spread of the calls", calls, columns, notes=notes)
+    print_tables([shown, spread], format_, facts={"machine": machine})
 
 
 @bench.command()
@@ -443,39 +329,33 @@ def cache(
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
-    from pagedcli.bench.throughput import compare_cache, generate, workload_config
+    from pagedcli.bench.throughput import CacheRow, compare_cache, generate, workload_config
     from pagedcli.runner.llm_engine import LLMEngine
 
     if output_len < 2:
         raise UsageError(f"--output-len is {output_len}, but TPOT needs at least 2")
     engine_config = load_config(config, flags).config.engine
-    workload = random_workload(RandomSpec(1, input_len, output_len, seed=engine_config.seed))
+    workload = random_draw(1, input_len, output_len, seed=engine_config.seed).workload("random")
     changed = workload_config(engine_config, workload)
     with LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
         generate(engine, workload.prompts, [2])  # warm-up
         rows, same = compare_cache(engine, workload.prompts[0], output_len)
-    shown = [
-        {**asdict(row), **{f"{key}_ms": getattr(row, f"{key}_s") * 1e3 for key in ("ttft", "tpot", "last_tpot")}}
-        for row in rows
-    ]
     ratio = rows[1].total_s / rows[0].total_s
     notes = [f"{input_len} tokens in, {output_len} out: {ratio:.1f} times as fast with the cache."]
-    table = Table("cache", "With and without a KV cache", [*columns_of(_Cached).values()], shown, notes)
-    print_tables([table], format_, facts={"same_tokens": same})
+    columns = "way ttft_ms tpot_ms last_tpot_ms total_s tokens_computed"
+    shown = table(CacheRow, "cache", "With and without a KV cache", rows, columns, notes=notes)
+    print_tables([shown], format_, facts={"same_tokens": same})
     if not same:
         say("the tokens differ with and without the cache")
         raise typer.Exit(1)
 
 
 _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roughly
-_LATENCY_KEYS = (
-    "batch_size", "wall_s", "output_tokens_per_s", "floor_s", "share_of_floor", "ttft_ms", "tpot_ms", "overhead_ms",
-)  # fmt: skip
 
 
 def _run_all(
-    config: EngineConfig, each: Sequence[Sequence[Workload]], *, within_minute: bool
-) -> Iterator[tuple[Sequence[Workload], "Throughput"]]:
+    config: EngineConfig, kinds: Sequence[Callable[[int], Workload]], salts: Sequence[int], *, within_minute: bool
+) -> Iterator[tuple[Workload, "Throughput"]]:
     """Run workloads, each with its passes, one after the other. On stderr: the share that is done, the time left, and a
     line for each pass as it ends."""
     import gc
@@ -483,6 +363,7 @@ def _run_all(
     from pagedcli.bench.throughput import Run, run_workload, workload_config
 
     start_s = time.monotonic()
+    each = [[kind(salt) for salt in salts] for kind in kinds]
     weights = [first.num_output_tokens + first.num_prompt_tokens / _PROMPT_TOKENS_PER_STEP for first, *_ in each]
     for place, passes in enumerate(each):
         first = passes[0]
@@ -500,13 +381,13 @@ def _run_all(
         try:
             result = run_workload(
                 workload_config(config, first),
-                list(passes),
+                passes,
                 on_progress=progress,
                 on_pass=on_pass,
                 most_s=left_s * part / (1 - before) if within_minute else None,
             )
         finally:
             progress.close()
-        yield passes, result
+        yield first, result
         del result
         gc.collect()

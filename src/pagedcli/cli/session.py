@@ -16,12 +16,7 @@ from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.summary import resume_command, say_advice, say_model, say_plan, say_summary, write_summary
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
-from pagedcli.planning.step_time import (
-    StepTime,
-    TimeKey,
-    load_step_time,
-    save_step_time,
-)
+from pagedcli.planning.step_time import StepTime, learn, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
@@ -83,7 +78,7 @@ def run_job(
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
         say_summary(result, findings, predicted=end_time.first)
         if result.outcome == "complete":
-            _learn(key, end_time)
+            learn(key, end_time.ratio)
         advice = _advice(job, served, result, load_step_time(key))
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
@@ -132,13 +127,6 @@ def _run(
             raise
         finally:
             engine.observe_work = None
-
-
-def _learn(key: TimeKey, end_time: EndTime) -> None:
-    """Let a finished run refine the calibration, if there is one: the next prediction is closer."""
-    known = load_step_time(key)
-    if known is not None and end_time.ratio is not None:
-        save_step_time(key, known.learned(end_time.ratio))
 
 
 def _advice(job: Job, served: ServedRequests, result: BatchResult, step_time: StepTime | None) -> Advice:

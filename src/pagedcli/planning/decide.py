@@ -32,6 +32,7 @@ from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.machine import Gpu, Machine
 from pagedcli.printable import plural
+from pagedcli.records import size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
@@ -311,10 +312,10 @@ def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: 
     rope_bytes = limits.max_model_len * itemsize * sum(head_dim for _, head_dim in ropes)
     block_table_bytes = limits.max_num_seqs * limits.tables.num_entries(limits.max_model_len) * 4
     if rope_bytes + block_table_bytes > available:
-        needed = (rope_bytes + block_table_bytes) / 2**30
+        needed = size(rope_bytes + block_table_bytes)
         raise ConfigError(
-            f"max_model_len is {limits.max_model_len}: its tables of positions and blocks take {needed:,.2f} GiB, but"
-            f" only {available / 2**30:,.2f} GiB are available",
+            f"max_model_len is {limits.max_model_len}: its tables of positions and blocks take {needed}, but only"
+            f" {size(available)} are available",
             hint="lower --max-model-len or --max-num-seqs",
         )
 
@@ -376,15 +377,16 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
         if most < num_blocks:
             num_blocks, reason = most, "max_num_seqs x max_model_len"
     if num_blocks < 1:
-        raise ConfigError(
-            _no_blocks(block_bytes, reason, terms, config.gpu_memory_utilization),
-            hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
-        )
+        message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
+        hint = "lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory"
+        missing = None if terms is None else missing_memory(terms, block_bytes)
+        message, hint = missing or (message, hint)
+        raise ConfigError(message, hint=hint)
     if num_blocks * block_bytes + state_bytes > available:
         states = f", {plural(num_slots, 'slot')} of recurrent state included" if num_slots else ""
         raise ConfigError(
-            f"{reason} asks for a KV cache of {(num_blocks * block_bytes + state_bytes) / 2**30:,.2f} GiB{states},"
-            f" but only {max(0, available) / 2**30:,.2f} GiB of memory are available",
+            f"{reason} asks for a KV cache of {size(num_blocks * block_bytes + state_bytes)}{states}, but only"
+            f" {size(max(0, available))} of memory are available",
             hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
         )
     return Pool(num_blocks, reason, num_state_slots=num_slots)
@@ -400,13 +402,38 @@ def choose_num_slots(config: EngineConfig, limits: Limits, num_bytes: int) -> in
     return max(2, min(max(LEAST_SLOTS, 2 * limits.max_num_seqs), num_bytes // 2 // limits.state_bytes))
 
 
-def _no_blocks(block_bytes: int, reason: str, terms: Terms | None, utilization: float) -> str:
-    message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
-    if terms is None:
-        return message
-    gib = 2**30
-    return message + (
-        f"; total {terms.total / gib:.2f} GiB x {utilization} - used {terms.used / gib:.2f}"
-        f" - activations {terms.activations / gib:.2f} - graphs {terms.graphs / gib:.2f}"
-        f" = {terms.kv_cache / gib:.2f} GiB"
+def missing_memory(terms: Terms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:
+    """Message and hint for a device where no block fits: what uses the memory, how much is missing, what to change."""
+    if terms.kv_cache >= block_bytes:
+        return None
+    held = {
+        "other processes": terms.others,
+        "kept free by gpu_memory_utilization": terms.reserve,
+        "weights": terms.weights,
+        "activations of the largest step": terms.activations,
+        "runtime": terms.runtime,
+        "CUDA graphs": terms.graphs,
+    }
+    ordered = sorted(((num_bytes, name) for name, num_bytes in held.items() if num_bytes > 0), reverse=True)
+    parts = ", ".join(f"{name} {size(num_bytes)}" for num_bytes, name in ordered)
+    missing = block_bytes - terms.kv_cache
+    message = (
+        f"no KV block fits: one needs {size(block_bytes)}, {size(missing)} are missing; {size(terms.total)} are used"
+        f" by: {parts}"
     )
+    return message + (f" (other processes: {holders})" if holders else ""), _remedy(terms, missing, ordered[0][1])
+
+
+def _remedy(terms: Terms, missing: int, largest: str) -> str:
+    """What to change, the most effective first."""
+    ways = []
+    if largest == "other processes" or terms.others >= missing:
+        ways.append("end other processes on the device")
+    if terms.reserve > missing:
+        needed = (terms.total - terms.reserve + missing) / terms.total
+        ways.append(f"--gpu-memory-utilization {min(1.0, needed + 0.005):.2f} or more")
+    if terms.activations > missing:
+        ways.append("a lower --max-num-batched-tokens (activations)")
+    if terms.graphs > missing:
+        ways.append("--enforce-eager (no CUDA graphs)")
+    return ", or ".join(ways or ["a larger device, a smaller model or a narrower --dtype"])

@@ -5,9 +5,10 @@ prediction with its measurements.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -26,6 +27,7 @@ from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.decide import choose_pool, decide
 from pagedcli.planning.machine import Machine
 from pagedcli.printable import plural
+from pagedcli.records import Bytes, Whole, computed, size
 
 CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
 HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, measured with torch 2.13 on Linux
@@ -35,7 +37,6 @@ SORT_BYTES = 24  # per logit: float32 copies, sorted values with their int64 ind
 PENALTY_BYTES = 9  # per logit: a float32 copy and the tables of penalties; the native kernels need no sort
 FROM_HEAP = 32 * 2**20  # bytes; glibc takes smaller tensors from its heap, which keeps what is freed
 FREED_BYTES = 8  # per logit: two float32 copies that are freed before the peak, and stay in the heap
-_GIB = 2**30
 
 
 # ---------------------------------------------------------------------- the terms
@@ -167,54 +168,44 @@ def expected_pool(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Ma
 # ---------------------------------------------------------------------- what fits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _room(num_bytes: int) -> str:
+    return size(num_bytes) if num_bytes >= 0 else f"{size(-num_bytes)} too few"
+
+
 class Fit:
-    """One way to keep a model, and what it leaves for the KV cache."""
+    """One way to keep a model, and what it leaves for the KV cache. Tokens and requests: those of a pool of all memory
+    that is left."""
 
-    flags: str  # that choose it; empty: as configured
-    plan: Plan
-    terms: Terms
-    pool: Pool  # that the engine would create
+    flags: Annotated[str, "with"]
+    weight_format: str = computed(lambda fit: fit.plan.weights or fit.plan.dtype)
+    kv_dtype: str = computed(lambda fit: fit.plan.kv_dtype)
+    weights_bytes: Annotated[Bytes, "weights"] = computed(lambda fit: fit.terms.weights)
+    room_bytes: Annotated[int, "left for KV", _room] = computed(lambda fit: fit.terms.kv_cache)
+    token_bytes: Annotated[Bytes, "KV per token"]  # over all layers, as long as no window has passed the token
+    num_tokens: int = computed(lambda fit: fit._block_room // fit.token_bytes)
+    longest_request: int = computed(lambda fit: fit._longest_request)
+    max_concurrency: Annotated[Whole, "at model length"] = computed(lambda fit: fit._max_concurrency)
+    # requests of max_model_len tokens that the pool holds at once
+    pool_concurrency: Whole = computed(lambda fit: fit._tables.concurrency(fit.pool.num_blocks, fit._most))
 
-    @property
-    def weight_format(self) -> str:
-        return self.plan.weights or self.plan.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Of the KV cache, over all layers, as long as no window has passed the token."""
-        return self.plan.block_bytes * len(self.plan.limits.groups) // self.plan.limits.block_size
-
-    @property
-    def block_room(self) -> int:
-        """Bytes of all memory left for the cache, without those of recurrent state."""
-        return max(0, self.terms.kv_cache - self.pool.state_bytes(self.plan.limits))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all memory left for the KV cache holds."""
-        return self.block_room // self.token_bytes
+    def __init__(self, plan: Plan, terms: Terms, pool: Pool, flags: str = "as configured") -> None:
+        self.plan, self.terms, self.pool, self.flags = plan, terms, pool, flags
+        self.token_bytes = plan.block_bytes * len(plan.limits.groups) // plan.limits.block_size
+        self._tables, self._most = plan.limits.tables, plan.limits.max_model_len
+        self._block_room = max(0, terms.kv_cache - pool.state_bytes(plan.limits))
 
     @property
-    def longest_request(self) -> int:
-        """Tokens of the longest request that all that memory holds."""
-        tables, most = self.plan.limits.tables, self.plan.limits.max_model_len
-        if not tables.has_windows:
-            return min(self.num_tokens, most)
-        return tables.longest(self.block_room // self.plan.block_bytes, self.plan.limits.chunk_size, most)
+    def _longest_request(self) -> int:
+        if not self._tables.has_windows:
+            return min(self.num_tokens, self._most)
+        num_blocks = self._block_room // self.plan.block_bytes
+        return self._tables.longest(num_blocks, self.plan.limits.chunk_size, self._most)
 
     @property
-    def max_concurrency(self) -> float:
-        """Requests of max_model_len tokens that all that memory holds at once."""
-        tables, most = self.plan.limits.tables, self.plan.limits.max_model_len
-        if not tables.has_windows:
-            return self.num_tokens / most
-        return tables.concurrency(self.block_room // self.plan.block_bytes, most)
-
-    @property
-    def pool_concurrency(self) -> float:
-        """Requests of max_model_len tokens that the pool holds at once."""
-        return self.plan.limits.tables.concurrency(self.pool.num_blocks, self.plan.limits.max_model_len)
+    def _max_concurrency(self) -> float:
+        if not self._tables.has_windows:
+            return self.num_tokens / self._most
+        return self._tables.concurrency(self._block_room // self.plan.block_bytes, self._most)
 
 
 def fits(config: EngineConfig, spec: ModelSpec, machine: Machine) -> list[Fit]:
@@ -229,21 +220,20 @@ def fits(config: EngineConfig, spec: ModelSpec, machine: Machine) -> list[Fit]:
                 plan = decide(changed, spec, machine)
             except PagedcliError:  # not available on this machine: whoever asks for it is told the reason
                 continue
-            fit = _fit(config, changed, spec, plan, machine)
-            found.setdefault((fit.weight_format, plan.kv_dtype), fit)
+            terms = predict_terms(changed, spec, plan, machine)
+            fit = Fit(plan, terms, pool_within(changed, plan, terms), _flags(config, changed))
+            found.setdefault((fit.weight_format, fit.kv_dtype), fit)
     own, *others = found.values()
-    return [own, *sorted(others, key=lambda fit: (-fit.terms.weights, -fit.token_bytes))]
+    return [own, *sorted(others, key=lambda fit: (-fit.weights_bytes, -fit.token_bytes))]
 
 
-def _fit(config: EngineConfig, changed: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Fit:
+def _flags(config: EngineConfig, changed: EngineConfig) -> str:
     flags = []
     if changed.quantization != config.quantization:
         flags.append(f"--quantization {changed.quantization}" if changed.quantization else "no --quantization")
     if changed.kv_cache_dtype != config.kv_cache_dtype:
         flags.append(f"--kv-cache-dtype {changed.kv_cache_dtype}")
-    terms = predict_terms(changed, spec, plan, machine)
-    pool = pool_within(changed, plan, terms)
-    return Fit(flags=" ".join(flags), plan=plan, terms=terms, pool=pool)
+    return " ".join(flags) or "as configured"
 
 
 def weights_refusal(config: EngineConfig, spec: ModelSpec, terms: Terms, machine: Machine) -> ConfigError | None:
@@ -252,19 +242,18 @@ def weights_refusal(config: EngineConfig, spec: ModelSpec, terms: Terms, machine
     if terms.weights <= left:
         return None
     return ConfigError(
-        f"the weights of {config.model} take {terms.weights / _GIB:,.2f} GiB, but only {max(0, left) / _GIB:,.2f} GiB"
-        " of memory are free",
+        f"the weights of {config.model} take {size(terms.weights)}, but only {size(max(0, left))} of memory are free",
         hint=fitting_hint(fits(config, spec, machine)),
     )
 
 
 def fitting_hint(found: Sequence[Fit]) -> str:
     """What to change so that the model fits, the least first."""
-    for fit in found:
-        if fit.flags and fit.terms.kv_cache >= fit.token_bytes:
+    for fit in found[1:]:
+        if fit.room_bytes >= fit.token_bytes:
             return (
-                f"{fit.flags} fits: {fit.terms.weights / _GIB:,.2f} GiB of weights leave room for"
+                f"{fit.flags} fits: {size(fit.weights_bytes)} of weights leave room for"
                 f" {plural(fit.num_tokens, 'token')}; pagedcli profile-memory shows more"
             )
-    smallest = min(found, key=lambda fit: fit.terms.weights)
-    return f"nothing fits: even {smallest.weight_format} weights take {smallest.terms.weights / _GIB:,.2f} GiB"
+    smallest = min(found, key=lambda fit: fit.weights_bytes)
+    return f"nothing fits: even {smallest.weight_format} weights take {size(smallest.weights_bytes)}"

@@ -7,9 +7,10 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ FORM = 4  # of what a calibration measures: records of another form are not read
 FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
 _LEAST_ERROR = 0.03
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
+_KNOTS = ("prompts", "decodes", "distincts", "randoms")  # fields of StepTime that are Knots; others in _s are seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,28 +229,14 @@ class StepTime:
 
     def scaled(self, factor: float) -> "StepTime":
         """The same machine, slower by this factor in everything."""
-
-        def slower(knots: Knots) -> Knots:
-            return tuple((number, factor * seconds) for number, seconds in knots)
-
-        return replace(
-            self,
-            prompts=slower(self.prompts),
-            decodes=slower(self.decodes),
-            randoms=slower(self.randoms),
-            attended_by_prompts_s=factor * self.attended_by_prompts_s,
-            attended_by_decodes_s=factor * self.attended_by_decodes_s,
-            read_by_prompts_s=factor * self.read_by_prompts_s,
-            distincts=slower(self.distincts),
-            mixed_s=factor * self.mixed_s,
-            chunk_s=factor * self.chunk_s,
-            first_use_s=factor * self.first_use_s,
-            row_s=factor * self.row_s,
-            between_s=factor * self.between_s,
-            prompt_token_s=factor * self.prompt_token_s,
-            text_token_s=factor * self.text_token_s,
-            output_token_s=factor * self.output_token_s,
-        )
+        changes: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in _KNOTS:
+                changes[each.name] = tuple((number, factor * seconds) for number, seconds in value)
+            elif each.name.endswith("_s"):
+                changes[each.name] = factor * value
+        return replace(self, **changes)
 
     def learned(self, ratio: float) -> "StepTime":
         """After a run whose steps took `ratio` times as long as predicted. Runs that other work on the machine slowed
@@ -466,3 +454,11 @@ def save_step_time(key: TimeKey, step_time: StepTime) -> None:
             path.unlink()
         with whole_file(path, overwrite=True) as file:
             file.write(msgspec.json.format(msgspec.json.encode(_File(key, step_time))) + b"\n")
+
+
+def learn(key: TimeKey, ratio: float | None) -> None:
+    """Let a finished run refine the calibration, if there is one: the next prediction is closer. `ratio`: the time of
+    its steps over the predicted one; None: too little has run."""
+    known = load_step_time(key)
+    if known is not None and ratio is not None:
+        save_step_time(key, known.learned(ratio))

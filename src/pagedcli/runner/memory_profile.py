@@ -186,7 +186,7 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
         forecast=predicted and _compared(terms, predicted),
         pool=pool,
         notes=_notes_here(on_cpu, holders),
-        fits=(replace(found[0], pool=pool, terms=terms), *found[1:]) if found else (),
+        fits=(Fit(found[0].plan, terms, pool), *found[1:]) if found else (),
         holders=holders,
         measured_loading=measured_loading,
         predicted_loading=loading_peak(config, spec, plan, folder) if on_cpu and predicted is not None else None,
