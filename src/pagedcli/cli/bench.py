@@ -15,10 +15,11 @@ from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, c
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
-from pagedcli.show.tables import Format, print_tables, table
+from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
+    from pagedcli.bench.kernels import KernelRow
     from pagedcli.bench.rates import MachineRates
     from pagedcli.bench.throughput import Throughput, WorkloadRow
     from pagedcli.core.plan import Plan
@@ -262,7 +263,7 @@ def kernels(
     Exit codes: 0 measured, 2 wrong usage.
     """
     from pagedcli.attention.base import named_dtype
-    from pagedcli.bench.kernels import CallSpread, KernelRow, kernel_rows
+    from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.rates import measure_rates
     from pagedcli.bench.spread import BusyWatch
     from pagedcli.bench.throughput import workload_config
@@ -298,16 +299,21 @@ def kernels(
     finally:
         progress.close()
     notes = [limits_note(machine, attention), *_busy_warning(watch.read())]
-    if any(row.share is None for row in rows):
-        notes.append("'of the limit' is left out where a kernel was faster than the measured limit of the machine.")
     if windows:
         notes.append("With a window, K and V may stay in the processor's cache between calls.")
+    print_tables(_kernel_tables(f"Kernels, {dtype}", rows, notes), format_, facts={"machine": machine})
+
+
+def _kernel_tables(title: str, rows: Sequence["KernelRow"], notes: list[str]) -> list[Table]:
+    from pagedcli.bench.kernels import CallSpread, KernelRow
+
+    if any(row.share is None for row in rows):
+        notes.append("'of the limit' is left out where a kernel was faster than the measured limit of the machine.")
     columns = "kernel size implementation ms gb_per_s gflop_per_s share library_ms nearer"
-    shown = table(KernelRow, "kernels", f"Kernels, {dtype}", rows, columns, notes=notes)
+    shown = table(KernelRow, "kernels", title, rows, columns, notes=notes)
     notes = ["the rates above are those of the fastest call: other load on the machine only adds time"]
     calls, columns = map(CallSpread.of, rows), "kernel size min median max"
-    spread = table(CallSpread, "spread", "Spread of the calls", calls, columns, notes=notes)
-    print_tables([shown, spread], format_, facts={"machine": machine})
+    return [shown, table(CallSpread, "spread", "Spread of the calls", calls, columns, notes=notes)]
 
 
 @bench.command()
