@@ -142,6 +142,20 @@ def test_a_stop_string_that_never_comes_leaves_the_text_alone(tokenizer):
 # ---------------------------------------------------------------------- chat
 
 
+def test_texts_tokenized_together_are_those_tokenized_alone(tokenizer):
+    texts = ["one", "", "two words", "two words ", "é ü ✓ 漢字", "<|endoftext|>", "a" * 5000, "\n\n tab\t"]
+    for adds in (True, False):
+        alone = [tokenizer.encode(text, add_special_tokens=adds) for text in texts]
+        assert tokenizer.encode_all(texts, 10_000, add_special_tokens=adds) == alone
+
+
+def test_a_long_text_is_refused_among_short_ones(demo):
+    first, second, third = demo.encode_all(["short", "word " * 20_000, "short"], 16)
+    assert first == third == demo.encode("short")
+    assert isinstance(second, RequestError)
+    assert second.code == "context_length_exceeded"
+
+
 def test_a_chat_becomes_a_prompt_that_waits_for_the_answer(demo):
     text = demo.decode(demo.encode_chat(CHAT), skip_special_tokens=False)
     assert text == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"

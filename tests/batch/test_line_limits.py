@@ -194,3 +194,5 @@ def test_a_text_on_which_the_tokenizer_fails_gives_an_error_row(harness, tmp_pat
     assert rows[0]["error"]["code"] == "tokenizer_error"
     assert "Onig" in rows[0]["error"]["message"], "a panic of the library"
     assert rows[1]["error"] is None
+    found = harness.tokenizer.encode_all(["b", "a" * 40 + "!", "c"], 512)
+    assert [isinstance(each, RequestError) for each in found] == [False, True, False]

@@ -177,6 +177,18 @@ def check_response_format(defaults: SamplingParams) -> None:
         raise UsageError(f"--response-format: {error.message}", hint="correct the schema") from error
 
 
+_TOGETHER = 256  # rows that commands which only read a file tokenize together
+
+
+@dataclass(slots=True)
+class _Parsed:
+    """A row before its texts are tokenized."""
+
+    row: BatchRow
+    request: BatchRequest | None = None  # None: invalid, or done by an earlier run
+    prompts: list[tuple[str | list[int], bool]] = field(default_factory=list)  # text or token ids; whether it is a chat
+
+
 class Prompts:
     """The rows of an input, in their order, each parsed and tokenized when it is asked for.
 
@@ -212,22 +224,27 @@ class Prompts:
 
     def __iter__(self) -> Iterator[BatchRow | None]:
         """None: no line has come yet. Raises: PagedcliError."""
+        return self._rows()
+
+    def _rows(self, most_together: int = 1) -> Iterator[BatchRow | None]:
+        """As __iter__. Up to so many rows are tokenized together, by all processors; the first ones sooner."""
         limit, (place, num_shards) = self._options.run.limit, self._options.shard
+        parsed: list[_Parsed] = []
+        num_together = 1
         for line in self._lines:
+            if line is not None and limit is not None and line.index >= limit:
+                break
+            if line is not None:
+                self.num_rows += 1
+                self._observe(line)
+                if line.index % num_shards == place:
+                    parsed.append(self._parse(line))
+            if line is None or len(parsed) >= num_together:
+                yield from self._with_prompts(parsed)
+                parsed, num_together = [], min(2 * num_together, most_together)
             if line is None:
                 yield None
-                continue
-            if limit is not None and line.index >= limit:
-                return
-            self.num_rows += 1
-            self._observe(line)
-            if line.index % num_shards == place:
-                row = BatchRow(line)
-                try:
-                    self._prepare(row, is_done=self._holds(line.index, line.digest))
-                except RequestError as error:
-                    row.error = error
-                yield row
+        yield from self._with_prompts(parsed)
 
     def admitted(self, grammars: Grammars | None = None) -> Iterator[tuple[BatchRow, list[int] | RequestError]]:
         """The same without an engine: each row with the number of tokens that each prompt may generate, or why a run
@@ -237,7 +254,7 @@ class Prompts:
         `grammars` compiles those of the prompts; None: they are not checked.
         """
         seen: set[bytes] = set()
-        for row in self:
+        for row in self._rows(_TOGETHER):
             if row is None:
                 continue
             if row.error is not None:
@@ -260,33 +277,49 @@ class Prompts:
                 num_new_tokens = [prompt.params.max_tokens or 1 for prompt in row.prompts]
             yield row, num_new_tokens
 
-    def _prepare(self, row: BatchRow, *, is_done: bool) -> None:
-        """Parse a row, and make its prompts unless it is done: then only its id is remembered. Raises: RequestError."""
-        columns = self._options.columns
+    def _parse(self, line: Line) -> "_Parsed":
+        """A row and what it asks for; only its id is remembered if it is done."""
+        row, columns = BatchRow(line), self._options.columns
+        is_done = self._holds(line.index, line.digest)
         try:
-            document = decode_line(row.line.content)
+            document = decode_line(line.content)
             row.read_head(document, columns)
             if self._options.check_ids and row.id is not None and not self._seen_ids.add(row.id):
                 raise RequestError("duplicate_id", f"an earlier line has the same id {row.id!r}")
-        except RequestError:
             if is_done:
-                return
-            raise
-        if is_done:
-            return
-        row.check_head(document, columns)
-        request = self._parser.parse(request_of(document, columns), row.shape)
-        namespace = self._options.cache_namespace
-        row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
-        row.prompts = [
-            RowPrompt(
-                ids,
-                self._final_params(request, len(ids), row.line.index, place),
-                is_chat,
-                is_text=is_chat or isinstance(request.prompts[place], str),
-            )
-            for place, (ids, is_chat) in enumerate(self._encode(request))
-        ]
+                return _Parsed(row)
+            row.check_head(document, columns)
+            request = self._parser.parse(request_of(document, columns), row.shape)
+            namespace = self._options.cache_namespace
+            row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
+            return _Parsed(row, request, list(self._prompts_of(request)))
+        except RequestError as error:
+            row.error = None if is_done else error
+        return _Parsed(row)
+
+    def _with_prompts(self, parsed: "list[_Parsed]") -> Iterator[BatchRow]:
+        """The rows with their prompts, or with the error of one that cannot be tokenized."""
+        encoded: dict[bool, Iterator[list[int] | RequestError]] = {}
+        for is_chat in (False, True):  # a chat template has already written the special tokens
+            texts = [
+                text
+                for each in parsed
+                for text, in_chat in each.prompts
+                if in_chat is is_chat and isinstance(text, str)
+            ]
+            found = self.tokenizer.encode_all(texts, self._limits.max_model_len, add_special_tokens=not is_chat)
+            encoded[is_chat] = iter(found)
+        for each in parsed:
+            for place, (prompt, is_chat) in enumerate(each.prompts):
+                ids = next(encoded[is_chat]) if isinstance(prompt, str) else prompt
+                if isinstance(ids, RequestError):
+                    each.row.error = each.row.error or ids
+                elif each.request is not None:
+                    params = self._final_params(each.request, len(ids), each.row.line.index, place)
+                    each.row.prompts.append(RowPrompt(ids, params, is_chat, is_text=isinstance(prompt, str)))
+            if each.row.error is not None:
+                each.row.prompts = []
+            yield each.row
 
     def _final_params(self, request: BatchRequest, num_prompt: int, index: int, place: int) -> SamplingParams:
         """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""
@@ -305,33 +338,27 @@ class Prompts:
             msgspec.structs.force_setattr(params, name, value)
         return params
 
-    def _encode(self, request: BatchRequest) -> Iterator[tuple[list[int], bool]]:
-        """Token ids of each prompt, and whether it is a chat: the run's system prompt and tools turn texts into chats.
-
-        Raises: RequestError.
-        """
-        run, max_model_len = self._options.run, self._limits.max_model_len
+    def _prompts_of(self, request: BatchRequest) -> Iterator[tuple[str | list[int], bool]]:
+        """The text or the token ids of each prompt, and whether it is a chat: the run's system prompt and tools turn
+        texts into chats. Raises: RequestError."""
+        run = self._options.run
         if request.messages is not None:
-            yield self._encode_chat(request, request.messages), True
+            yield self._chat_text(request, request.messages), True
         makes_chats = run.system_prompt is not None or bool(run.tools and request.tools is None)
         for prompt in request.prompts:
-            if not isinstance(prompt, str):
-                yield prompt, False
-            elif makes_chats:
-                yield self._encode_chat(request, [{"role": "user", "content": prompt}]), True
+            if isinstance(prompt, str) and makes_chats:
+                yield self._chat_text(request, [{"role": "user", "content": prompt}]), True
             else:
-                yield self.tokenizer.encode_within(prompt, max_model_len), False
+                yield prompt, False
 
-    def _encode_chat(self, request: BatchRequest, messages: list[Message]) -> list[int]:
+    def _chat_text(self, request: BatchRequest, messages: list[Message]) -> str:
         run = self._options.run
         messages = with_system_prompt(messages, run.system_prompt)
         tools = run.tools if request.tools is None else request.tools
         if tools and not self.tokenizer.shows_tools:
             raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
         arguments = {"tools": tools, **request.chat_template_kwargs} if tools else request.chat_template_kwargs
-        text = self.tokenizer.render_chat(messages, arguments)
-        # the template has already written the special tokens
-        return self.tokenizer.encode_within(text, self._limits.max_model_len, add_special_tokens=False)
+        return self.tokenizer.render_chat(messages, arguments)
 
 
 def open_prompts(

@@ -57,7 +57,9 @@ class Tokenizer:
             )
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._backend_decode = backend.decode if backend is not None else None  # 5 times as fast as the wrapper's
-        self._backend_encode = None if backend is None else _backend_encode(self._hf)
+        own = None if backend is None else _backend_of(self._hf)
+        self._backend_encode = None if own is None else own.encode
+        self._encode_batch = None if own is None else own.encode_batch_fast  # without the places of tokens in the text
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self._renderer = ChatRenderer(self._hf)
@@ -114,7 +116,7 @@ class Tokenizer:
                 return found
             ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            if not _is_failure(error):
                 raise
             what = str(error).partition("\n")[0]
             raise RequestError("tokenizer_error", f"the tokenizer failed on this text: {what}") from error
@@ -135,6 +137,24 @@ class Tokenizer:
                 )
             num_characters *= _GROWTH
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_all(
+        self, texts: list[str], num_allowed: int, *, add_special_tokens: bool = True
+    ) -> list[list[int] | RequestError]:
+        """encode_within of each text, or why it fails. All processors share several short ones."""
+        if len(texts) > 1 and self._encode_batch is not None and max(map(len, texts)) < _FIRST_CHARACTERS * _GROWTH:
+            try:
+                return [each.ids for each in self._encode_batch(texts, add_special_tokens=add_special_tokens)]
+            except BaseException as error:
+                if not _is_failure(error):
+                    raise  # Otherwise one text at a time shows which one fails.
+        return [self._encoded(text, num_allowed, add_special_tokens=add_special_tokens) for text in texts]
+
+    def _encoded(self, text: str, num_allowed: int, *, add_special_tokens: bool) -> list[int] | RequestError:
+        try:
+            return self.encode_within(text, num_allowed, add_special_tokens=add_special_tokens)
+        except RequestError as error:
+            return error
 
     def render_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> str:
         """The text of a conversation, up to the start of the assistant's answer, with all special tokens.
@@ -219,8 +239,13 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
-def _backend_encode(hf: Any) -> Any:
-    """The encode method of the Rust library, set as the wrapper sets it in each call, which takes twice as long as to
+def _is_failure(error: BaseException) -> bool:
+    """Whether the tokenizer failed, and nobody asked to stop."""
+    return isinstance(error, Exception) or type(error).__name__ == _PANIC
+
+
+def _backend_of(hf: Any) -> Any:
+    """The Rust library's tokenizer, set as the wrapper sets it in each call, which takes twice as long as to
     tokenize a short text. None for a class with an encoding of its own."""
     from transformers import PreTrainedTokenizerFast as Wrapper
 
@@ -230,7 +255,7 @@ def _backend_encode(hf: Any) -> Any:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = hf.split_special_tokens
-    return backend.encode
+    return backend
 
 
 def text_after(before: str, text: str) -> str:

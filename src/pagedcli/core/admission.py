@@ -36,7 +36,7 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
         num_prompt + max_new_tokens - 1,
         width,
         chunk=limits.chunk_size,
-        shares_prompt=_shares_prompts(limits),
+        shares_prompt=width > 1 and _shares_prompts(limits),
     )
     if limits.num_blocks is not None and needed > limits.num_blocks:
         raise RequestError(

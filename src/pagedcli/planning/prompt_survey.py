@@ -7,9 +7,9 @@ tokens of those that prompts share.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
@@ -51,31 +51,39 @@ class SharedPrompts:
     rows: list[int]  # of the first prompts; a row with several prompts may come several times
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Hits at one block size over all prompts, in tokens and in spans: blocks of each group of layers."""
+class _Shape(NamedTuple):
+    """What a prompt's blocks and hits depend on."""
 
-    hit_tokens: int = 0
-    hit_spans: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a request's blocks depend on. Lengths in tokens."""
-
-    num_cached: int  # of one sequence, prompt and output; the last generated token is never cached
+    num_prompt: int  # tokens
+    max_tokens: int
+    num_known: int  # leading units of tokens that an earlier prompt begins with
     num_seqs: int = 1
-    num_prompt: int = 0  # 0 for a single sequence, which shares no blocks
     at_once: bool = False  # whether all sequences must fit at once: beams
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of one sequence, prompt and output; the last generated token is never cached."""
+        return self.num_prompt + max(0, self.max_tokens - 1)
+
+    def num_shared(self, block_size: int) -> int:
+        """Full blocks of the prompt that the sequences of a request share, of each group of layers."""
+        return 0 if self.num_seqs == 1 else self.num_prompt // block_size
+
     def num_spans(self, block_size: int) -> int:
-        """Blocks of each group of layers at full length; the sequences share the full blocks of their prompt."""
-        shared = self.num_prompt // block_size
+        """Blocks of each group of layers at full length."""
+        shared = self.num_shared(block_size)
         return shared + self.num_seqs * (blocks_for(self.num_cached, block_size) - shared)
 
     def num_tokens(self, block_size: int) -> int:
-        shared = self.num_prompt // block_size * block_size
+        shared = self.num_shared(block_size) * block_size
         return shared + self.num_seqs * (self.num_cached - shared)
+
+    def hit_spans(self, block_size: int) -> int:
+        """Blocks of each group of layers that an unlimited cache has."""
+        return self.num_known * UNIT // block_size
+
+    def hit_tokens(self, block_size: int) -> int:
+        return max(0, min(self.hit_spans(block_size) * block_size, self.num_prompt - 1))
 
 
 @dataclass(slots=True)
@@ -86,19 +94,13 @@ class PromptSurvey:
     windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
     chunk_size: int = 1  # most tokens of one sequence in a step
     shares_prompts: bool = True  # whether the sequences of a request share the blocks of their prompt
-    num_prompts: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0  # maximum that the rows may generate, over all samples and beams
     num_repeated: int = 0  # prompts equal to an earlier one
-    prompt_lengths: Counter[int] = field(default_factory=Counter)
-    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sequence
     _shapes: Counter[_Shape] = field(default_factory=Counter)
     _seen: PrefixRows = field(default_factory=PrefixRows)
     _whole: PrefixRows = field(default_factory=PrefixRows)  # whole prompts
     _shared: dict[int, _Shared] = field(default_factory=dict)
     _newest: SeenPrefixes = field(default_factory=SeenPrefixes)
     _longest_shared: int = 0  # to the token, with one of the newest prompts
-    _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
 
     def add(
         self,
@@ -117,27 +119,15 @@ class PromptSurvey:
         hit, because its logits give the next token.
         """
         num_prompt = len(token_ids)
-        num_cached = num_prompt + max(0, max_tokens - 1)
         end = [-1] * (UNIT - num_prompt % UNIT)  # no token is negative: unlike any prefix of whole units
         *digests, whole = unit_digests([*token_ids, *end], cache_salt, UNIT)
         num_known = self._seen.num_known(digests)
         self._note_shared(row, digests[:num_known], token_ids)
         self._longest_shared = max(self._longest_shared, self._newest.add(token_ids, cache_salt))
         self._seen.add(digests[num_known:], row)
-        self.num_prompts += 1
-        self.prompt_tokens += num_prompt
-        self.output_tokens += num_seqs * max_tokens
         self.num_repeated += self._whole.first_row(whole) is not None
         self._whole.add([whole], row)
-        self.prompt_lengths[num_prompt] += 1
-        self.total_lengths[num_prompt + max_tokens] += 1
-        shape = _Shape(num_cached) if num_seqs == 1 else _Shape(num_cached, num_seqs, num_prompt, is_beam_search)
-        self._shapes[shape] += 1
-        if num_known:
-            for size, tally in self._tallies.items():
-                hit_spans = num_known * UNIT // size
-                tally.hit_tokens += min(hit_spans * size, num_prompt - 1)
-                tally.hit_spans += hit_spans
+        self._shapes[_Shape(num_prompt, max_tokens, num_known, num_seqs, is_beam_search)] += 1
 
     def _note_shared(self, row: int, digests: Sequence[int], token_ids: Sequence[int]) -> None:
         parent: int | None = None
@@ -158,6 +148,37 @@ class PromptSurvey:
 
     # ------------------------------------------------------------------ answers
 
+    def _total(self, number: Callable[..., int], *block_size: int) -> int:
+        return sum(number(shape, *block_size) * count for shape, count in self._shapes.items())
+
+    def _by(self, length: Callable[[_Shape], int]) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for shape, count in self._shapes.items():
+            counts[length(shape)] += count
+        return counts
+
+    @property
+    def num_prompts(self) -> int:
+        return self._shapes.total()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._total(lambda shape: shape.num_prompt)
+
+    @property
+    def output_tokens(self) -> int:
+        """The most that the rows may generate, over all samples and beams."""
+        return self._total(lambda shape: shape.num_seqs * shape.max_tokens)
+
+    @property
+    def prompt_lengths(self) -> Counter[int]:
+        return self._by(lambda shape: shape.num_prompt)
+
+    @property
+    def total_lengths(self) -> Counter[int]:
+        """Prompt and output of one sequence."""
+        return self._by(lambda shape: shape.num_prompt + shape.max_tokens)
+
     def block_size_rows(self) -> list[Row]:
         """Each block size with its hit rate and waste.
 
@@ -165,17 +186,18 @@ class PromptSurvey:
         eviction, shared blocks counted once.
         """
         rows = []
-        for size, tally in self._tallies.items():
+        for size in BLOCK_SIZES:
             slots = self._num_spans(size) * size
-            num_tokens = sum(shape.num_tokens(size) * count for shape, count in self._shapes.items())
+            num_tokens = self._total(_Shape.num_tokens, size)
+            hit_tokens = self._total(_Shape.hit_tokens, size)
             rows.append(
                 {
                     "block_size": size,
-                    "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-                    "hit_tokens": tally.hit_tokens,
+                    "hit_rate": hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+                    "hit_tokens": hit_tokens,
                     "waste": 1 - num_tokens / slots if slots else 0.0,
                     "num_blocks": self._all_blocks(size),
-                    "num_slots": slots - tally.hit_spans * size,
+                    "num_slots": slots - self._hit_spans(size) * size,
                     "longest_table": self._tables(size).num_entries(self.most_cached_tokens()),
                 }
             )
@@ -251,7 +273,7 @@ class PromptSurvey:
         rows = []
         for name, lengths in (("prompt", self.prompt_lengths), ("prompt and output", self.total_lengths)):
             row: Row = {"what": name, "total": sum(n * count for n, count in lengths.items())}
-            row["mean"] = row["total"] / self.num_prompts if self.num_prompts else None
+            row["mean"] = row["total"] / self.num_prompts if lengths else None
             for key, share in (("min", 0.0), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
                 row[key] = percentile(lengths, share) if lengths else None
             rows.append(row)
@@ -276,7 +298,7 @@ class PromptSurvey:
     def pool_rows(self, block_size: int, num_running: int) -> list[Row]:
         """Pool sizes, in blocks, and what each is enough for. The last row exists only for block sizes in BLOCK_SIZES,
         whose hits are counted."""
-        num_seqs = min(num_running, sum(shape.num_seqs * count for shape, count in self._shapes.items()))
+        num_seqs = min(num_running, self._total(lambda shape: shape.num_seqs))
         rows = [
             {"enough_for": "every row alone: none is refused", "num_blocks": self._blocks_alone(block_size)},
             {
@@ -284,7 +306,7 @@ class PromptSurvey:
                 "num_blocks": self._blocks_at_once(num_running, block_size),
             },
         ]
-        if block_size in self._tallies:
+        if block_size in BLOCK_SIZES:
             kept = {
                 "enough_for": "all rows kept: no eviction, ideal hit rate",
                 "num_blocks": self._all_blocks(block_size),
@@ -320,11 +342,14 @@ class PromptSurvey:
 
     def _all_blocks(self, block_size: int) -> int:
         """Blocks of all rows together, shared ones once, none released before the end."""
-        return (self._num_spans(block_size) - self._tallies[block_size].hit_spans) * len(self.windows)
+        return (self._num_spans(block_size) - self._hit_spans(block_size)) * len(self.windows)
 
     def _num_spans(self, block_size: int) -> int:
         """Spans of all prompts and outputs; the sequences of a request share the full blocks of its prompt."""
-        return sum(shape.num_spans(block_size) * count for shape, count in self._shapes.items())
+        return self._total(_Shape.num_spans, block_size)
+
+    def _hit_spans(self, block_size: int) -> int:
+        return self._total(_Shape.hit_spans, block_size)
 
 
 def percentile(lengths: Counter[int], share: float) -> int:
