@@ -12,7 +12,7 @@ from scripted import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.show.group_words import block_group_words
-from pagedcli.show.report import BlockFrames, TableFrames, embedded_json, render_report
+from pagedcli.show.report import PoolFrames, embedded_json, render_report
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.cache_groups import group_of, group_uses
@@ -70,7 +70,7 @@ def test_the_page_holds_the_run_and_nothing_from_outside(tmp_path):
 
 @pytest.mark.parametrize("windows", [(None,), (4, None), (3, 5, None)])
 def test_frames_fold_to_the_states_and_groups_of_every_step(tmp_path, windows):
-    frames, pools = BlockFrames(), []
+    frames, pools = PoolFrames(), []
     folding = pool_fold(frames)
     trace = recorded(tmp_path / "run.jsonl", num_blocks=24 * len(windows), windows=windows)
     for event in folding.steps(TraceReader(trace)):
@@ -79,7 +79,7 @@ def test_frames_fold_to_the_states_and_groups_of_every_step(tmp_path, windows):
     frames.add(folding.state)  # the end of the run
     pools.append(cells(folding.state))
     for group in (1, 7):
-        deltas, folded = frames.grouped(group), [(0, None)] * folding.state.num_blocks
+        deltas, folded = frames.grouped_blocks(group), [(0, None)] * folding.state.num_blocks
         assert len(deltas) == -(-(len(pools) - 1) // group) + 1
         for number, delta in enumerate(deltas):
             for packed in delta:
@@ -95,7 +95,7 @@ def test_frames_fold_to_the_states_and_groups_of_every_step(tmp_path, windows):
 
 
 def test_table_frames_fold_to_the_block_tables_of_every_step(tmp_path):
-    frames, expected = TableFrames(), []
+    frames, expected = PoolFrames(), []
     folding = pool_fold(frames)
     for event in folding.steps(TraceReader(recorded(tmp_path / "run.jsonl"))):
         if isinstance(event, StepScheduled):
@@ -104,7 +104,7 @@ def test_table_frames_fold_to_the_block_tables_of_every_step(tmp_path):
     frames.add(folding.state)  # the end of the run
     for group in (1, 7):
         tables = {}
-        for number, frame in enumerate(frames.grouped(group)):
+        for number, frame in enumerate(frames.grouped_tables(group)):
             for seq_id, kept, *block_ids in frame:
                 tables[seq_id] = tables.get(seq_id, [])[:kept] + block_ids
             tables = {seq_id: table for seq_id, table in tables.items() if table}

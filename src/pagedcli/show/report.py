@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,132 +31,104 @@ from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import PHASES, RequestRow, RequestTimes, WholeRun, story
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
-_Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
+_Blocks = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
+T = TypeVar("T")
 
 
-class BlockFrames(View[PoolState]):
-    """The pool at every step as changes since the previous step: (block_id * num_groups + group) * 16 + code.
+class PoolFrames(View[PoolState]):
+    """The pool at every step as changes since the previous step.
 
-    0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more. Empty
-    blocks have group 0.
+    `blocks` has (block_id * num_groups + group) * 16 + code, where code is 0 empty, 1 cached and reusable, 2 being
+    filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more, and empty blocks have group 0. `tables` has one
+    `[seq_id, kept, *block_ids]` per changed block table: its first `kept` blocks stay, these replace the others.
     """
 
     def __init__(self) -> None:
-        self.deltas: list[array[int]] = []
+        self.blocks: list[array[int]] = []
+        self.tables: list[list[array[int]]] = []
         self.first_step = 0
         self._num_groups = 1
         self._cells: list[int] = []  # each block at the last frame: group * 16 + code
-        self._touched: set[int] = set()
+        self._held: dict[int, list[int]] = {}  # block tables at the last frame
+        self._touched: set[int] = set()  # blocks
+        self._touched_seqs: dict[int, None] = {}
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._num_groups = state.num_groups
-        self._touched.update(range(len(self._cells)))  # another part begins with an empty pool
+        self._touch_all()  # another part begins with an empty pool
+
+    def _touch_all(self) -> None:
+        self._touched.update(range(len(self._cells)))
+        self._touched_seqs.update(dict.fromkeys(self._held))
 
     def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
-        self._add_step(event.step, state)
-
-    def _add_step(self, step: int, state: PoolState) -> None:
-        if not self.deltas:
-            self.first_step = step
+        if not self.blocks:
+            self.first_step = event.step
         self.add(state)
 
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        self._touched.update(range(state.num_blocks))
+        self._touch_all()
         if state.step is not None and not state.step.scheduled:
-            self._add_step(event.step, state)
+            if not self.blocks:
+                self.first_step = event.step
+            self.add(state)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._touched.add(event.block_id)
 
-    def _touch(self, event: _Taken | ev.BlocksFilled, state: PoolState) -> None:
-        self._touched.update(block_id for block_id in event.block_ids if block_id is not None)
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        self._touched.update(event.block_ids)
 
-    on_blocks_reused = on_blocks_allocated = on_blocks_filled = on_blocks_released = on_sequence_forked = _touch
-    on_window_passed = _touch
+    def on_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
+        self._touched_seqs[event.seq_id] = None
+
+    def _touch(self, event: _Blocks, state: PoolState) -> None:
+        self._touched.update(block_id for block_id in event.block_ids if block_id is not None)
+        self._touched_seqs[event.seq_id] = None
+
+    on_blocks_reused = on_blocks_allocated = on_blocks_released = on_sequence_forked = on_window_passed = _touch
 
     def add(self, state: PoolState) -> None:
         """Append a frame of the current pool."""
-        cells = self._cells
-        if not cells:
-            cells.extend([0] * state.num_blocks)
-        delta = array("q")
+        self._cells = self._cells or [0] * state.num_blocks
+        blocks = array("q")
         for block_id in sorted(self._touched):
             ref_count, full = state.ref_counts[block_id], state.hashes[block_id] is not None
             code = 2 + min(ref_count, _MOST_SHARED) if ref_count > 1 else 2 * ref_count + full
             cell = state.block_groups[block_id] * 16 + code if code else 0
-            if cell != cells[block_id]:
-                cells[block_id] = cell
-                delta.append(block_id * self._num_groups * 16 + cell)
-        self._touched.clear()
-        self.deltas.append(delta)
-
-    def grouped(self, group: int) -> list[list[int]]:
-        """One frame per group of steps, with all their changes, and one for the end of the run."""
-        if group == 1:
-            return [delta.tolist() for delta in self.deltas]
-        *steps, end = self.deltas
-        groups = [steps[start : start + group] for start in range(0, len(steps), group)]
-        cells = self._num_groups * 16
-        frames = [{packed // cells: packed for delta in deltas for packed in delta} for deltas in groups]
-        return [*(list(last.values()) for last in frames), end.tolist()]
-
-
-class TableFrames(View[PoolState]):
-    """The block tables at every step as changes since the previous step, one `[seq_id, kept, *block_ids]` per changed
-    table: its first `kept` blocks stay, the others are replaced by these. Frames are those of BlockFrames."""
-
-    def __init__(self) -> None:
-        self.deltas: list[list[array[int]]] = []
-        self._tables: dict[int, list[int]] = {}  # as of the last frame
-        self._touched: dict[int, None] = {}
-
-    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        self._touched.update(dict.fromkeys(self._tables))
-
-    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
-        self.add(state)
-
-    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        self._touched.update(dict.fromkeys(self._tables))
-        if state.step is not None and not state.step.scheduled:
-            self.add(state)
-
-    def _touch(
-        self,
-        event: ev.BlocksReused
-        | ev.BlocksAllocated
-        | ev.BlocksReleased
-        | ev.SequenceForked
-        | ev.BlockCopied
-        | ev.WindowPassed,
-        state: PoolState,
-    ) -> None:
-        self._touched[event.seq_id] = None
-
-    on_blocks_reused = on_blocks_allocated = on_blocks_released = on_sequence_forked = on_block_copied = _touch
-    on_window_passed = _touch
-
-    def add(self, state: PoolState) -> None:
-        """Append a frame of the current tables."""
-        frame = []
-        for seq_id in self._touched:
+            if cell != self._cells[block_id]:
+                self._cells[block_id] = cell
+                blocks.append(block_id * self._num_groups * 16 + cell)
+        tables = []
+        for seq_id in self._touched_seqs:
             seq = state.seqs.get(seq_id)
-            table = [] if seq is None else seq.held_block_ids
-            before = self._tables.get(seq_id, [])
+            table, before = [] if seq is None else seq.held_block_ids, self._held.pop(seq_id, [])
             kept = num_equal(before, table)
             if kept < max(len(before), len(table)):
-                frame.append(array("q", (seq_id, kept, *table[kept:])))
-                self._tables[seq_id] = table.copy()
-                if not table:
-                    del self._tables[seq_id]
+                tables.append(array("q", (seq_id, kept, *table[kept:])))
+            if table:
+                self._held[seq_id] = table
         self._touched.clear()
-        self.deltas.append(frame)
+        self._touched_seqs.clear()
+        self.blocks.append(blocks)
+        self.tables.append(tables)
 
-    def grouped(self, group: int) -> list[list[list[int]]]:
-        """As BlockFrames.grouped: the changes of a group's steps, in order."""
-        *steps, end = self.deltas
-        groups = [steps[start : start + group] for start in range(0, len(steps), group)]
-        return [[change.tolist() for frame in frames for change in frame] for frames in [*groups, [end]]]
+    def grouped_blocks(self, group: int) -> list[list[int]]:
+        """One frame per group of steps, with the last change of each block, and one for the end of the run."""
+        cells, frames = self._num_groups * 16, _grouped(self.blocks, group)
+        last = ({packed // cells: packed for delta in deltas for packed in delta} for deltas in frames)
+        return [list(changes.values()) for changes in last]
+
+    def grouped_tables(self, group: int) -> list[list[list[int]]]:
+        """The same of the block tables, with all changes in order."""
+        frames = _grouped(self.tables, group)
+        return [[change.tolist() for changes in deltas for change in changes] for deltas in frames]
+
+
+def _grouped(deltas: list[T], group: int) -> list[list[T]]:
+    """The changes by group of steps; those of the end of the run are a group of their own."""
+    steps = deltas[:-1]
+    return [*(steps[start : start + group] for start in range(0, len(steps), group)), deltas[-1:]]
 
 
 MAX_FRAMES = 20_000  # steps drawn individually; longer runs are summarised in groups, as the page notes
@@ -180,11 +152,10 @@ def render_report(
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
-    moment, run, frames, tables = Moment(), WholeRun(), BlockFrames(), TableFrames()
-    state = fold(reader, moment, run, frames, tables, *views)
+    moment, run, frames = Moment(), WholeRun(), PoolFrames()
+    state = fold(reader, moment, run, frames, *views)
     run.finish(state)
     frames.add(state)
-    tables.add(state)
     group = max(1, -(-len(run.series) // MAX_FRAMES))
     document = {
         "file": reader.path.name,
@@ -199,8 +170,8 @@ def render_report(
         "numSteps": len(run.series),
         "group": group,
         "columns": _grouped_columns(run.series, group),
-        "frames": frames.grouped(group),
-        "tables": tables.grouped(group),
+        "frames": frames.grouped_blocks(group),
+        "tables": frames.grouped_tables(group),
         "statuses": PHASES,
         "requestColumns": [column.key for column in chosen(RequestRow, "page")],
         "requestTable": _headers(RequestRow),
