@@ -277,7 +277,7 @@ def test_waited_steps_are_the_phases_of_waiting(events):
     for seq in state.finished.values():
         if seq.parent_seq_id is not None:
             continue  # it begins to run in the step that adds it
-        phases = [p for p in timelines.seqs[seq.seq_id].phases if p.status in ("waiting", "preempted")]
+        phases = [p for p in timelines.phases[seq.seq_id] if p.status in ("waiting", "preempted")]
         assert seq.num_steps_waited(state.step_number) == sum(p.last_step - p.first_step + 1 for p in phases)
 
 

@@ -46,13 +46,14 @@ class PoolDeck(Deck[Moment]):
     def all_seqs(self) -> list[SeqState]:
         """All sequences that are known; of a recorded run those of later steps, too."""
 
-    @abstractmethod
     def sequence_story(self, seq_id: int) -> Story:
         """What happened to a sequence."""
+        assert self.moment is not None, "a sequence is selected in a moment"
+        return sequence_story(seq_id, self.events(), self.moment.state)
 
-    @abstractmethod
     def block_story(self, block_id: int) -> Story:
         """What happened to a block."""
+        return block_story(block_id, self.events())
 
 
 class ReplayDeck(Recording[Moment], PoolDeck):
@@ -104,12 +105,6 @@ class ReplayDeck(Recording[Moment], PoolDeck):
     def jump(self, name: str, *, backward: bool) -> str:
         stop = self.replay.next_landmark(cast(Landmark, name), backward=backward)
         return f"no {'earlier' if backward else 'later'} {name}" if stop is None else self.move_to(stop)
-
-    def sequence_story(self, seq_id: int) -> Story:
-        return sequence_story(seq_id, self.replay.events(), self.moment.state)
-
-    def block_story(self, block_id: int) -> Story:
-        return block_story(block_id, self.replay.events())
 
 
 class KeptEvents:
@@ -341,17 +336,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         return with_steps(self._events.copy())
 
     def all_seqs(self) -> list[SeqState]:
-        if self._shown is None:
-            return []
-        state = self._shown.state
-        return [*state.finished.values(), *state.seqs.values()]
-
-    def sequence_story(self, seq_id: int) -> Story:
-        assert self._shown is not None, "a sequence is selected in a moment"
-        return sequence_story(seq_id, self.events(), self._shown.state)
-
-    def block_story(self, block_id: int) -> Story:
-        return block_story(block_id, self.events())
+        return [] if self._shown is None else self._shown.state.all_seqs()
 
     # ------------------------------------------------------------------ after the run
 

@@ -23,7 +23,6 @@ from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import (
     REASON_WORDS,
     CheckpointRow,
-    CheckpointUse,
     ExplainedLookup,
     Explainer,
     Lookup,
@@ -193,10 +192,10 @@ def _reasons_table(explainer: Explainer) -> Table:
     return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows)
 
 
-def _checkpoints_table(checkpoints: list[CheckpointUse]) -> Table:
+def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:
     """The checkpoints that most tokens were found by."""
     used = sorted(checkpoints, key=lambda use: use.tokens_hit, reverse=True)
-    rows = [values_of(CheckpointRow(use), "json") for use in used[:_MOST_CHECKPOINTS]]
+    rows = [values_of(use, "json") for use in used[:_MOST_CHECKPOINTS]]
     unused = sum(not use.num_hits for use in checkpoints)
     title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
     notes = [f"the {len(rows)} of most use are shown"] if len(rows) < len(checkpoints) else []

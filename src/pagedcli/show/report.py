@@ -28,7 +28,7 @@ from pagedcli.views.explain import REASON_WORDS, CheckpointRow, Decode, Explaine
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import Row, chosen, values_of
 from pagedcli.views.stats import StepSeries
-from pagedcli.views.whole_run import PHASES, RequestRow, RequestTimes, WholeRun, story
+from pagedcli.views.whole_run import PHASES, RequestRow, WholeRun, story
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
 _Blocks = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
@@ -156,6 +156,7 @@ def render_report(
     state = fold(reader, moment, run, frames, *views)
     run.finish(state)
     frames.add(state)
+    slowest = sorted(run.requests, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
     group = max(1, -(-len(run.series) // MAX_FRAMES))
     document = {
         "file": reader.path.name,
@@ -175,8 +176,8 @@ def render_report(
         "statuses": PHASES,
         "requestColumns": [column.key for column in chosen(RequestRow, "page")],
         "requestTable": _headers(RequestRow),
-        "requests": [_values(RequestRow(each, run.timelines.seqs[each.seq_id])) for each in run.requests],
-        "slowest": _slowest(run.requests),
+        "requests": [_values(each) for each in run.requests],
+        "slowest": [[row.seq_id, row.label, row.why()] for row in slowest],
         "selected": sorted(selected),
         "explain": _explain_document(run.explainer, make_decoder()),
     }
@@ -247,11 +248,6 @@ def _values(row: Row, use: str = "page") -> list[Any]:
     return [round(each, 6) if isinstance(each, float) else each for each in values_of(row, use).values()]
 
 
-def _slowest(rows: list[RequestTimes]) -> list[list[Any]]:
-    slowest = sorted(rows, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
-    return [[row.seq_id, row.label, row.why()] for row in slowest]
-
-
 def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, Any]:
     lookups = explainer.lookups
     if len(lookups) > MAX_LOOKUPS:
@@ -264,7 +260,7 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
             "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
         },
         "checkpointColumns": _headers(CheckpointRow),
-        "checkpoints": [_values(CheckpointRow(use), "table") for use in explainer.checkpoints[:MAX_LOOKUPS]],
+        "checkpoints": [_values(use, "table") for use in explainer.checkpoints[:MAX_LOOKUPS]],
         "lookupColumns": _headers(ExplainedLookup, "page"),
         "lookups": [_values(ExplainedLookup(lookup, decode)) for lookup in lookups],
     }  # fmt: skip

@@ -263,6 +263,10 @@ class PoolState(BlockLedger):
     def running(self) -> list[SeqState]:
         return [seq for seq in self.seqs.values() if seq.running]
 
+    def all_seqs(self) -> list[SeqState]:
+        """All sequences that are known, the finished ones included, in the order of their numbers."""
+        return sorted([*self.finished.values(), *self.seqs.values()], key=lambda seq: seq.seq_id)
+
     def waiting(self) -> list[SeqState]:
         """Waiting sequences in queue order."""
         return sorted((seq for seq in self.seqs.values() if not seq.running), key=lambda seq: seq.queue_place)

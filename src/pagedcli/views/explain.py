@@ -3,7 +3,8 @@
 Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded it also finds where prompts diverge.
 """
 
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -252,8 +253,11 @@ class ExplainedLookup(LookupRow):
         self.divergence = None if lookup.divergence is None else divergence_text(lookup.divergence, decode)
 
 
+_CONTEXT = 8  # tokens kept on each side of a divergence
+
+
 class CheckpointRow(Row):
-    """A checkpoint of recurrent state and what it was good for."""
+    """A checkpoint of recurrent state, and what it was good for."""
 
     USES: ClassVar = {
         "json": "step seq_id label num_tokens reason num_hits tokens_hit dropped_step why",
@@ -270,22 +274,11 @@ class CheckpointRow(Row):
     dropped_step: Annotated[int | None, "dropped in step"]
     why: Annotated[str, "because of"] = computed(lambda row: ev.CHECKPOINT_WORDS[row.reason])
 
-
-_CONTEXT = 8  # tokens kept on each side of a divergence
-
-
-@dataclass(slots=True)
-class CheckpointUse:
-    """A checkpoint of recurrent state: where and why it was made, and what it was good for."""
-
-    step: int | None
-    seq_id: int  # the sequence that computed it
-    label: str
-    num_tokens: int  # before it
-    reason: ev.CheckpointReason
-    num_hits: int = 0  # lookups that continued from it
-    tokens_hit: int = 0
-    dropped_step: int | None = None  # None: it was never dropped
+    def __init__(self, event: ev.CheckpointMade, label: str, step: int | None) -> None:
+        super().__init__(event)
+        self.step, self.label = step, label
+        self.num_hits = self.tokens_hit = 0  # lookups that continued from it, and the tokens that this saved
+        self.dropped_step: int | None = None  # None: it was never dropped
 
 
 class Explainer(View[PoolState]):
@@ -293,7 +286,7 @@ class Explainer(View[PoolState]):
 
     def __init__(self) -> None:
         self.lookups: list[Lookup] = []
-        self.checkpoints: list[CheckpointUse] = []
+        self.checkpoints: list[CheckpointRow] = []
         self.block_size = 0
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
@@ -303,11 +296,12 @@ class Explainer(View[PoolState]):
     def _forget_cache(self) -> None:
         # each sequence's lookups with blocks still to be computed, and when each was
         self._pending: dict[int, list[tuple[int, Lookup]]] = {}
-        self._checkpoint_in: dict[int, CheckpointUse] = {}  # the checkpoints by slot
+        self._checkpoint_in: dict[int, CheckpointRow] = {}  # the checkpoints by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
         self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
-        self._evictions = _AliveCounter()
+        self._evictions = array("Q")  # places of the ghosts, rising
+        self._num_evictions = 0  # places so far
         self._earlier: list[tuple[tuple[int, ...], int, str, bool]] = []  # tokens seen before, sorted
         self._hashes: dict[int, tuple[int | None, ...]] = {}  # hashes of the blocks of finished sequences with tokens
 
@@ -341,8 +335,7 @@ class Explainer(View[PoolState]):
             self._token_ids[event.seq_id] = list(event.token_ids)
 
     def on_checkpoint_made(self, event: ev.CheckpointMade, state: PoolState) -> None:
-        label = state.seqs[event.seq_id].label
-        use = CheckpointUse(state.step_number, event.seq_id, label, event.num_tokens, event.reason)
+        use = CheckpointRow(event, state.seqs[event.seq_id].label, state.step_number)
         self._checkpoint_in[event.slot_id] = use
         self.checkpoints.append(use)
 
@@ -399,7 +392,9 @@ class Explainer(View[PoolState]):
             if state.engine is not None and state.engine.eviction == "lru":
                 # a pool with m more blocks still holds the m contents evicted last, and those displaced by copies
                 num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
-                lookup.num_more_blocks = max(1, 1 + self._evictions.count_after(ghost[0]) - num_displaced)
+                lookup.num_more_blocks = max(
+                    1, 1 + len(self._evictions) - bisect_right(self._evictions, ghost[0]) - num_displaced
+                )
         elif self._is_cached_under_another_salt(lookup, state):
             lookup.reason = "different_salt"
 
@@ -430,7 +425,7 @@ class Explainer(View[PoolState]):
                 self._learn(event.seq_id, index // state.num_groups, block_hash)
             ghost = self._ghosts.pop(block_hash, None)
             if ghost is not None:
-                self._evictions.remove(ghost[0])
+                del self._evictions[bisect_left(self._evictions, ghost[0])]
         self._drop_complete(event.seq_id)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
@@ -438,7 +433,9 @@ class Explainer(View[PoolState]):
         if not self._num_copies[event.hash]:
             del self._num_copies[event.hash]
         if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
-            self._ghosts[event.hash] = self._evictions.append(), state.step_number
+            self._ghosts[event.hash] = self._num_evictions, state.step_number
+            self._evictions.append(self._num_evictions)
+            self._num_evictions += 1
 
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         """What the step left uncertain was never in the cache: who computes it next is the first."""
@@ -551,35 +548,3 @@ def explain_trace(source: EventSource, *views: View[PoolState]) -> tuple[Explain
     state = fold(source, explainer, *views)
     explainer.finish()
     return explainer, state
-
-
-class _AliveCounter:
-    """Counts in O(log n) the entries appended after a given one and not removed since (a Fenwick tree)."""
-
-    def __init__(self) -> None:
-        self._tree = [0]
-        self._num_alive = 0
-
-    def append(self) -> int:
-        """Add an entry and return its place."""
-        place = len(self._tree)
-        total, below = 1, place - 1
-        while below > place - (place & -place):
-            total += self._tree[below]
-            below -= below & -below
-        self._tree.append(total)
-        self._num_alive += 1
-        return place
-
-    def remove(self, place: int) -> None:
-        self._num_alive -= 1
-        while place < len(self._tree):
-            self._tree[place] -= 1
-            place += place & -place
-
-    def count_after(self, place: int) -> int:
-        alive = self._num_alive
-        while place > 0:
-            alive -= self._tree[place]
-            place -= place & -place
-        return alive

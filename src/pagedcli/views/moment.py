@@ -242,8 +242,7 @@ class Replay:
             self.damage = error.message
         else:
             self._add_stop(None, lines)
-        state = self._moment.state
-        self.seqs = sorted([*state.finished.values(), *state.seqs.values()], key=lambda seq: seq.seq_id)
+        self.seqs = self._moment.state.all_seqs()
         if self.damage is not None:
             self._position, self._moment = -1, self._snapshots[-1].copy()
 

@@ -5,8 +5,8 @@ Used by the summaries of `generate` and `trace`, by the report and Perfetto.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Annotated, ClassVar
 
@@ -17,7 +17,7 @@ from pagedcli.printable import percent_text, plural, seconds_text
 from pagedcli.records import Seconds, computed
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState, SeqState, Status
-from pagedcli.views.explain import Explainer
+from pagedcli.views.explain import Explainer, Totals
 from pagedcli.views.rows import Label, Row, SeqId
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
 
@@ -33,35 +33,20 @@ class Phase:
     last_step: int | None = None  # None while it lasts
 
 
-@dataclass(slots=True)
-class SeqTimeline:
-    """All phases of one sequence, without gaps."""
-
-    seq_id: int
-    request_id: str
-    label: str  # what a person calls the request (SeqState.label)
-    num_prompt_tokens: int
-    phases: list[Phase] = field(default_factory=list)
-    finish_reason: str | None = None
-    num_output_tokens: int = 0
-
-
 class Timelines(View[PoolState]):
-    """Call `finish` after the last event."""
+    """The phases of each sequence, without gaps. Call `finish` after the last event."""
 
     def __init__(self) -> None:
-        self.seqs: dict[int, SeqTimeline] = {}
+        self.phases: dict[int, list[Phase]] = {}
         self._in_prefill: set[int] = set()
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         """Another part: close what the earlier run left unfinished."""
         for seq_id, seq in state.finished.items():
-            if seq_id in self.seqs and seq.finish_reason is None:
-                self._cut(seq, state)
+            if seq.finish_reason is None:
+                self._cut(seq_id, state)
 
     def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
-        label = state.seqs[event.seq_id].label
-        self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, label, event.num_prompt_tokens)
         self._enter(event.seq_id, "waiting", _now(state))
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
@@ -83,36 +68,35 @@ class Timelines(View[PoolState]):
             self._enter(seq_id, "preempted", state.step_number or 0)
 
     def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
-        seq = self.seqs[event.seq_id]
-        self._end(seq, _now(state))
+        self._end(event.seq_id, _now(state))
         self._in_prefill.discard(event.seq_id)
-        seq.finish_reason, seq.num_output_tokens = event.reason, event.num_output_tokens
 
     def finish(self, state: PoolState) -> None:
         """Close the phases of sequences that the trace leaves unfinished."""
-        for seq in state.seqs.values():
-            self._cut(seq, state)
+        for seq_id in state.seqs:
+            self._cut(seq_id, state)
 
-    def _cut(self, seq: SeqState, state: PoolState) -> None:
-        timeline = self.seqs[seq.seq_id]
-        if timeline.phases and timeline.phases[-1].last_step is None:
-            self._end(timeline, state.step_number or 0)
-        timeline.num_output_tokens = seq.num_output_tokens
+    def _cut(self, seq_id: int, state: PoolState) -> None:
+        phases = self.phases.get(seq_id)
+        if phases and phases[-1].last_step is None:
+            self._end(seq_id, state.step_number or 0)
 
     def _enter(self, seq_id: int, status: Status, step: int) -> None:
-        seq = self.seqs[seq_id]
-        if seq.phases:
-            self._end(seq, step - 1)
-        seq.phases.append(Phase(status, step))
+        phases = self.phases.setdefault(seq_id, [])
+        if phases:
+            self._end(seq_id, step - 1)
+        phases.append(Phase(status, step))
         if status == "prefill":
             self._in_prefill.add(seq_id)
         else:
             self._in_prefill.discard(seq_id)
 
-    def _end(self, seq: SeqTimeline, last_step: int) -> None:
-        seq.phases[-1].last_step = last_step
-        if last_step < seq.phases[-1].first_step:  # it lasted less than a step
-            seq.phases.pop()
+    def _end(self, seq_id: int, last_step: int) -> None:
+        """End the phase that lasts; one of less than a step never was."""
+        phase = self.phases[seq_id][-1]
+        phase.last_step = last_step
+        if last_step < phase.first_step:
+            self.phases[seq_id].pop()
 
 
 def _now(state: PoolState) -> int:
@@ -122,20 +106,11 @@ def _now(state: PoolState) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
-    """What only the events of a run show: why tokens were computed although they were shared. Tokens, unless another
-    unit is named; of first prefix lookups."""
-
-    num_evicted: int  # cached before, evicted by the time of the lookup
-    num_in_flight: int  # computed by two sequences at the same time
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
-    """A run's facts, and what else is known of it."""
+    """A run's facts, and what only its events show: the outcomes of its first prefix lookups."""
 
     facts: RunFacts
-    losses: Losses | None = None  # None: the engine's own counts, without events
+    losses: Totals | None = None  # None: the engine's own counts, without events
 
     def lost(self) -> list[tuple[int, str]]:
         """Shared tokens that were computed again, and why, largest first."""
@@ -143,7 +118,7 @@ class Findings:
         losses, facts = self.losses, self.facts
         known = [(facts.num_partial_tokens, "shared, but less than a block")]
         if losses is not None:
-            known += [(losses.num_evicted, evicted), (losses.num_in_flight, in_flight)]
+            known += [(losses.evicted, evicted), (losses.in_flight, in_flight)]
         else:
             either = "evicted, or in flight in another sequence" if facts.num_evictions else in_flight
             known.append((facts.num_ideal_tokens - facts.num_cached_tokens, either))
@@ -222,56 +197,14 @@ def _ideal_cache(findings: Findings) -> str:
 def _waiting_text(findings: Findings) -> str:
     facts = findings.facts
     total = findings.waiting_s
-    reasons = sorted(facts.waiting_s.items(), key=lambda item: -item[1])
-    why = ", ".join(f"{percent_text(part / total)} {ev.WAITING_WORDS[reason]}" for reason, part in reasons if part)
+    reasons = _largest_first(facts.waiting_s)
+    why = ", ".join(f"{percent_text(part / total)} {ev.WAITING_WORDS[reason]}" for reason, part in reasons)
     mean = seconds_text(total / max(1, facts.num_sequences))
     return f"{seconds_text(total)} over all sequences, mean {mean}: {why}"
 
 
-@dataclass(slots=True)
-class RequestTimes:
-    """Where the time of a sequence went, in seconds, and what it reused. Counts are tokens."""
-
-    seq_id: int
-    label: str
-    num_prompt: int
-    num_output: int
-    finish_reason: str | None  # None: unfinished
-    first_step: int
-    last_step: int
-    num_cached: int  # prompt tokens found at its first lookup or while it was prefilled
-    num_preemptions: int
-    num_recomputed: int
-    seconds: dict[str, float] = field(default_factory=dict)  # waiting, prefill, decode, preempted
-    waited_for: dict[str, float] = field(default_factory=dict)  # seconds, by reason
-    ttft_s: float | None = None  # counted from its arrival
-    tpot_s: float | None = None  # mean of the later tokens
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds.values())
-
-    def why(self) -> str:
-        """Where the time went, largest part first."""
-        words = {
-            "waiting": "waiting",
-            "prefill": f"computing {plural(self.num_prompt, 'prompt token')} ({self.num_cached:,} cached)",
-            "decode": f"generating {plural(self.num_output, 'token')}",
-            "preempted": f"preempted {plural(self.num_preemptions, 'time')}, "
-            f"{plural(self.num_recomputed, 'token')} computed again",
-        }
-        parts = sorted(self.seconds.items(), key=lambda item: -item[1])
-        shown = "; ".join(f"{seconds_text(part)} {words[status]}" for status, part in parts if part)
-        return f"{seconds_text(self.total_s)}: {shown}{self._waited_for()}" if shown else "no step took part in it"
-
-    def _waited_for(self) -> str:
-        reasons = sorted(self.waited_for.items(), key=lambda item: -item[1])
-        known = [f"{ev.WAITING_WORDS[reason]} {seconds_text(part)}" for reason, part in reasons if part]
-        return f"; it waited for: {', '.join(known)}" if known else ""
-
-
 class RequestRow(Row):
-    """A sequence of a whole run, as the page lists it."""
+    """A sequence of a whole run: where its time went, and what it reused. Counts are tokens."""
 
     USES: ClassVar = {
         "page": "seq_id label first_step last_step num_prompt num_cached num_output num_preemptions num_recomputed"
@@ -284,12 +217,12 @@ class RequestRow(Row):
     label: Label
     first_step: int
     last_step: int
-    num_prompt: Annotated[int, "prompt tokens"]
+    num_prompt: Annotated[int, "prompt tokens"] = computed(lambda row: row.num_prompt_tokens)
     num_cached: int
-    num_output: Annotated[int, "generated"]
+    num_output: Annotated[int, "generated"] = computed(lambda row: row.num_output_tokens)
     num_preemptions: Annotated[int, "times preempted"]
-    num_recomputed: Annotated[int, "computed again"]
-    total_s: Annotated[Seconds, "total"]
+    num_recomputed: Annotated[int, "computed again"] = computed(lambda row: row.num_recomputed_tokens)
+    total_s: Annotated[Seconds, "total"] = computed(lambda row: sum(row.seconds.values()))
     waiting_s: Annotated[Seconds, "waiting"] = computed(lambda row: row.seconds["waiting"])
     prefill_s: Annotated[Seconds, "prefill"] = computed(lambda row: row.seconds["prefill"])
     decode_s: Annotated[Seconds, "decode"] = computed(lambda row: row.seconds["decode"])
@@ -298,12 +231,38 @@ class RequestRow(Row):
     tpot_s: Annotated[Seconds | None, "TPOT"]
     end: str = computed(lambda row: row.finish_reason or "unfinished")
     phases: list[list[int]] = computed(
-        lambda row: [[PHASES.index(each.status), each.first_step, each.last_step] for each in row.timeline.phases]
+        lambda row: [[PHASES.index(each.status), each.first_step, each.last_step] for each in row.history]
     )
 
-    def __init__(self, times: RequestTimes, timeline: SeqTimeline) -> None:
-        super().__init__(times)
-        self.timeline = timeline
+    def __init__(self, seq: SeqState, history: Sequence[Phase], num_cached: int) -> None:
+        super().__init__(seq)
+        self.history = history
+        self.num_cached = num_cached  # prompt tokens found at its first lookup or while it was prefilled
+        self.first_step = history[0].first_step if history else seq.added_step or 0
+        self.last_step = max([phase.last_step or 0 for phase in history], default=self.first_step)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.waited_for: dict[str, float] = {}  # seconds, by reason
+        self.ttft_s: float | None = None  # counted from its arrival
+        self.tpot_s: float | None = None  # mean of the later tokens
+
+    def why(self) -> str:
+        """Where the time went, largest part first."""
+        words = {
+            "waiting": "waiting",
+            "prefill": f"computing {plural(self.num_prompt, 'prompt token')} ({self.num_cached:,} cached)",
+            "decode": f"generating {plural(self.num_output, 'token')}",
+            "preempted": f"preempted {plural(self.num_preemptions, 'time')}, "
+            f"{plural(self.num_recomputed, 'token')} computed again",
+        }
+        shown = [f"{seconds_text(part)} {words[status]}" for status, part in _largest_first(self.seconds)]
+        reasons = [f"{ev.WAITING_WORDS[why]} {seconds_text(part)}" for why, part in _largest_first(self.waited_for)]
+        waited = f"; it waited for: {', '.join(reasons)}" if reasons else ""
+        return f"{seconds_text(self.total_s)}: {'; '.join(shown)}{waited}" if shown else "no step took part in it"
+
+
+def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The parts that are not 0."""
+    return sorted(((name, part) for name, part in parts.items() if part), key=lambda item: -item[1])
 
 
 class WholeRun(View[PoolState]):
@@ -314,7 +273,7 @@ class WholeRun(View[PoolState]):
         self.series = StepSeries()
         self.timelines = Timelines()
         self.explainer = Explainer()
-        self.requests: list[RequestTimes] = []  # sorted by arrival
+        self.requests: list[RequestRow] = []  # sorted by arrival
 
     def handlers(self, event_type: type[Event]) -> list[Handler]:
         parts = (self.stats, self.series, self.timelines, self.explainer)
@@ -343,7 +302,7 @@ class WholeRun(View[PoolState]):
         for lookup in self.explainer.lookups:
             if lookup.event.reason == "new":
                 cached[lookup.seq_id] += lookup.tokens_hit
-        self.requests = [self._request(seq, cached) for seq in _by_arrival(state)]
+        self.requests = [self._request(seq, cached[seq.seq_id]) for seq in state.all_seqs()]
 
     def time_at(self, step: int) -> float:
         """Seconds from the first step to the start of a step; after the last step, to its end."""
@@ -352,8 +311,6 @@ class WholeRun(View[PoolState]):
     def _place(self, step: int) -> int:
         return min(max(0, step - self.series.first_step), len(self._starts_s) - 1)
 
-    # ------------------------------------------------------------------ facts
-
     @property
     def elapsed_s(self) -> float:
         """Seconds from the first step to the end of the last."""
@@ -361,9 +318,7 @@ class WholeRun(View[PoolState]):
 
     def findings(self, state: PoolState) -> Findings:
         """What the run says about its cache."""
-        first = self.explainer.totals(own=False)
-        losses = Losses(num_evicted=first.evicted, num_in_flight=first.in_flight)
-        facts = self.stats.facts
+        first, facts = self.explainer.totals(own=False), self.stats.facts
         if not self.stats.num_compared and state.started.enable_prefix_caching:  # an older trace: what its blocks show
             facts = replace(
                 facts,
@@ -371,37 +326,20 @@ class WholeRun(View[PoolState]):
                 num_partial_tokens=first.first_seen_shared + first.last_block_shared,
                 longest_shared=self.explainer.longest_shared_prefix(),
             )
-        return Findings(facts, losses)
+        return Findings(facts, first)
 
-    # ------------------------------------------------------------------ requests
-
-    def _request(self, seq: SeqState, cached: Counter[int]) -> RequestTimes:
-        phases = self.timelines.seqs[seq.seq_id].phases
-        first_step = phases[0].first_step if phases else seq.added_step or 0
-        last_step = max([phase.last_step or 0 for phase in phases], default=first_step)
-        row = RequestTimes(
-            seq_id=seq.seq_id,
-            label=seq.label,
-            num_prompt=seq.num_prompt_tokens,
-            num_output=seq.num_output_tokens,
-            finish_reason=seq.finish_reason,
-            first_step=first_step,
-            last_step=last_step,
-            num_cached=cached[seq.seq_id],
-            num_preemptions=seq.num_preemptions,
-            num_recomputed=seq.num_recomputed_tokens,
-            seconds=dict.fromkeys(PHASES, 0.0),
-        )
-        for phase in phases:
+    def _request(self, seq: SeqState, num_cached: int) -> RequestRow:
+        row = RequestRow(seq, self.timelines.phases[seq.seq_id], num_cached)
+        for phase in row.history:
             self._add_phase(row, phase)
         if seq.first_token_step is not None:
             first_token_s = self.time_at(seq.first_token_step + 1)
-            row.ttft_s = first_token_s - self.time_at(first_step)
+            row.ttft_s = first_token_s - self.time_at(row.first_step)
             if seq.num_output_tokens > 1:
-                row.tpot_s = (self.time_at(last_step + 1) - first_token_s) / (seq.num_output_tokens - 1)
+                row.tpot_s = (self.time_at(row.last_step + 1) - first_token_s) / (seq.num_output_tokens - 1)
         return row
 
-    def _add_phase(self, row: RequestTimes, phase: Phase) -> None:
+    def _add_phase(self, row: RequestRow, phase: Phase) -> None:
         assert phase.last_step is not None, "a finished timeline has no open phase"
         row.seconds[phase.status] += self.time_at(phase.last_step + 1) - self.time_at(phase.first_step)
         if phase.status in ("waiting", "preempted") and self._starts_s:
@@ -409,7 +347,3 @@ class WholeRun(View[PoolState]):
             for reason, before in self._blocked_s.items():
                 if before[end] > before[begin]:
                     row.waited_for[reason] = row.waited_for.get(reason, 0.0) + before[end] - before[begin]
-
-
-def _by_arrival(state: PoolState) -> list[SeqState]:
-    return sorted([*state.finished.values(), *state.seqs.values()], key=lambda seq: seq.seq_id)
