@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
 ]
-CheckpointReason = Literal["branch", "interval", "end"]  # see core.checkpoints
+CheckpointReason = Literal["branch", "interval", "end"]  # see core.states
 
 # the words of each reason, next to its name; what needs numbers is made of them in views.words
 MISS_WORDS: dict[MissReason, str] = {

@@ -29,7 +29,7 @@ states = st.fixed_dictionaries(
 
 
 def same_slots(sim, state):
-    manager, slots = sim.cache.others[0].slots, state.slots
+    manager, slots = sim.cache.others[0], state.slots
     assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
     hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
     assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
@@ -69,7 +69,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
 
     got, gone = play(sim, requests, happenings, after_step=same)
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    assert sim.cache.others[0].slots.num_held == 0
+    assert sim.cache.others[0].num_held == 0
     for number, asked in enumerate(requests):
         if str(number) in got:
             assert {str(number): got[str(number)]} == alone(number, asked, windows=states["windows"])
@@ -103,7 +103,7 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
 def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
     sim, least = run_case("branches", shift=shift)
     assert sim.stats.num_computed_tokens == least
-    assert sim.cache.others[0].slots.num_made == 1
+    assert sim.cache.others[0].num_made == 1
     at_the_end, _ = run_case("end", shift=shift)
     assert at_the_end.stats.num_computed_tokens == 64 * (1600 + shift)
     assert at_the_end.stats.num_cached_tokens == 0
@@ -133,7 +133,7 @@ def test_branches_are_found_at_each_depth_and_none_where_nobody_waits():
     alone = Simulation(64, 4, emit=events.append, num_state_slots=8)
     alone.add([1] * 30)
     alone.run()
-    assert alone.cache.others[0].slots.num_made == 0  # nobody else will read one
+    assert alone.cache.others[0].num_made == 0  # nobody else will read one
 
 
 def test_the_checkpoint_vetoes_blocks_that_attention_has():
@@ -209,7 +209,7 @@ class SlotMachine(RuleBasedStateMachine):
     def start(self, num_slots, policy):
         limits = Limits(block_size=2, num_state_slots=num_slots, checkpoints=policy)
         self.manager = make_cache(9, limits)
-        self.slots = self.manager.others[0].slots
+        self.slots = self.manager.others[0]
         self.live, self.waiting, self.next_id = [], [], 0
         self.content = [None] * num_slots
         self.in_step = set()  # slots that the step of now reads or writes

@@ -13,10 +13,10 @@ from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.budget import ITEMSIZE
-from pagedcli.core.checkpoints import POLICIES
 from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
+from pagedcli.core.states import POLICIES
 from pagedcli.errors import UsageError
 from pagedcli.events import CacheGroup, Emit, Eviction
 from pagedcli.files import whole_file

@@ -11,7 +11,7 @@ from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
-from pagedcli.core.checkpoints import CheckpointPolicy
+from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text

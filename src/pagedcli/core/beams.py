@@ -141,11 +141,13 @@ class BeamSearch:
         """Append the next tokens to the sequences of their places, which share their parents' blocks by now."""
         for beam, continuation in zip(beams, continuations, strict=True):
             if beam is not continuation.parent:
-                beam.continue_from(continuation.parent)
+                beam.token_ids = continuation.parent.token_ids.copy()
+                beam.logprobs = continuation.parent.logprobs.copy()
         for beam, continuation in zip(beams, continuations, strict=True):
             if beam.params.logprobs is not None:
                 beam.logprobs.append(continuation.logprobs(beam.params.logprobs))
-            beam.append_beam_token(continuation.token_id, continuation.total)
+            beam.token_ids.append(continuation.token_id)
+            beam.total_logprob = continuation.total
             beam.group = beams
             if self.ended is not None:
                 beam.finish_reason, beam.finished_s = self.ended, now_s

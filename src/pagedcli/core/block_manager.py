@@ -41,7 +41,7 @@ class CacheUser(Protocol):
     num_writable_tokens: int  # leading tokens that can be computed without a new block or a copy; 0: not known
     num_preemptions: int
     num_prompt_tokens: int
-    state_read: int | None  # slots of recurrent state, see core.state_slots
+    state_read: int | None  # slots of recurrent state, see core.states
     state_write: int | None
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from pagedcli.core.block_manager import BlockManager, CacheUser, PrefixHit
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
-from pagedcli.core.state_kind import StateKind
+from pagedcli.core.states import StateKind
 from pagedcli.events import Emit, WaitingReason
 
 
@@ -22,6 +22,21 @@ class Kind(Protocol):
     """
 
     name: str  # lookups that it vetoes are recorded with this name
+
+    @classmethod
+    def is_needed(cls, limits: Limits) -> bool:
+        """Whether the model of an engine with these limits needs it."""
+        ...
+
+    @classmethod
+    def bytes(cls, limits: Limits) -> int:
+        """Memory that it takes next to the blocks of a pool."""
+        ...
+
+    @classmethod
+    def make(cls, limits: Limits, blocks: BlockManager, emit: Emit | None) -> "Kind":
+        """The kind of an engine."""
+        ...
 
     def boundaries(self, seq: CacheUser, most: int) -> Collection[int]:
         """After how many full spans, at most `most`, a new sequence with these tokens can continue; 0 always may."""
@@ -84,19 +99,7 @@ class Kind(Protocol):
         ...
 
 
-class KindMaker(Protocol):
-    """A class of a kind: its memory, and its object for an engine that needs it."""
-
-    def bytes(self, limits: Limits) -> int:
-        """Memory that it takes next to the blocks of a pool; 0: the model does not need it."""
-        ...
-
-    def make(self, limits: Limits, blocks: BlockManager, emit: Emit | None) -> Kind | None:
-        """The kind of an engine; None: the model does not need it."""
-        ...
-
-
-KINDS: dict[str, KindMaker] = {StateKind.name: StateKind}
+KINDS: dict[str, type[Kind]] = {StateKind.name: StateKind}
 
 
 class Cache:
@@ -238,15 +241,14 @@ def make_cache(num_blocks: int, limits: Limits, emit: Emit | None = None) -> Cac
         eviction=limits.eviction,
         emit=emit,
     )
-    made = (kind.make(limits, blocks, emit) for kind in KINDS.values())
-    return Cache(blocks, (kind for kind in made if kind is not None))
+    return Cache(blocks, [KINDS[name].make(limits, blocks, emit) for name in kinds_of(limits)])
 
 
 def kinds_of(limits: Limits) -> tuple[str, ...]:
     """Names of the kinds that an engine has next to its blocks."""
-    return tuple(name for name, kind in KINDS.items() if kind.bytes(limits))
+    return tuple(name for name, kind in KINDS.items() if kind.is_needed(limits))
 
 
 def pool_bytes(limits: Limits, block_bytes: int) -> int:
     """Bytes of all blocks, and of what other kinds keep next to them."""
-    return (limits.num_blocks or 0) * block_bytes + sum(kind.bytes(limits) for kind in KINDS.values())
+    return (limits.num_blocks or 0) * block_bytes + sum(KINDS[name].bytes(limits) for name in kinds_of(limits))

@@ -7,7 +7,6 @@ POLICIES, from which flags, configuration files and commands take the names. Eve
 import heapq
 from bisect import bisect_left
 from math import inf
-from typing import Protocol
 
 from pagedcli.core.prefixes import Prefix
 from pagedcli.errors import ConfigError
@@ -17,82 +16,49 @@ _UNFINDABLE = -inf
 _NEVER = -(2.0**62)
 
 
-class EvictionPolicy(Protocol):
-    """The free cached blocks of a pool, and the choice among them.
+class RankedPolicy:
+    """The free cached blocks of a pool and their ranks, in a heap, and the choice among them. By itself it is LRU.
 
     `prefix` is a block's content. It is None for a block that no lookup finds, as an equal one is found instead: such
     blocks go first.
     """
 
-    sees_queue: bool  # whether it is told which sequences wait
-
-    def filled(self, prefix: Prefix) -> None:
-        """A block was filled, and lookups find it."""
-        ...
-
-    def freed(self, block_id: int, prefix: Prefix | None) -> None:
-        """The last owner of a full block released it."""
-        ...
-
-    def hit(self, block_id: int) -> None:
-        """A sequence claimed a full block, which was free or in use."""
-        ...
-
-    def choose(self) -> int:
-        """Remove and return the block to evict. There is at least one."""
-        ...
-
-    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
-        """A sequence with this chain joined the queue at its back, or as its first one."""
-        ...
-
-    def forget(self, seq_id: int, prefixes: list[Prefix]) -> None:
-        """A sequence left the queue, if it was there. Its chain may have grown."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        ...
-
-    def block_ids(self) -> set[int]:
-        """The free cached blocks."""
-        ...
-
-
-class RankedPolicy:
-    """Base of the policies: the free cached blocks and their ranks, in a heap. By itself it is LRU."""
-
-    sees_queue = False
+    sees_queue = False  # whether it needs to know which sequences wait
 
     def __init__(self) -> None:
         self._num_released = 0
         self.clear()
 
     def clear(self) -> None:
+        """Forget all blocks."""
         self._ranks: dict[int, Rank] = {}  # rank of each free cached block, in order of release
         self._heap: list[tuple[Rank, int]] = []  # (rank, block_id), outdated ones included
 
     def block_ids(self) -> set[int]:
+        """The free cached blocks."""
         return set(self._ranks)
 
     def filled(self, prefix: Prefix) -> None:
-        """Only prefix-lru needs it."""
+        """A block was filled, and lookups find it."""
 
     def freed(self, block_id: int, prefix: Prefix | None) -> None:
+        """The last owner of a full block released it."""
         self._num_released += 1
         value = _UNFINDABLE if prefix is None else self._value(block_id, prefix)
         self._put(block_id, (value, self._num_released))
 
     def hit(self, block_id: int) -> None:
+        """A sequence claimed a full block, which was free or in use."""
         self._ranks.pop(block_id, None)
 
     def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
-        """Only policies that see the queue need it."""
+        """A sequence with this chain joined the queue at its back, or as its first one. Only with `sees_queue`."""
 
     def forget(self, seq_id: int, prefixes: list[Prefix]) -> None:
-        """Only policies that see the queue need it."""
+        """A sequence left the queue, if it was there. Its chain may have grown. Only with `sees_queue`."""
 
     def choose(self) -> int:
+        """Remove and return the block to evict. There is at least one."""
         while self._heap:
             rank, block_id = heapq.heappop(self._heap)
             if self._ranks.get(block_id) == rank and self._may_go(block_id):
@@ -275,7 +241,7 @@ POLICIES: dict[str, type[RankedPolicy] | None] = {
 }  # fmt: skip
 
 
-def make_policy(name: str) -> EvictionPolicy | None:
+def make_policy(name: str) -> RankedPolicy | None:
     """The policy of this name; None for the order of the free list. Raises: ConfigError for an unknown name."""
     if name not in POLICIES:
         raise ConfigError(f"eviction is {name!r}, known: {', '.join(POLICIES)}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
@@ -33,134 +34,80 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Tokens of one sample of one request. A request with n > 1 is n sequences."""
 
-    state_read: int | None  # slot of recurrent state that its last scheduled step starts from; None: from zero
-    state_write: int | None  # slot of its state after that step
+    seq_id: int
+    request_id: str
+    token_ids: list[int]  # prompt, then output; the list that is given is copied
+    params: SamplingParams
+    _: KW_ONLY
+    max_new_tokens: int
+    seed: int = 0
+    sample_index: int = 0
+    eos_token_ids: frozenset[int] = frozenset()  # tokens that end this sequence; empty with ignore_eos
+    cache_salt: str | None = None
+    stop_checker: StopChecker | None = None
+    guide: Guide | None = None
+    prefixes: list[Prefix] = field(default_factory=list)  # one per full block hashed so far
+    arrived_s: float = 0.0  # perf_counter, as the other times
+    row_id: str | None = None  # the user's own, for the events
 
-    __slots__ = (
-        "admitted_s",
-        "arrived_s",
-        "block_table",
-        "cache_salt",
-        "candidates",
-        "depends_on_tokens",
-        "end_token_ids",
-        "eos_token_ids",
-        "finish_reason",
-        "finished_s",
-        "first_token_s",
-        "group",
-        "guide",
-        "has_group",
-        "is_beam",
-        "is_greedy",
-        "logprobs",
-        "max_new_tokens",
-        "max_num_tokens",
-        "most_computed_tokens",
-        "num_cached_prompt_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_kept_tokens",
-        "num_pending_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_recomputed_tokens",
-        "num_writable_tokens",
-        "params",
-        "penalized",
-        "prefixes",
-        "prompt_logprobs",
-        "request_id",
-        "row",
-        "row_id",
-        "sample_index",
-        "seed",
-        "seq_id",
-        "state_read",
-        "state_write",
-        "status",
-        "stop_checker",
-        "stop_reason",
-        "stop_token_ids",
-        "synced_blocks",
-        "token_ids",
-        "total_logprob",
-        "watched",
-    )
+    # constants, which every step needs
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)  # eos_token_ids and stop_token_ids
+    penalized: bool = field(init=False)
+    is_beam: bool = field(init=False)
+    has_group: bool = field(init=False)  # it is computed in the same steps as others: see `group`
+    is_greedy: bool = field(init=False)  # the next token is the likeliest one, with nothing to adjust or to report
+    # Sampling the next token needs the ids of all earlier ones on the host. (For penalties, the executor keeps them.)
+    depends_on_tokens: bool = field(init=False)
+    watched: bool = field(init=False)  # every token has to be looked at
 
-    def __init__(
-        self,
-        seq_id: int,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        max_new_tokens: int,
-        seed: int = 0,
-        sample_index: int = 0,
-        eos_token_ids: frozenset[int] = frozenset(),
-        cache_salt: str | None = None,
-        stop_checker: StopChecker | None = None,
-        guide: Guide | None = None,
-        prefixes: list[Prefix] | None = None,
-        arrived_s: float = 0.0,
-        row_id: str | None = None,
-    ) -> None:
-        self.seq_id = seq_id
-        self.request_id = request_id
-        self.row_id = row_id  # the user's own, for the events
-        self.sample_index = sample_index
-        self.params = params
-        self.seed = seed
-        self.max_new_tokens = max_new_tokens
-        self.cache_salt = cache_salt
-        self.stop_checker, self.guide = stop_checker, guide
-        self.eos_token_ids = eos_token_ids  # tokens that end this sequence; empty with ignore_eos
+    logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # one per output token, if requested
+    # one per prompt token, None for the first; if requested
+    prompt_logprobs: "list[TokenLogprobs | None]" = field(default_factory=list)
+    group: "list[Sequence] | None" = None  # computed in the same steps, this one among them
+    candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
+    total_logprob: float = 0.0  # output tokens only
+
+    block_table: list[int | None] = field(default_factory=list)  # see core.groups; None: no later token sees it
+    num_pending_tokens: int = 0  # sampled by launched steps, not yet read from the device
+    num_computed_tokens: int = 0  # leading tokens that need no more computing
+    num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
+    num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
+    num_writable_tokens: int = 0  # see core.block_manager.CacheUser
+    state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
+    state_write: int | None = None  # slot of its state after that step
+    row: int | None = None  # row of the runner's persistent block tables; None: not running
+    synced_blocks: int = 0  # leading entries of block_table that are in that row
+    num_kept_tokens: int = 0  # tokens that the executor keeps for penalties, with the one being sampled
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string
+    num_preemptions: int = 0
+    most_computed_tokens: int = 0  # the most before any preemption
+    num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    def __post_init__(self) -> None:
+        params, self.token_ids = self.params, list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + self.max_new_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # needed at each step, so computed once
-        self.max_num_tokens = len(prompt_token_ids) + max_new_tokens
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.penalized = params.penalized
         self.is_beam = self.has_group = params.beam_width is not None
-        changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
-        # whether the next token is the likeliest one, with nothing to adjust or to report
+        changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
-        # sampling the next token needs the ids of all earlier ones on the host; for penalties, the executor keeps them
-        self.depends_on_tokens = guide is not None
-        self.watched = self.depends_on_tokens or stop_checker is not None  # every token has to be looked at
-
-        self.token_ids = list(prompt_token_ids)  # prompt and output
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
-        self.prompt_logprobs: list[TokenLogprobs | None] = []  # per prompt token, None for the first; if requested
-        self.group: list[Sequence] | None = None  # computed in the same steps, this one among them
-        self.candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
-        self.total_logprob = 0.0  # output tokens only
-
-        self.block_table: list[int | None] = []  # see core.groups; None: released, as no later token sees it
-        self.prefixes = prefixes or []
-        self.num_pending_tokens = 0  # sampled by launched steps, not yet read from the device
-        self.num_computed_tokens = 0  # leading tokens that need no more computing
-        self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
-        self.num_cached_prompt_tokens = 0  # prompt tokens cached at the first admission
-        self.num_writable_tokens = 0  # see core.block_manager.CacheUser
-        self.state_read = self.state_write = None
-        self.row: int | None = None  # row of the runner's persistent block tables; None: not running
-        self.synced_blocks = 0  # leading entries of block_table that are in that row
-        self.num_kept_tokens = 0  # tokens that the executor keeps for penalties, with the one being sampled
-
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None  # the stop token or string
-        self.num_preemptions = 0
-        self.most_computed_tokens = 0  # the most before any preemption
-        self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
-        self.arrived_s = arrived_s  # perf_counter times
-        self.admitted_s: float | None = None
-        self.first_token_s: float | None = None
-        self.finished_s: float | None = None
+        self.depends_on_tokens = self.guide is not None
+        self.watched = self.depends_on_tokens or self.stop_checker is not None
 
     @property
     def num_tokens(self) -> int:
@@ -205,16 +152,6 @@ class Sequence:
         if not self.prompt_logprobs:
             self.prompt_logprobs = [None] * self.num_prompt_tokens
         self.prompt_logprobs[first : first + len(logprobs)] = logprobs
-
-    def continue_from(self, parent: "Sequence") -> None:
-        """Take the tokens of another beam of the same request."""
-        self.token_ids = parent.token_ids.copy()
-        self.logprobs = parent.logprobs.copy()
-
-    def append_beam_token(self, token_id: int, total_logprob: float) -> None:
-        """Append the token that the beam search chose."""
-        self.token_ids.append(token_id)
-        self.total_logprob = total_logprob
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token; sets finish_reason if it ends the sequence."""

@@ -13,10 +13,10 @@ from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import Terms
-from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan, Pool
+from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import ConfigError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note

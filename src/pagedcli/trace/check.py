@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
-from pagedcli.core.state_kind import StateKind
+from pagedcli.core.states import StateKind
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
 from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import pagedcli.events as ev
-from pagedcli.core.checkpoints import CheckpointPolicy
+from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import ConfigError
 
 
