@@ -127,7 +127,7 @@ def attention(scale: Scale, rows: Rows) -> Result:
         backend.prepare(batch)
         q = torch.randn(num_seqs * new, heads[0], heads[2], device=scale.device).to(dtype)
         seconds = best_seconds(
-            lambda q=q, k=k_cache, v=v_cache, b=batch, s=backend: s.attend(q, k, v, b, AttentionLayer(scale=0.1)),
+            lambda q=q, k=k_cache, v=v_cache, b=batch, s=backend: s.attend(q, (k, v), b, AttentionLayer(scale=0.1)),
             scale,
             graphed=backend.capabilities.graph_safe,
         )

@@ -143,7 +143,7 @@ def fill_cache(
     k, v = (torch.cat([case.of_sequence(x, b) for b in members]) for x in (case.k, case.v))
     if only is None:
         k, v = case.k, case.v
-    backend.write(k, v, k_cache, v_cache, torch.tensor(early, dtype=torch.int32, device=case.device), case.layer)
+    backend.write(k, v, (k_cache, v_cache), torch.tensor(early, dtype=torch.int32, device=case.device), case.layer)
     new_rows = new_token_rows(lengths)
     new_k, new_v = (x[new_rows] for x in (k, v))
     window = case.layer.window
@@ -152,7 +152,7 @@ def fill_cache(
             table[row, : max(0, total - new + 1 - window) // size] = GARBAGE_BLOCK
     batch = replace(make_batch(lengths, table, late, case.device), window=window)
     backend.prepare(batch)
-    backend.write(new_k, new_v, k_cache, v_cache, batch.slots, case.layer)
+    backend.write(new_k, new_v, (k_cache, v_cache), batch.slots, case.layer)
     return k_cache, v_cache, batch
 
 
@@ -195,7 +195,7 @@ def run(backend: AttentionBackend, case: Case, only: list[int] | None = None) ->
         q = new[0] if len(new) == 1 else case.q  # strided rows, as a fused projection gives them
     else:
         q = torch.cat(new)
-    return backend.attend(q, k_cache, v_cache, batch, case.layer, case.sinks)
+    return backend.attend(q, (k_cache, v_cache), batch, case.layer, case.sinks)
 
 
 def worst_error(result: Tensor, expected: Tensor) -> float:

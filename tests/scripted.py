@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
+from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.core.step_input import StepTokens
 from pagedcli.events import CacheGroup
 from pagedcli.sampling_params import SamplingParams
@@ -65,15 +66,15 @@ class ScriptedExecutor:
                 if slot >= 0:
                     self.cache[slot] = token_id
         self.steps.append((step.cu_q[1:] - step.cu_q[:-1]).tolist())
-        self.last_tokens, candidates = [], {}
+        self.last_tokens, scored, logprobs = [], dict(sampling.scored), {}
         for row, (context, draw) in enumerate(self._contexts(step, sampling)):
             token = self.choose(context, draw)
             self.last_tokens.append(None if token is None else self._changed(token, row, sampling))
             self._keep(row, context, sampling)
-            if row in sampling.beams:
-                candidates[row] = likeliest(context)[: sampling.num_candidates[sampling.beams.index(row)]]
+            if row in scored:
+                logprobs[row] = TokenLogprobs(token, 0.0, likeliest(context)[: scored[row]])
         failing, self.fail_read = self.fail_read, False
-        return ScriptedStep(None if failing else self.last_tokens, candidates)
+        return ScriptedStep(None if failing else self.last_tokens, logprobs)
 
     def _update_states(self, step, ids):
         """All sequences read, then all write. A state has seen exactly the tokens before the step."""
@@ -130,13 +131,13 @@ class ScriptedExecutor:
 class ScriptedStep:
     """A LaunchedStep whose tokens are None if reading them fails."""
 
-    def __init__(self, tokens, candidates):
-        self.tokens, self.candidates = tokens, candidates
+    def __init__(self, tokens, logprobs):
+        self.tokens, self.logprobs = tokens, logprobs
 
     def read(self):
         if self.tokens is None:
             raise RuntimeError("read failed")
-        return StepTokens(self.tokens, candidates=self.candidates)
+        return StepTokens(self.tokens, self.logprobs)
 
 
 def scripted_plan(num_blocks, block_size=2, **changes):

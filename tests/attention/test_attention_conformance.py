@@ -206,7 +206,9 @@ def test_slot_minus_one_writes_nothing(name):
     backend = backend_for(name, case)
     shape = backend.kv_shape(3, 16, 1, 64)
     k_cache, v_cache = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
-    backend.write(case.k, case.v, k_cache, v_cache, torch.full((20,), -1, dtype=torch.int32, device=DEVICE), case.layer)
+    backend.write(
+        case.k, case.v, (k_cache, v_cache), torch.full((20,), -1, dtype=torch.int32, device=DEVICE), case.layer
+    )
     assert bool((k_cache == 7).all())
     assert bool((v_cache == 7).all())
 
@@ -226,7 +228,7 @@ def test_copying_a_block_copies_its_tokens(name):
     batch.block_table[0, 1] = free
     batch.work = None
     backend.prepare(batch)
-    result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.layer)
+    result = backend.attend(case.q[19:], (k_cache, v_cache), batch, case.layer)
     assert worst_error(result, case.expected()) < TOLERANCE[F32]
 
 
@@ -249,8 +251,8 @@ def test_cache_of_more_than_2_31_elements(name):
     q = torch.cat([case.of_sequence(case.q, 0)[39:], case.of_sequence(case.q, 1)])
     far = torch.tensor([int(batch.block_table[0, 2]) * 16 + 7], dtype=torch.int32, device=DEVICE)  # position 39
     k, v = (case.of_sequence(x, 0)[39:] for x in (case.k, case.v))
-    backend.write(k, v, caches[0], caches[1], far, case.layer)
-    result = backend.attend(q, caches[0], caches[1], batch, case.layer)
+    backend.write(k, v, tuple(caches), far, case.layer)
+    result = backend.attend(q, tuple(caches), batch, case.layer)
     assert worst_error(result, case.expected()) < TOLERANCE[F16]
 
 
@@ -277,5 +279,5 @@ def test_poison_is_seen():
     backend = backend_for("reference", case)
     k_cache, v_cache, batch = fill_cache(backend, case)
     longer = replace(batch, num_tokens=batch.num_tokens + 1)
-    result = backend.attend(case.q[16:], k_cache, v_cache, longer, case.layer)
+    result = backend.attend(case.q[16:], (k_cache, v_cache), longer, case.layer)
     assert worst_error(result, case.expected()) == float("inf")

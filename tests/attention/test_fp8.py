@@ -79,9 +79,9 @@ def attend_fp8(case, scales):
         start += total
     shape = backend.kv_shape(sum(needed) + 2, size, *heads[1:])
     k_cache, v_cache = (torch.full(shape, float("nan")).to(FP8) for _ in range(2))
-    backend.write(case.k, case.v, k_cache, v_cache, torch.tensor(slots, dtype=torch.int32), case.layer)
+    backend.write(case.k, case.v, (k_cache, v_cache), torch.tensor(slots, dtype=torch.int32), case.layer)
     batch = make_batch(case.lengths, table, late, "cpu")
-    return backend.attend(case.q[new_rows], k_cache, v_cache, batch, case.layer)
+    return backend.attend(case.q[new_rows], (k_cache, v_cache), batch, case.layer)
 
 
 CASES = [

@@ -153,7 +153,7 @@ def test_threads_that_write_neighbours_lose_nothing(library, kv_dtype):
             torch.set_num_threads(threads)
             shape = backend.kv_shape(50, 16, 2, 64)
             pair = [torch.zeros(shape, dtype=kv_dtype or BF16) for _ in range(2)]
-            backend.write(case.k, case.v, *pair, slots, case.layer)
+            backend.write(case.k, case.v, pair, slots, case.layer)
             caches.append(torch.cat(pair))
     finally:
         torch.set_num_threads(before)
@@ -174,7 +174,7 @@ def test_copying_a_block_copies_its_tokens_and_scales(library, block_size):
         cache[old] = -1
     batch.block_table[0, used - 1] = free
     backend.prepare(batch)
-    result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.layer)
+    result = backend.attend(case.q[19:], (k_cache, v_cache), batch, case.layer)
     assert worst_error(result, case.expected()) < INT8_TOLERANCE[F32]
 
 
@@ -182,7 +182,7 @@ def test_slot_minus_one_writes_nothing(library):
     case = make_case([(20, 20)], (16, 1, 2, 64), F32)
     backend = backend_for(case)
     k_cache, v_cache = (torch.full(backend.kv_shape(3, 16, 1, 64), 7, dtype=I8) for _ in range(2))
-    backend.write(case.k, case.v, k_cache, v_cache, torch.full((20,), -1, dtype=torch.int32), case.layer)
+    backend.write(case.k, case.v, (k_cache, v_cache), torch.full((20,), -1, dtype=torch.int32), case.layer)
     assert bool((k_cache == 7).all())
     assert bool((v_cache == 7).all())
 
@@ -207,7 +207,7 @@ def test_a_wrong_cache_is_an_error_not_a_crash(library):
     k_cache, v_cache, batch = fill_cache(backend, case)
     for wrong in (k_cache[..., :64].contiguous(), k_cache.view(torch.uint8), k_cache[:, :, :8]):
         with pytest.raises(BackendError, match=r"not torch.int8 \[N, \*\(2, 16, 68\)\]"):
-            backend.attend(case.q[19:], wrong, v_cache, batch, case.layer)
+            backend.attend(case.q[19:], (wrong, v_cache), batch, case.layer)
 
 
 # ---------------------------------------------------------------------- the engine

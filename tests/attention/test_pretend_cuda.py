@@ -165,8 +165,8 @@ def test_blocks_beyond_2_31_elements_of_a_cache_are_found():
         for first in (0, 11):  # a prompt, then a decode
             slots = [last * 16 + place for place in range(first, 12)]
             batch = make_batch([(12, 12 - first)], torch.tensor([[last]], dtype=torch.int32), slots, "cpu")
-            backend.write(k[first:], v[first:], k_cache, v_cache, batch.slots, layer)
-            outs.append(backend.attend(q[first:], k_cache, v_cache, batch, layer))
+            backend.write(k[first:], v[first:], (k_cache, v_cache), batch.slots, layer)
+            outs.append(backend.attend(q[first:], (k_cache, v_cache), batch, layer))
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[3])
 

@@ -75,14 +75,14 @@ class ShiftedAttention(ReferenceAttention):
 
     name = "shifted"
 
-    def attend(self, q, k_cache, v_cache, batch, layer):
-        return super().attend(q, k_cache, v_cache, batch, layer).roll(1, dims=0)
+    def attend(self, q, kv, batch, layer):
+        return super().attend(q, kv, batch, layer).roll(1, dims=0)
 
 
 class BrokenAttention(ReferenceAttention):
     name = "broken"
 
-    def attend(self, q, k_cache, v_cache, batch, layer):
+    def attend(self, q, kv, batch, layer):
         raise RuntimeError("the driver has gone\nand more")
 
 

@@ -340,9 +340,9 @@ def test_block_id_outside_the_cache_is_an_error_not_a_crash():
     for bad in (-1, k_cache.shape[0]):
         batch.block_table[0, 1] = bad
         with pytest.raises(BackendError, match="block table"):
-            backend.attend(case.q[19:], k_cache, v_cache, batch, case.layer)
+            backend.attend(case.q[19:], (k_cache, v_cache), batch, case.layer)
     with pytest.raises(BackendError, match="the cache is"):
-        backend.attend(case.q[19:], k_cache[:, :, :8], v_cache[:, :, :8], batch, case.layer)
+        backend.attend(case.q[19:], (k_cache[:, :, :8], v_cache[:, :, :8]), batch, case.layer)
 
 
 @needs_compiler

@@ -11,8 +11,7 @@ from pagedcli.errors import ParameterError
 from pagedcli.layers import sampling
 from pagedcli.native import load_library
 from pagedcli.runner.device_state import Upload
-from pagedcli.runner.logit_changes import KeptTokens
-from pagedcli.runner.sampler import sample_tokens
+from pagedcli.runner.sampler import KeptTokens, sample_tokens
 from pagedcli.sampling_params import SamplingParams
 
 VOCAB = 40

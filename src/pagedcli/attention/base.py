@@ -28,6 +28,8 @@ def named_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+LayerKV = tuple[Tensor, Tensor]  # K and V cache of a layer, of the backend's kv_shape
+Sinks = Tensor | None  # [H] float32, see AttentionBackend.attend
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
@@ -184,13 +186,13 @@ class AttentionBackend(Protocol):
         [heads] = {heads for _, heads in groups}
         return (2, max(count for count, _ in groups), *self.kv_shape(num_blocks, block_size, *heads))
 
-    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[tuple[Tensor, Tensor]]:
+    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[LayerKV]:
         """K and V cache of each layer of a group: views of cache_shape's tensor. `heads`: AttentionLayer.heads."""
         keys, values = kv_cache[:, :num_layers].unbind(0)
         return list(zip(keys.unbind(0), values.unbind(0), strict=True))
 
-    def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Raises BackendError unless the caches have this backend's shape and dtype, which later calls rely on."""
+    def check_cache(self, kv: LayerKV) -> None:
+        """Raises BackendError unless they have this backend's shape and dtype, which later calls rely on."""
         return
 
     def reserve(self, num_seqs: int, max_total: int) -> None:
@@ -201,28 +203,18 @@ class AttentionBackend(Protocol):
         """Called once per step before the first layer; may set batch.work."""
         return
 
-    def write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
-    ) -> None:
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
         """Store K and V of the new tokens.
 
-        Shapes:  k, v [T, G, D] (rows may be strided); k_cache, v_cache of kv_shape; slots [T] int32.
+        Shapes:  k, v [T, G, D] (rows may be strided); slots [T] int32.
         Changes: the cache at every slot that is not -1.
         """
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         """Causal attention of the step's new tokens over the paged cache.
 
-        Shapes:  q [T, H, D]; k_cache, v_cache of kv_shape, dtype and device of q; returns [T, H, D].
+        Shapes:  q [T, H, D]; kv of its dtype and device; returns [T, H, D].
                  sinks [H] float32, given if layer.sinks: a score in the denominator of the head's softmax, as if of a
                  token whose V is zero. It is neither scaled nor capped.
         Units:   lengths are in tokens.

@@ -5,20 +5,18 @@ an int8 cache: the tokens of a step read their own K and V back from it, like al
 """
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, LayerKV, PagedBatch, Sinks
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary, load_library
-from pagedcli.native.structs import DTYPE_CODES
+from pagedcli.native.structs import DTYPE_CODES, bind
 
 SCALE_BYTES = 4  # one float32 per token and head of an int8 cache
 MAX_INT8_HEAD_DIM = 512  # a longer integer dot product overflows 32 bits
-_int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 class _StepWork:
@@ -54,13 +52,14 @@ class CpuAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:
         self.notes = library.notes
-        self._library = library.functions
-        self._attend, self._write = _bind(library.functions)
+        self._library = bind(library.functions)
         self._spec = spec
         self._kv_dtype = spec.kv_dtype or spec.dtype
         self._scale_bytes = SCALE_BYTES if self._kv_dtype == torch.int8 else 0
         sizes = (spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._geometry = (_int64 * 7)(0, *sizes, self._kv_dtype == torch.int8, 0)  # check_cache fills in the rest
+        self._geometry = (ctypes.c_int64 * 7)(
+            0, *sizes, self._kv_dtype == torch.int8, 0
+        )  # check_cache fills in the rest
         self.geometry_address = ctypes.addressof(self._geometry)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -81,14 +80,12 @@ class CpuAttention(AttentionBackend):
         )
         batch.work = _StepWork(self._library, address, (cu_q, num_tokens, table))
 
-    def write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
-    ) -> None:
-        self.check_cache(k_cache, v_cache)
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
+        self.check_cache(kv)
         k, v = _dense_rows(k), _dense_rows(v)
-        strides = (_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        strides = (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         slots = slots.contiguous()
-        self._write(
+        self._library.paged_write(
             DTYPE_CODES[self._spec.dtype],
             self.geometry_address,
             k.shape[0],
@@ -96,79 +93,45 @@ class CpuAttention(AttentionBackend):
             k.data_ptr(),
             v.data_ptr(),
             ctypes.addressof(strides),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            *(cache.data_ptr() for cache in kv),
             slots.data_ptr(),
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         if batch.work is None:
             self.prepare(batch)
-        self.check_cache(k_cache, v_cache)
+        self.check_cache(kv)
         q = _dense_rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
-        failed = self._attend(
+        failed = self._library.paged_attend(
             DTYPE_CODES[self._spec.dtype],
             self.geometry_address,
             batch.work.address,
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            *(cache.data_ptr() for cache in kv),
             out.data_ptr(),
             layer.scale,
             layer.soft_cap or 0.0,
             None if sinks is None else sinks.data_ptr(),
         )
         if failed:
-            raise BackendError(f"a block table names a block outside the cache of {k_cache.shape[0]} blocks")
+            raise BackendError(f"a block table names a block outside the cache of {kv[0].shape[0]} blocks")
         return out
 
-    def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
+    def check_cache(self, kv: LayerKV) -> None:
         """Catch wrong shapes here: the library trusts its pointers."""
         spec, dtype = self._spec, self._kv_dtype
         inside = self.kv_shape(0, spec.block_size, spec.num_kv_heads, spec.head_dim)[1:]
-        for cache in (k_cache, v_cache):
+        for cache in kv:
             if cache.shape[1:] != inside or cache.dtype != dtype or not cache[:1].is_contiguous():
                 raise BackendError(f"the cache is {cache.dtype} {tuple(cache.shape)}, not {dtype} [N, *{inside}]")
-        self._geometry[0], self._geometry[6] = k_cache.shape[0], k_cache.stride(0)
+        self._geometry[0], self._geometry[6] = kv[0].shape[0], kv[0].stride(0)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
-    """Declare the C functions named paged_*."""
-    library.paged_work_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int64, _int]
-    library.paged_work_new.restype = _pointer
-    library.paged_work_free.argtypes = [_pointer]
-    library.paged_work_free.restype = None
-    library.paged_attend.argtypes = [
-        _int,
-        *(_pointer for _ in range(3)),
-        _int64,
-        _int64,
-        _pointer,
-        _pointer,
-        _pointer,
-        _float,
-        _float,
-        _pointer,
-    ]
-    library.paged_attend.restype = _int
-    library.paged_write.argtypes = [_int, _pointer, _int64, _int, *(_pointer for _ in range(6))]
-    library.paged_write.restype = None
-    return library.paged_attend, library.paged_write
 
 
 def check(spec: AttentionSpec) -> type[CpuAttention]:

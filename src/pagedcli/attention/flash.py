@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.base import AttentionSpec, Capabilities, LayerKV, PagedBatch, Sinks
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import BackendError
@@ -34,19 +34,10 @@ class Flash3Attention(ReferenceAttention):
     def __init__(self, with_kvcache: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         out: Tensor = self._with_kvcache(
             q,
-            k_cache,
-            v_cache,
+            *kv,
             cache_seqlens=batch.num_tokens,
             page_table=batch.block_table,
             cu_seqlens_q=batch.cu_q,
@@ -71,21 +62,12 @@ class Flash2Attention(ReferenceAttention):
     def prepare(self, batch: PagedBatch) -> None:
         batch.work = cumulative_lengths(batch)
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
             # Pure decode has its own function, which splits long contexts; splits with ragged queries are wrong.
             out: Tensor = self._with_kvcache(
                 q.unsqueeze(1),
-                k_cache,
-                v_cache,
+                *kv,
                 cache_seqlens=batch.num_tokens,
                 block_table=batch.block_table,
                 softmax_scale=layer.scale,
@@ -97,8 +79,7 @@ class Flash2Attention(ReferenceAttention):
             self.prepare(batch)
         ragged: Tensor = self._varlen(
             q,
-            k_cache,
-            v_cache,
+            *kv,
             cu_seqlens_q=batch.cu_q,
             cu_seqlens_k=batch.work,
             max_seqlen_q=batch.max_new,

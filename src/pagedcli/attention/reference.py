@@ -6,7 +6,7 @@ Every other backend is tested against it.
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, LayerKV, PagedBatch, Sinks
 from pagedcli.attention.layer import AttentionLayer
 
 
@@ -25,26 +25,15 @@ class ReferenceAttention(AttentionBackend):
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)
 
-    def write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
-    ) -> None:
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
         rows = (slots >= 0).nonzero().flatten()
         target = slots[rows].long()
-        block, offset = target // k_cache.shape[1], target % k_cache.shape[1]
-        k_cache[block, offset] = k[rows]
-        v_cache[block, offset] = v[rows]
+        for cache, new in zip(kv, (k, v), strict=True):
+            cache[target // cache.shape[1], target % cache.shape[1]] = new[rows]
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         out = torch.empty_like(q)
-        block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+        block_size, num_kv_heads = kv[0].shape[1:3]
         group = q.shape[1] // num_kv_heads
         for b, total in enumerate(batch.num_tokens.tolist()):
             start, end = batch.cu_q[b : b + 2].tolist()
@@ -53,8 +42,8 @@ class ReferenceAttention(AttentionBackend):
             first_block = 0 if layer.window is None else max(0, total - (end - start) + 1 - layer.window) // block_size
             blocks = batch.block_table[b, first_block : -(-total // block_size)].long()
             positions = torch.arange(first_block * block_size, total, device=q.device)
-            k = k_cache[blocks].flatten(0, 1)[: len(positions)].float().repeat_interleave(group, dim=1)
-            v = v_cache[blocks].flatten(0, 1)[: len(positions)].float().repeat_interleave(group, dim=1)
+            seen = (cache[blocks].flatten(0, 1)[: len(positions)].float() for cache in kv)
+            k, v = (each.repeat_interleave(group, dim=1) for each in seen)
             scores = torch.einsum("thd,khd->htk", q[start:end].float(), k) * layer.scale
             if layer.soft_cap is not None:
                 scores = (scores / layer.soft_cap).tanh() * layer.soft_cap

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, LayerKV, PagedBatch, Sinks
 from pagedcli.attention.layer import AttentionLayer
 
 # Elements of gathered K per call: small enough for a CPU's cache, large enough to fill a GPU.
@@ -64,33 +64,22 @@ class SdpaAttention(AttentionBackend):
     def prepare(self, batch: PagedBatch) -> None:
         batch.work = [self._group(batch, chunks) for chunks in self._calls(batch)]
 
-    def write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
-    ) -> None:
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
         rows = (slots >= 0).nonzero().flatten()
         target = slots[rows].long()
-        block, offset = target // k_cache.shape[2], target % k_cache.shape[2]
-        k_cache[block, :, offset] = k[rows]
-        v_cache[block, :, offset] = v[rows]
+        for cache, new in zip(kv, (k, v), strict=True):
+            cache[target // cache.shape[2], :, target % cache.shape[2]] = new[rows]
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         if batch.work is None:
             self.prepare(batch)
         num_heads, head_dim = q.shape[1:]
-        num_kv_heads = k_cache.shape[1]
+        num_kv_heads = kv[0].shape[1]
         group_size = num_heads // num_kv_heads
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in batch.work:
             n, k_len = group.mask.shape[0], group.mask.shape[3]
-            keys, values = (_gather(cache, group) for cache in (k_cache, v_cache))
+            keys, values = (_gather(cache, group) for cache in kv)
             # The heads of a group become additional queries of one head, so K and V are not repeated.
             queries = q[group.rows].view(n, -1, num_kv_heads, group_size, head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)

@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch, dtype_name
+from pagedcli.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    Capabilities,
+    LayerKV,
+    PagedBatch,
+    Sinks,
+    dtype_name,
+)
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 
@@ -139,16 +147,13 @@ class TritonAttention(AttentionBackend):
         ]
         return _send(torch.tensor(items, dtype=torch.int32).T.contiguous(), device) if items else None
 
-    def write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
-    ) -> None:
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
         spec = self._spec
         k, v = _dense_heads(k), _dense_heads(v)
         kernels.store_kvcache_kernel[(k.shape[0],)](
             k,
             v,
-            k_cache,
-            v_cache,
+            *kv,
             slots,
             k.stride(0),
             v.stride(0),
@@ -157,138 +162,85 @@ class TritonAttention(AttentionBackend):
             G=spec.num_kv_heads,
             S=spec.block_size,
             D=spec.head_dim,
-            BLOCK_STRIDE=k_cache.stride(0),
+            BLOCK_STRIDE=kv[0].stride(0),
             BLOCK_G=_power_of_2(spec.num_kv_heads),
             BLOCK_D=self._block_d,
-            FP8=k_cache.dtype == torch.float8_e4m3fn,
+            FP8=kv[0].dtype == torch.float8_e4m3fn,
             num_warps=4,
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         if not isinstance(batch.work, _StepWork):
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if batch.work.has_decode:
-            self._run_decode(q, k_cache, v_cache, out, batch, layer, sinks)
-        if batch.work.prefill_items is not None:
-            self._run_prefill(q, k_cache, v_cache, out, batch, layer, sinks)
-        return out
-
-    def _of_layer(self, layer: AttentionLayer) -> dict[str, Any]:
-        """What both kernels need to know of a layer."""
-        return {
-            "factor": layer.scale * LOG2E * layer.k_scale,
-            "cap": (layer.soft_cap or 0.0) * LOG2E,
+        results = {
+            "out_ptr": out,
+            "sinks_ptr": out if sinks is None else sinks,  # not read without SINKS
+            "cu_q_ptr": batch.cu_q,
+            "num_tokens_ptr": batch.num_tokens,
             "window": layer.window or 0,
-            "v_scale": layer.v_scale,
-            "UPCAST": self._upcast,
-            "CAPPED": layer.soft_cap is not None,
+            "H": self._spec.num_heads,
+            "G": self._spec.num_kv_heads,
+            "D": self._spec.head_dim,
+            "BLOCK_D": self._block_d,
             "WINDOWED": layer.window is not None,
             "SINKS": layer.sinks,
         }
+        inputs = {
+            "q_ptr": q,
+            "k_cache_ptr": kv[0],
+            "v_cache_ptr": kv[1],
+            "table_ptr": batch.block_table,
+            "q_stride": q.stride(0),
+            "table_stride": batch.block_table.stride(0),
+            "factor": layer.scale * LOG2E * layer.k_scale,
+            "cap": (layer.soft_cap or 0.0) * LOG2E,
+            "v_scale": layer.v_scale,
+            "S": self._spec.block_size,
+            "BLOCK_STRIDE": kv[0].stride(0),
+            "UPCAST": self._upcast,
+            "CAPPED": layer.soft_cap is not None,
+        }
+        if batch.work.has_decode:
+            self._run_decode(batch, inputs, results)
+        if batch.work.prefill_items is not None:
+            self._run_prefill(batch.work.prefill_items, inputs | results)
+        return out
 
-    def _run_decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None,
-    ) -> None:
-        spec, work = self._spec, batch.work
+    def _run_decode(self, batch: PagedBatch, inputs: dict[str, Any], results: dict[str, Any]) -> None:
+        """`results`: what the kernel that combines partial results takes, too."""
+        work = batch.work
         partial, partial_stat = self._partial_buffers(work.num_parts)
-        shape = {"H": spec.num_heads, "G": spec.num_kv_heads, "D": spec.head_dim, "BLOCK_D": self._block_d}
+        results = results | {
+            "partial_ptr": partial,
+            "partial_stat_ptr": partial_stat,
+            "first_part_ptr": work.first_part,
+            "ROWS": self._rows,
+            "SPLIT": SPLIT,
+        }
         kernels.decode_kernel[(self._programs,)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            partial,
-            partial_stat,
-            out if sinks is None else sinks,  # not read without SINKS
-            work.first_part,
-            work.item_seq,
-            work.item_split,
-            work.num_items,
-            batch.cu_q,
-            batch.num_tokens,
-            batch.block_table,
-            q.stride(0),
-            batch.block_table.stride(0),
-            **self._of_layer(layer),
-            **shape,
-            S=spec.block_size,
-            BLOCK_STRIDE=k_cache.stride(0),
-            ROWS=self._rows,
-            SPLIT=SPLIT,
-            PAGES=pages_per_split(spec.block_size),
+            **inputs,
+            **results,
+            item_seq_ptr=work.item_seq,
+            item_split_ptr=work.item_split,
+            num_items_ptr=work.num_items,
+            PAGES=pages_per_split(self._spec.block_size),
             BLOCK_N=self._decode.block_n,
             STAGES=self._decode.num_stages,
             num_warps=self._decode.num_warps,
         )
         if batch.max_total > SPLIT:
-            kernels.combine_kernel[(work.num_sequences, spec.num_kv_heads)](
-                partial,
-                partial_stat,
-                out,
-                out if sinks is None else sinks,
-                work.first_part,
-                batch.cu_q,
-                batch.num_tokens,
-                layer.window or 0,
-                **shape,
-                ROWS=self._rows,
-                SPLIT=SPLIT,
-                WINDOWED=layer.window is not None,
-                SINKS=layer.sinks,
-                num_warps=4,
-            )
+            kernels.combine_kernel[(work.num_sequences, self._spec.num_kv_heads)](**results, num_warps=4)
 
-    def _run_prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        batch: PagedBatch,
-        layer: AttentionLayer,
-        sinks: Tensor | None,
-    ) -> None:
-        spec, items = self._spec, batch.work.prefill_items
-        kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            out if sinks is None else sinks,
-            items[0],
-            items[1],
-            batch.cu_q,
-            batch.num_tokens,
-            batch.block_table,
-            q.stride(0),
-            batch.block_table.stride(0),
-            **self._of_layer(layer),
-            H=spec.num_heads,
-            G=spec.num_kv_heads,
-            S=spec.block_size,
-            D=spec.head_dim,
-            BLOCK_STRIDE=k_cache.stride(0),
+    def _run_prefill(self, items: Tensor, arguments: dict[str, Any]) -> None:
+        kernels.prefill_kernel[(items.shape[1], self._spec.num_kv_heads)](
+            **arguments,
+            item_seq_ptr=items[0],
+            item_token_ptr=items[1],
             BLOCK_M=self._prefill_rows,
             TOKENS=self._prefill_rows // self._group,
             BLOCK_N=self._prefill.block_n,
-            BLOCK_D=self._block_d,
             STAGES=self._prefill.num_stages,
             num_warps=self._prefill.num_warps,
         )

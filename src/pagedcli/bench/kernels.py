@@ -86,14 +86,14 @@ def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, layer: Att
     num_slots = num_blocks * shape.block_size
     filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
     slots = torch.arange(num_slots, dtype=torch.int32)
-    for k_cache, v_cache in caches:
-        backend.write(filling, filling, k_cache, v_cache, slots, layer)
+    for kv in caches:
+        backend.write(filling, filling, kv, slots, layer)
     q = torch.randn(shape.num_sequences * shape.new, shape.num_heads, shape.head_dim).to(shape.dtype)
     backend.prepare(batch)
 
     def step() -> None:
-        for k_cache, v_cache in caches:
-            backend.attend(q, k_cache, v_cache, batch, layer)
+        for kv in caches:
+            backend.attend(q, kv, batch, layer)
 
     return timed_seconds(step) * (1 / num_layers)
 

@@ -15,9 +15,6 @@ from pagedcli.errors import RequestError
 from pagedcli.events import FinishReason
 from pagedcli.sampling_params import SamplingParams
 
-Candidates = Items[tuple[int, float]]
-"""The likeliest next tokens of one beam with their log-probabilities, likeliest first."""
-
 
 def check_width(limits: Limits, width: int, params: SamplingParams) -> None:
     """Check that the beams of a request, all computed in the same step, fit into it. Raises: RequestError."""

@@ -294,7 +294,7 @@ class EngineCore:
 
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
-        now_s, logprobs, candidates = self._now_s(), tokens.logprobs, tokens.candidates
+        now_s, logprobs = self._now_s(), tokens.logprobs
         searches: dict[str, Request] = {}  # requests with new candidates for their beams
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
@@ -306,8 +306,8 @@ class EngineCore:
                 seq.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
-            if candidates and row in candidates:
-                seq.candidates = candidates[row]
+            if seq.is_beam:
+                seq.candidates = logprobs[row].top
                 searches[seq.request_id] = self._requests[seq.request_id]
                 continue
             if logprobs and row in logprobs:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from pagedcli.core.beams import Candidates, num_candidates
+from pagedcli.core.beams import num_candidates
 from pagedcli.core.limits import Limits
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence, TokenLogprobs
@@ -180,25 +180,24 @@ class SamplingInput:
     rows: RowSampling
     has_limits: bool  # whether a row has top-k, top-p or min-p
     changes: LogitChanges | None  # None: no row without beams needs any
-    with_logprobs: list[int]  # rows
-    num_logprobs: list[int]  # likeliest tokens, per row
-    beams: list[int]  # rows
-    beam_changes: LogitChanges | None  # rows of beams are numbered from 0; of log-probabilities, not of logits
-    num_candidates: list[int]  # next tokens, per row
+    scored: list[tuple[int, int]]  # rows with log-probabilities, and how many of the likeliest tokens; beams, too
+    score_changes: LogitChanges | None  # changes of beams' log-probabilities; rows are numbered as in `scored`
     logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
 
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
         """For the next token of each sequence, after its pending ones."""
         rows = RowSampling.greedy(len(seqs))
-        has_limits, changes, beam_changes, with_logprobs, beams = False, [], [], [], []
+        has_limits, changes, score_changes, scored = False, [], [], []
         for row, seq in enumerate(seqs):
             if seq.is_greedy:
                 continue
             params = seq.params
             if seq.is_beam:
-                beams.append(row)
-            elif not params.greedy:
+                scored.append((row, max(num_candidates(seq), params.logprobs or 0)))
+            elif params.logprobs is not None:
+                scored.append((row, params.logprobs))
+            if not (params.greedy or seq.is_beam):
                 rows.temperature[row] = params.temperature
                 rows.uniform[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
                 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
@@ -207,20 +206,15 @@ class SamplingInput:
                     rows.min_p[row] = params.min_p
             if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
                 if seq.is_beam:
-                    beam_changes.append((len(beams) - 1, seq))
+                    score_changes.append((len(scored) - 1, seq))
                 else:
                     changes.append((row, seq))
-            if params.logprobs is not None and not seq.is_beam:
-                with_logprobs.append(row)
         return cls(
             rows=rows,
             has_limits=has_limits,
             changes=LogitChanges.of(changes),
-            with_logprobs=with_logprobs,
-            num_logprobs=[seqs[row].params.logprobs or 0 for row in with_logprobs],
-            beams=beams,
-            beam_changes=LogitChanges.of(beam_changes),
-            num_candidates=[max(num_candidates(seqs[row]), seqs[row].params.logprobs or 0) for row in beams],
+            scored=scored,
+            score_changes=LogitChanges.of(score_changes),
             logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
         )
 
@@ -232,7 +226,7 @@ class SamplingInput:
     @property
     def is_plain(self) -> bool:
         """Whether `rows` say everything."""
-        return not (self.changes or self.with_logprobs or self.beams) and self.logits_rows is None
+        return not (self.changes or self.scored) and self.logits_rows is None
 
 
 # ---------------------------------------------------------------------- what comes out
@@ -252,9 +246,8 @@ class StepTokens:
     """The tokens of one step, on the host."""
 
     token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities, where requested
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by row, where requested, and of all beams
     prompt_logprobs: Items[PromptLogprobs] = ()
-    candidates: Mapping[int, Candidates] = field(default_factory=dict)  # row -> next tokens of a beam
 
 
 class TokensToRead(Protocol):

@@ -45,12 +45,13 @@ class LayerStep:
 
     def write(self, backend: AttentionBackend, k: Tensor, v: Tensor) -> None:
         """Store K and V [T, G, D] of the new tokens."""
-        backend.write(k, v, self.k_cache, self.v_cache, self.slots, self.layer)
+        backend.write(k, v, (self.k_cache, self.v_cache), self.slots, self.layer)
 
     def attend(self, backend: AttentionBackend, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention of the tokens that attend, A of T: q [T, H, D] -> [A, H, D]; sinks [H] or None."""
         q = self.attending(q)
-        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer, sinks) if q.shape[0] else q
+        kv = self.k_cache, self.v_cache
+        return backend.attend(q, kv, self.batch, self.layer, sinks) if q.shape[0] else q
 
     def attending(self, x: Tensor) -> Tensor:
         """Shapes: x [T, ...] -> [A, ...]."""

@@ -145,7 +145,7 @@ class CpuDecoder:
     def _layer_bytes(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
         """Bytes from one layer's cache to the next one's of its group. Raises: BackendError for another cache."""
         caches = self._backend.layer_caches(kv_cache, min(2, len(group.layers)), group.heads)
-        backend.check_cache(*caches[0])
+        backend.check_cache(caches[0])
         return caches[1][0].data_ptr() - caches[0][0].data_ptr() if len(caches) > 1 else 0
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

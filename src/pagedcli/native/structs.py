@@ -123,7 +123,7 @@ class StepStruct(ctypes.Structure):
 
 @functools.cache
 def bind(library: ctypes.CDLL) -> Any:
-    """Declare the functions of linear*.cpp, decoder.cpp and sampling.cpp. Returns the library."""
+    """Declare the functions that tensors are passed to. Returns the library."""
     signatures: dict[str, tuple[list[Any], Any]] = {
         "linear_padded_rows": ([_pointer], _int64),
         "linear_num_panels": ([_pointer], _int64),
@@ -138,6 +138,13 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),
         "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_float, _pointer, _int], None),
+        "paged_work_new": ([_pointer, _int64, *[_pointer] * 3, _int64, _int64, _int], _pointer),
+        "paged_work_free": ([_pointer], None),
+        "paged_attend": (
+            [_int, *[_pointer] * 3, _int64, _int64, *[_pointer] * 3, *[ctypes.c_float] * 2, _pointer],
+            _int,
+        ),
+        "paged_write": ([_int, _pointer, _int64, _int, *[_pointer] * 6], None),
         "sampling_argmax": ([_int64, _pointer, _int64, _int64, _pointer, _int], None),
         "sampling_top": ([_pointer, _int64, _int64, _int64, _pointer, _pointer, _int], None),
         "sampling_floors": ([_int64, _pointer, _int64, _int64, *[_pointer] * 5, _int], None),

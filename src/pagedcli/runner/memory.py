@@ -145,7 +145,7 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
 @torch.inference_mode()
 def _sample_with_most_memory(logits: Tensor) -> None:
     """top-p over equal logits, the worst case of the sort in torch on a CPU. Kernels need none; there penalties take
-    most: a copy in float32 and the tables of logit_changes.KeptTokens."""
+    most: a copy in float32 and the tables of sampler.KeptTokens."""
     rows, device = logits.shape[0], logits.device
     by_kernels = logits.is_cuda or loaded_library() is not None
     held = [torch.empty_like(logits, dtype=dtype).zero_() for dtype in _OF_PENALTIES if by_kernels]

@@ -17,8 +17,7 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState
-from pagedcli.runner.logit_changes import KeptTokens
-from pagedcli.runner.sampler import PromptScores, SampledTokens, sample_tokens, score_prompts
+from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
 
 
 @dataclass(frozen=True, slots=True)

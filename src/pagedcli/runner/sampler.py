@@ -5,17 +5,24 @@ Used by ModelRunner. Host and device never wait for each other here: tokens are 
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.core.beams import Candidates
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import PromptLogprobs, PromptRows, SamplingInput, StepTokens
-from pagedcli.layers.sampling import INVALID, Limits, choose_tokens, top_tokens
+from pagedcli.core.step_input import Ints, LogitChanges, PromptLogprobs, PromptRows, SamplingInput, StepTokens
+from pagedcli.layers.sampling import (
+    INVALID,
+    Limits,
+    choose_tokens,
+    mask_tokens,
+    penalize_counted,
+    penalize_repeated,
+    top_tokens,
+)
 from pagedcli.runner.device_state import Download, Upload
-from pagedcli.runner.logit_changes import KeptTokens
 
 _ROWS = 64  # rows of prompt logits in memory at once
 
@@ -44,18 +51,11 @@ class PromptScores:
 class SampledTokens:
     """Tokens of a launched step, on the device and being copied to the host. A LaunchedStep."""
 
-    def __init__(
-        self,
-        token_ids: Tensor,
-        sampling: SamplingInput,
-        logprobs: tuple[Tensor, ...] = (),
-        candidates: tuple[Tensor, ...] = (),
-    ) -> None:
-        """`logprobs`, `candidates`: of the rows that request them, as _logprobs and _candidates return them."""
+    def __init__(self, token_ids: Tensor, sampling: SamplingInput, logprobs: tuple[Tensor, ...] = ()) -> None:
+        """`logprobs`: of the rows of sampling.scored, see _logprobs."""
         self.token_ids = token_ids  # [R] int64, on the device; INVALID where logits are NaN
-        self._sampling = sampling
-        self._num_logprobs = len(logprobs)
-        self._download = Download([token_ids, *logprobs, *candidates])
+        self._scored = sampling.scored
+        self._download = Download([token_ids, *logprobs])
         self.prompt_scores: PromptScores | None = None  # scores of the prompts in the same step
 
     @property
@@ -69,32 +69,21 @@ class SampledTokens:
 
     def read(self) -> StepTokens:
         """Wait for the tokens."""
-        token_ids, *more = self._download.wait()
-        logprobs, candidates = more[: self._num_logprobs], more[self._num_logprobs :]
+        token_ids, *logprobs = self._download.wait()
         tokens: list[int | None] = token_ids.tolist()
         found: dict[int, TokenLogprobs] = {}
         if logprobs:
-            chosen, values, ids = (tensor.tolist() for tensor in logprobs)
-            sampling = self._sampling
-            for place, (row, count) in enumerate(zip(sampling.with_logprobs, sampling.num_logprobs, strict=True)):
-                top = list(zip(ids[place][:count], values[place][:count], strict=True))
-                found[row] = TokenLogprobs(int(token_ids[row]), chosen[place], top)
-                if chosen[place] != chosen[place]:  # NaN among logits that a grammar masks
+            lists = (tensor.tolist() for tensor in logprobs)
+            for (row, count), chosen, values, ids in zip(self._scored, *lists, strict=True):
+                found[row] = TokenLogprobs(int(token_ids[row]), chosen, list(zip(ids, values, strict=True))[:count])
+                if chosen != chosen:  # NaN among logits that a grammar masks
                     tokens[row] = None
         if INVALID in tokens:
             tokens = [None if token_id == INVALID else token_id for token_id in tokens]
-        prompt_logprobs = () if self.prompt_scores is None else self.prompt_scores.read()
-        return StepTokens(tokens, found, prompt_logprobs, self._read_candidates(candidates))
-
-    def _read_candidates(self, tensors: list[Tensor]) -> dict[int, Candidates]:
-        if not tensors:
-            return {}
-        values, ids = (tensor.tolist() for tensor in tensors)
-        rows = zip(self._sampling.beams, self._sampling.num_candidates, values, ids, strict=True)
-        return {row: list(zip(ids[:count], values[:count], strict=True)) for row, count, values, ids in rows}
+        return StepTokens(tokens, found, () if self.prompt_scores is None else self.prompt_scores.read())
 
 
-def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: KeptTokens) -> SampledTokens:
+def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens") -> SampledTokens:
     """The next tokens, on the device.
 
     Shapes:  logits [R, V], or any rows that sampling.logits_rows selects from; not modified.
@@ -113,28 +102,23 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept:
     )
     if sampling.changes is not None:
         kept.add(tokens, sampling.changes)
-    logprobs = _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else ()
-    candidates = _candidates(original, sampling, upload, kept) if sampling.beams else ()
-    return SampledTokens(tokens, sampling, logprobs, candidates)
+    return SampledTokens(tokens, sampling, _logprobs(original, tokens, sampling, upload, kept))
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
-    """Log-probabilities for rows that request them: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
-    [rows] = upload([np.array(sampling.with_logprobs, dtype=np.int64)])
+def _logprobs(
+    logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens"
+) -> tuple[Tensor, ...]:
+    """Log-probabilities of the rows of sampling.scored: [P] of the token, [P, K] of the likeliest, [P, K] their ids.
+    Penalties, bias and minimum length change those of beams, not their logits, as in transformers' beam search."""
+    if not sampling.scored:
+        return ()
+    [rows] = upload([np.array([row for row, _ in sampling.scored], dtype=np.int64)])
     logprobs = logits.index_select(0, rows).float().log_softmax(-1)
-    values, ids = top_tokens(logprobs, max(sampling.num_logprobs))
+    if sampling.score_changes is not None:
+        kept.change(logprobs, sampling.score_changes)
+    values, ids = top_tokens(logprobs, max(count for _, count in sampling.scored))
     places = tokens.index_select(0, rows).clamp(min=0)[:, None]  # INVALID has none
     return logprobs.gather(1, places)[:, 0], values, ids
-
-
-def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: KeptTokens) -> tuple[Tensor, ...]:
-    """The next tokens of beams: log-probabilities [P, K], likeliest first, and ids [P, K]. Penalties, bias and minimum
-    length change log-probabilities, not logits, as in transformers' beam search."""
-    [rows] = upload([np.array(sampling.beams, dtype=np.int64)])
-    logprobs = logits.index_select(0, rows).float().log_softmax(-1)
-    if sampling.beam_changes is not None:
-        kept.change(logprobs, sampling.beam_changes)
-    return top_tokens(logprobs, max(sampling.num_candidates))
 
 
 def score_prompts(
@@ -153,3 +137,119 @@ def score_prompts(
         own = logprobs.gather(1, token_ids[start : start + _ROWS, None])[:, 0]
         parts.append((own, *top_tokens(logprobs, num_top)))
     return PromptScores(rows, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+# ---------------------------------------------------------------------- changes of logits
+
+
+class KeptTokens:
+    """Which tokens each running sequence with a penalty has, and how often it generated them, on the device. The tables
+    are made when the first such sequence starts."""
+
+    def __init__(self, num_places: int, upload: Upload) -> None:
+        self._num_places = num_places  # running sequences
+        self._upload = upload
+        self._seen: Tensor | None = None  # [places, V] uint8: 1 for tokens of prompt and output
+        self._counts: Tensor | None = None  # [places, V] int32: of the output
+
+    def change(self, scores: Tensor, changes: LogitChanges) -> None:
+        """Apply the changes to scores [R, V], float32 and contiguous, in place."""
+        vocab_size = scores.shape[1]
+        self._start(changes, vocab_size)
+        # users may name stop tokens outside the vocabulary
+        inside = (changes.banned_ids >= 0) & (changes.banned_ids < vocab_size)
+        arrays = [
+            changes.repeated,
+            changes.repeated_places,
+            changes.repetition,
+            changes.counted,
+            changes.counted_places,
+            changes.frequency,
+            changes.presence,
+            changes.biased * vocab_size + changes.biased_ids,
+            changes.bias,
+            np.array([row for row, _, _ in changes.guided], dtype=np.int64),
+            _allowed_words(changes, vocab_size),
+            (changes.banned * vocab_size + changes.banned_ids)[inside],
+        ]
+        uploaded = self._upload(arrays)
+        repeated, counted, (biased, bias, guided, words, banned) = uploaded[:3], uploaded[3:7], uploaded[7:]
+        if repeated[0].shape[0]:
+            assert self._seen is not None, "its sequence has started"
+            penalize_repeated(scores, self._seen, *repeated)
+        if counted[0].shape[0]:
+            assert self._counts is not None, "its sequence has started"
+            penalize_counted(scores, self._counts, *counted)
+        flat = scores.view(-1)
+        if biased.shape[0]:
+            flat.index_copy_(0, biased, flat.index_select(0, biased) + bias)
+        if guided.shape[0]:
+            mask_tokens(scores, guided, words)
+        if banned.shape[0]:
+            flat.index_fill_(0, banned, float("-inf"))
+
+    def add(self, tokens: Tensor, changes: LogitChanges) -> None:
+        """Keep the tokens [R] that were sampled after these changes. INVALID, which ends its sequence, counts as 0."""
+        if not changes.repeated.shape[0] and not changes.counted.shape[0]:
+            return
+        seen, seen_places, counted, counted_places = self._upload(
+            [changes.repeated, changes.repeated_places, changes.counted, changes.counted_places]
+        )
+        if self._seen is not None and seen.shape[0]:
+            _add_one(self._seen, seen_places, tokens.index_select(0, seen), counts=False)
+        if self._counts is not None and counted.shape[0]:
+            _add_one(self._counts, counted_places, tokens.index_select(0, counted), counts=True)
+
+    def _start(self, changes: LogitChanges, vocab_size: int) -> None:
+        """Keep the tokens of sequences that have just started, in place of those of earlier sequences."""
+        if not changes.started:
+            return
+        device = self._upload.device
+        repeated, counted = set(changes.repeated_places.tolist()), set(changes.counted_places.tolist())
+        if repeated and self._seen is None:
+            self._seen = torch.zeros((self._num_places, vocab_size), dtype=torch.uint8, device=device)
+        if counted and self._counts is None:
+            self._counts = torch.zeros((self._num_places, vocab_size), dtype=torch.int32, device=device)
+        tables = ((self._seen, repeated, False), (self._counts, counted, True))
+        for table, places, counts in tables:
+            started = [(place, ids[start * counts :]) for place, ids, start in changes.started if place in places]
+            if table is None or not started:
+                continue
+            own = _integers([place for place, _ in started])
+            ids = _integers(list(chain.from_iterable(ids for _, ids in started)))
+            of_ids = np.repeat(own, [len(ids) for _, ids in started])
+            cleared, at, token_ids = self._upload([own, of_ids, ids])
+            table.index_fill_(0, cleared, 0)
+            _add_one(table, at, token_ids, counts=counts)
+
+
+def _add_one(table: Tensor, places: Tensor, token_ids: Tensor, *, counts: bool) -> None:
+    """Count tokens at their places, or mark them."""
+    flat = places * table.shape[1] + token_ids.clamp(min=0)
+    if counts:
+        table.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=table.dtype))
+    else:
+        table.view(-1).index_fill_(0, flat, 1)
+
+
+def _integers(values: list[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _allowed_words(changes: LogitChanges, vocab_size: int) -> Ints:
+    """[G, V / 32] int32: a bit per token, lowest first. Where a grammar allows only end tokens, it overrides the
+    minimum length."""
+    words = np.zeros((len(changes.guided), -(-vocab_size // 32)), dtype=np.int32)
+    for found, (_, bits, end_token_ids) in zip(words.view(np.uint8), changes.guided, strict=True):
+        allowed = np.frombuffer(bits, dtype=np.uint8, count=min(len(bits), -(-vocab_size // 8)))
+        found[: len(allowed)] = allowed
+        if vocab_size % 8:
+            found[vocab_size // 8] &= (1 << vocab_size % 8) - 1
+        if end_token_ids:
+            longer = found.copy()
+            for token_id in end_token_ids:
+                if 0 <= token_id < vocab_size:
+                    longer[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+            if longer.any():
+                found[:] = longer
+    return words

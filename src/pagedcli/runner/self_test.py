@@ -200,6 +200,7 @@ def _attend(
     )
     shape = backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+    kv = k_cache, v_cache
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables, slots, is_new, cu_q = [], [], [], [0]
     for tokens, new in lengths:
@@ -225,7 +226,7 @@ def _attend(
         num_tokens_host=totals,
     )
     layer = AttentionLayer(scale=head_dim**-0.5)
-    backend.write(k[~new_rows], v[~new_rows], k_cache, v_cache, all_slots[~new_rows], layer)
+    backend.write(k[~new_rows], v[~new_rows], kv, all_slots[~new_rows], layer)
     backend.prepare(batch)
-    backend.write(k[new_rows], v[new_rows], k_cache, v_cache, batch.slots, layer)
-    return backend.attend(q[new_rows], k_cache, v_cache, batch, layer)
+    backend.write(k[new_rows], v[new_rows], kv, batch.slots, layer)
+    return backend.attend(q[new_rows], kv, batch, layer)
