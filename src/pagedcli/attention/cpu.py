@@ -57,9 +57,8 @@ class CpuAttention(AttentionBackend):
         self._kv_dtype = spec.kv_dtype or spec.dtype
         self._scale_bytes = SCALE_BYTES if self._kv_dtype == torch.int8 else 0
         sizes = (spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._geometry = (ctypes.c_int64 * 7)(
-            0, *sizes, self._kv_dtype == torch.int8, 0
-        )  # check_cache fills in the rest
+        # check_cache fills in the first and the last
+        self._geometry = (ctypes.c_int64 * 7)(0, *sizes, self._kv_dtype == torch.int8, 0)
         self.geometry_address = ctypes.addressof(self._geometry)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

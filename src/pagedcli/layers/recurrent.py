@@ -31,6 +31,11 @@ class StateHeads:
     limits: tuple[float, float] = (0.0, 0.0)  # bounds of a selective scan's step size
 
     @property
+    def channels(self) -> int:
+        """Columns of q, k and v, or of x, B and C."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
     def values_per_key(self) -> int:
         """Columns of v that a key head serves."""
         return self.num_heads // self.num_key_heads * self.value_dim

@@ -87,10 +87,7 @@ def causal_conv(
     prompts, (num_tokens, (kernel, channels)) = _Prompts.of(step), (x.shape[0], weight.shape)
     out = x.new_empty((num_tokens, channels))
     grid_columns, slots = -(-channels // _BLOCK_CHANNELS), (step.reads, step.writes, step.cu_q)
-    numbers = {"x_stride": x.stride(0), "spare": pool.shape[0] - 1}
-    layout = {"C": channels, "K": kernel, "GATED": heads is None, "INTERLEAVED": False, "G": 1, "N": 1, "VALUES": 1}
-    if heads is not None and heads.interleaved:
-        layout |= {"INTERLEAVED": True, "G": heads.num_key_heads, "N": heads.key_dim, "VALUES": heads.values_per_key}
+    sizes = {"x_stride": x.stride(0), "spare": pool.shape[0] - 1, "C": channels, "K": kernel, "HEADS": heads}
     conv_kernel[(-(-num_tokens // _BLOCK_TOKENS), grid_columns)](
         x,
         weight,
@@ -100,8 +97,7 @@ def causal_conv(
         *slots,
         step.cu_q if prompts is None else prompts.sequence,  # not read if SINGLE
         num_tokens,
-        **numbers,
-        **layout,
+        **sizes,
         BLOCK_T=_BLOCK_TOKENS,
         BLOCK_C=_BLOCK_CHANNELS,
         BIAS=bias is not None,
@@ -110,7 +106,7 @@ def causal_conv(
     )
     if prompts is not None:
         grid = step.reads.shape[0], grid_columns
-        conv_state_kernel[grid](x, pool, *slots, **numbers, **layout, BLOCK_C=_BLOCK_CHANNELS, num_warps=4)
+        conv_state_kernel[grid](x, pool, *slots, **sizes, BLOCK_C=_BLOCK_CHANNELS, num_warps=4)
     return out
 
 
@@ -142,39 +138,33 @@ def recurrence(
     dtype = mixed.dtype if heads.corrects else torch.float32
     out = mixed.new_empty((mixed.shape[0], heads.num_heads * heads.value_dim), dtype=dtype)
     tensors: dict[str, Any] = {"mixed_ptr": mixed, "gates_ptr": gates, "decay_ptr": decay, "bias_ptr": step_bias}
-    tensors |= {"gates_stride": gates.stride(0), "least": heads.limits[0], "most": heads.limits[1]}
-    tensors |= {"TILED": heads.tiled}
+    tensors |= {"gates_stride": gates.stride(0), "cu_q_ptr": step.cu_q, "HEADS": heads}
     states = {"pool_ptr": pool, "reads_ptr": step.reads, "writes_ptr": step.writes, "spare": pool.shape[0] - 1}
-    sizes = {"H": heads.num_heads, "G": heads.num_key_heads, "N": heads.key_dim, "P": heads.value_dim}
-    sizes |= {"DELTA": heads.corrects, "INTERLEAVED": heads.interleaved}
     if prompts is None or prompts.has_single:
         step_kernel[(num_seqs, heads.num_heads)](
-            **tensors, **states, **sizes, last_ptr=weight, z_ptr=z, out_ptr=out, cu_q_ptr=step.cu_q,
-            z_stride=z.stride(0), eps=eps, BLOCK_N=power_of_2(heads.key_dim), BLOCK_P=power_of_2(heads.value_dim),
-            SINGLE=prompts is None, num_warps=8,
+            **tensors, **states, last_ptr=weight, z_ptr=z, out_ptr=out, z_stride=z.stride(0), eps=eps,
+            BLOCK_N=power_of_2(heads.key_dim), BLOCK_P=power_of_2(heads.value_dim), SINGLE=prompts is None, num_warps=8,
         )  # fmt: skip
     if prompts is None or not prompts.num_items:
         return out
-    in_chunks = {"CHUNK": CHUNK, "BLOCK_N": max(16, power_of_2(heads.key_dim))}
+    tensors |= {"num_tokens_ptr": step.num_tokens, "CHUNK": CHUNK, "BLOCK_N": max(16, power_of_2(heads.key_dim))}
     exact = mixed.dtype == torch.float32
-    lengths = {"cu_q_ptr": step.cu_q, "num_tokens_ptr": step.num_tokens}
     inverses = pool  # not read of Mamba-2
     if heads.corrects:
         inverses = pool.new_empty((prompts.num_items, heads.num_heads, CHUNK, CHUNK))
         inverse_kernel[(prompts.num_items, heads.num_heads)](
-            **tensors, **lengths, **sizes, **in_chunks, inverses_ptr=inverses, item_seq_ptr=prompts.item_seq,
-            item_chunk_ptr=prompts.item_chunk, LEVELS=CHUNK.bit_length() - 2, PRECISION="ieee" if exact else "tf32x3",
-            num_warps=4,
+            **tensors, inverses_ptr=inverses, item_seq_ptr=prompts.item_seq, item_chunk_ptr=prompts.item_chunk,
+            LEVELS=CHUNK.bit_length() - 2, PRECISION="ieee" if exact else "tf32x3", num_warps=4,
         )  # fmt: skip
     block = min(_BLOCK_VALUES, max(16, power_of_2(heads.value_dim)))
     chunk_kernel[(-(-heads.value_dim // block), heads.num_heads, num_seqs)](
-        **tensors, **lengths, **states, **sizes, **in_chunks, inverses_ptr=inverses, last_ptr=weight, out_ptr=out,
-        first_item_ptr=prompts.first_item, BLOCK_P=block, PRECISION="ieee" if exact else "tf32", num_warps=4,
+        **tensors, **states, inverses_ptr=inverses, last_ptr=weight, out_ptr=out, first_item_ptr=prompts.first_item,
+        BLOCK_P=block, PRECISION="ieee" if exact else "tf32", num_warps=4,
     )  # fmt: skip
     if heads.corrects:
         norm_then_gate_kernel[(out.shape[0], heads.num_heads)](
             out_ptr=out, weight_ptr=weight, z_ptr=z, cu_q_ptr=step.cu_q, sequence_ptr=prompts.sequence,
-            z_stride=z.stride(0), eps=eps, **sizes, BLOCK_P=power_of_2(heads.value_dim), num_warps=1,
+            z_stride=z.stride(0), eps=eps, HEADS=heads, BLOCK_P=power_of_2(heads.value_dim), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -194,15 +184,17 @@ def gate_then_norm(x: Tensor, weight: Tensor, gate: Tensor, group: int, eps: flo
 
 
 @triton.jit
-def _input(x_row, channel, mask, C: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-           G: tl.constexpr, N: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
+def _input(x_row, channel, mask, C: tl.constexpr, HEADS: tl.constexpr):
     """What the convolution takes in of a channel, in the dtype of the activations."""
-    if GATED:
+    if HEADS is None:
         b = tl.load(x_row + channel, mask=mask, other=0.0)
         x = tl.load(x_row + 2 * C + channel, mask=mask, other=0.0)
         return (b.to(tl.float32) * x.to(tl.float32)).to(x.dtype)
     column = channel
-    if INTERLEAVED:  # per key head: q, k, its values, their z
+    if HEADS.interleaved:  # per key head: q, k, its values, their z
+        G: tl.constexpr = HEADS.num_key_heads
+        N: tl.constexpr = HEADS.key_dim
+        VALUES: tl.constexpr = HEADS.values_per_key
         ROW: tl.constexpr = 2 * N + 2 * VALUES
         value = channel - 2 * G * N
         of_key = channel // N % G * ROW + channel // N // G * N + channel % N
@@ -231,13 +223,9 @@ def conv_kernel(
     spare,  # the slot that padding writes: nobody reads it
     C: tl.constexpr,
     K: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    VALUES: tl.constexpr,
+    HEADS: tl.constexpr,  # StateHeads; None: between two gates
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     BIAS: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
@@ -263,7 +251,7 @@ def conv_kernel(
     for j in tl.static_range(K):
         is_new = is_token & (place + j >= K - 1)
         source = row - (K - 1 - j) * x_stride
-        value = _input(source, channel, is_new[:, None] & inside, C, GATED, INTERLEAVED, G, N, VALUES)
+        value = _input(source, channel, is_new[:, None] & inside, C, HEADS)
         if j < K - 1:
             is_old = is_token & (place + j < K - 1) & (read >= 0)
             old = pool_ptr + (read * (K - 1) + place + j)[:, None] * C + channel
@@ -274,7 +262,7 @@ def conv_kernel(
         total += value.to(tl.float32) * tl.load(weight_ptr + j * C + channel, mask=inside, other=0.0)
     y = total.to(dtype)
     live = is_token[:, None] & inside
-    if GATED:
+    if HEADS is None:
         y = y.to(tl.float32) * tl.load(row + C + channel, mask=live, other=0.0).to(tl.float32)
     else:
         y = _silu(y.to(tl.float32))
@@ -292,12 +280,8 @@ def conv_state_kernel(
     spare,
     C: tl.constexpr,
     K: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    VALUES: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ):
     """One program per (sequence, BLOCK_C channels): the last K - 1 inputs, after all tokens have read the old ones."""
     seq = tl.program_id(0)
@@ -309,7 +293,7 @@ def conv_state_kernel(
         for j in tl.static_range(K - 1):
             token = end - (K - 1) + j
             row = x_ptr + token.to(tl.int64) * x_stride
-            value = _input(row, channel, inside & (token >= start), C, GATED, INTERLEAVED, G, N, VALUES)
+            value = _input(row, channel, inside & (token >= start), C, HEADS)
             old = pool_ptr + (read * (K - 1) + end - start + j) * C + channel
             value += tl.load(old, mask=inside & (token < start) & (read >= 0), other=0.0)  # one of the two is 0
             tl.debug_barrier()  # every thread has read the row that is overwritten
@@ -330,33 +314,34 @@ def _softplus(x):
 
 
 @triton.jit
-def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, mask, head,
-           H: tl.constexpr, G: tl.constexpr, DELTA: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS: tl.constexpr):
     """For some tokens: the logarithm of how much a head keeps, 0 where masked; and beta, or the size of the step."""
     row = gates_ptr + token.to(tl.int64) * gates_stride
     decay, bias = tl.load(decay_ptr + head), tl.load(bias_ptr + head)
-    if DELTA:
-        R: tl.constexpr = H // G
-        b_column, a_column = head, H + head
-        if INTERLEAVED:
+    if HEADS.corrects:
+        R: tl.constexpr = HEADS.num_heads // HEADS.num_key_heads
+        b_column, a_column = head, HEADS.num_heads + head
+        if HEADS.interleaved:
             b_column, a_column = head // R * 2 * R + head % R, head // R * 2 * R + R + head % R
         b = tl.load(row + b_column, mask=mask, other=0.0)
         a = tl.load(row + a_column, mask=mask, other=0.0).to(tl.float32)
         beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
         return tl.where(mask, decay * _softplus(a + bias), 0.0), tl.where(mask, beta, 0.0)
     raw = tl.load(row + head, mask=mask, other=0.0).to(tl.float32)
-    size = tl.minimum(tl.maximum(_softplus(raw + bias), least), most)
+    size = tl.minimum(tl.maximum(_softplus(raw + bias), HEADS.limits[0]), HEADS.limits[1])
     return tl.where(mask, decay * size, 0.0), tl.where(mask, size, 0.0)
 
 
 @triton.jit
-def _columns(head, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DELTA: tl.constexpr,
-             TILED: tl.constexpr):  # fmt: skip
+def _columns(head, HEADS: tl.constexpr):
     """Where a head's q, k and v lie in a row after the convolution; of Mamba-2 its C, B and x."""
-    of_key = (head % G if TILED else head // (H // G)) * N
-    if DELTA:
+    G: tl.constexpr = HEADS.num_key_heads
+    N: tl.constexpr = HEADS.key_dim
+    P: tl.constexpr = HEADS.value_dim
+    of_key = (head % G if HEADS.tiled else head // (HEADS.num_heads // G)) * N
+    if HEADS.corrects:
         return of_key, G * N + of_key, 2 * G * N + head * P
-    return H * P + G * N + of_key, H * P + of_key, head * P
+    return HEADS.num_heads * P + G * N + of_key, HEADS.num_heads * P + of_key, head * P
 
 
 @triton.jit
@@ -365,14 +350,14 @@ def _l2_scale(squares):
 
 
 @triton.jit
-def _norm_then_gate(o, weight_ptr, z_row, value, inside, head, eps, dtype: tl.constexpr,
-                    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-                    INTERLEAVED: tl.constexpr):  # fmt: skip
+def _norm_then_gate(o, weight_ptr, z_row, value, inside, head, eps, dtype: tl.constexpr, HEADS: tl.constexpr):
     """layers.recurrent.norm_then_gate of one head's result."""
-    VALUES: tl.constexpr = H // G * P
-    z_column = 2 * G * N + H * P + head * P
-    if INTERLEAVED:
-        z_column = head // (H // G) * (2 * N + 2 * VALUES) + 2 * N + VALUES + head % (H // G) * P
+    R: tl.constexpr = HEADS.num_heads // HEADS.num_key_heads
+    N: tl.constexpr = HEADS.key_dim
+    P: tl.constexpr = HEADS.value_dim
+    z_column = 2 * HEADS.num_key_heads * N + HEADS.num_heads * P + head * P
+    if HEADS.interleaved:
+        z_column = head // R * (2 * N + 2 * R * P) + 2 * N + R * P + head % R * P
     wide = o.to(dtype).to(tl.float32)
     normed = (wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / P + eps))).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + value, mask=inside, other=0.0).to(tl.float32)
@@ -396,18 +381,10 @@ def step_kernel(
     gates_stride,
     z_stride,
     spare,
-    least,
-    most,
     eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    DELTA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILED: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
     """One program per (sequence, head): one token of the recurrence, unless the sequence has several new ones."""
@@ -418,23 +395,23 @@ def step_kernel(
         token = tl.load(cu_q_ptr + seq)
         count = tl.load(cu_q_ptr + seq + 1) - token
     if count == 1:
-        C: tl.constexpr = 2 * G * N + H * P
+        H: tl.constexpr = HEADS.num_heads
+        N: tl.constexpr = HEADS.key_dim
+        P: tl.constexpr = HEADS.value_dim
         key, value = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
         in_key, in_value = key < N, value < P
-        q_column, k_column, v_column = _columns(head, H, G, N, P, DELTA, TILED)
-        row = mixed_ptr + token.to(tl.int64) * C
+        q_column, k_column, v_column = _columns(head, HEADS)
+        row = mixed_ptr + token.to(tl.int64) * HEADS.channels
         q = tl.load(row + q_column + key, mask=in_key, other=0.0).to(tl.float32)
         k = tl.load(row + k_column + key, mask=in_key, other=0.0).to(tl.float32)
         v = tl.load(row + v_column + value, mask=in_value, other=0.0).to(tl.float32)
-        log_decay, weight = _gates(
-            gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, True, head, H, G, DELTA, INTERLEAVED
-        )
+        log_decay, weight = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, True, head, HEADS)
         read, write = tl.load(reads_ptr + seq).to(tl.int64), tl.load(writes_ptr + seq).to(tl.int64)
         place = key[:, None] * P + value[None, :]
         inside = in_key[:, None] & in_value[None, :]
         state = tl.load(pool_ptr + (read * H + head) * N * P + place, mask=inside & (read >= 0), other=0.0)
         state *= tl.exp(log_decay)
-        if DELTA:
+        if HEADS.corrects:
             q *= _l2_scale(tl.sum(q * q, 0)) * (1.0 / tl.sqrt(N + 0.0))
             k *= _l2_scale(tl.sum(k * k, 0))
             added = (v - tl.sum(state * k[:, None], 0)) * weight
@@ -444,9 +421,9 @@ def step_kernel(
         tl.store(pool_ptr + (write * H + head) * N * P + place, state, mask=inside & (write != spare))
         o = tl.sum(state * q[:, None], 0)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        if DELTA:
+        if HEADS.corrects:
             z_row = z_ptr + token.to(tl.int64) * z_stride
-            o = _norm_then_gate(o, last_ptr, z_row, value, in_value, head, eps, dtype, H, G, N, P, INTERLEAVED)
+            o = _norm_then_gate(o, last_ptr, z_row, value, in_value, head, eps, dtype, HEADS)
         else:
             o += tl.load(last_ptr + head) * v
         tl.store(out_ptr + (token.to(tl.int64) * H + head) * P + value, o.to(dtype), mask=in_value)
@@ -462,11 +439,11 @@ def _decays(log_decay, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _keys(row, column, mask, N: tl.constexpr, BLOCK_N: tl.constexpr, DELTA: tl.constexpr):
-    """q or k of a chunk's tokens [CHUNK, BLOCK_N], normed if DELTA; zeros where masked."""
+def _keys(row, column, mask, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """q or k of a chunk's tokens [CHUNK, BLOCK_N], normed for a delta rule; zeros where masked."""
     key = tl.arange(0, BLOCK_N)[None, :]
-    x = tl.load(row[:, None] + column + key, mask=mask[:, None] & (key < N), other=0.0).to(tl.float32)
-    if DELTA:
+    x = tl.load(row[:, None] + column + key, mask=mask[:, None] & (key < HEADS.key_dim), other=0.0).to(tl.float32)
+    if HEADS.corrects:
         x *= _l2_scale(tl.sum(x * x, 1))[:, None]
     return x
 
@@ -483,17 +460,9 @@ def inverse_kernel(
     cu_q_ptr,
     num_tokens_ptr,
     gates_stride,
-    least,
-    most,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
+    HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DELTA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILED: tl.constexpr,
     LEVELS: tl.constexpr,  # log2(CHUNK) - 1
     PRECISION: tl.constexpr,
 ):
@@ -502,7 +471,7 @@ def inverse_kernel(
     By blocks of 1, 2, 4 ... tokens: [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]], whose parts stay as small
     as the result's, where powers of A may not.
     """
-    C: tl.constexpr = 2 * G * N + H * P
+    H: tl.constexpr = HEADS.num_heads
     item, head = tl.program_id(0), tl.program_id(1)
     seq, chunk = tl.load(item_seq_ptr + item), tl.load(item_chunk_ptr + item)
     start, total = tl.load(cu_q_ptr + seq), tl.load(num_tokens_ptr + seq)
@@ -511,13 +480,11 @@ def inverse_kernel(
     position = chunk * CHUNK + place
     mask = (position >= before) & (position < total)
     token = start + position - before
-    log_decay, beta = _gates(
-        gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, mask, head, H, G, DELTA, INTERLEAVED
-    )
+    log_decay, beta = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS)
     kept, _ = _decays(log_decay, CHUNK)
-    _, k_column, _ = _columns(head, H, G, N, P, DELTA, TILED)
-    row = mixed_ptr + token.to(tl.int64) * C
-    k = _keys(row, k_column, mask, N, BLOCK_N, DELTA)
+    _, k_column, _ = _columns(head, HEADS)
+    row = mixed_ptr + token.to(tl.int64) * HEADS.channels
+    k = _keys(row, k_column, mask, HEADS, BLOCK_N)
     t, i = place[:, None], place[None, :]
     a = tl.where(t > i, beta[:, None] * kept * tl.dot(k, tl.trans(k), input_precision=PRECISION), 0.0)
     inverse = tl.where(t == i, 1.0, 0.0) - tl.where(t // 2 == i // 2, a, 0.0)
@@ -545,18 +512,10 @@ def chunk_kernel(
     first_item_ptr,
     gates_stride,
     spare,
-    least,
-    most,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
+    HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    DELTA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per (BLOCK_P columns of the state, head, sequence with several new tokens): chunk after chunk.
@@ -564,7 +523,9 @@ def chunk_kernel(
     From the state S before a chunk, with d_t = decay(before the chunk to t): U = inverse (beta V - beta d K S), or dt V
     of Mamba-2; O = d Q S + (decay Q K^T) U; S becomes d_last S + (decay(to last) K)^T U.
     """
-    C: tl.constexpr = 2 * G * N + H * P
+    H: tl.constexpr = HEADS.num_heads
+    N: tl.constexpr = HEADS.key_dim
+    P: tl.constexpr = HEADS.value_dim
     head, seq = tl.program_id(1), tl.program_id(2)
     start, total = tl.load(cu_q_ptr + seq), tl.load(num_tokens_ptr + seq)
     count = tl.load(cu_q_ptr + seq + 1) - start
@@ -574,7 +535,7 @@ def chunk_kernel(
         key = tl.arange(0, BLOCK_N)[None, :]
         value = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
         in_value = value < P
-        q_column, k_column, v_column = _columns(head, H, G, N, P, DELTA, TILED)
+        q_column, k_column, v_column = _columns(head, HEADS)
         read, write = tl.load(reads_ptr + seq).to(tl.int64), tl.load(writes_ptr + seq).to(tl.int64)
         inside = (key < N) & in_value
         state_place = head * N * P + key * P + value
@@ -585,28 +546,26 @@ def chunk_kernel(
             position = chunk * CHUNK + place
             mask = (position >= before) & (position < total)
             token = start + position - before
-            log_decay, weight = _gates(
-                gates_ptr, decay_ptr, bias_ptr, gates_stride, least, most, token, mask, head, H, G, DELTA, INTERLEAVED
-            )
+            log_decay, weight = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS)
             kept, since = _decays(log_decay, CHUNK)
-            row = mixed_ptr + token.to(tl.int64) * C
+            row = mixed_ptr + token.to(tl.int64) * HEADS.channels
             live = in_value & mask[None, :]
-            k = tl.trans(_keys(row, k_column, mask, N, BLOCK_N, DELTA))
+            k = tl.trans(_keys(row, k_column, mask, HEADS, BLOCK_N))
             v = tl.load(row[None, :] + v_column + value, mask=live, other=0.0).to(tl.float32)
             added = v * weight[None, :]
-            if DELTA:
+            if HEADS.corrects:
                 seen = tl.dot(state, k, input_precision=PRECISION)
                 added -= seen * (weight * tl.exp(since))[None, :]
                 square = ((item + chunk - first) * H + head) * CHUNK * CHUNK
                 inverse = tl.load(inverses_ptr + square + place[None, :] * CHUNK + place[:, None])
                 added = tl.dot(added, inverse, input_precision=PRECISION)
-            q = tl.trans(_keys(row, q_column, mask, N, BLOCK_N, DELTA))
-            if DELTA:
+            q = tl.trans(_keys(row, q_column, mask, HEADS, BLOCK_N))
+            if HEADS.corrects:
                 q *= 1.0 / tl.sqrt(N + 0.0)
             o = tl.dot(state, q, input_precision=PRECISION) * tl.exp(since)[None, :]
             scores = tl.dot(tl.trans(k), q, input_precision=PRECISION) * tl.trans(kept)
             o += tl.dot(added, scores, input_precision=PRECISION)
-            if not DELTA:
+            if not HEADS.corrects:
                 o += tl.load(last_ptr + head) * v
             out = out_ptr + (token.to(tl.int64)[None, :] * H + head) * P + value
             tl.store(out, o.to(out_ptr.dtype.element_ty), mask=live)
@@ -625,24 +584,20 @@ def norm_then_gate_kernel(
     sequence_ptr,
     z_stride,
     eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    DELTA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ):
     """One program per (token, head), of sequences with several new tokens: step_kernel does the others."""
     token, head = tl.program_id(0), tl.program_id(1)
     seq = tl.load(sequence_ptr + token)
     if tl.load(cu_q_ptr + seq + 1) - tl.load(cu_q_ptr + seq) > 1:
+        P: tl.constexpr = HEADS.value_dim
         value = tl.arange(0, BLOCK_P)
-        place = out_ptr + (token.to(tl.int64) * H + head) * P + value
+        place = out_ptr + (token.to(tl.int64) * HEADS.num_heads + head) * P + value
         o = tl.load(place, mask=value < P, other=0.0)
         z_row = z_ptr + token.to(tl.int64) * z_stride
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        o = _norm_then_gate(o, weight_ptr, z_row, value, value < P, head, eps, dtype, H, G, N, P, INTERLEAVED)
+        o = _norm_then_gate(o, weight_ptr, z_row, value, value < P, head, eps, dtype, HEADS)
         tl.store(place, o.to(dtype), mask=value < P)
 
 

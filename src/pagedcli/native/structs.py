@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_int, _int64, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 STORE, ADD, RELU2, GELU, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(7)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of activations; also WeightKind
@@ -137,13 +137,10 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),
-        "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_float, _pointer, _int], None),
+        "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, _float, _pointer, _int], None),
         "paged_work_new": ([_pointer, _int64, *[_pointer] * 3, _int64, _int64, _int], _pointer),
         "paged_work_free": ([_pointer], None),
-        "paged_attend": (
-            [_int, *[_pointer] * 3, _int64, _int64, *[_pointer] * 3, *[ctypes.c_float] * 2, _pointer],
-            _int,
-        ),
+        "paged_attend": ([_int, *[_pointer] * 3, _int64, _int64, *[_pointer] * 3, _float, _float, _pointer], _int),
         "paged_write": ([_int, _pointer, _int64, _int, *[_pointer] * 6], None),
         "sampling_argmax": ([_int64, _pointer, _int64, _int64, _pointer, _int], None),
         "sampling_top": ([_pointer, _int64, _int64, _int64, _pointer, _pointer, _int], None),
