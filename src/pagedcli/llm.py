@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Number
 from typing import Any, Self
 
@@ -105,8 +106,6 @@ class LLM:
         self.llm_engine = LLMEngine(config, emit=emit)
         self._tokenizer_name = tokenizer
         self._num_resets = 0  # resets of the prefix cache
-        self._tokenizer: Tokenizer | None = None
-        self._grammars: Grammars | None = None
         self._num_requests = 0
         self._turn = threading.Lock()  # held by the thread whose call is served
 
@@ -125,15 +124,13 @@ class LLM:
         """End the processes of a tensor-parallel group; generate() and chat() fail afterwards."""
         self.llm_engine.close()
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded lazily; not needed for token ids."""
-        if self._tokenizer is None:
-            config, folder = self.llm_engine.config, self.llm_engine.model_path
-            if self._tokenizer_name is not None:
-                folder = resolve_model(str(self._tokenizer_name), weights=False)
-            self._tokenizer = Tokenizer(folder, trust_remote_code=config.trust_remote_code)
-        return self._tokenizer
+        config, folder = self.llm_engine.config, self.llm_engine.model_path
+        if self._tokenizer_name is not None:
+            folder = resolve_model(str(self._tokenizer_name), weights=False)
+        return Tokenizer(folder, trust_remote_code=config.trust_remote_code)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -234,7 +231,7 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(text) if text is not None else token_ids_of(prompt)
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
-        guides = self._grammars_of_model().guides(params) if params.guided else None
+        guides = self._grammars.guides(params) if params.guided else None
         if self._num_resets:
             cache_salt = f"reset {self._num_resets} {cache_salt or ''}"
         return _Request(text, token_ids, params, cache_salt, checkers, guides)
@@ -250,11 +247,10 @@ class LLM:
             raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
         return list(params)
 
-    def _grammars_of_model(self) -> Grammars:
-        if self._grammars is None:
-            spec = self.llm_engine.spec
-            self._grammars = Grammars(self.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-        return self._grammars
+    @cached_property
+    def _grammars(self) -> Grammars:
+        spec = self.llm_engine.spec
+        return Grammars(self.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
 
     def _run(self, requests: list[_Request], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.llm_engine

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pagedcli.layers.basic import add_rms_norm, rms_norm, rotary_rows, rotate, silu_and_mul, split_heads
+from pagedcli.layers.basic import ACTIVATIONS, add_rms_norm, rms_norm, rotary_rows, rotate, split_heads
 from pagedcli.models.blocks import inverse_frequencies, rope_table
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 
@@ -112,4 +112,4 @@ def test_norm_equals_transformers_to_the_last_bit(dtype):
 
 def test_silu_and_mul_takes_the_gate_first():
     gate, up = torch.randn(3, 8).bfloat16(), torch.randn(3, 8).bfloat16()
-    assert torch.equal(silu_and_mul(torch.cat((gate, up), -1)), torch.nn.functional.silu(gate) * up)
+    assert torch.equal(ACTIVATIONS["silu"](torch.cat((gate, up), -1)), torch.nn.functional.silu(gate) * up)

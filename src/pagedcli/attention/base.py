@@ -174,7 +174,6 @@ class AttentionBackend(Protocol):
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's K cache (V has the same): any layout whose first dimension is the block, [N, ...],
         with S * G * D elements per block."""
-        ...
 
     def of(self, layer: AttentionLayer) -> "AttentionBackend":
         """The backend of a layer, where layers differ in their key/value heads; of all others this one."""
@@ -209,7 +208,6 @@ class AttentionBackend(Protocol):
         Shapes:  k, v [T, G, D] (rows may be strided); slots [T] int32.
         Changes: the cache at every slot that is not -1.
         """
-        ...
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         """Causal attention of the step's new tokens over the paged cache.
@@ -223,4 +221,3 @@ class AttentionBackend(Protocol):
         Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023; sinks:
                  Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024, as in gpt-oss.
         """
-        ...

@@ -60,7 +60,8 @@ class Flash2Attention(ReferenceAttention):
         self._varlen = varlen
 
     def prepare(self, batch: PagedBatch) -> None:
-        batch.work = cumulative_lengths(batch)
+        batch.work = torch.zeros_like(batch.cu_q)  # where each sequence's keys would start if they were contiguous
+        torch.cumsum(batch.num_tokens, 0, dtype=torch.int32, out=batch.work[1:])
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
@@ -112,7 +113,10 @@ def flash2_backend(package: Any) -> Flash2Attention:
 
 def check(spec: AttentionSpec) -> type[Flash3Attention] | type[Flash2Attention]:
     """The version that would serve the spec if installed. Raises BackendError if the device supports neither."""
-    check_flash_device(spec)
+    if spec.device.type != "cuda":
+        raise BackendError(f"runs on a CUDA device, not on {spec.device}")
+    if (spec.capability or (0, 0)) < (8, 0):
+        raise BackendError("needs compute capability 8.0 or newer")
     return Flash3Attention if spec.capability == (9, 0) else Flash2Attention
 
 
@@ -131,8 +135,7 @@ def load(spec: AttentionSpec) -> Flash3Attention | Flash2Attention:
 
 
 def _check(function: Callable[..., Any], needed: frozenset[str]) -> None:
-    missing = missing_parameters(function, needed)
-    if missing:
+    if missing := sorted(needed - inspect.signature(function).parameters.keys()):
         raise BackendError(f"{function.__name__} of the installed flash-attn does not take {', '.join(missing)}")
 
 
@@ -144,23 +147,3 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # built for another torch: undefined symbols
         raise BackendError(f"{name} is installed but fails to load: {error}") from error
-
-
-def cumulative_lengths(batch: PagedBatch) -> Tensor:
-    """[B+1] int32: where each sequence's keys would start if they were contiguous."""
-    starts = torch.zeros_like(batch.cu_q)
-    torch.cumsum(batch.num_tokens, 0, dtype=torch.int32, out=starts[1:])
-    return starts
-
-
-def missing_parameters(function: Callable[..., Any], needed: frozenset[str]) -> list[str]:
-    """Which of the needed parameters a function does not have, in alphabetical order."""
-    return sorted(needed - inspect.signature(function).parameters.keys())
-
-
-def check_flash_device(spec: AttentionSpec) -> None:
-    """Raises BackendError for a device without FlashAttention kernels."""
-    if spec.device.type != "cuda":
-        raise BackendError(f"runs on a CUDA device, not on {spec.device}")
-    if (spec.capability or (0, 0)) < (8, 0):
-        raise BackendError("needs compute capability 8.0 or newer")

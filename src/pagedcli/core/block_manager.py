@@ -9,22 +9,11 @@ from typing import Protocol
 
 from msgspec import UNSET
 
+import pagedcli.events as ev
 from pagedcli.core.block_pool import BlockPool
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
-from pagedcli.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksFilled,
-    BlocksReleased,
-    BlocksReused,
-    Emit,
-    MissReason,
-    PrefixLookedUp,
-    SequenceForked,
-    WindowPassed,
-)
 
 
 class CacheUser(Protocol):
@@ -72,7 +61,7 @@ class BlockManager:
         windows: tuple[int | None, ...] = (None,),
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
-        emit: Emit | None = None,
+        emit: ev.Emit | None = None,
         hash_function: HashFunction = hash_block,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -83,11 +72,8 @@ class BlockManager:
         self.has_windows = self.tables.has_windows
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = pool = BlockPool(num_blocks, eviction=eviction, emit=emit)
-        self.blocks, self.hash_to_block_id, self.free_block_ids = (
-            pool.blocks,
-            pool.hash_to_block_id,
-            pool.free_block_ids,
-        )
+        self.blocks, self.free_block_ids = pool.blocks, pool.free_block_ids
+        self.hash_to_block_id = pool.hash_to_block_id
         self.has_forks = False  # whether sequences have ever shared partial blocks
         sees_queue = pool.policy is not None and pool.policy.sees_queue and enable_prefix_caching
         self._queue = pool.policy if sees_queue else None
@@ -257,7 +243,7 @@ class BlockManager:
         for block_id in block_ids:
             self.pool.release(block_id)
         if self._emit is not None and block_ids:
-            self._emit(WindowPassed(seq.seq_id, block_ids))
+            self._emit(ev.WindowPassed(seq.seq_id, block_ids))
 
     def fill_last(self, seq: CacheUser) -> None:
         """Mark the last block full, as this step computes its last token."""
@@ -286,7 +272,7 @@ class BlockManager:
         child.num_cached_tokens = parent.num_cached_tokens
         if self._emit is not None:
             table = tuple(child.block_table)
-            self._emit(SequenceForked(parent.seq_id, child.seq_id, table, child.num_computed_tokens))
+            self._emit(ev.SequenceForked(parent.seq_id, child.seq_id, table, child.num_computed_tokens))
 
     def deallocate(self, seq: CacheUser) -> int:
         """Release all blocks of a sequence, tail first: the head of a prefix is evicted last. Returns how many became
@@ -296,7 +282,7 @@ class BlockManager:
         seq.block_table = []
         seq.num_cached_tokens = seq.num_computed_tokens = seq.num_writable_tokens = 0
         if self._emit is not None and released:
-            self._emit(BlocksReleased(seq.seq_id, released))
+            self._emit(ev.BlocksReleased(seq.seq_id, released))
         return num_freed
 
     # ------------------------------------------------------------------ steps
@@ -332,7 +318,7 @@ class BlockManager:
                 self.pool.claim(block_id)
         seq.block_table.extend(block_ids)
         if self._emit is not None and block_ids:
-            self._emit(BlocksReused(seq.seq_id, block_ids))
+            self._emit(ev.BlocksReused(seq.seq_id, block_ids))
 
     def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         """Add fresh blocks for num_new_tokens after the computed ones; mark the blocks that they fill as full."""
@@ -345,7 +331,7 @@ class BlockManager:
             fresh = [self.pool.take() for _ in range(num_missing)]
             seq.block_table.extend(fresh)
             if self._emit is not None:
-                self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
+                self._emit(ev.BlocksAllocated(seq.seq_id, tuple(fresh)))
         self._fill(seq, seq.num_computed_tokens // size, num_tokens // size)
 
     def _fill(self, seq: CacheUser, first: int, end: int) -> None:
@@ -378,7 +364,7 @@ class BlockManager:
             filled.append(block.block_id)
         if self._emit is not None and filled:
             hashes = tuple(prefix.hash for prefix in seq.prefixes[end_index - len(filled) : end_index])
-            self._emit(BlocksFilled(seq.seq_id, tuple(filled), hashes))
+            self._emit(ev.BlocksFilled(seq.seq_id, tuple(filled), hashes))
 
     def _must_copy(self, seq: CacheUser) -> bool:
         """Whether the next token goes into a partial block that a fork shares."""
@@ -396,11 +382,11 @@ class BlockManager:
         assert source_id is not None, "the block of a token to compute is kept"
         seq.block_table[index] = copy_id
         if self._emit is not None:
-            self._emit(BlocksAllocated(seq.seq_id, (copy_id,)))
+            self._emit(ev.BlocksAllocated(seq.seq_id, (copy_id,)))
         self.pool.release(source_id)
         if self._emit is not None:
-            self._emit(BlocksReleased(seq.seq_id, (source_id,)))
-            self._emit(BlockCopied(seq.seq_id, source_id, copy_id))
+            self._emit(ev.BlocksReleased(seq.seq_id, (source_id,)))
+            self._emit(ev.BlockCopied(seq.seq_id, source_id, copy_id))
         return source_id, copy_id
 
     def _drop_partial_blocks(self, seq: CacheUser) -> None:
@@ -409,7 +395,7 @@ class BlockManager:
         for block_id in dropped:
             self.pool.release(block_id)
         if self._emit is not None:
-            self._emit(BlocksReleased(seq.seq_id, dropped))
+            self._emit(ev.BlocksReleased(seq.seq_id, dropped))
 
     # ------------------------------------------------------------------ prefixes
 
@@ -492,21 +478,21 @@ class BlockManager:
 
     def _looked_up(
         self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int, num_shared_tokens: int | None = None
-    ) -> PrefixLookedUp:
+    ) -> ev.PrefixLookedUp:
         """The record of a lookup of the spans from number `first` on. The hash that it names is that of the first group
         whose block is missing; of one that is not, if something else ends the hit."""
         end = first + hit.num_spans
         missed = hit.num_spans < hit.num_asked
         next_span = seq.prefixes[end * self.num_groups : (end + 1) * self.num_groups] if missed else []
         missing = next((prefix for prefix in next_span if self.pool.find(prefix) is None), None)
-        miss_reason: MissReason | None
+        miss_reason: ev.MissReason | None
         if not self.enable_prefix_caching:
             miss_reason = "caching_off"
         elif hit.num_asked == 0:
             miss_reason = "no_full_block"
         else:
             miss_reason = "no_match" if missed else None
-        return PrefixLookedUp(
+        return ev.PrefixLookedUp(
             seq_id=seq.seq_id,
             reason="continued" if seq.block_table else "resumed" if seq.num_preemptions else "new",
             num_tokens=len(seq.token_ids),

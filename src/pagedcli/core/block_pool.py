@@ -7,6 +7,7 @@ normal.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pagedcli.core.eviction import make_policy
@@ -14,15 +15,13 @@ from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, token_bytes
 from pagedcli.events import BlockEvicted, Emit
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A physical slot of S tokens."""
 
-    __slots__ = ("block_id", "prefix", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.prefix: Prefix | None = None  # None while partial or empty
+    block_id: int
+    ref_count: int = 0
+    prefix: Prefix | None = None  # None while partial or empty
 
     @property
     def hash(self) -> int | None:
@@ -53,9 +52,8 @@ class BlockPool:
         self.num_evictions = 0
         self.num_touched = 0  # blocks that have been used: the first ones
         self.policy = make_policy(eviction)  # None: lru
-        self._copies: dict[
-            int, dict[int, None]
-        ] = {}  # hash -> full blocks that are not in the index, first filled first
+        # hash -> full blocks that are not in the index, first filled first
+        self._copies: dict[int, dict[int, None]] = {}
         self._free_copies: dict[int, None] = {}  # free ones of these, in order of release; lru only
         # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
         self._followers: dict[int | None, dict[int, None]] = {}
@@ -178,7 +176,11 @@ class BlockPool:
         if self.hash_to_block_id[prefix.hash] != block.block_id:
             del copies[block.block_id]
         elif copies:  # all in use, as free ones are evicted first
-            self._find_from_now_on(next(iter(copies)), prefix.hash)
+            found = self.blocks[next(iter(copies))]
+            del copies[found.block_id]
+            self.hash_to_block_id[prefix.hash] = found.block_id
+            if self.policy is not None and found.prefix is not None:
+                self.policy.filled(found.prefix)
         else:
             del self.hash_to_block_id[prefix.hash]
         if prefix.hash in self._copies and not copies:
@@ -190,14 +192,6 @@ class BlockPool:
             if not followers:
                 del self._followers[parent]
             self._emit(BlockEvicted(block.block_id, prefix.hash))
-
-    def _find_from_now_on(self, block_id: int, block_hash: int) -> None:
-        """Index a copy, as the block in its place was evicted."""
-        del self._copies[block_hash][block_id]
-        self.hash_to_block_id[block_hash] = block_id
-        prefix = self.blocks[block_id].prefix
-        if self.policy is not None and prefix is not None:
-            self.policy.filled(prefix)
 
     def _freed_full(self, block: Block) -> None:
         """The last owner of a full block released it."""

@@ -26,77 +26,59 @@ class Kind(Protocol):
     @classmethod
     def is_needed(cls, limits: Limits) -> bool:
         """Whether the model of an engine with these limits needs it."""
-        ...
 
     @classmethod
     def bytes(cls, limits: Limits) -> int:
         """Memory that it takes next to the blocks of a pool."""
-        ...
 
     @classmethod
     def make(cls, limits: Limits, blocks: BlockManager, emit: Emit | None) -> "Kind":
         """The kind of an engine."""
-        ...
 
     def boundaries(self, seq: CacheUser, most: int) -> Collection[int]:
         """After how many full spans, at most `most`, a new sequence with these tokens can continue; 0 always may."""
-        ...
 
     def why_wait(self, seq: CacheUser, hit: PrefixHit) -> WaitingReason | None:
         """Why a sequence that has room for its blocks should not start now."""
-        ...
 
     def next_stop(self, seq: CacheUser, num_computed: int, num_new_tokens: int) -> int:
         """How many of the next tokens to compute in one step: all, or those up to where something is to be kept."""
-        ...
 
     def can_grow(self, seqs: Sequence[CacheUser]) -> bool:
         """Whether there is room for the next step of all these sequences."""
-        ...
 
     def allocate(self, seq: CacheUser, hit: PrefixHit) -> None:
         """A sequence starts after its hit. Its blocks come next."""
-        ...
 
     def grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         """A step computes the next tokens of a sequence, which has its blocks."""
-        ...
 
     def release(self, seq: CacheUser) -> None:
         """A sequence ends or is preempted. Its blocks go next."""
-        ...
 
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
         """A new sequence of equal tokens shares what its parent has."""
-        ...
 
     def recover(self) -> None:
         """A step raised: release everything, drop what may be unwritten, and forget the queue."""
-        ...
 
     def expect(self, seq: CacheUser) -> None:
         """A sequence joined the waiting queue; its prefixes are hashed."""
-        ...
 
     def forget(self, seq: CacheUser) -> None:
         """A sequence left the waiting queue."""
-        ...
 
     def begin_step(self) -> None:
         """The step before has been launched."""
-        ...
 
     def confirm(self, *, latest: bool) -> None:
         """All steps but the latest have run, or with `latest` that one, too."""
-        ...
 
     def count(self, facts: RunFacts) -> None:
         """Write what it counts into the facts of the run."""
-        ...
 
     def check(self, seqs: list[CacheUser] | None) -> None:
         """Verify every invariant; given the sequences, also that they explain what is held."""
-        ...
 
 
 KINDS: dict[str, type[Kind]] = {StateKind.name: StateKind}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import pagedcli.events as ev
 from pagedcli.core.admission import admit
 from pagedcli.core.cache import make_cache
 from pagedcli.core.facts import RunFacts
@@ -20,14 +21,6 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead
 from pagedcli.errors import RequestError
-from pagedcli.events import (
-    Emit,
-    Event,
-    RequestRefused,
-    StepFailed,
-    StepFinished,
-    StepStarted,
-)
 from pagedcli.sampling_params import SamplingParams, seed_for
 
 _block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
@@ -50,7 +43,7 @@ class EngineCore:
         plan: Plan,
         executor: Executor,
         *,
-        emit: Emit | None = None,
+        emit: ev.Emit | None = None,
         trace_tokens: bool = False,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
@@ -116,7 +109,7 @@ class EngineCore:
             max_new_tokens = admit(self.limits, prompt_token_ids, params)
         except RequestError as error:
             if self._emit is not None:
-                self._emit(RequestRefused(request_id, error.code, error.message, row_id))
+                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
             raise
         self._num_added += 1
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
@@ -186,13 +179,13 @@ class EngineCore:
     def _step(self, step: int) -> None:
         clock = StepClock(self.clock_ns, self._emit)
         if self._emit is not None:
-            self._emit(StepStarted(step, self.clock_ns()))
+            self._emit(ev.StepStarted(step, self.clock_ns()))
         self.cache.begin_step()
         work = self._step_ahead(step, clock) if self.runs_ahead else self._step_now(step, clock)
         self._count(work, clock)
         if self._emit is not None:
             schedule_ns, forward_ns, sample_ns = clock.phases_ns
-            finished = StepFinished(step, self.clock_ns(), schedule_ns, forward_ns, sample_ns, clock.observer_ns)
+            finished = ev.StepFinished(step, self.clock_ns(), schedule_ns, forward_ns, sample_ns, clock.observer_ns)
             self._emit(finished)
 
     def _step_now(self, step: int, clock: "StepClock") -> ScheduledStep:
@@ -367,7 +360,7 @@ class EngineCore:
         self.cache.count(self.stats)
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)
-            self._emit(StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
+            self._emit(ev.StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
         self.scheduler.finish([seq for seq in unfinished if seq.finish_reason is not None])
         for request_id, request in list(self._requests.items()):
             request.count_unfinished()
@@ -453,12 +446,12 @@ class _TimedEmit:
 
     __slots__ = ("_clock_ns", "_emit", "num_ns")
 
-    def __init__(self, emit: Emit, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, emit: ev.Emit, clock_ns: Callable[[], int]) -> None:
         self._emit = emit
         self._clock_ns = clock_ns
         self.num_ns = 0
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: ev.Event) -> None:
         start_ns = self._clock_ns()
         try:
             self._emit(event)
@@ -468,7 +461,7 @@ class _TimedEmit:
         self.num_ns += self._clock_ns() - start_ns
 
 
-def _ignore(event: Event) -> None:
+def _ignore(event: ev.Event) -> None:
     pass
 
 

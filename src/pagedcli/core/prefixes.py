@@ -8,6 +8,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -173,14 +174,12 @@ class SeenPrefixes:
         return max(shared, found)
 
 
+@dataclass(slots=True, eq=False)
 class _Edge:
     """Tokens, and what follows them, by the first token."""
 
-    __slots__ = ("edges", "tokens")
-
-    def __init__(self, tokens: bytes, edges: "dict[bytes, _Edge]") -> None:
-        self.tokens = tokens
-        self.edges = edges
+    tokens: bytes
+    edges: "dict[bytes, _Edge]"
 
 
 _Trees = dict[str | None, dict[bytes, _Edge]]  # salt -> tree

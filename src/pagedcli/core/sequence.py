@@ -21,11 +21,9 @@ class Guide(Protocol):
     @property
     def allowed_tokens(self) -> bytes:
         """One bit per token id, lowest bit first: whether it may come next. At least one bit is set."""
-        ...
 
     def accept(self, token_id: int) -> bool:
         """Accept the next token. Returns whether the text is complete: only an end token could follow."""
-        ...
 
 
 class SequenceStatus(Enum):
@@ -174,12 +172,10 @@ class Sequence:
             self.finish_reason = "length"
 
 
+@dataclass(slots=True, eq=False)
 class TokenLogprobs:
     """Log-probabilities at one position: of the sampled token and of the likeliest ones."""
 
-    __slots__ = ("logprob", "token_id", "top")
-
-    def __init__(self, token_id: int, logprob: float, top: list[tuple[int, float]]) -> None:
-        self.token_id = token_id
-        self.logprob = logprob
-        self.top = top  # (token id, logprob), likeliest first
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # (token id, logprob), likeliest first

@@ -23,22 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
+import pagedcli.events as ev
 from pagedcli.core.block_manager import BlockManager, CacheUser, PrefixHit
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import Prefix
 from pagedcli.errors import ConfigError
-from pagedcli.events import (
-    CheckpointDropped,
-    CheckpointLookedUp,
-    CheckpointMade,
-    CheckpointReason,
-    Emit,
-    StateSlotsReleased,
-    StateSlotTaken,
-    StatesRecovered,
-    WaitingReason,
-)
 
 PolicyName = Literal["branches", "end", "none"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # and every N tokens
@@ -71,7 +61,7 @@ class CheckpointPolicy:
         return f"every {self.interval:,} tokens" if self.kind == "every" else texts[self.kind]
 
     @property
-    def reason(self) -> CheckpointReason:
+    def reason(self) -> ev.CheckpointReason:
         return "branch" if self.kind == "branches" else "interval" if self.kind == "every" else "end"
 
 
@@ -201,15 +191,13 @@ def _count_down(counts: Counter[int], key: int) -> None:
 # ---------------------------------------------------------------------- slots
 
 
+@dataclass(slots=True, eq=False)
 class StateSlot:
     """A place for one state."""
 
-    __slots__ = ("prefix", "ref_count", "slot_id")
-
-    def __init__(self, slot_id: int) -> None:
-        self.slot_id = slot_id
-        self.ref_count = 0  # sequences that hold it
-        self.prefix: Prefix | None = None  # tokens before a checkpoint; None: there is none
+    slot_id: int
+    ref_count: int = 0  # sequences that hold it
+    prefix: Prefix | None = None  # tokens before a checkpoint; None: there is none
 
 
 class StateKind:
@@ -222,7 +210,7 @@ class StateKind:
 
     name = "state"
 
-    def __init__(self, limits: Limits, num_groups: int, emit: Emit | None) -> None:
+    def __init__(self, limits: Limits, num_groups: int, emit: ev.Emit | None) -> None:
         assert limits.num_state_slots, "a model with recurrent state has slots"
         policy = CheckpointPolicy.named(limits.checkpoints if limits.enable_prefix_caching else "none")
         self.plan = CheckpointPlan(policy, limits.block_size, num_groups)
@@ -244,7 +232,7 @@ class StateKind:
         return limits.has_states
 
     @classmethod
-    def make(cls, limits: Limits, blocks: BlockManager, emit: Emit | None) -> Self:
+    def make(cls, limits: Limits, blocks: BlockManager, emit: ev.Emit | None) -> Self:
         return cls(limits, blocks.num_groups, emit)
 
     @classmethod
@@ -266,7 +254,7 @@ class StateKind:
         spans = range(1, min(most, self.plan.last_readable(seq)) + 1)
         return [span for span in spans if self._find_written(seq, span) is not None]
 
-    def why_wait(self, seq: CacheUser, hit: PrefixHit) -> WaitingReason | None:
+    def why_wait(self, seq: CacheUser, hit: PrefixHit) -> ev.WaitingReason | None:
         if self.plan.is_coming(seq, hit.num_spans):
             return "checkpoint"
         return None if self.num_available else "state_slots"
@@ -327,7 +315,7 @@ class StateKind:
             seq.state_write = slot_id
         if self._emit is not None:
             cached, computed = hit.num_cached_spans * self._block_size, hit.num_spans * self._block_size
-            self._emit(CheckpointLookedUp(seq.seq_id, cached, computed, slot_id))
+            self._emit(ev.CheckpointLookedUp(seq.seq_id, cached, computed, slot_id))
 
     def grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         self._advance(seq)
@@ -353,7 +341,7 @@ class StateKind:
         seq.state_read, seq.state_write = latest, self._take()
         self._moved.append(seq)
         if self._emit is not None:
-            self._emit(StateSlotTaken(seq.seq_id, seq.state_write))
+            self._emit(ev.StateSlotTaken(seq.seq_id, seq.state_write))
 
     def _keep(self, seq: CacheUser, prefix: Prefix, num_tokens: int) -> None:
         """Make a checkpoint of what the sequence's scheduled step writes, the state after its first num_tokens tokens,
@@ -368,7 +356,7 @@ class StateKind:
         self.num_made += 1
         if self._emit is not None:
             reason = self.plan.policy.reason
-            self._emit(CheckpointMade(seq.seq_id, slot.slot_id, prefix.hash, num_tokens, reason))
+            self._emit(ev.CheckpointMade(seq.seq_id, slot.slot_id, prefix.hash, num_tokens, reason))
 
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
         assert child.state_write is None, "a forked sequence has no state yet"
@@ -417,7 +405,7 @@ class StateKind:
         self._empty = deque(slot.slot_id for slot in self.slots if slot.prefix is None)
         self._index = {prefix.hash: slot_id for slot_id in kept if (prefix := self.slots[slot_id].prefix) is not None}
         if self._emit is not None:
-            self._emit(StatesRecovered(tuple(kept)))
+            self._emit(ev.StatesRecovered(tuple(kept)))
 
     def count(self, facts: RunFacts) -> None:
         facts.peak_used_state_slots = max(facts.peak_used_state_slots, self.num_held)
@@ -441,7 +429,7 @@ class StateKind:
             elif not slot.ref_count:
                 self._idle[slot_id] = None
         if self._emit is not None and slot_ids:
-            self._emit(StateSlotsReleased(seq_id, slot_ids))
+            self._emit(ev.StateSlotsReleased(seq_id, slot_ids))
 
     def _take(self) -> int:
         if not self._empty:
@@ -465,7 +453,7 @@ class StateKind:
             if slot.slot_id in made:
                 made.remove(slot.slot_id)
         if self._emit is not None:
-            self._emit(CheckpointDropped(slot.slot_id, block_hash))
+            self._emit(ev.CheckpointDropped(slot.slot_id, block_hash))
 
     def _hash(self, slot_id: int) -> int:
         prefix = self.slots[slot_id].prefix

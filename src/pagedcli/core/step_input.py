@@ -66,9 +66,7 @@ class StepInput:
     prompt_rows: PromptRows | None = None  # rows of logits that score a prompt
     # slots of recurrent state; None: the model has none
     state_reads: Ints | None = None  # [B] int32, slot of each sequence's state before the step; -1: it starts from zero
-    state_writes: Ints | None = (
-        None  # [B] int32, slot of its state after the step; no other sequence of the step uses it
-    )
+    state_writes: Ints | None = None  # [B] int32, slot of its state after the step; no other sequence uses it then
 
     @property
     def num_seqs(self) -> int:
@@ -255,7 +253,6 @@ class TokensToRead(Protocol):
 
     def read(self) -> StepTokens:
         """Wait for the tokens."""
-        ...
 
 
 class Executor(Protocol):
@@ -264,7 +261,6 @@ class Executor(Protocol):
     def launch(self, step: StepInput, sampling: SamplingInput) -> TokensToRead:
         """Start a step without waiting for its tokens. Where `step.source_rows` says so, its input ids are the tokens
         of the step launched before, which may not have been read."""
-        ...
 
 
 # ---------------------------------------------------------------------- building
@@ -278,11 +274,9 @@ class Builder(Protocol):
 
         `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
         """
-        ...
 
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
         """How the sequences get their tokens, forks included. `logits_rows`: the row of each; None: its own."""
-        ...
 
 
 class StepBuilder:
@@ -291,16 +285,24 @@ class StepBuilder:
     def __init__(self, limits: Limits) -> None:
         self.block_size = limits.block_size
         self._groups = np.arange(len(limits.groups))[:, None]
-        self._has_states = limits.has_states
         self._tables = np.zeros(limits.table_dimensions, dtype=np.int32)
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
-        if work.is_decode:
-            return self._decode(work, source_rows), work.seqs
         seqs = work.seqs
         table_index, table_values = self._sync_tables(work.changed)
         rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+        state_reads, state_writes = _state_slots(seqs)
+        of_seqs: dict[str, Any] = {
+            "table_rows": rows,
+            "table_index": table_index,
+            "table_values": table_values,
+            "copies": tuple(work.copies),
+            "state_reads": state_reads,
+            "state_writes": state_writes,
+        }
+        if work.is_decode:
+            return self._decode(seqs, source_rows, of_seqs), seqs
         computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
         cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
         new = np.array(work.num_new_tokens, dtype=np.int64)
@@ -316,57 +318,42 @@ class StepBuilder:
         scored = None
         if logits_rows is not None:
             scored = prompt_rows(seqs, computed, new, cu_q[:-1], logits_rows)
-        state_reads, state_writes = self._state_slots(seqs)
         step = StepInput(
+            **of_seqs,
             input_ids=_input_ids(work),
             source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows),
             positions=positions,
             slots=slots,
             cu_q=cu_q,
             num_tokens=total.astype(np.int32),
-            table_rows=rows,
-            table_index=table_index,
-            table_values=table_values,
             logits_rows=logits_rows if scored is None else scored[0],
-            copies=tuple(work.copies),
             max_new=int(new.max()),
             max_total=int(total.max()),
             prompt_rows=None if scored is None else scored[1],
-            state_reads=state_reads,
-            state_writes=state_writes,
         )
         return step, [seqs[row] for row in sampled]
 
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
         return SamplingInput.of(seqs, logits_rows)
 
-    def _decode(self, work: ScheduledStep, source_rows: dict[int, int] | None) -> StepInput:
+    def _decode(self, seqs: list[Sequence], source_rows: dict[int, int] | None, of_seqs: dict[str, Any]) -> StepInput:
         """A step of most decodes, with little work on the host: after each step the processor's caches hold the model,
         and the first use of anything, an array operation included, takes 10 to 60 us."""
-        seqs = work.seqs
-        table_index, table_values = self._sync_tables(work.changed)
-        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
         positions = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
         cu_q = self._one_each[: len(seqs) + 1]
         num_tokens = positions.astype(np.int32)
         num_tokens += 1
-        state_reads, state_writes = self._state_slots(seqs)
         return StepInput(
+            **of_seqs,
             input_ids=np.array([0 if seq.num_pending_tokens else seq.token_ids[-1] for seq in seqs], dtype=np.int64),
             source_rows=_source_rows(seqs, cu_q, len(seqs), source_rows),
             positions=positions,
-            slots=self._slots(rows, positions),
+            slots=self._slots(of_seqs["table_rows"], positions),
             cu_q=cu_q,
             num_tokens=num_tokens,
-            table_rows=rows,
-            table_index=table_index,
-            table_values=table_values,
             logits_rows=None,
-            copies=tuple(work.copies),
             max_new=1,
             max_total=int(num_tokens.max()),
-            state_reads=state_reads,
-            state_writes=state_writes,
         )
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
@@ -376,13 +363,6 @@ class StepBuilder:
         slots *= self.block_size
         slots += (positions - spans * self.block_size).astype(np.int32)
         return slots
-
-    def _state_slots(self, seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
-        """The slots that each sequence reads and writes."""
-        if not self._has_states:
-            return None, None
-        reads = np.array([-1 if seq.state_read is None else seq.state_read for seq in seqs], dtype=np.int32)
-        return reads, np.array([seq.state_write for seq in seqs], dtype=np.int32)
 
     def _sync_tables(self, seqs: list[Sequence]) -> tuple[Ints, Ints]:
         """Update the persistent rows; returns the indices and values of changed entries."""
@@ -399,6 +379,14 @@ class StepBuilder:
         flat_index, flat_values = np.array(index, dtype=np.int64), np.array(values, dtype=np.int32)
         self._tables.reshape(-1)[flat_index] = flat_values
         return flat_index, flat_values
+
+
+def _state_slots(seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
+    """The slots of recurrent state that each sequence reads and writes."""
+    if seqs[0].state_write is None:
+        return None, None
+    reads = np.array([-1 if seq.state_read is None else seq.state_read for seq in seqs], dtype=np.int32)
+    return reads, np.array([seq.state_write for seq in seqs], dtype=np.int32)
 
 
 def known_ids(entries: list[int | None]) -> list[int]:

@@ -165,57 +165,32 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> T
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-def silu_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up. Shapes: gate_up [T, 2I], gate first, or with `up` [T, I] the gate alone; returns [T, I]."""
-    if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "silu", up))
-    gate, up = _halves(gate_up, up)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_tanh_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-    """gelu(gate) * up, with the tanh approximation of gelu. Shapes: as silu_and_mul."""
-    if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "gelu_pytorch_tanh", up))
-    gate, up = _halves(gate_up, up)
-    return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-def clamped_silu_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped. Shapes: as silu_and_mul. Source: gpt-oss."""
-    if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "clamped_silu", up))
-    gate, up = _halves(gate_up, up)
+def _clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped. Source: gpt-oss."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
-def _halves(gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up [T, I]."""
-    if up is not None:
-        return gate_up, up
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate, up
+def _gated(name: str, formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The activation of a gated MLP. `name` is that of triton_layers.activate_and_mul."""
+
+    def activate_and_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+        """Shapes: gate_up [T, 2I], gate first, or with `up` [T, I] the gate alone; returns [T, I]."""
+        if gate_up.is_cuda and (fused := fused_layers()):
+            return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), name, up))
+        gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
+        return formula(gate, up)
+
+    return activate_and_mul
 
 
-def squared_relu(up: Tensor) -> Tensor:
-    """relu(up)^2. Shapes: [..., I] -> [..., I]. Source: So et al., Primer, 2021."""
-    return F.relu(up).square()
-
-
-def gelu_tanh(up: Tensor) -> Tensor:
-    """gelu(up), with the tanh approximation of gelu. Shapes: [..., I] -> [..., I]."""
-    return F.gelu(up, approximate="tanh")
-
-
-# Activations by their name in config.json.
+# Activations by their name in config.json; those without a gate are [..., I] -> [..., I].
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "silu": silu_and_mul,
-    "swish": silu_and_mul,
-    "gelu_pytorch_tanh": gelu_tanh_and_mul,
-    "clamped_silu": clamped_silu_and_mul,
-    "relu2": squared_relu,
-    "ungated_gelu": gelu_tanh,
+    **dict.fromkeys(("silu", "swish"), _gated("silu", lambda gate, up: F.silu(gate).mul_(up))),
+    "gelu_pytorch_tanh": _gated("gelu_pytorch_tanh", lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up)),
+    "clamped_silu": _gated("clamped_silu", _clamped_silu),
+    "relu2": lambda up: F.relu(up).square(),  # So et al., Primer, 2021
+    "ungated_gelu": lambda up: F.gelu(up, approximate="tanh"),
 }
 
 

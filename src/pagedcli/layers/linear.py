@@ -20,7 +20,6 @@ class LinearLayer(Protocol):
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""
-        ...
 
 
 class Linear:

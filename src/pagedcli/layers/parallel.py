@@ -67,52 +67,47 @@ class ParallelContext:
 SINGLE = ParallelContext()
 
 
+@dataclass(frozen=True, slots=True)
 class SummedLinear:
     """A linear layer with its inputs split over the ranks: the sum of all ranks' results. Only rank 0 has the bias."""
 
-    __slots__ = ("_linear", "_parallel")
-
-    def __init__(self, linear: Callable[[Tensor], Tensor], parallel: ParallelContext) -> None:
-        self._linear = linear
-        self._parallel = parallel
+    linear: Callable[[Tensor], Tensor]
+    parallel: ParallelContext
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in / size] -> [T, out]."""
-        return self._parallel.all_reduce(self._linear(x))
+        return self.parallel.all_reduce(self.linear(x))
 
 
+@dataclass(frozen=True, slots=True)
 class VocabularyEmbedding:
     """An embedding table with its rows split over the ranks."""
 
-    __slots__ = ("_end", "_first", "_parallel", "weight")
-
-    def __init__(self, weight: Tensor, vocab_size: int, parallel: ParallelContext) -> None:
-        self.weight = weight
-        self._first, self._end = parallel.part_of(vocab_size)
-        self._parallel = parallel
+    weight: Tensor
+    vocab_size: int
+    parallel: ParallelContext
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Shapes: input_ids [T] int64 -> [T, E]."""
-        if self._parallel.size == 1:
+        if self.parallel.size == 1:
             return F.embedding(input_ids, self.weight)
-        if self._first == self._end:
+        first, end = self.parallel.part_of(self.vocab_size)
+        if first == end:
             rows = self.weight.new_zeros((*input_ids.shape, self.weight.shape[1]))
         else:
-            ours = (input_ids >= self._first) & (input_ids < self._end)
-            rows = F.embedding((input_ids - self._first).where(ours, 0), self.weight) * ours[:, None]
-        return self._parallel.all_reduce(rows)
+            ours = (input_ids >= first) & (input_ids < end)
+            rows = F.embedding((input_ids - first).where(ours, 0), self.weight) * ours[:, None]
+        return self.parallel.all_reduce(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class VocabularyHead:
     """The output layer, split over the ranks: returns the logits of the whole vocabulary."""
 
-    __slots__ = ("_linear", "_parallel", "_vocab_size")
-
-    def __init__(self, linear: Callable[[Tensor], Tensor], vocab_size: int, parallel: ParallelContext) -> None:
-        self._linear = linear
-        self._vocab_size = vocab_size
-        self._parallel = parallel
+    linear: Callable[[Tensor], Tensor]
+    vocab_size: int
+    parallel: ParallelContext
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [R, E] -> [R, V], on every rank."""
-        return self._parallel.gather_columns(self._linear(x), self._vocab_size)
+        return self.parallel.gather_columns(self.linear(x), self.vocab_size)

@@ -105,35 +105,18 @@ def l2_norm(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pool: Tensor, step: StateStep
-) -> Tensor:
-    """A matrix that forgets and is corrected: S = a S; S = S + k (beta (v - k^T S)); o = q^T S.
-
-    Shapes:  q, k [T, H, N] normed, q scaled; v [T, H, P]; decay a, beta [T, H], all float32; pool [Z, H, N, P]
-             float32. Returns [T, H, P] float32.
-    Changes: pool.
-    Source:  Yang et al., Gated Delta Networks, ICLR 2025, in its recurrent form.
-    """
-    return _recurrence(q, k, v, decay, beta, pool, step)
-
-
-def selective_scan(
-    x: Tensor, b: Tensor, c: Tensor, decay: Tensor, size: Tensor, pool: Tensor, step: StateStep
-) -> Tensor:
-    """A matrix that forgets: S = a S + B (dt x); y = C^T S.
-
-    Shapes:  x [T, H, P]; b, c [T, H, N]; decay a, size dt [T, H], all float32; pool [Z, H, N, P] float32.
-             Returns [T, H, P] float32.
-    Changes: pool.
-    Source:  Dao and Gu, Transformers are SSMs (Mamba-2), ICML 2024, in its recurrent form.
-    """
-    return _recurrence(c, b, x * size[..., None], decay, None, pool, step)
-
-
-def _recurrence(
+def recurrence(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, pool: Tensor, step: StateStep
 ) -> Tensor:
+    """A matrix that forgets, S = a S, and is corrected, S = S + k (beta (v - k^T S)); or with beta None only added to,
+    S = S + k v. The result is o = q^T S. A selective scan is its second form, with C as q, B as k and dt x as v.
+
+    Shapes:  q, k [T, H, N], of a gated delta rule normed and q scaled; v [T, H, P]; decay a, beta [T, H], all float32;
+             pool [Z, H, N, P] float32. Returns [T, H, P] float32.
+    Changes: pool.
+    Source:  Yang et al., Gated Delta Networks, ICLR 2025; Dao and Gu, Transformers are SSMs (Mamba-2), ICML 2024; both
+             in their recurrent form.
+    """
     states, out = step.load(pool), torch.empty_like(v)
     starts, counts = step.cu_q[:-1].long(), step.cu_q.diff()
     for i in range(step.max_new):

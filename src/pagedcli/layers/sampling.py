@@ -59,27 +59,26 @@ def _kernels(logits: Tensor) -> Any:
     return bind(library.functions)
 
 
+def _run(name: str, logits: Tensor, *arguments: Tensor | None) -> None:
+    """Call the native kernel sampling_NAME."""
+    function = getattr(_kernels(logits), f"sampling_{name}")
+    pointers = (None if each is None else each.data_ptr() for each in arguments)
+    function(DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, *pointers, torch.get_num_threads())
+
+
 def _native_draw(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None) -> Tensor:
     """As draw_tokens; the argmax of rows with temperature 0."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    temperature, uniform = temperature.float().contiguous(), uniform.float().contiguous()
-    _kernels(logits).sampling_draw(
-        DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, temperature.data_ptr(), uniform.data_ptr(),
-        None if floor is None else floor.data_ptr(), tokens.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    _run("draw", logits, temperature.float().contiguous(), uniform.float().contiguous(), floor, tokens)
     return tokens
 
 
 def floors(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
     """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
-    if (kernels := _kernels(logits)) is not None:
-        found = torch.empty(logits.shape[0])
-        temperature, top_k = temperature.float().contiguous(), limits.top_k.int().contiguous()
-        top_p, min_p = (limit.float().contiguous() for limit in (limits.top_p, limits.min_p))
-        kernels.sampling_floors(
-            DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, temperature.data_ptr(), top_k.data_ptr(),
-            top_p.data_ptr(), min_p.data_ptr(), found.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+    if _kernels(logits) is not None:
+        found, top_k = torch.empty(logits.shape[0]), limits.top_k.int().contiguous()
+        temperature, top_p, min_p = (each.float().contiguous() for each in (temperature, limits.top_p, limits.min_p))
+        _run("floors", logits, temperature, top_k, top_p, min_p, found)
         return found
     limited = (limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)
     rows = (limited & (temperature > 0)).nonzero().flatten()
@@ -99,14 +98,11 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
         tokens = logits.argmax(-1)  # torch treats NaN as the maximum: a row with NaN gives its index.
         largest = logits.gather(-1, tokens[:, None])[:, 0]
         return tokens.where(largest.isfinite(), INVALID)
-    kernels = _kernels(logits)
-    if kernels is None:
+    if _kernels(logits) is None:
         largest, tokens = logits.max(-1)
         return tokens.where(largest.isfinite(), INVALID)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    kernels.sampling_argmax(
-        DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, tokens.data_ptr(), torch.get_num_threads()
-    )
+    _run("argmax", logits, tokens)
     return tokens
 
 

@@ -35,18 +35,6 @@ class Tile:
 class GroupedExperts:
     """Gated MLPs of equal sizes with a router. Keeps its own copy of their weights, in the format in which they are."""
 
-    __slots__ = (
-        "_activation",
-        "_down",
-        "_down_bias",
-        "_gains",
-        "_gate_up",
-        "_gate_up_bias",
-        "_preference",
-        "_routing",
-        "nbytes",
-    )
-
     def __init__(
         self,
         gate_up: list[Weight],

@@ -15,10 +15,9 @@ from pagedcli.layers.recurrent import (
     StateStep,
     causal_conv,
     gate_then_norm,
-    gated_delta_rule,
     l2_norm,
     norm_then_gate,
-    selective_scan,
+    recurrence,
 )
 from pagedcli.models.blocks import Step
 from pagedcli.models.mixers.gated_delta import GatedDelta
@@ -91,7 +90,7 @@ class GatedDeltaNet:
         b, a = gates.chunk(2, dim=1)
         decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()
         values = _heads(v, shape.value_dim).float()
-        o = gated_delta_rule(q, k, values, decay, b.sigmoid().float(), matrix, slots).to(inner.dtype)
+        o = recurrence(q, k, values, decay, b.sigmoid().float(), matrix, slots).to(inner.dtype)
         z = _heads(inner[:, shape.channels :], shape.value_dim)
         return norm_then_gate(o, self.norm, z, self.eps).flatten(1)
 
@@ -146,7 +145,7 @@ class MambaMixer:
         b, c = (_heads(y, shape.state_size).repeat_interleave(repeats, dim=1) for y in (b, c))
         size = F.softplus(raw.float() + self.step_bias).clamp(*shape.step_limits)
         heads = _heads(values, shape.head_dim)
-        y = selective_scan(heads, b, c, (self.decay * size).exp(), size, matrix, slots)
+        y = recurrence(c, b, heads * size[..., None], (self.decay * size).exp(), None, matrix, slots)
         y += self.skip[:, None] * heads
         return gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group, self.eps)
 

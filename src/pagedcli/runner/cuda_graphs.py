@@ -198,18 +198,9 @@ def _padding(num_seqs: int, num_groups: int, num_state_slots: int) -> Inputs:
 
 def _pad(step: StepInput, sampling: SamplingInput | None, padded: Inputs) -> Inputs:
     """The inputs of a step, padded to the bucket."""
-    given = Inputs(
-        input_ids=step.input_ids,
-        source_rows=step.source_rows,
-        positions=step.positions,
-        slots=step.slots,
-        table_rows=step.table_rows,
-        num_tokens=step.num_tokens,
-        **(dict.fromkeys(RowSampling._fields) if sampling is None else sampling.rows._asdict()),
-        state_reads=step.state_reads,
-        state_writes=step.state_writes,
-    )
-    for array, values in zip(padded, given, strict=True):
+    rows = {} if sampling is None else sampling.rows._asdict()
+    for name, array in padded._asdict().items():
+        values = rows.get(name) if name in RowSampling._fields else getattr(step, name)
         if values is not None:
             array[..., : step.num_seqs] = values
     return padded

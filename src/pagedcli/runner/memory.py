@@ -131,14 +131,14 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
     work = _prompts(runner, step)
     runner.kv_cache[:, :, : step_blocks(step, runner.limits.tables)].zero_()  # every slot is owned in this step
     on_cuda = runner.device.type == "cuda"
-    before = _reset_cuda_peak(runner.device) if on_cuda else reset_host_peak()
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device) if on_cuda else reset_host_peak()
     logits, _ = runner.execute(work)
     _sample_with_most_memory(logits)
     if on_cuda:
         torch.cuda.synchronize(runner.device)
-        peak: int | None = torch.cuda.max_memory_allocated(runner.device)
-    else:
-        peak = host_peak()
+    peak = torch.cuda.max_memory_allocated(runner.device) if on_cuda else host_peak()
     return None if before is None or peak is None else peak - before
 
 
@@ -165,11 +165,6 @@ def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
         work.seqs.append(seq)
         work.num_new_tokens.append(length)
     return work
-
-
-def _reset_cuda_peak(device: torch.device) -> int:
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 # ---------------------------------------------------------------------- the host

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import torch
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
-from pagedcli.attention.select import select_backend
+from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import blocks_for
 from pagedcli.errors import PagedcliError
@@ -167,18 +167,10 @@ def _check_backend(name: str, lookups: list[LookUp], device: str) -> str:
     """The backend against the reference on a ragged batch, and the look-ups through it."""
     engine = LLMEngine(EngineConfig(device=device, attention_backend=name, num_gpu_blocks_override=_roomy(lookups[:4])))
     spec, dtype = engine.spec, getattr(torch, engine.plan.dtype)
-    outs = []
-    for each in (name, "reference"):
-        backend = select_backend(
-            each,
-            device=torch.device(device),
-            dtype=dtype,
-            block_size=16,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-        ).backend
-        outs.append(_attend(backend, torch.device(device), dtype, (spec.num_heads, spec.num_kv_heads, spec.head_dim)))
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    of_engine = AttentionSpec(torch.device(device), dtype, 16, *heads)
+    backends = [load_backend(each, of_engine) for each in (name, "reference")]
+    outs = [_attend(backend, torch.device(device), dtype, heads) for backend in backends]
     difference = (outs[0].double() - outs[1].double()).abs().nan_to_num(nan=float("inf")).max().item()
     if difference > TOLERANCE[dtype]:
         raise _Failure(f"differs from the reference by {difference:.2g}, allowed {TOLERANCE[dtype]:.2g}")

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,16 +103,10 @@ class WorkerGroup:
             raise self._failure or ConfigError("the engine is closed", hint="load it again")
         try:
             self._send(pickle.dumps((step, sampling.num_rows, sampling.is_plain), protocol=pickle.HIGHEST_PROTOCOL))
-            return _GroupStep(self, runner.launch(step, sampling))
+            return _GroupStep(self._raise_if_dead, runner.launch(step, sampling))
         except BaseException as error:  # the workers are stuck in this step
             self._end_after(error)
             raise
-
-    def wait(self, tokens: SampledTokens) -> None:
-        """Wait until the tokens can be read; raise if a worker dies first, as NCCL would wait forever."""
-        while not tokens.is_ready:
-            self._raise_if_dead()
-            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End the workers and leave the group."""
@@ -173,24 +168,26 @@ class WorkerGroup:
 class _GroupStep:
     """A step that all ranks have started. A LaunchedStep."""
 
-    group: WorkerGroup
+    raise_if_dead: Callable[[], None]
     tokens: SampledTokens
 
     def read(self) -> StepTokens:
-        """Wait for the tokens. Raises: WorkerFailure if a worker dies first."""
-        self.group.wait(self.tokens)
+        """Wait for the tokens. Raises: WorkerFailure if a worker dies first, as NCCL would wait forever."""
+        while not self.tokens.is_ready:
+            self.raise_if_dead()
+            time.sleep(_POLL_S)
         return self.tokens.read()
 
 
+@dataclass(slots=True)
 class _Worker:
     """A worker process as rank 0 sees it."""
 
-    def __init__(self, rank: int, size: int, process: "subprocess.Popen[bytes]", pipe: "Connection[Any, Any]") -> None:
-        self.rank = rank
-        self.size = size
-        self.process = process
-        self.pipe = pipe
-        self.last_words: str | None = None
+    rank: int
+    size: int
+    process: "subprocess.Popen[bytes]"
+    pipe: "Connection[Any, Any]"
+    last_words: str | None = None
 
     def obituary(self) -> str:
         """How it ended, as far as known."""
