@@ -121,7 +121,7 @@ def test_what_an_engine_does_here_is_told():
 
 
 def test_graphs_scales_and_notes_of_a_plan_are_told():
-    from pagedcli.cli.engine_table import engine_table
+    from pagedcli.cli.doctor import engine_table
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
 
@@ -151,7 +151,7 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
 def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
     from model_zoo import tiny_model
 
-    from pagedcli.cli.engine_table import engine_table
+    from pagedcli.cli.doctor import engine_table
     from pagedcli.config import EngineConfig
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli import __version__
-from pagedcli.cli.engine_table import engine_table
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import BackendError
 from pagedcli.records import RIGHT, Bytes, count
-from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -251,6 +250,23 @@ def _engine_table(device: str) -> Table:
     except Exception as error:  # report whatever broke and continue: a driver can raise anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
     return engine_table(f"Engine settings on {device}, with the built-in model", found)
+
+
+def engine_table(title: str, found: "Plan | str") -> Table:
+    """One choice that determines speed per row, or why the engine cannot start."""
+    if isinstance(found, str):
+        return table(Fact, "engine", title, [Fact("error", found)])
+    rows = [Fact("attention", found.backend), *(Fact("not used", reason) for reason in found.refused)]
+    rows += [Fact("dtype", found.dtype), Fact("KV cache", found.kv_dtype)]
+    notes = found.notes
+    if found.kv_scales is None and "float8" in found.kv_dtype:
+        notes += ("the scales of the fp8 cache are measured at startup",)
+    elif found.kv_scales is not None:
+        k_scale, v_scale = found.kv_scales
+        rows.append(Fact("KV scales", f"K {k_scale:.4g}, V {v_scale:.4g}"))
+    sizes = ", ".join(map(str, found.graph_sizes))
+    rows.append(Fact("CUDA graphs", f"batch sizes {sizes}" if sizes else f"none: {found.no_graphs}"))
+    return table(Fact, "engine", title, [*rows, *(Fact("note", note) for note in notes)])
 
 
 # ---------------------------------------------------------------------- the self-test

@@ -99,13 +99,13 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
 
 
 def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:
-    from pagedcli.cli.plan import tuned_keys
+    from pagedcli.cli.plan import PlanOptions, tuned_keys
 
     if options.ray or options.ray_address is not None:
         raise UsageError("--ray cannot be combined with --tune", hint="pagedcli plan --tune prints the settings")
     if options.input_name == "-":
         raise UsageError("--tune reads the input before the run", hint="write it into a file first")
-    return tuned_keys(loaded, options.input_name, may_change_kv_dtype=options.allow_kv_dtype)
+    return tuned_keys(loaded, PlanOptions(options.input_name, allow_kv_dtype=options.allow_kv_dtype))
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
@@ -190,11 +190,11 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
 
 
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
-    from pagedcli.cli.plan import Expected, run_plan
+    from pagedcli.cli.plan import PlanOptions, run_plan
 
     if format_ is ShownFormat.YAML:
         raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
-    return run_plan(loaded, input_name, Expected(), format_=Format(format_))
+    return run_plan(loaded, PlanOptions(input_name, no_calibrate=True, format_=Format(format_)))
 
 
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:

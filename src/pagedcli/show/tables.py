@@ -73,16 +73,16 @@ def table(
     max_shown: int | None = None,
     wrapped_at: int | None = None,
 ) -> Table:
-    """Records as a table: `columns` names those to show, in order, by default all; `headers` replaces some of theirs.
-    Fields that are UNSET in every row have no column."""
-    rows = list(rows)
+    """Records, or mappings with the same keys, as a table: `columns` names those to show, in order, by default all;
+    `headers` replaces some of theirs. Fields that are UNSET in every row, or missing, have no column."""
+    shown = [row if isinstance(row, Mapping) else as_row(row) for row in rows]
     by_name = columns_of(record)
     chosen = [by_name[name] for name in columns.split() or by_name]
-    if rows:
-        chosen = [each for each in chosen if any(getattr(row, each.key) is not msgspec.UNSET for row in rows)]
+    if shown:
+        chosen = [each for each in chosen if any(each.key.removesuffix("_") in row for row in shown)]
     if headers:
         chosen = [replace(each, header=headers.get(each.key, each.header)) for each in chosen]
-    return Table(key, title, chosen, [as_row(row) for row in rows], notes, max_shown, wrapped_at)
+    return Table(key, title, chosen, shown, notes, max_shown, wrapped_at)
 
 
 def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
