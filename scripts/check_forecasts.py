@@ -39,8 +39,7 @@ from pagedcli.bench.spread import BusyWatch
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import model_folder
-from pagedcli.planning.expected import expected_plan
+from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime
 from pagedcli.runner.llm_engine import LLMEngine
@@ -147,9 +146,9 @@ def write_experts(folder: Path) -> None:
 
 def calibrated(config: EngineConfig, clock_ns) -> Model:
     folder = model_folder(config)
-    plan = expected_plan(config, read_spec(folder), this_machine())
+    decision = decide(config, read_spec(folder), this_machine())
     tokenizer = open_tokenizer(Config(engine=config), folder)
-    with LLMEngine(calibration_config(config, plan), clock_ns=clock_ns) as engine:
+    with LLMEngine(calibration_config(decision), clock_ns=clock_ns) as engine:
         return Model(config, calibrate(engine, tokenizer))
 
 
@@ -171,7 +170,7 @@ def job_config(job: Job, config: EngineConfig) -> EngineConfig:
 def predicted(job: Job, model: Model, path: Path) -> Forecast:
     config = job_config(job, model.config)
     folder = model_folder(config)
-    plan = expected_plan(config, read_spec(folder), this_machine())
+    plan = decide(config, read_spec(folder), this_machine()).expected_plan
     loaded = LoadedConfig(Config(engine=config), {})
     workload = read_prompts(str(path), open_prompts(loaded, str(path), folder, plan.limits))
     return forecast(workload, plan, model.time, reorder=job.reorder)

@@ -155,7 +155,7 @@ def memory(scale: Scale, rows: Rows) -> Result:
     from pagedcli.models.footprint import footprint
     from pagedcli.models.formats import AS_STORED
     from pagedcli.models.reading import read_spec
-    from pagedcli.planning.memory import activation_bytes
+    from pagedcli.planning.decision import activation_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         # on a CPU the native decoder packs its weights, which needs some room of its own

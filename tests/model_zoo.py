@@ -7,6 +7,13 @@ import pytest
 import torch
 import transformers
 
+from pagedcli.attention.base import AttentionBackend
+from pagedcli.config import LoadFormat
+from pagedcli.layers.parallel import SINGLE, ParallelContext
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
+from pagedcli.models.loading import check_length, choose_decoder, load_decoder, weight_format
+from pagedcli.models.spec import ModelSpec
+
 # Vocabulary, width and depth of every family. 4 query heads share 2 key/value heads.
 _BASE: dict[str, Any] = {
     "vocab_size": 320,
@@ -352,3 +359,40 @@ def cached_model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The family's tiny model without overrides, written once per test session and shared by all test files."""
     path = tmp_path_factory.getbasetemp() / "model_zoo" / family
     return path if path.is_dir() else tiny_model(family, path)
+
+
+def load_model(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    quantization: str | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    max_model_len: int | None = None,
+    parallel: ParallelContext = SINGLE,
+    decoder: str | None = None,
+) -> CausalLM:
+    """A model without an engine. `decoder` None: the first that runs it; `max_model_len` None: as it was made for."""
+    max_model_len = max_model_len or spec.max_position_embeddings
+    check_length(spec, max_model_len)
+    spec = spec.within(max_model_len)
+    request = DecoderRequest(
+        path=path,
+        spec=spec,
+        backend=backend,
+        weight_format=weight_format(quantization, spec),
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        max_model_len=max_model_len,
+        parallel=parallel,
+    )
+    if decoder is None:
+        decoder = choose_decoder(DecoderNeeds(spec, backend, request.weight_format, parallel.size))
+    return load_decoder(decoder, request)

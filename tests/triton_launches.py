@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 import torch
+from model_zoo import load_model
 from pretend_cuda import GPU, PretendGpu
 from triton_compile import NAMES, Compiled
 
@@ -11,10 +12,9 @@ from pagedcli.attention.base import PagedBatch, named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.models.base import cache_shape
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import layer_groups
-from pagedcli.planning.decide import attention_spec, decide
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu
 from pagedcli.runner.device_state import state_pools
 
@@ -87,7 +87,8 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     spec = read_spec(folder)
     engine = EngineConfig(model=str(folder), device="cuda", load_format="dummy", **options)
     gpu = described_gpu(80 * 2**30, capability=capability)
-    decided = decide(engine, spec, gpu)
+    decision = decide(engine, spec, gpu)
+    decided = decision.plan
     assert decided.backend == "triton", decided.refused
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
@@ -99,7 +100,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
         patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         patched.setattr(triton_paged, "launch_problem", lambda: None)
         patched.setattr(product_kernels, "_num_processors", lambda _: 132)
-        backend = load_backend("triton", attention_spec(engine, spec, gpu))
+        backend = load_backend("triton", decision.attention)
         model = load_model(
             folder, spec, backend=backend, dtype=named_dtype(decided.dtype), device=GPU, load_format="dummy",
             decoder=decided.decoder, max_model_len=1024,

@@ -26,7 +26,6 @@ from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.cards import Roofline
 from pagedcli.planning.decide import decide, model_folder
-from pagedcli.planning.expected import time_key
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime, load_step_time, save_step_time
 
@@ -293,7 +292,7 @@ def test_passes_refine_the_calibration_of_their_model(tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.bench.throughput.measure_rates", lambda dtype, int8: MachineRates(1, 1, 1, 1, "", ""))
     config = EngineConfig(model=str(files("pagedcli.assets") / "demo"), num_gpu_blocks_override=64, max_num_seqs=4)
     spec = read_spec(model_folder(config))
-    key = time_key(config, spec, decide(config, spec, this_machine()))
+    key = decide(config, spec, this_machine()).time_key
     slow = ((1, 10.0), (2, 20.0))
     save_step_time(key, StepTime(prompts=slow, decodes=slow, attended_by_prompts_s=0.0, attended_by_decodes_s=0.0))
     run_workload(config, [random_draw(2, 8, 4).workload("random")])

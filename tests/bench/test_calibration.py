@@ -16,8 +16,8 @@ from pagedcli.runner.llm_engine import LLMEngine
 @pytest.fixture
 def engine():
     config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=16, max_model_len=256, max_num_batched_tokens=64)
-    plan = decide(config, read_spec(model_folder(config)), this_machine())
-    with LLMEngine(calibration_config(config, plan)) as engine:
+    decision = decide(config, read_spec(model_folder(config)), this_machine())
+    with LLMEngine(calibration_config(decision)) as engine:
         yield engine
 
 
@@ -80,8 +80,8 @@ def test_prompts_that_join_others_make_mixed_steps(engine):
 def test_a_calibration_of_tight_limits_ends():
     """More sequences than tokens of a step, and hardly room for one long sequence."""
     config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=64, max_model_len=48, max_num_batched_tokens=64)
-    plan = decide(config, read_spec(model_folder(config)), this_machine())
-    with LLMEngine(calibration_config(config, plan)) as engine:
+    decision = decide(config, read_spec(model_folder(config)), this_machine())
+    with LLMEngine(calibration_config(decision)) as engine:
         found = calibrate(engine, budget_s=2)
     assert min(seconds for _, seconds in (*found.prompts, *found.decodes)) > 0
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from conftest import native_library
-from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, tiny_model
+from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import gptq, quantized_twins
 
@@ -17,7 +17,6 @@ from pagedcli.attention.select import select_backend
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
 from pagedcli.models.cpu_decoder import CpuDecoder
 from pagedcli.models.formats import FORMATS
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
 from pagedcli.native.structs import bind

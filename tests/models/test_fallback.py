@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from engine_harness import make_engine, ragged_prompts, run
-from model_zoo import FALLBACK_FAMILIES, cached_model, random_model, tiny_model
+from model_zoo import FALLBACK_FAMILIES, cached_model, load_model, random_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +16,6 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.fallback_spec import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
 from pagedcli.models.fallback_spec import read_fallback_spec as read_spec
-from pagedcli.models.loading import load_model
 from pagedcli.sampling_params import SamplingParams
 
 CPU, WEIGHTS = torch.device("cpu"), "model.safetensors"

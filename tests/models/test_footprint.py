@@ -20,7 +20,6 @@ from pagedcli.native import load_library
 from pagedcli.native.structs import LinearStruct, bind
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
-from pagedcli.planning.memory import predict_terms
 from pagedcli.runner.llm_engine import LLMEngine
 
 FAMILIES = [*NATIVE_FAMILIES, "olmo2", "gemma2", "gemma3", "qwen3-moe", "qwen2-moe"]
@@ -41,10 +40,10 @@ def check_prediction(family, tmp_path, **settings):
     config = EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=8, max_model_len=128, **settings)
     spec, machine = read_spec(path), this_machine()
     try:
-        decided = decide(config, spec, machine)
+        decided = decide(config, spec, machine).plan
     except (BackendError, ConfigError) as error:
         pytest.skip(f"not here: {error.message}")
-    predicted, kept = predict_terms(config, spec, decided, machine).weights, LLMEngine(config).plan.weight_bytes
+    predicted, kept = decide(config, spec, machine).terms.weights, LLMEngine(config).plan.weight_bytes
     if decided.kernels == "cpu" and not has_wide_panels():
         assert kept <= predicted <= 1.5 * kept
     else:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gguf_files import gguf_twins
-from model_zoo import tiny_model
+from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits
 
 from pagedcli.attention.base import AttentionSpec
@@ -14,14 +14,13 @@ from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.gguf.formats import GgufFormat
 from pagedcli.models.gguf.quantization import GgufQuantization
-from pagedcli.models.loading import load_model, weight_format
+from pagedcli.models.loading import weight_format
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters
 from pagedcli.models.weights import open_weights
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
-from pagedcli.planning.memory import predict_terms
 from pagedcli.runner.llm_engine import LLMEngine
 
 CPU = torch.device("cpu")
@@ -108,9 +107,9 @@ def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     path, _ = twins
     config = EngineConfig(model=str(path), attention_backend=backend, device="cpu", num_gpu_blocks_override=8)
     spec, machine = read_spec(path), this_machine()
-    decided = decide(config, spec, machine)
+    decided = decide(config, spec, machine).plan
     engine = LLMEngine(config)
-    assert predict_terms(config, spec, decided, machine).weights == pytest.approx(engine.plan.weight_bytes, rel=0.01)
+    assert decide(config, spec, machine).terms.weights == pytest.approx(engine.plan.weight_bytes, rel=0.01)
     assert decided.notes[-1] in engine.model.notes
 
 

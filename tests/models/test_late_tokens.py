@@ -3,12 +3,11 @@
 import pytest
 import torch
 from engine_harness import make_engine, ragged_prompts
-from model_zoo import cached_model
+from model_zoo import cached_model, load_model
 from paged_harness import PagedHarness
 
 from pagedcli.attention.select import select_backend
 from pagedcli.models.decoder import Decoder
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.sampling_params import SamplingParams
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, tiny_model
+from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
@@ -14,7 +14,6 @@ from pagedcli.models import cpu_decoder, decoder
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import Decoder
 from pagedcli.models.formats import FORMATS, StoredTensor
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters
 from pagedcli.models.tensors import Parameter, Part

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from engine_harness import make_engine, ragged_prompts, run
+from model_zoo import load_model
 from paged_harness import paged_logits, ragged_sequences
 from quantized_zoo import mxfp4_twins, numbers_of, random_mxfp4
 
@@ -14,7 +16,6 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import select_backend
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
-from pagedcli.models.loading import load_model
 from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
@@ -114,10 +115,11 @@ def test_forecast_of_kept_bytes_is_what_is_kept(twins):
 
 SCRIPT = """
 import resource, sys, torch
+sys.path.insert(0, sys.argv[2])
+from model_zoo import load_model
 from pathlib import Path
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import load as load_cpu
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.runner.memory import process_memory
 torch.set_num_threads(1)
@@ -147,7 +149,11 @@ def test_packed_experts_leave_no_copy_in_memory(tmp_path):
         json.dumps({**config, **spec, "quantization_config": {"quant_method": "mxfp4"}})
     )
     made = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", SCRIPT, tmp_path, str(Path(__file__).parents[1])],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     grown, most, weights = map(int, made.stdout.split())
     assert weights > 480 * 2**20

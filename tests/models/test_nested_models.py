@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import native_library
-from model_zoo import DATA_FAMILIES, cached_model, tiny_model
+from model_zoo import DATA_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
@@ -15,7 +15,6 @@ from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.blocks import query_scales
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from model_zoo import tiny_model
+from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits
 from quantized_zoo import (
     FORMATS,
@@ -25,7 +25,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
-from pagedcli.models.loading import load_model, weight_format
+from pagedcli.models.loading import weight_format
 from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
@@ -34,7 +34,6 @@ from pagedcli.models.tensors import linear_formats, take_linear
 from pagedcli.models.weights import CheckpointWeights
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
-from pagedcli.planning.memory import predict_terms
 from pagedcli.runner.llm_engine import LLMEngine
 
 CPU = torch.device("cpu")
@@ -299,9 +298,9 @@ def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     packed, _ = twins
     config = EngineConfig(model=str(packed), attention_backend=backend, device="cpu", num_gpu_blocks_override=8)
     spec, machine = read_spec(packed), this_machine()
-    decided = decide(config, spec, machine)
+    decided = decide(config, spec, machine).plan
     engine = LLMEngine(config)
-    predicted = predict_terms(config, spec, decided, machine).weights
+    predicted = decide(config, spec, machine).terms.weights
     assert predicted == pytest.approx(engine.plan.weight_bytes, rel=0.05)
     assert decided.notes[-1] in engine.model.notes
 

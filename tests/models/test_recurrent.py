@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from model_zoo import RECURRENT_FAMILIES, cached_model, tiny_model
+from model_zoo import RECURRENT_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from safetensors.torch import load_file, save_file
 
@@ -14,7 +14,6 @@ from pagedcli.attention.select import load_backend
 from pagedcli.errors import BackendError, ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
-from pagedcli.models.loading import load_model
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_spec

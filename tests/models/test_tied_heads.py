@@ -5,14 +5,13 @@ import json
 import pytest
 import torch
 from conftest import native_library
-from model_zoo import tiny_model
+from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 
 CPU = torch.device("cpu")

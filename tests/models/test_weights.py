@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from model_zoo import cached_model, tiny_model
+from model_zoo import cached_model, load_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.formats import AsStored
-from pagedcli.models.loading import load_model
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.weights import CheckpointWeights, DummyWeights

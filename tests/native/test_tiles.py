@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
-from model_zoo import tiny_model
+from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import random_weight
 
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.native import NativeLibrary, build, load_library
 from pagedcli.native.paths import Path, avoiding, bf16_path, int8_path, path_notes

@@ -29,9 +29,8 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.cards import CARDS, find_card
-from pagedcli.planning.decide import missing_memory
+from pagedcli.planning.decision import activation_bytes, missing_memory
 from pagedcli.planning.machine import host_memory
-from pagedcli.planning.memory import activation_bytes
 from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step, other_holders, process_memory

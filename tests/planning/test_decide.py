@@ -17,7 +17,6 @@ from pagedcli.planning import decide as decisions
 from pagedcli.planning import machine
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Gpu, Machine, described_gpu
-from pagedcli.planning.memory import expected_pool, predict_terms
 from pagedcli.runner import loading, memory_profile
 from pagedcli.runner.llm_engine import LLMEngine
 
@@ -59,7 +58,7 @@ def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_
         monkeypatch.setattr(module, "this_machine", lambda **_: here)
     config = EngineConfig(**{"model": str(path), "device": "cpu", "max_num_batched_tokens": 64, **changes})
     engine = LLMEngine(config).plan
-    decided = decide(config, read_spec(path), here)
+    decided = decide(config, read_spec(path), here).plan
     assert (decided.backend, decided.dtype, decided.refused) == (
         engine.backend,
         engine.dtype,
@@ -96,13 +95,13 @@ def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_
 )
 def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec):
     pytest.importorskip("triton")
-    decided = decide(EngineConfig(**config), spec, gpu)
+    decided = decide(EngineConfig(**config), spec, gpu).plan
     assert (decided.backend, decided.dtype, decided.kv_dtype) == expected
-    found = expected_pool(EngineConfig(**config), spec, decided, gpu)
+    found = decide(EngineConfig(**config), spec, gpu).pool
     assert found is not None
     assert found.num_blocks > 0
     if not decided.on_cpu:
-        terms = predict_terms(EngineConfig(**config), spec, decided, gpu)
+        terms = decide(EngineConfig(**config), spec, gpu).terms
         assert (terms.graphs > 0) == (decided.backend == "triton")
 
 
@@ -147,7 +146,7 @@ def test_an_engine_creates_no_context_on_gpus_that_it_does_not_use(monkeypatch):
 def test_the_number_that_cuda_means_is_the_current_gpu(spec):
     gpu = Gpu(name="a", total_bytes=GIB, free_bytes=GIB, capability=(8, 0))
     there = Machine(total_bytes=GIB, available_bytes=GIB, gpus=(gpu, gpu), current_gpu=1, is_here=False)
-    assert decide(EngineConfig(device="cuda"), spec, there).device == "cuda:1"
+    assert decide(EngineConfig(device="cuda"), spec, there).plan.device == "cuda:1"
 
 
 def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
@@ -177,7 +176,7 @@ def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
 @pytest.mark.parametrize("there", [gpu_machine(gib=1), replace(gpu_machine(), gpus=(), available_bytes=GIB)])
 def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
     endless = replace(spec, max_position_embeddings=2**40)
-    assert decide(EngineConfig(), endless, there).limits.max_model_len == 2**20
+    assert decide(EngineConfig(), endless, there).plan.limits.max_model_len == 2**20
     with pytest.raises(ConfigError, match="max_model_len is 1099511627776: its tables"):
         decide(EngineConfig(max_model_len=2**40), endless, there)
 
@@ -185,11 +184,11 @@ def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
 def test_models_with_recurrent_state_need_triton_on_a_gpu(tmp_path_factory, monkeypatch):
     spec = read_spec(cached_model("qwen3_5", tmp_path_factory))
     for device in ("cpu", "cuda"):
-        plan = decide(EngineConfig(device=device), spec, gpu_machine())
+        plan = decide(EngineConfig(device=device), spec, gpu_machine()).plan
         assert plan.limits.state_bytes == spec.state_bytes(4)
     assert plan.graph_sizes
     monkeypatch.setattr(decisions, "fused_layers", lambda: None)
-    assert decide(EngineConfig(), spec, gpu_machine()) == plan, "a described machine has all software"
+    assert decide(EngineConfig(), spec, gpu_machine()).plan == plan, "a described machine has all software"
     here = replace(gpu_machine(), is_here=True)
     with pytest.raises(ConfigError, match="recurrent state, whose kernels on cuda:0 need Triton"):
         decide(EngineConfig(attention_backend="reference"), spec, here)
@@ -206,6 +205,6 @@ def test_a_gpu_that_torch_does_not_see_is_named(spec, tmp_path, monkeypatch):
         assert f"driver ({number})" in reason
         assert reason.endswith(f"whl/{wheels} brings a build for this driver")
     here = Machine(total_bytes=GIB, available_bytes=GIB, unseen_gpu=reason)
-    assert decide(EngineConfig(max_num_batched_tokens=64), spec, here).refused[0] == f"GPU: {reason}"
-    refused = decide(EngineConfig(max_num_batched_tokens=64, device="cpu"), spec, here).refused
+    assert decide(EngineConfig(max_num_batched_tokens=64), spec, here).plan.refused[0] == f"GPU: {reason}"
+    refused = decide(EngineConfig(max_num_batched_tokens=64, device="cpu"), spec, here).plan.refused
     assert not any(reason in each for each in refused)

@@ -7,7 +7,7 @@ from pagedcli.core.budget import Terms
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
-from pagedcli.planning.decide import CPU_KV_BYTES, choose_pool
+from pagedcli.planning.decision import CPU_KV_BYTES, choose_pool
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from engine_harness import make_engine, run
-from model_zoo import GEMMA4_FAMILIES, tiny_model
+from model_zoo import GEMMA4_FAMILIES, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
 from safetensors.torch import load_file, save_file
 from test_windows import CPU_BACKENDS, PROMPTS, WINDOW
@@ -15,7 +15,6 @@ from test_windows import CPU_BACKENDS, PROMPTS, WINDOW
 from pagedcli.attention.select import select_backend
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ModelError
-from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu
@@ -225,7 +224,7 @@ def test_on_cuda_it_runs_on_triton_and_backends_that_cannot_run_it_say_so(models
     path, _ = models("gemma4-26b")
     spec = read_spec(path)
     gpu = described_gpu(80 * 2**30, capability=(9, 0))
-    plan = decide(EngineConfig(model=str(path), device="cuda", dtype="bfloat16"), spec, gpu)
+    plan = decide(EngineConfig(model=str(path), device="cuda", dtype="bfloat16"), spec, gpu).plan
     assert (plan.backend, plan.refused, plan.no_graphs) == ("triton", (), None)
     refusals = {"flash": "layers that differ in their key/value heads (1 of 64, 2 of 32)"}
     for name, reason in refusals.items():

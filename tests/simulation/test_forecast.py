@@ -8,8 +8,7 @@ from cli_harness import pagedcli, rows_of
 from pagedcli.batch.prompts import open_prompts
 from pagedcli.config import load_config
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import model_folder
-from pagedcli.planning.expected import expected_plan
+from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import HostWork, StepTime
 from pagedcli.simulation.forecast import MOST_SIMULATED, forecast, in_prefix_order
@@ -38,7 +37,7 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED):
     loaded = load_config(None, flags)
     folder = model_folder(loaded.config.engine)
     spec = read_spec(folder)
-    plan = expected_plan(loaded.config.engine, spec, this_machine())
+    plan = decide(loaded.config.engine, spec, this_machine()).expected_plan
     requests = PromptRequests(str(path), most_tokens=most_tokens)
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
@@ -117,6 +116,6 @@ def test_equal_prompts_start_in_the_order_of_the_run(tmp_path):
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("b", "a", "b", "a")))
     loaded = load_config(None, {})
     folder = model_folder(loaded.config.engine)
-    plan = expected_plan(loaded.config.engine, read_spec(folder), this_machine())
+    plan = decide(loaded.config.engine, read_spec(folder), this_machine()).expected_plan
     workload = read_prompts(str(path), open_prompts(loaded, str(path), folder, plan.limits))
     assert [request.request_id for request in in_prefix_order(workload.requests)] == ["3", "1", "2", "0"]

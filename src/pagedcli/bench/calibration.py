@@ -24,14 +24,12 @@ from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.bench.spread import BusyWatch
 from pagedcli.config import Config, EngineConfig
-from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import weight_files
-from pagedcli.models.spec import ModelSpec
 from pagedcli.native.system import HUGE_PAGE
 from pagedcli.planning.decide import model_folder
-from pagedcli.planning.expected import time_key
+from pagedcli.planning.decision import Decision
 from pagedcli.planning.step_time import (
     HostWork,
     StepTime,
@@ -69,29 +67,29 @@ _SEVERAL = 4  # sequences that end together, at least, to show what the end of o
 _SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
 
 
-def calibration_config(config: EngineConfig, plan: Plan) -> EngineConfig:
+def calibration_config(decision: Decision) -> EngineConfig:
     """The configuration with a pool for the measured steps, whatever pool was asked for."""
-    limits = plan.limits
+    limits = decision.plan.limits
     longest = min(LONG_CONTEXT, limits.max_model_len)
     tables = limits.tables
     num_blocks = limits.max_num_seqs * tables.num_entries(_SHORT + _MANY) + 2 * tables.num_entries(longest)
     many_long = limits.max_num_seqs * tables.num_entries(longest // NUM_LONG + _MANY)
-    num_blocks += min(many_long, MOST_BYTES // plan.block_bytes)
-    return msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru")
+    num_blocks += min(many_long, MOST_BYTES // decision.plan.block_bytes)
+    return msgspec.structs.replace(
+        decision.config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru"
+    )
 
 
 def step_time_here(
-    config: EngineConfig,
-    spec: ModelSpec,
-    plan: Plan,
+    decision: Decision,
     *,
     may_calibrate: bool,
     say: Callable[[str], None] = lambda text: None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[StepTime | None, str]:
-    """The time of the plan's steps on this machine: as measured before, or measured now and kept. And where it comes
+    """The time of the engine's steps on this machine: as measured before, or measured now and kept. And where it comes
     from, or why there is none."""
-    key = time_key(config, spec, plan)
+    config, key = decision.config, decision.time_key
     where = f"{key.processor}, {plural(key.threads, 'thread')}" if key.threads else key.processor
     found = load_step_time(key)
     if found is not None and not (found.disturbed and may_calibrate and _is_quiet()):
@@ -106,7 +104,7 @@ def step_time_here(
     often = "once for machine and model" if lost is None else f"each time, as {lost} (set XDG_CACHE_HOME)"
     say(f"calibrating: loads {config.model} and times steps for up to {BUDGET_S:.0f} s; {often}")
     try:
-        with LLMEngine(calibration_config(config, plan)) as engine:
+        with LLMEngine(calibration_config(decision)) as engine:
             found = calibrate(engine, open_tokenizer(Config(engine=config), folder), on_progress=on_progress)
     except PagedcliError as error:
         return None, f"no calibration: {error.message}"

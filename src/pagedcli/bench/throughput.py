@@ -22,13 +22,7 @@ from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import Workload, within, workload_floor
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.budget import head_bytes
-from pagedcli.core.plan import Kernels
 from pagedcli.core.requests import RequestOutput
-from pagedcli.models.footprint import footprint
-from pagedcli.models.formats import WeightFormat
-from pagedcli.models.loading import weight_format
-from pagedcli.planning.decide import DTYPES
-from pagedcli.planning.expected import time_key
 from pagedcli.planning.step_time import learn, load_step_time
 from pagedcli.records import Share, count
 from pagedcli.runner.llm_engine import LLMEngine
@@ -110,8 +104,8 @@ def run_workload(
         other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
         generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
         result = Throughput([], [], [], loaded - called, time.perf_counter() - loaded, engine)
-        formats, kernels = _formats(engine)
-        rates = partial(measure_rates, DTYPES[engine.plan.dtype], int8=formats.rounds_activations(kernels))
+        int8 = engine.decision.weights.rounds_activations(engine.plan.kernels)
+        rates = partial(measure_rates, engine.decision.attention.dtype, int8=int8)
         before = rates() if engine.plan.on_cpu else None
         num_passes = len(workloads)
         with _refined_calibration(engine) as after_step:
@@ -141,7 +135,7 @@ def run_workload(
 @contextmanager
 def _refined_calibration(engine: LLMEngine) -> Iterator[Callable[[], None]]:
     """Lets passes refine the calibration of the engine's steps, if there is one. Gives what to call after each step."""
-    key = time_key(engine.config, engine.spec, engine.plan)
+    key = engine.decision.time_key
     known = load_step_time(key)
     if known is None:
         yield lambda: None
@@ -259,14 +253,8 @@ def throughput_row(result: Throughput, workload: Workload, **names: int) -> Work
 
 def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
     spec, plan = result.engine.spec, result.engine.plan
-    weights = footprint(spec, *_formats(result.engine), DTYPES[plan.dtype].itemsize)
     kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
-    return workload_floor(spec, weights, workload, machine.limits, kv_itemsize=kv_size).total_s
-
-
-def _formats(engine: LLMEngine) -> tuple[WeightFormat, Kernels]:
-    """The formats of the engine's linear layers, and the kernels that run them."""
-    return weight_format(engine.config.quantization, engine.spec), engine.plan.kernels
+    return workload_floor(spec, result.engine.decision.footprint, workload, machine.limits, kv_itemsize=kv_size).total_s
 
 
 @dataclass(frozen=True, slots=True)

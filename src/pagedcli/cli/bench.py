@@ -277,7 +277,7 @@ def kernels(
     model = workload_config(engine_config, preset_workload("W1")).model
     engine_config = msgspec.structs.replace(engine_config, model=model, device="cpu")
     spec = read_spec(model_folder(engine_config))
-    plan = decide(engine_config, spec, this_machine())
+    plan = decide(engine_config, spec, this_machine()).plan
     dtype, quantization = named_dtype(plan.dtype), engine_config.quantization
     machine = measure_rates(dtype, int8=quantization is not None)
     attention = measure_rates(dtype) if quantization else None

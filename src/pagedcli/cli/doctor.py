@@ -57,13 +57,13 @@ def doctor(
     """  # fmt: skip
     from pagedcli.config import EngineConfig
     from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import attention_spec, model_folder
+    from pagedcli.planning.decide import decide, model_folder
     from pagedcli.planning.machine import this_machine
     from pagedcli.runner.self_test import CheckResult
 
     config = EngineConfig(device=device)
     machine = this_machine()
-    attention = attention_spec(config, read_spec(model_folder(config)), machine)
+    attention = decide(config, read_spec(model_folder(config)), machine).attention
     chosen = str(attention.device)
     backends = _backends(attention, machine.missing)
     results = _self_test(chosen, [each.backend for each in backends if each.available])

@@ -24,7 +24,7 @@ from pagedcli.show.terminal import ProgressLine, say
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.plan import Plan
-    from pagedcli.models.spec import ModelSpec
+    from pagedcli.planning.decision import Decision
     from pagedcli.simulation.advice import Advice, Subject
     from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.sources import PromptRequests
@@ -113,8 +113,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     facts, advice, enough = _facts(scan, engine, here), None, None
     tables: list[Table] = []
-    if here is not None and survey.is_of_a_run and options.tokenizer is None:
-        run = _expected_run(loaded, survey, here, options)
+    if survey.is_of_a_run and options.tokenizer is None:
+        run = _expected_run(loaded, survey, options)
         if options.tune:
             print_tuned(run.subject, run.found, loaded)
             return code
@@ -136,8 +136,9 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         tables += [_block_size_table(scan.plan, engine, advice, enough), _pool_table(scan.plan, engine, here)]
         if shares is not None and options.workers is not None:
             tables.append(share_table(shares, options.workers))
-    if survey.engine is not None:
-        tables.append(engine_table("Engine settings on this machine", survey.engine))
+    found = survey.refusal if survey.decision is None else survey.decision.expected_plan
+    if found is not None:
+        tables.append(engine_table("Engine settings on this machine", found))
     print_tables(tables, options.format_, facts=facts)
     return code
 
@@ -148,9 +149,9 @@ def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
     from pagedcli.cli.tuning import as_yaml, tuned_settings
 
     survey = _survey(loaded, options)
-    if survey.here is None or not survey.is_of_a_run:
+    if not survey.is_of_a_run:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
-    run = _expected_run(loaded, survey, survey.here, options)
+    run = _expected_run(loaded, survey, options)
     found = tuned_settings(run.subject, run.found, loaded)
     say(as_yaml(found).rstrip())
     return found
@@ -165,78 +166,69 @@ class _Survey:
 
     scan: PromptScan
     requests: "PromptRequests"
-    spec: "ModelSpec | None"
-    engine: "Plan | str | None"  # why it would not start, if that is so
+    decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
+    refusal: str | None  # why it would
 
     @property
     def here(self) -> "Plan | None":
         """The engine on this machine, if its pool can be predicted."""
-        return _with_pool(self.engine)
+        return None if self.decision is None or self.decision.pool is None else self.decision.expected_plan
 
     @property
     def is_of_a_run(self) -> bool:
         """Whether there is an engine with a pool, and a row for it."""
-        has_pool = self.here is not None and bool(self.here.limits.num_blocks)
-        return self.spec is not None and has_pool and bool(self.requests.workload.requests)
+        return has_pool(self.decision) and bool(self.requests.workload.requests)
 
 
-def _with_pool(engine: "Plan | str | None") -> "Plan | None":
-    return None if engine is None or isinstance(engine, str) or engine.pool is None else engine
+def has_pool(decision: "Decision | None") -> bool:
+    """Whether there is an engine for which a block fits."""
+    return decision is not None and decision.pool is not None and decision.pool.num_blocks > 0
 
 
 def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None = None) -> _Survey:
     from pagedcli.batch.run import old_objects_left_alone
+    from pagedcli.planning.decide import decide
+    from pagedcli.planning.machine import this_machine
     from pagedcli.simulation.forecast import MOST_SIMULATED
     from pagedcli.simulation.sources import PromptRequests, read_outputs
 
-    input_name = options.prompts
+    input_name, decision, refusal = options.prompts, None, None
     folder, spec = prompt_model(loaded, options.tokenizer)
-    engine = None if spec is None else _engine_here(loaded.config.engine, spec)
+    try:
+        if spec is not None:
+            decision = decide(loaded.config.engine, spec, this_machine(free_memory=True))
+    except BackendError as error:  # the rest of the plan is still useful
+        refusal = error.message
     outputs = None if options.outputs is None else read_outputs(options.outputs)
     requests = PromptRequests(input_name, outputs, expected_tokens=options.expected_output, most_tokens=MOST_SIMULATED)
-    here = _with_pool(engine)
-    limits = None if here is None else here.limits
+    here = None if decision is None or decision.pool is None else decision.expected_plan.limits
 
     def estimate(share: float) -> None:
-        if spec is not None and here is not None and here.limits.num_blocks and requests.workload.requests:
-            _say_estimate(loaded, spec, here, requests, share)
+        if decision is not None and has_pool(decision) and requests.workload.requests:
+            _say_estimate(loaded, decision, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
     with old_objects_left_alone():
         scan = scan_prompts(
-            loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests, observe=reading.observe
+            loaded, input_name, folder, spec, shares=shares, limits=here, requests=requests, observe=reading.observe
         )
     reading.close()
-    return _Survey(scan, requests, spec, engine)
+    return _Survey(scan, requests, decision, refusal)
 
 
-def _engine_here(engine: EngineConfig, spec: "ModelSpec") -> "Plan | str":
-    """The engine on this machine, as far as it can be predicted. If it would refuse to start, its reason takes its
-    place: the rest of the plan is still useful."""
-    from pagedcli.planning.expected import expected_plan
-    from pagedcli.planning.machine import this_machine
-
-    try:
-        return expected_plan(engine, spec, this_machine(free_memory=True))
-    except BackendError as error:
-        return error.message
-
-
-def _say_estimate(
-    loaded: LoadedConfig, spec: "ModelSpec", plan: "Plan", requests: "PromptRequests", share: float
-) -> None:
+def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:
     """Say what the beginning of a long file lets expect, while the rest is read."""
-    from pagedcli.planning.expected import time_key
     from pagedcli.planning.step_time import load_step_time
     from pagedcli.simulation.forecast import SAMPLED, forecast
     from pagedcli.simulation.forecast_tables import time_range
 
     workload, left_out = requests.first_part(SAMPLED)
-    step_time = load_step_time(time_key(loaded.config.engine, spec, plan))
+    step_time = load_step_time(decision.time_key)
     if step_time is not None and step_time.disturbed:
         step_time = None  # It is measured again once the file has been read.
     left_out += (requests.work + requests.left_out) * (1 / share - 1)
-    found = forecast(workload, plan, step_time, read_ahead=loaded.config.run.read_ahead, left_out=left_out)
+    read_ahead = loaded.config.run.read_ahead
+    found = forecast(workload, decision.expected_plan, step_time, read_ahead=read_ahead, left_out=left_out)
     low, high = time_range(found, step_time)
     parts = [plural(found.num_requests, "prompt"), plural(found.num_prompt_tokens, "token")]
     if found.seconds is not None and low is not None and high is not None:
@@ -254,24 +246,23 @@ class _ExpectedRun:
     tables: list[Table]
 
 
-def _expected_run(loaded: LoadedConfig, survey: _Survey, plan: "Plan", options: PlanOptions) -> _ExpectedRun:
+def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
     from pagedcli.cli.tuning import smaller_kv, time_in_turns
     from pagedcli.simulation.advice import Subject
     from pagedcli.simulation.forecast import forecast
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
 
-    spec, run, requests = survey.spec, loaded.config.run, survey.requests
-    assert spec is not None, "it has a pool"
+    decision, run, requests = survey.decision, loaded.config.run, survey.requests
+    assert decision is not None, "it has a pool"
+    plan = decision.expected_plan
     workload, progress = requests.workload, ProgressLine(line_every_s=5.0)
 
     def show(text: Callable[[Any], str], value: float) -> None:
         progress.show(lambda _: text(value))
 
     step_time, source = step_time_here(
-        loaded.config.engine,
-        spec,
-        plan,
+        decision,
         may_calibrate=not options.no_calibrate,
         say=say,
         on_progress=partial(show, "calibrating: {:.0%}".format),
@@ -302,7 +293,7 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, plan: "Plan", options: 
         read_ahead=run.read_ahead,
         step_time=step_time,
         left_out=requests.left_out,
-        smaller_kv=smaller_kv(loaded, spec, plan) if options.allow_kv_dtype else None,
+        smaller_kv=smaller_kv(loaded, decision) if options.allow_kv_dtype else None,
         time_in_turns=None if options.no_calibrate else partial(time_in_turns, loaded, found),
     )
     progress.close()

@@ -68,8 +68,8 @@ def profile_memory(
 
     Exit codes: 0 success, 2 wrong usage or configuration, or no block fits.
     """  # fmt: skip
-    from pagedcli.planning.decide import missing_memory
-    from pagedcli.planning.memory import fitting_hint
+    from pagedcli.planning.decide import fitting_hint
+    from pagedcli.planning.decision import missing_memory
     from pagedcli.runner.memory_profile import profile_described, profile_here, read_described
 
     loaded = load_config(config, flags)
@@ -413,7 +413,7 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
 
 
 def _fit_table(profile: "Profile") -> Table:
-    from pagedcli.planning.memory import Fit
+    from pagedcli.planning.decision import Fit
 
     notes = [
         "for a pool of all memory that is left (--kv-cache-memory, by default the most on a GPU); as configured: with"

@@ -66,11 +66,9 @@ def run_job(
     except BaseException:
         sink.abandon()
         raise
-    from pagedcli.planning.expected import time_key  # imports torch, as the engine has
-
     with engine:
         quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
-        key = time_key(job.loaded.config.engine, engine.spec, engine.plan)
+        key = engine.decision.time_key
         end_time = EndTime(engine, load_step_time(key))
         served = ServedRequests(engine.plan)
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)

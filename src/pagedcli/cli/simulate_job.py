@@ -24,8 +24,8 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.loading import weight_format
 from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.decide import LEAST_SLOTS, decide
-from pagedcli.planning.memory import rank_spec
+from pagedcli.planning.decide import decide
+from pagedcli.planning.decision import LEAST_SLOTS, rank_spec
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables
@@ -263,7 +263,7 @@ def _decided(loaded: LoadedConfig, options: SimulateOptions) -> Plan | None:
         return None
     card = None if options.gpu is None else find_card(options.gpu)
     machine = this_machine() if card is None else described_gpu(card.total_bytes, capability=card.capability)
-    return decide(_without_slots(loaded.config.engine), spec, machine)
+    return decide(_without_slots(loaded.config.engine), spec, machine).plan
 
 
 def _without_slots(engine: EngineConfig) -> EngineConfig:
@@ -309,12 +309,11 @@ def _calibrated(loaded: LoadedConfig, workload: Workload) -> StepTime:
 
 def _timed_here(loaded: LoadedConfig) -> StepTime | None:
     """The time of the model's steps as `plan` has measured it on this machine, if it has."""
-    from pagedcli.planning.expected import time_key
     from pagedcli.planning.machine import this_machine
 
     engine = _without_slots(loaded.config.engine)
     _, spec = prompt_model(loaded, None)
-    return None if spec is None else load_step_time(time_key(engine, spec, decide(engine, spec, this_machine())))
+    return None if spec is None else load_step_time(decide(engine, spec, this_machine()).time_key)
 
 
 def _subject(

@@ -18,8 +18,7 @@ from pagedcli.simulation.forecast import Forecast, in_prefix_order
 from pagedcli.simulation.requests import TraceRequest, largest_output, work_of
 
 if TYPE_CHECKING:
-    from pagedcli.core.plan import Plan
-    from pagedcli.models.spec import ModelSpec
+    from pagedcli.planning.decision import Decision
     from pagedcli.runner.llm_engine import LLMEngine
 
 _TUNE_S = 60.0  # seconds of trials
@@ -27,21 +26,21 @@ _PASS_S = 1.5  # seconds of a timed pass, as predicted
 _ORDER = (0, 1, 1, 0, 0, 1, 1, 0)  # of the passes without (0) and with (1) other settings: drift falls on both
 
 
-def smaller_kv(loaded: LoadedConfig, spec: "ModelSpec", plan: "Plan") -> SmallerKV | None:
+def smaller_kv(loaded: LoadedConfig, decision: "Decision") -> SmallerKV | None:
     """The smaller type of the KV cache that this machine has, unless one is given."""
     from pagedcli.planning.decide import decide
-    from pagedcli.planning.machine import this_machine
 
     if loaded.config.engine.kv_cache_dtype != "auto" or KV_DTYPE in loaded.sources:
         return None
-    machine, reasons = this_machine(), []
-    for name in ("int8", "fp8"):  # of a CPU, and of a GPU
+    reasons = []
+    for name in ("int8", "fp8"):  # CPUs have the first, GPUs the second
         try:
-            other = decide(msgspec.structs.replace(loaded.config.engine, kv_cache_dtype=name), spec, machine)
+            changed = msgspec.structs.replace(decision.config, kv_cache_dtype=name)
+            other = decide(changed, decision.spec, decision.machine).plan
         except ConfigError as error:
             reasons.append(error.message)
         else:
-            return SmallerKV(name, other.block_bytes, plan.block_bytes)
+            return SmallerKV(name, other.block_bytes, decision.plan.block_bytes)
     say(f"note: no smaller type of the KV cache: {'; '.join(reasons)}")
     return None
 

@@ -3,14 +3,8 @@ in REGISTRY.
 """
 
 from importlib import import_module
-from pathlib import Path
 
-import torch
-
-from pagedcli.attention.base import AttentionBackend
-from pagedcli.config import LoadFormat
 from pagedcli.errors import ConfigError
-from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, chunk_refusal, length_refusal
 from pagedcli.models.formats import FORMATS, WeightFormat
 from pagedcli.models.gguf.formats import GgufFormat
@@ -27,47 +21,12 @@ REGISTRY = {
 }
 
 
-def load_model(
-    path: Path,
-    spec: ModelSpec,
-    *,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: LoadFormat = "auto",
-    quantization: str | None = None,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    max_model_len: int | None = None,
-    parallel: ParallelContext = SINGLE,
-    decoder: str | None = None,
-) -> CausalLM:
-    """Load the model of a folder onto the device; in a parallel group, this rank's part.
+def load_decoder(name: str, request: DecoderRequest) -> CausalLM:
+    """Load a model onto its device with the decoder of this name; in a parallel group, this rank's part.
 
-    `decoder` is a name of REGISTRY; None: the first that runs the model.
-    Units:   max_model_len in tokens (None: the length the model was made for).
-    Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason;
-             ConfigError if no decoder runs the model with these settings.
+    Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason.
     """
-    max_model_len = max_model_len or spec.max_position_embeddings
-    check_length(spec, max_model_len)
-    spec = spec.within(max_model_len)
-    request = DecoderRequest(
-        path=path,
-        spec=spec,
-        backend=backend,
-        weight_format=weight_format(quantization, spec),
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        max_model_len=max_model_len,
-        parallel=parallel,
-    )
-    if decoder is None:
-        decoder = choose_decoder(DecoderNeeds(spec, backend, request.weight_format, parallel.size))
-    model: CausalLM = import_module(REGISTRY[decoder]).load(request)
+    model: CausalLM = import_module(REGISTRY[name]).load(request)
     return model
 
 

@@ -1,35 +1,36 @@
 """Decides how an engine will run, from a configuration, a model and a machine, before anything is loaded or allocated.
 
-The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Plan, to
-which runner.loading adds what is measured after loading.
+The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Decision,
+to whose plan runner.loading adds what is measured after loading.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
-from pagedcli.core.budget import Terms
 from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
-from pagedcli.core.plan import Plan, Pool
+from pagedcli.core.plan import Kernels, Plan
 from pagedcli.core.states import CheckpointPolicy
-from pagedcli.errors import ConfigError
+from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import groups_experts, linear_kernels
 from pagedcli.models.footprint import step_bytes
-from pagedcli.models.formats import AS_STORED
+from pagedcli.models.formats import AS_STORED, FORMATS, WeightFormat
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
+from pagedcli.planning.decision import Decision, Fit
 from pagedcli.planning.machine import Gpu, Machine
 from pagedcli.printable import plural
 from pagedcli.records import size
@@ -41,45 +42,39 @@ GPU_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 8192, 16384  # default tokens per step,
 LARGE_GPU_BYTES = 70 * 2**30
 GRAPH_PREFILL_TOKENS = 1024  # default of min_prefill_tokens with graphs: a step with prompts runs without one
 LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
-LEAST_SLOTS = 8  # of recurrent state: prompts branch at several depths even where few sequences run
-CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Everything about a rank of an engine that is known before anything is loaded."""
-
-    plan: Plan  # what is known only once the model is loaded keeps its default
-    attention: AttentionSpec  # requirements on the attention backend
-
-
-def decide(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
-    """How an engine will run, see decide_rank."""
-    return decide_rank(config, spec, machine).plan
-
-
-def decide_rank(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decision:
-    """How a rank of the engine will run. `spec` is that of the whole model.
+def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decision:
+    """How a rank of an engine will run. `spec` is that of the whole model.
 
     Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
-    attention = attention_spec(config, spec, machine, rank=rank)
-    device, dtype = attention.device, attention.dtype
     max_model_len = resolve_max_model_len(config, spec)
-    spec, own = _of_rank(config, spec, rank)
-    state_bytes = own.state_bytes(dtype.itemsize)
-    _check_states(config, spec, state_bytes)
-    if state_bytes and device.type == "cuda" and machine.is_here and fused_layers() is None:
-        raise ConfigError(
-            f"{spec.architecture} has layers with recurrent state, whose kernels on {device} need Triton, which cannot"
-            " run here",
-            hint="`pagedcli doctor` says why; or use --device cpu",
-        )
-    kv_dtype, heads = dtype_name(attention.kv_dtype or dtype), (own.num_kv_heads, own.head_dim)
-    groups = sized(layer_groups(own.attention_layers), heads=heads, kv_dtype=kv_dtype)
+    check_length(spec, max_model_len)
+    whole = spec.within(max_model_len)
+    own = shard_spec(whole, ParallelContext(rank, config.tensor_parallel_size))
+    device = rank_device(config, machine, rank)
     gpu = machine.gpu(str(device))
+    dtype = resolve_dtype(config.dtype, spec)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
+    state_bytes = own.state_bytes(dtype.itemsize)
+    _check_cache(config, spec, kv_dtype)
+    _check_states(config, spec, state_bytes, device, machine)
+    attention = AttentionSpec(
+        device=device,
+        dtype=dtype,
+        block_size=config.block_size,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        kv_dtype=kv_dtype,
+        layers=frozenset(own.attention_layers),
+        capability=gpu.capability if gpu is not None else None,
+    )
+    heads = (own.num_kv_heads, own.head_dim)
+    groups = sized(layer_groups(own.attention_layers), heads=heads, kv_dtype=dtype_name(kv_dtype))
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
-    no_graphs = why_no_graphs(config, spec, device, choice.kind)
+    no_graphs = why_no_graphs(config, whole, device, choice.kind)
     limits = Limits.of(
         config,
         max_model_len=max_model_len,
@@ -90,21 +85,17 @@ def decide_rank(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank
         state_bytes=state_bytes,
     )
     stored = weight_format(config.quantization, spec)
-    decoder = choose_decoder(DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size))
+    decoder = choose_decoder(DecoderNeeds(whole, choice.kind, stored, config.tensor_parallel_size))
     available = machine.available_bytes if gpu is None else gpu.free_bytes
     _check_tables(limits, own, itemsize=dtype.itemsize, available=available)
-    kernels = linear_kernels(spec, choice.kind)
-    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
-    if (note := stored.note(dtype, kernels)) is not None:
-        notes += (note,)
-    notes += rope_notes(spec.rope, max_model_len)
+    kernels = linear_kernels(whole, choice.kind)
     unseen = (f"GPU: {machine.unseen_gpu}",) if config.device == "auto" and machine.unseen_gpu is not None else ()
     plan = Plan(
         limits=limits,
         model=config.model,
         device=str(device),
         dtype=dtype_name(dtype),
-        kv_dtype=kv_dtype,
+        kv_dtype=dtype_name(kv_dtype),
         backend=choice.name,
         refused=unseen + choice.refused,
         decoder=decoder,
@@ -116,43 +107,20 @@ def decide_rank(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(limits.max_num_seqs)),
         no_graphs=no_graphs,
-        notes=notes,
+        notes=_notes(whole, stored, kernels, device, dtype) + rope_notes(spec.rope, max_model_len),
         eos_token_ids=frozenset(spec.eos_token_ids),
         seed=config.seed,
     )
-    return Decision(plan, attention)
+    return Decision(config=config, machine=machine, spec=spec, plan=plan, attention=attention, weights=stored)
 
 
-def attention_spec(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> AttentionSpec:
-    """What a rank of the engine requires of its attention backend.
-
-    Raises: ConfigError or ModelError for a device, a dtype or a cache that is not there.
-    """
-    whole, own = _of_rank(config, spec, rank)
-    device = rank_device(config, machine, rank)
-    gpu = machine.gpu(str(device))
-    dtype = resolve_dtype(config.dtype, whole)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
-    _check_cache(config, whole, kv_dtype)
-    return AttentionSpec(
-        device=device,
-        dtype=dtype,
-        block_size=config.block_size,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        kv_dtype=kv_dtype,
-        layers=frozenset(own.attention_layers),
-        capability=gpu.capability if gpu is not None else None,
-    )
-
-
-def _of_rank(config: EngineConfig, spec: ModelSpec, rank: int) -> tuple[ModelSpec, ModelSpec]:
-    """The whole model for requests of this length, and the rank's share of it."""
-    max_model_len = resolve_max_model_len(config, spec)
-    check_length(spec, max_model_len)
-    spec = spec.within(max_model_len)
-    return spec, shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
+def _notes(
+    spec: ModelSpec, stored: WeightFormat, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """What the user should know of the linear layers."""
+    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
+    note = stored.note(dtype, kernels)
+    return notes if note is None else (*notes, note)
 
 
 def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
@@ -292,8 +260,10 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
 
 
-def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> None:
-    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model."""
+def _check_states(
+    config: EngineConfig, spec: ModelSpec, state_bytes: int, device: torch.device, machine: Machine
+) -> None:
+    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model, or without Triton."""
     CheckpointPolicy.named(config.checkpoints)
     defaults = EngineConfig()
     for name in ("checkpoints", "num_state_slots"):
@@ -303,6 +273,12 @@ def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> No
                 f"{name} is {value}, but {spec.architecture} has no layers with recurrent state",
                 hint=f"leave out --{name.replace('_', '-')}",
             )
+    if state_bytes and device.type == "cuda" and machine.is_here and fused_layers() is None:
+        raise ConfigError(
+            f"{spec.architecture} has layers with recurrent state, whose kernels on {device} need Triton, which cannot"
+            " run here",
+            hint="`pagedcli doctor` says why; or use --device cpu",
+        )
 
 
 def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: int) -> None:
@@ -347,93 +323,44 @@ def why_no_graphs(
     return None
 
 
-# ---------------------------------------------------------------------- the pool
+# ---------------------------------------------------------------------- what fits
 
 
-def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Terms | None) -> Pool:
-    """The number of blocks in the pool with the reason for it, and the number of slots of recurrent state.
-
-    `terms` are those of a GPU's memory; on a CPU they are None, and `available` is the free host memory in bytes.
-    Raises: ConfigError if no block fits, or if the requested pool exceeds the memory.
-    """
-    block_bytes, limits, most = plan.block_bytes, plan.limits, None
-    if terms is not None:
-        available = terms.available
-    if config.num_gpu_blocks_override is not None:
-        num_bytes, reason = available, "num_gpu_blocks_override"
-        most = config.num_gpu_blocks_override
-    elif config.kv_cache_memory is not None:
-        num_bytes, reason = config.kv_cache_memory, f"kv_cache_memory {config.kv_cache_memory} bytes"
-    elif terms is not None:
-        num_bytes, reason = max(0, terms.kv_cache), f"gpu_memory_utilization {config.gpu_memory_utilization}"
-    else:
-        num_bytes = min(CPU_KV_BYTES, available // 2)
-        reason = f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
-    num_slots = choose_num_slots(config, limits, num_bytes if most is None else num_bytes - most * block_bytes)
-    state_bytes = (num_slots or 0) * limits.state_bytes
-    num_blocks = most if most is not None else max(0, num_bytes - state_bytes) // block_bytes
-    if terms is None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
-        most = limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
-        if most < num_blocks:
-            num_blocks, reason = most, "max_num_seqs x max_model_len"
-    if num_blocks < 1:
-        message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
-        hint = "lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory"
-        missing = None if terms is None else missing_memory(terms, block_bytes)
-        message, hint = missing or (message, hint)
-        raise ConfigError(message, hint=hint)
-    if num_blocks * block_bytes + state_bytes > available:
-        states = f", {plural(num_slots, 'slot')} of recurrent state included" if num_slots else ""
-        raise ConfigError(
-            f"{reason} asks for a KV cache of {size(num_blocks * block_bytes + state_bytes)}{states}, but only"
-            f" {size(max(0, available))} of memory are available",
-            hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
-        )
-    return Pool(num_blocks, reason, num_state_slots=num_slots)
+def fits(decision: Decision) -> list[Fit]:
+    """Every weight format and KV cache dtype that runs on the machine; those of the decision first, others by size."""
+    config = decision.config
+    kinds = dict.fromkeys([config.quantization, *FORMATS])
+    caches = dict.fromkeys([config.kv_cache_dtype, "auto", "fp8", "int8"])
+    found: dict[tuple[str, str], Fit] = {}
+    for quantization in kinds:
+        for cache in caches:
+            changed = msgspec.structs.replace(config, quantization=quantization, kv_cache_dtype=cache)
+            try:
+                other = decide(changed, decision.spec, decision.machine)
+            except PagedcliError:  # not available on this machine: whoever asks for it is told the reason
+                continue
+            fit = Fit(other.plan, other.terms, other.pool_within(other.terms), _flags(config, changed))
+            found.setdefault((fit.weight_format, fit.kv_dtype), fit)
+    own, *others = found.values()
+    return [own, *sorted(others, key=lambda fit: (-fit.weights_bytes, -fit.token_bytes))]
 
 
-def choose_num_slots(config: EngineConfig, limits: Limits, num_bytes: int) -> int | None:
-    """Slots of recurrent state within memory for blocks and slots: two per sequence, one that it writes and one for a
-    checkpoint, at least LEAST_SLOTS, and at most what half of the memory holds. None: the model has none."""
-    if not limits.state_bytes:
-        return None
-    if config.num_state_slots is not None:
-        return config.num_state_slots
-    return max(2, min(max(LEAST_SLOTS, 2 * limits.max_num_seqs), num_bytes // 2 // limits.state_bytes))
+def _flags(config: EngineConfig, changed: EngineConfig) -> str:
+    flags = []
+    if changed.quantization != config.quantization:
+        flags.append(f"--quantization {changed.quantization}" if changed.quantization else "no --quantization")
+    if changed.kv_cache_dtype != config.kv_cache_dtype:
+        flags.append(f"--kv-cache-dtype {changed.kv_cache_dtype}")
+    return " ".join(flags) or "as configured"
 
 
-def missing_memory(terms: Terms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:
-    """Message and hint for a device where no block fits: what uses the memory, how much is missing, what to change."""
-    if terms.kv_cache >= block_bytes:
-        return None
-    held = {
-        "other processes": terms.others,
-        "kept free by gpu_memory_utilization": terms.reserve,
-        "weights": terms.weights,
-        "activations of the largest step": terms.activations,
-        "runtime": terms.runtime,
-        "CUDA graphs": terms.graphs,
-    }
-    ordered = sorted(((num_bytes, name) for name, num_bytes in held.items() if num_bytes > 0), reverse=True)
-    parts = ", ".join(f"{name} {size(num_bytes)}" for num_bytes, name in ordered)
-    missing = block_bytes - terms.kv_cache
-    message = (
-        f"no KV block fits: one needs {size(block_bytes)}, {size(missing)} are missing; {size(terms.total)} are used"
-        f" by: {parts}"
-    )
-    return message + (f" (other processes: {holders})" if holders else ""), _remedy(terms, missing, ordered[0][1])
-
-
-def _remedy(terms: Terms, missing: int, largest: str) -> str:
-    """What to change, the most effective first."""
-    ways = []
-    if largest == "other processes" or terms.others >= missing:
-        ways.append("end other processes on the device")
-    if terms.reserve > missing:
-        needed = (terms.total - terms.reserve + missing) / terms.total
-        ways.append(f"--gpu-memory-utilization {min(1.0, needed + 0.005):.2f} or more")
-    if terms.activations > missing:
-        ways.append("a lower --max-num-batched-tokens (activations)")
-    if terms.graphs > missing:
-        ways.append("--enforce-eager (no CUDA graphs)")
-    return ", or ".join(ways or ["a larger device, a smaller model or a narrower --dtype"])
+def fitting_hint(found: Sequence[Fit]) -> str:
+    """What to change so that the model fits, the least first."""
+    for fit in found[1:]:
+        if fit.room_bytes >= fit.token_bytes:
+            return (
+                f"{fit.flags} fits: {size(fit.weights_bytes)} of weights leave room for"
+                f" {plural(fit.num_tokens, 'token')}; pagedcli profile-memory shows more"
+            )
+    smallest = min(found, key=lambda fit: fit.weights_bytes)
+    return f"nothing fits: even {smallest.weight_format} weights take {size(smallest.weights_bytes)}"

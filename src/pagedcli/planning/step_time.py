@@ -386,7 +386,7 @@ def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Kn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeKey:
-    """What the time of a step depends on besides its work; see planning.expected.time_key."""
+    """What the time of a step depends on besides its work; see planning.decision."""
 
     version: str  # of this program and its kernels
     processor: str

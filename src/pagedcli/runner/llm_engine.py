@@ -8,7 +8,6 @@ from typing import Self
 from pagedcli.config import EngineConfig
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.events import Emit
-from pagedcli.planning.expected import time_key
 from pagedcli.runner.loading import load_engine
 from pagedcli.runner.tensor_parallel import WorkerGroup
 
@@ -30,12 +29,13 @@ class LLMEngine(EngineCore):
         self.config = config
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
         loaded = self._group.load() if self._group is not None else load_engine(config)
-        self.spec, self.model, self.model_path = loaded.spec, loaded.model, loaded.model_path
+        self.decision, self.spec = loaded.decision, loaded.decision.spec
+        self.model, self.model_path = loaded.model, loaded.model_path
         self.runner = loaded.runner
         executor = self._group or self.runner
         plan = loaded.plan
         if emit is not None:  # so that a recording knows how long other steps would take
-            plan = replace(plan, step_times=time_key(config, self.spec, plan).file_name)
+            plan = replace(plan, step_times=loaded.decision.time_key.file_name)
         super().__init__(plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
 
     def close(self) -> None:

@@ -21,14 +21,14 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.memory_limit import shortage
-from pagedcli.models.base import CausalLM
-from pagedcli.models.loading import load_model
+from pagedcli.models.base import CausalLM, DecoderRequest
+from pagedcli.models.loading import load_decoder
 from pagedcli.models.reading import read_spec
-from pagedcli.models.spec import ModelSpec
 from pagedcli.native.system import limit_threads
-from pagedcli.planning.decide import choose_pool, decide_rank, model_folder
-from pagedcli.planning.machine import Machine, available_memory, this_machine
-from pagedcli.planning.memory import predict_terms, weights_refusal
+from pagedcli.planning.decide import decide, fits, fitting_hint, model_folder
+from pagedcli.planning.decision import Decision, choose_pool
+from pagedcli.planning.machine import available_memory, this_machine
+from pagedcli.records import size
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
@@ -43,9 +43,9 @@ class LoadedEngine:
     """A loaded model and its plan."""
 
     model_path: Path
-    spec: ModelSpec  # the whole model
+    decision: Decision
     model: CausalLM  # this rank's part
-    plan: Plan
+    plan: Plan  # with the pool
     runner: ModelRunner
 
 
@@ -64,31 +64,30 @@ def load_engine(
     """
     path = model_folder(config)
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
-    machine = this_machine()
-    decision = decide_rank(config, spec, machine, rank=parallel.rank)
-    plan, attention = decision.plan, decision.attention
-    _check_weights(config, spec, plan, machine)
-    device, dtype = attention.device, attention.dtype
+    decision = decide(config, spec, this_machine(), rank=parallel.rank)
+    if (refusal := decision.weights_refusal) is not None:
+        raise ConfigError(refusal, hint=fitting_hint(fits(decision)))
+    plan, device, dtype = decision.plan, decision.attention.device, decision.attention.dtype
     if plan.on_cpu:
         limit_threads()
     else:
         torch.cuda.set_device(device)  # Triton launches on the current device
-    backend = load_backend(plan.backend, attention)
+    backend = load_backend(plan.backend, decision.attention)
     with _room_for("the weights", device, "use --quantization int8 or int4, or a smaller model"):
-        model = load_model(
-            path,
-            spec,
+        request = DecoderRequest(
+            path=path,
+            spec=spec.within(plan.limits.max_model_len),
             backend=backend,
+            weight_format=decision.weights,
             dtype=dtype,
             device=device,
             load_format=config.load_format,
-            quantization=config.quantization,
             seed=config.seed,
             trust_remote_code=config.trust_remote_code,
             max_model_len=plan.limits.max_model_len,
             parallel=parallel,
-            decoder=plan.decoder,
         )
+        model = load_decoder(plan.decoder, request)
     on_weights()
     kv_dtype = named_dtype(plan.kv_dtype)
     runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits, dtype)
@@ -104,7 +103,7 @@ def load_engine(
     num_slots = None if pool.num_state_slots is None else agree(pool.num_state_slots)
     pool = replace(pool, num_blocks=agree(pool.num_blocks), num_state_slots=num_slots)
     limits = plan.limits.with_pool(pool.num_blocks, num_state_slots=num_slots)
-    cache = f"a KV cache of {pool_bytes(limits, plan.block_bytes) / 2**30:,.2f} GiB ({pool.reason})"
+    cache = f"a KV cache of {size(pool_bytes(limits, plan.block_bytes))} ({pool.reason})"
     with _room_for(cache, device, "lower --kv-cache-memory or --num-gpu-blocks-override"):
         runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
@@ -118,15 +117,7 @@ def load_engine(
         kv_scales=scales,
         notes=model.notes,
     )
-    return LoadedEngine(path, spec, model, plan, runner)
-
-
-def _check_weights(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> None:
-    """Raises: ConfigError if the weights alone exceed the free memory."""
-    if not spec.is_fallback:
-        refusal = weights_refusal(config, spec, predict_terms(config, spec, plan, machine), machine)
-        if refusal is not None:
-            raise refusal
+    return LoadedEngine(path, decision, model, plan, runner)
 
 
 @contextmanager

@@ -19,18 +19,9 @@ from pagedcli.models.hub import weight_files
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide, fits, model_folder
+from pagedcli.planning.decision import Decision, Fit
 from pagedcli.planning.machine import Machine, available_memory, described_gpu, described_host, this_machine
-from pagedcli.planning.memory import (
-    Fit,
-    fits,
-    loading_peak,
-    mapped_weights,
-    pool_within,
-    predict_terms,
-    rank_spec,
-    weights_refusal,
-)
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import host_peak, measure_terms, other_holders, reset_host_peak, step_blocks
 
@@ -106,12 +97,12 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
     spec = read_spec(model_folder(config, weights=False), trust_remote_code=config.trust_remote_code)
     machine = given.machine(config.tensor_parallel_size)
     config = msgspec.structs.replace(config, device="cpu" if given.capability is None else "cuda")
-    plan = decide(config, spec, machine)
+    decision = decide(config, spec, machine)
     if spec.is_fallback and given.current is None:
         raise UsageError(
             f"the memory of {spec.architecture} is not predicted", hint="give --used, --peak and --current as well"
         )
-    predicted = predict_terms(config, spec, plan, machine)
+    predicted = decision.terms
     notes = dict(_PREDICTED)
     weights, activations = predicted.weights, predicted.activations
     if given.peak is not None and given.current is not None:
@@ -131,14 +122,14 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
     )
     return Profile(
         config=config,
-        plan=plan,
-        spec=rank_spec(config, spec),
+        plan=decision.plan,
+        spec=decision.own,
         device=f"{given.name}, described by flags",
         terms=terms,
         forecast=None,
-        pool=pool_within(config, plan, terms),
+        pool=decision.pool_within(terms),
         notes=notes,
-        fits=() if given.current is not None else tuple(fits(config, spec, machine)),
+        fits=() if given.current is not None else tuple(fits(decision)),
     )
 
 
@@ -150,20 +141,19 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
     `say` receives what is being done. Raises: PagedcliError."""
     folder = model_folder(config)
     spec = read_spec(folder, trust_remote_code=config.trust_remote_code)
-    machine = this_machine(free_memory=True)
-    plan = decide(config, spec, machine)
-    on_cpu = plan.on_cpu
-    predicted = predict_terms(config, spec, plan, machine) if not spec.is_fallback else None
+    decision = decide(config, spec, this_machine(free_memory=True))
+    plan, on_cpu = decision.plan, decision.plan.on_cpu
+    predicted = None if spec.is_fallback else decision.terms
     holders = ", ".join(map(str, other_holders(torch.device(plan.device))))
-    profile = partial(Profile, config=config, plan=plan, spec=rank_spec(config, spec))
-    found = () if predicted is None else tuple(fits(config, spec, machine))
-    if predicted is not None and (why := _why_not_measured(config, spec, predicted, machine, folder)):
+    profile = partial(Profile, config=config, plan=plan, spec=decision.own)
+    found = () if predicted is None else tuple(fits(decision))
+    if predicted is not None and (why := _why_not_measured(decision, folder)):
         say(f"{why}: predicting")
         return profile(
             device=plan.device,
             terms=predicted,
             forecast=None,
-            pool=pool_within(config, plan, predicted),
+            pool=decision.pool_within(predicted),
             notes={**_PREDICTED, "others": holders},
             fits=found,
         )
@@ -176,10 +166,10 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
             loaded.runner,
             loaded.plan,
             plan.limits.largest_step,
-            mapped_weights=mapped_weights(config, spec, plan),
+            mapped_weights=decision.mapped_weights,
             expected_activations=predicted.activations if predicted is not None else 0,
         )
-    pool = pool_within(config, plan, loaded.plan.memory or terms, available=available_memory())
+    pool = decision.pool_within(loaded.plan.memory or terms, available=available_memory())
     return profile(
         device=loaded.plan.device,
         terms=terms,
@@ -189,7 +179,7 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
         fits=(Fit(found[0].plan, terms, pool), *found[1:]) if found else (),
         holders=holders,
         measured_loading=measured_loading,
-        predicted_loading=loading_peak(config, spec, plan, folder) if on_cpu and predicted is not None else None,
+        predicted_loading=decision.loading_peak(folder) if on_cpu and predicted is not None else None,
     )
 
 
@@ -199,14 +189,10 @@ def _compared(terms: Terms, predicted: Terms) -> Terms:
     return replace(terms, **own, measured=terms.measured - own.keys())
 
 
-def _why_not_measured(
-    config: EngineConfig, spec: ModelSpec, predicted: Terms, machine: Machine, folder: Path
-) -> str | None:
-    if (refusal := weights_refusal(config, spec, predicted, machine)) is not None:
-        return refusal.message
-    if config.load_format != "dummy" and not weight_files(folder):
-        return f"{folder} has no weights"
-    return None
+def _why_not_measured(decision: Decision, folder: Path) -> str | None:
+    if decision.config.load_format != "dummy" and not weight_files(folder):
+        return decision.weights_refusal or f"{folder} has no weights"
+    return decision.weights_refusal
 
 
 def _load(config: EngineConfig, plan: Plan) -> LLMEngine:
