@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Number
@@ -253,11 +253,13 @@ class LLM:
         return Grammars(self.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
 
     def _run(self, requests: list[_Request], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
+
         engine = self.llm_engine
         request_ids = [str(self._num_requests + place) for place in range(len(requests))]
         self._num_requests += len(requests)
         finished: dict[str, engine_outputs.RequestOutput] = {}
-        advance, close = _progress(len(requests)) if use_tqdm else (lambda num_tokens: None, lambda: None)
+        bar, num_generated = tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm), 0
         try:
             for request_id, request in zip(request_ids, requests, strict=True):
                 engine.add_request(
@@ -271,13 +273,16 @@ class LLM:
             while len(finished) < len(requests):
                 for output in engine.step():
                     finished[output.request_id] = output
-                    advance(sum(len(sample.token_ids) for sample in output.samples))
+                    num_generated += sum(len(sample.token_ids) for sample in output.samples)
+                    elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{num_generated / elapsed_s:,.0f} tok/s", refresh=False)
+                    bar.update()
         except BaseException:
             for request_id in request_ids:  # leave the engine clean, also after Ctrl-C
                 engine.abort(request_id)
             raise
         finally:
-            close()
+            bar.close()
         return [self._output(finished[each], request) for each, request in zip(request_ids, requests, strict=True)]
 
     def _output(self, output: engine_outputs.RequestOutput, request: _Request) -> RequestOutput:
@@ -339,23 +344,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     is_one = bool(prompts) and (isinstance(prompts[0], Number) or getattr(prompts[0], "ndim", None) == 0)
     return [prompts] if is_one else prompts
-
-
-def _progress(num_requests: int) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """A progress bar on stderr. Returns functions to advance it by a request of that many tokens, and to close it."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-    num_generated = 0
-    bar = tqdm(total=num_requests, desc="Generating", unit="req")
-
-    def advance(num_tokens: int) -> None:
-        nonlocal num_generated
-        num_generated += num_tokens
-        elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
-        bar.set_postfix_str(f"{num_generated / elapsed_s:,.0f} tok/s", refresh=False)
-        bar.update()
-
-    return advance, bar.close
 
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

@@ -49,7 +49,7 @@ def test_the_first_use_of_blocks_is_measured_apart_and_belongs_to_no_kind_of_ste
     monkeypatch.undo()
     measurement._run(_Prompts((40,), 1))
     assert all(work.num_first_used == 0 for steps in measurement.steps.values() for work, _ in steps)
-    assert 0 < engine.block_manager.num_touched <= measurement._num_provided
+    assert 0 < engine.block_manager.pool.num_touched <= measurement._num_provided
 
 
 def test_of_decodes_only_those_that_follow_their_like_count_and_the_end_of_sequences_counts_apart(engine):

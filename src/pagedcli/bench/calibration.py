@@ -346,7 +346,7 @@ class _Measurement:
             return
         cache = engine.runner.kv_cache
         each_page = max(1, HUGE_PAGE // cache[0, 0, 0].nbytes)  # blocks
-        last = -(-(engine.block_manager.num_touched + num_blocks) // each_page) * each_page
+        last = -(-(engine.block_manager.pool.num_touched + num_blocks) // each_page) * each_page
         self._num_provided = min(max(first, last), cache.shape[2])
         started_ns = engine.clock_ns()
         cache[:, :, first : self._num_provided].zero_()

@@ -91,15 +91,6 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return len(self.free_block_ids)
 
-    @property
-    def num_evictions(self) -> int:
-        return self.pool.num_evictions
-
-    @property
-    def num_touched(self) -> int:
-        """Blocks that have been used: the first ones."""
-        return self.pool.num_touched
-
     # ------------------------------------------------------------------ questions
 
     def num_new_blocks(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> int:

@@ -202,7 +202,7 @@ class Cache:
 
     def count(self, facts: RunFacts) -> None:
         """Write what the kinds count into the facts of the run."""
-        facts.num_evictions = self.blocks.num_evictions
+        facts.num_evictions = self.blocks.pool.num_evictions
         for kind in self.others:
             kind.count(facts)
 

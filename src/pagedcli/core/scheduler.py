@@ -107,14 +107,14 @@ class Scheduler:
         The previous step's tokens may still be on the device (num_pending_tokens): only preemption needs their values,
         and waits for them. With `report` False the caller reports the work, once it knows which sequences have ended.
         """
-        work, num_touched = ScheduledStep(), self.block_manager.num_touched
+        work, num_touched = ScheduledStep(), self.block_manager.pool.num_touched
         budget = self._schedule_running(work)
         if self.limits.min_prefill_tokens and self._awaits_prompts(work, budget):
             self._num_held += 1
             work.blocked = "min_prefill_tokens"
         else:
             work.blocked = self._admit_waiting(work, budget)
-        work.num_first_used = self.block_manager.num_touched - num_touched
+        work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
         if report:

@@ -11,24 +11,7 @@ from torch import Tensor
 
 from pagedcli.errors import BackendError
 from pagedcli.layers.quantized import E2M1, CodedWeight, Weight, chunk_columns
-from pagedcli.native import NativeLibrary
-from pagedcli.native.structs import (
-    CODES4,
-    CODES5,
-    CODES6,
-    CODES8,
-    DTYPE_CODES,
-    GATE_SILU,
-    INT8,
-    IQ4,
-    LEVELS4,
-    MINIMA,
-    PACKINGS,
-    STEPS,
-    STORE,
-    LinearStruct,
-    bind,
-)
+from pagedcli.native import NativeLibrary, structs
 from pagedcli.native.system import empty_in_huge_pages
 
 
@@ -47,19 +30,20 @@ class NativeLinear:
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Pack `weight` [out, in]. `quantization`: a name of PACKINGS, how floating-point weights are rounded. Weights
-        that are quantized already keep their numbers; `dtype` is that of the activations. Neither tensor is kept.
+        """Pack `weight` [out, in]. `quantization`: a name of structs.PACKINGS, how floating-point weights are rounded.
+        Weights that are quantized already keep their numbers; `dtype` is that of the activations. Neither tensor is
+        kept.
 
         Raises: BackendError for a dtype or shape that the kernels do not support.
         """
         numbers = weight if isinstance(weight, Tensor) else weight.codes
         (rows, columns), dtype = numbers.shape, dtype or numbers.dtype
-        if dtype not in DTYPE_CODES or columns % 2 or (gated and rows % 2):
+        if dtype not in structs.DTYPE_CODES or columns % 2 or (gated and rows % 2):
             raise BackendError(f"no native kernel for a {dtype} weight of shape {rows} x {columns}")
-        self._functions = bind(library.functions)
+        self._functions = structs.bind(library.functions)
         self.dtype = dtype
         self.out_features = rows // 2 if gated else rows
-        self.struct = LinearStruct(rows=rows, columns=columns, gated=gated)
+        self.struct = structs.LinearStruct(rows=rows, columns=columns, gated=gated)
         self._parts: list[NativeLinear] = []  # see side_by_side
         if isinstance(weight, CodedWeight):
             tensors = self._pack_codes(weight)
@@ -80,11 +64,11 @@ class NativeLinear:
         out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
         self._functions.linear_run(
             ctypes.byref(self.struct),
-            DTYPE_CODES[self.dtype],
+            structs.DTYPE_CODES[self.dtype],
             x.data_ptr(),
             x.shape[0],
             out.data_ptr(),
-            GATE_SILU if self.struct.gated else STORE,
+            structs.GATE_SILU if self.struct.gated else structs.STORE,
             torch.get_num_threads(),
         )
         return out
@@ -113,14 +97,14 @@ class NativeLinear:
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows of the weight as they were before packing, codes as numbers. Shapes: rows [R] int64 -> [R, in]. Not when
         rounded here."""
-        assert self.struct.kind not in PACKINGS.values(), "a rounded weight has no rows as they were"
+        assert self.struct.kind not in structs.PACKINGS.values(), "a rounded weight has no rows as they were"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
         rows, struct, threads = rows.contiguous(), ctypes.byref(self.struct), torch.get_num_threads()
         arguments = rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
-        if self.struct.kind < INT8:
+        if self.struct.kind < structs.INT8:
             failed = self._functions.linear_unpack_rows(struct, *arguments)
         else:
-            failed = self._functions.linear_widen_rows(struct, DTYPE_CODES[self.dtype], *arguments)
+            failed = self._functions.linear_widen_rows(struct, structs.DTYPE_CODES[self.dtype], *arguments)
         if failed:
             raise IndexError(f"a row is not one of the {self.struct.rows} of this weight")
         return out
@@ -128,11 +112,11 @@ class NativeLinear:
     def _pack(self, weight: Tensor, quantization: str | None) -> tuple[Tensor, ...]:
         """The packed weight, and what the struct needs with it."""
         if quantization is not None:
-            self.struct.kind = PACKINGS[quantization]
+            self.struct.kind = structs.PACKINGS[quantization]
             tensors = packed, scales, sums = self._empty_with_scales()
-            self._call(f"linear_pack_{quantization}", DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
+            self._call(f"linear_pack_{quantization}", structs.DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
             return tensors
-        self.struct.kind = DTYPE_CODES[weight.dtype]
+        self.struct.kind = structs.DTYPE_CODES[weight.dtype]
         packed = empty_in_huge_pages(self._padded_rows() * weight.shape[1], weight.dtype)
         self._call("linear_pack", weight, packed)
         return (packed,)
@@ -151,23 +135,23 @@ class NativeLinear:
         columns, num_groups = weight.codes.shape[1], weight.scales.shape[1]
         zeros = weight.zeros if isinstance(weight.zeros, Tensor) else None
         if weight.bits == 8 and num_groups == 1 and zeros is not None and bool((zeros == 128).all()):
-            self.struct.kind = INT8
+            self.struct.kind = structs.INT8
             signed = (weight.codes ^ 128).contiguous().view(torch.int8)
             tensors = packed, scales, sums = self._empty_with_scales()
             self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), packed, scales, sums)
             return tensors
         weight, order = weight.in_order
         codes, struct = weight.codes.contiguous(), self.struct
-        struct.kind = {4: CODES4, 5: CODES5, 6: CODES6, 8: CODES8}[weight.bits]
+        struct.kind = {4: structs.CODES4, 5: structs.CODES5, 6: structs.CODES6, 8: structs.CODES8}[weight.bits]
         if weight.levels:
-            struct.kind = LEVELS4 if weight.levels == E2M1 else IQ4
+            struct.kind = structs.LEVELS4 if weight.levels == E2M1 else structs.IQ4
         struct.zero = weight.zeros if isinstance(weight.zeros, int) and weight.minima is None else -1
         if weight.steps is not None or weight.minima is not None:
             return (self._pack_grouped(codes, weight),)
         kept_dtype = weight.scales.dtype
-        if kept_dtype not in DTYPE_CODES or (weight.bits == 8 and zeros is not None):
+        if kept_dtype not in structs.DTYPE_CODES or (weight.bits == 8 and zeros is not None):
             kept_dtype = torch.float32
-        struct.scale_type = DTYPE_CODES[kept_dtype]
+        struct.scale_type = structs.DTYPE_CODES[kept_dtype]
         if num_groups > 1 and weight.group_size % 32:
             raise BackendError(f"no native kernel for groups of {weight.group_size}")
         struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
@@ -184,7 +168,10 @@ class NativeLinear:
     def _pack_grouped(self, codes: Tensor, weight: CodedWeight) -> Tensor:
         """Scales that are products of steps and bytes as those, otherwise a scale and a minimum in float32 for each
         group."""
-        self.struct.chunk, self.struct.scale_type = weight.group_size, MINIMA if weight.steps is None else STEPS
+        self.struct.chunk, self.struct.scale_type = (
+            weight.group_size,
+            structs.MINIMA if weight.steps is None else structs.STEPS,
+        )
         packed = self._empty()
         scales = (weight.scales, weight.minima) if weight.steps is None else (None, None)
         factors = weight.factors, weight.steps, weight.minimum_factors, weight.minimum_steps

@@ -2,10 +2,11 @@
 
 import ctypes
 import enum
-import time
-from collections.abc import Callable, Iterable, Iterator
+import timeit
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 
 class Path(enum.IntEnum):
@@ -84,14 +85,6 @@ def measure_peaks(library: ctypes.CDLL, paths: Iterable[Path], threads: int) -> 
         if not operations:
             continue
         count = max(1, 40_000_000 // operations)  # some 0.1 ms
-        peaks.append(PathPeak(path, operations * count * threads / _best_seconds(run, (path, count, threads, out))))
+        seconds = min(timeit.repeat(partial(run, path, count, threads, out), number=1, repeat=60))
+        peaks.append(PathPeak(path, operations * count * threads / seconds))
     return sorted(peaks, key=lambda peak: -peak.flop_per_s)
-
-
-def _best_seconds(run: Callable[..., object], arguments: tuple[object, ...]) -> float:
-    times = []
-    for _ in range(60):
-        before = time.perf_counter()
-        run(*arguments)
-        times.append(time.perf_counter() - before)
-    return min(times)

@@ -15,6 +15,7 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch, named_dtype
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM, cache_shape
 from pagedcli.models.mixers.state import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
@@ -22,6 +23,19 @@ from pagedcli.native.system import ask_for_huge_pages
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 _ALIGNMENT = 16  # bytes, of every array in a packed buffer
 _NUM_BUFFERS = 16  # a step takes a few, and two steps may be in flight
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """What a ModelRunner runs, and within which limits."""
+
+    model: CausalLM  # this rank's part
+    backend: AttentionBackend
+    parallel: ParallelContext
+    device: torch.device
+    kv_dtype: torch.dtype
+    limits: Limits
+    dtype: torch.dtype  # dtype of the activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +54,12 @@ class DeviceState:
     upload: "Upload"
 
     @classmethod
-    def allocate(
-        cls,
-        model: CausalLM,
-        backend: AttentionBackend,
-        limits: Limits,
-        *,
-        device: torch.device,
-        kv_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> "DeviceState":
+    def allocate(cls, spec: RunnerSpec) -> "DeviceState":
         """The cache is not cleared: no backend may read a slot that no sequence owns."""
+        limits, device = spec.limits, spec.device
         assert limits.num_blocks is not None, "the pool has its size"
-        shape = cache_shape(model, backend, limits.num_blocks, limits.block_size)
-        kv_cache = torch.empty(shape, dtype=kv_dtype, device=device)
+        shape = cache_shape(spec.model, spec.backend, limits.num_blocks, limits.block_size)
+        kv_cache = torch.empty(shape, dtype=spec.kv_dtype, device=device)
         ask_for_huge_pages(kv_cache)
         rows, columns = limits.table_dimensions
         return cls(
@@ -62,7 +68,7 @@ class DeviceState:
             num_groups=len(limits.groups),
             num_state_slots=limits.num_state_slots or 0,
             kv_cache=kv_cache,
-            states=state_pools(model, limits.num_state_slots or 0, dtype, device),
+            states=state_pools(spec.model, limits.num_state_slots or 0, spec.dtype, device),
             tables=torch.zeros((rows, columns), dtype=torch.int32, device=device),
             last_tokens=torch.zeros(rows, dtype=torch.int64, device=device),
             upload=Upload(device),

@@ -29,8 +29,9 @@ from pagedcli.planning.decide import decide, fits, fitting_hint, model_folder
 from pagedcli.planning.decision import Decision, choose_pool
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.records import size
+from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
-from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
+from pagedcli.runner.model_runner import ModelRunner
 from pagedcli.sampling_params import SamplingParams
 
 LARGEST = 448.0  # largest number of e4m3

@@ -22,7 +22,8 @@ from pagedcli.layers.sampling import Limits, choose_tokens
 from pagedcli.native import loaded_library
 from pagedcli.native.system import release_free_memory
 from pagedcli.planning.machine import host_memory
-from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
+from pagedcli.runner.device_state import RunnerSpec
+from pagedcli.runner.model_runner import ModelRunner
 from pagedcli.sampling_params import SamplingParams
 
 LONG_PROMPT = 2048  # tokens

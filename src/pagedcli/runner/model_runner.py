@@ -3,34 +3,16 @@
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, LateTokens
-from pagedcli.core.limits import Limits
+from pagedcli.attention.base import LateTokens
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
 from pagedcli.core.step_input import SamplingInput, StepBuilder, StepInput
-from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.base import CausalLM
 from pagedcli.runner.cuda_graphs import DecodeGraphs
-from pagedcli.runner.device_state import DeviceState
+from pagedcli.runner.device_state import DeviceState, RunnerSpec
 from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSpec:
-    """What a ModelRunner runs, and within which limits."""
-
-    model: CausalLM  # this rank's part
-    backend: AttentionBackend
-    parallel: ParallelContext
-    device: torch.device
-    kv_dtype: torch.dtype
-    limits: Limits
-    dtype: torch.dtype  # dtype of the activations
 
 
 class ModelRunner:
@@ -40,9 +22,7 @@ class ModelRunner:
         self.model = spec.model
         self.parallel = spec.parallel
         self.limits = spec.limits
-        self.state = DeviceState.allocate(
-            spec.model, spec.backend, spec.limits, device=spec.device, kv_dtype=spec.kv_dtype, dtype=spec.dtype
-        )
+        self.state = DeviceState.allocate(spec)
         self.graphs: DecodeGraphs | None = None
         self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
 

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.core.step_input import Ints, LogitChanges, PromptLogprobs, PromptRows, SamplingInput, StepTokens
-from pagedcli.layers.sampling import (
-    INVALID,
-    Limits,
-    choose_tokens,
-    mask_tokens,
-    penalize_counted,
-    penalize_repeated,
-    top_tokens,
-)
+from pagedcli.layers import sampling as kernels
 from pagedcli.runner.device_state import Download, Upload
 
 _ROWS = 64  # rows of prompt logits in memory at once
@@ -78,8 +70,8 @@ class SampledTokens:
                 found[row] = TokenLogprobs(int(token_ids[row]), chosen, list(zip(ids, values, strict=True))[:count])
                 if chosen != chosen:  # NaN among logits that a grammar masks
                     tokens[row] = None
-        if INVALID in tokens:
-            tokens = [None if token_id == INVALID else token_id for token_id in tokens]
+        if kernels.INVALID in tokens:
+            tokens = [None if token_id == kernels.INVALID else token_id for token_id in tokens]
         return StepTokens(tokens, found, () if self.prompt_scores is None else self.prompt_scores.read())
 
 
@@ -97,8 +89,8 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept:
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         kept.change(logits, sampling.changes)
     num_drawn = int(np.count_nonzero(sampling.rows.temperature))
-    tokens = choose_tokens(
-        logits, temperature, draws, Limits(*limits) if sampling.has_limits else None, num_drawn=num_drawn
+    tokens = kernels.choose_tokens(
+        logits, temperature, draws, kernels.Limits(*limits) if sampling.has_limits else None, num_drawn=num_drawn
     )
     if sampling.changes is not None:
         kept.add(tokens, sampling.changes)
@@ -116,7 +108,7 @@ def _logprobs(
     logprobs = logits.index_select(0, rows).float().log_softmax(-1)
     if sampling.score_changes is not None:
         kept.change(logprobs, sampling.score_changes)
-    values, ids = top_tokens(logprobs, max(count for _, count in sampling.scored))
+    values, ids = kernels.top_tokens(logprobs, max(count for _, count in sampling.scored))
     places = tokens.index_select(0, rows).clamp(min=0)[:, None]  # INVALID has none
     return logprobs.gather(1, places)[:, 0], values, ids
 
@@ -135,7 +127,7 @@ def score_prompts(
     for start in range(0, hidden.shape[0], _ROWS):
         logprobs = compute_logits(hidden[start : start + _ROWS]).float().log_softmax(-1)
         own = logprobs.gather(1, token_ids[start : start + _ROWS, None])[:, 0]
-        parts.append((own, *top_tokens(logprobs, num_top)))
+        parts.append((own, *kernels.top_tokens(logprobs, num_top)))
     return PromptScores(rows, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -176,15 +168,15 @@ class KeptTokens:
         repeated, counted, (biased, bias, guided, words, banned) = uploaded[:3], uploaded[3:7], uploaded[7:]
         if repeated[0].shape[0]:
             assert self._seen is not None, "its sequence has started"
-            penalize_repeated(scores, self._seen, *repeated)
+            kernels.penalize_repeated(scores, self._seen, *repeated)
         if counted[0].shape[0]:
             assert self._counts is not None, "its sequence has started"
-            penalize_counted(scores, self._counts, *counted)
+            kernels.penalize_counted(scores, self._counts, *counted)
         flat = scores.view(-1)
         if biased.shape[0]:
             flat.index_copy_(0, biased, flat.index_select(0, biased) + bias)
         if guided.shape[0]:
-            mask_tokens(scores, guided, words)
+            kernels.mask_tokens(scores, guided, words)
         if banned.shape[0]:
             flat.index_fill_(0, banned, float("-inf"))
 
