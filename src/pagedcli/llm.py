@@ -16,7 +16,7 @@ from pagedcli.batch.requests import Message, read_messages
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
-from pagedcli.core.sequence import TokenLogprobs
+from pagedcli.core.sequence import SampleOutput, TokenLogprobs
 from pagedcli.errors import ConfigError
 from pagedcli.events import Emit
 from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
@@ -303,7 +303,7 @@ class LLM:
             error=None if output.error is None else output.error.message,
         )
 
-    def _completion(self, sample: engine_outputs.SampleOutput, request: _Request) -> CompletionOutput:
+    def _completion(self, sample: SampleOutput, request: _Request) -> CompletionOutput:
         positions = sample.logprobs
         return CompletionOutput(
             index=sample.index,
@@ -316,7 +316,7 @@ class LLM:
             score=sample.score,
         )
 
-    def _text(self, sample: engine_outputs.SampleOutput, request: _Request) -> str:
+    def _text(self, sample: SampleOutput, request: _Request) -> str:
         if not request.params.detokenize:
             return ""
         if request.stop_checkers is not None:

@@ -18,7 +18,8 @@ from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
-from pagedcli.core.requests import RequestMetrics, RequestOutput, SampleOutput
+from pagedcli.core.requests import RequestMetrics, RequestOutput
+from pagedcli.core.sequence import SampleOutput
 from pagedcli.models.hub import resolve_model
 from pagedcli.sampling_params import SamplingParams
 

@@ -283,7 +283,7 @@ def decode_work(num_tokens: Tensor, max_total: int, window: int | None = None) -
     if first_split is not None:
         splits -= first_split
     ends = splits.cumsum(0, dtype=torch.int32)
-    first_item = ends - splits  # and its first part
+    first_item = ends - splits  # also its first part
     item = torch.arange(capacity, dtype=torch.int32, device=num_tokens.device)
     item_seq = torch.searchsorted(ends, item, right=True, out_int32=True).clamp_(max=num_seqs - 1)
     before = first_item if first_split is None else first_item - first_split

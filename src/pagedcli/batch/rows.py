@@ -15,8 +15,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
-    from pagedcli.core.requests import SampleOutput
-    from pagedcli.core.sequence import TokenLogprobs
+    from pagedcli.core.sequence import SampleOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

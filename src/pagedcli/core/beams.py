@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from pagedcli.core.limits import Limits
-from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.core.sequence import SampleOutput, Sequence, TokenLogprobs
 from pagedcli.errors import RequestError
 from pagedcli.events import FinishReason
 from pagedcli.sampling_params import SamplingParams
@@ -36,17 +36,6 @@ def check_width(limits: Limits, width: int, params: SamplingParams) -> None:
         raise RequestError(
             "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size:,} tokens"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A finished beam."""
-
-    score: float  # sum of log-probabilities / length ** length_penalty
-    token_ids: list[int]  # output tokens
-    finish_reason: FinishReason
-    stop_reason: int | None  # the stop token
-    logprobs: list[TokenLogprobs]  # empty unless requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +67,7 @@ class BeamSearch:
         assert first.params.beam_width is not None, "the request asks for a beam search"
         self.width: int = first.params.beam_width
         self.beams = [first]
-        self.finished: list[Hypothesis] = []  # best first, at most `width`
+        self.finished: list[SampleOutput] = []  # best first, at most `width`
         self.ended: FinishReason | None = None  # why no beam continues
         self._length_penalty = first.params.length_penalty
         self._early_stopping = first.params.early_stopping
@@ -164,15 +153,16 @@ class BeamSearch:
         num_top = parent.params.logprobs
         is_stop_token = token_id in parent.stop_token_ids - parent.eos_token_ids
         self.finished.append(
-            Hypothesis(
+            SampleOutput(
+                index=len(self.finished),
                 score=self._score(continuation.total, length),
                 token_ids=[*parent.output_token_ids, token_id],
                 finish_reason="stop" if is_stop_token or token_id in parent.eos_token_ids else "length",
                 stop_reason=token_id if is_stop_token else None,
-                logprobs=[] if num_top is None else [*parent.logprobs, continuation.logprobs(num_top)],
+                logprobs=None if num_top is None else [*parent.logprobs, continuation.logprobs(num_top)],
             )
         )
-        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        self.finished.sort(key=lambda sample: -(sample.score or 0.0))
         del self.finished[self.width :]
 
     def _may_improve(self, best_total: float, length: int) -> bool:
@@ -184,7 +174,7 @@ class BeamSearch:
             return False
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self._max_new_tokens
-        return self._score(best_total, length) > self.finished[-1].score
+        return self._score(best_total, length) > (self.finished[-1].score or 0.0)
 
     def _score(self, total: float, length: int) -> float:
         return total / math.pow(length, self._length_penalty)

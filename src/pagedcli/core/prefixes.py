@@ -16,7 +16,7 @@ TOKEN_BYTES = 8
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens: those that reports compare
 SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
 WINDOW_ROWS = 8192  # most requests that are sorted by prefix at a time
-WINDOW_TOKENS = 2**20  # and most tokens of their prompts: about 40 MB
+WINDOW_TOKENS = 2**20  # most tokens of their prompts: about 40 MB
 _MIN_RECENT = 65536
 HashFunction = Callable[[bytes, int | None], int]
 

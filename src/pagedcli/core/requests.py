@@ -4,29 +4,16 @@ Used by EngineCore; needs no torch. Samples fork after the prompt and share its 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedcli.core.beams import BeamSearch
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
+from pagedcli.core.sequence import Guide, SampleOutput, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
-from pagedcli.events import FinishReason
 
 NewSequence = Callable[..., Sequence]  # makes one, as Sequence() does, with the next seq_id
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOutput:
-    """One of the n samples of a request."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: int | str | None  # the stop token or string that ended it
-    logprobs: list[TokenLogprobs] | None  # one per token, if requested
-    score: float | None = None  # beams only: sum of log-probabilities / length ** length_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +83,8 @@ class Request:
     def _samples(self) -> list[SampleOutput]:
         search, params = self.search, self.seqs[0].params
         if search is None or self.error is not None:
-            return [_sample_output(seq) for seq in self.seqs[: params.n]]
-        return [
-            SampleOutput(
-                index=index,
-                token_ids=found.token_ids,
-                finish_reason=found.finish_reason,
-                stop_reason=found.stop_reason,
-                logprobs=found.logprobs if params.logprobs is not None else None,
-                score=found.score,
-            )
-            for index, found in enumerate(search.finished[: params.n])
-        ]
+            return [SampleOutput.of(seq) for seq in self.seqs[: params.n]]
+        return [replace(found, index=index) for index, found in enumerate(search.finished[: params.n])]
 
     def _metrics(self) -> RequestMetrics:
         first = self.seqs[0]
@@ -123,17 +100,6 @@ class Request:
             num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
             num_recomputed_tokens=sum(seq.num_recomputed_tokens for seq in self.seqs),
         )
-
-
-def _sample_output(seq: Sequence) -> SampleOutput:
-    assert seq.finish_reason is not None, "only finished samples have an output"
-    return SampleOutput(
-        index=seq.sample_index,
-        token_ids=seq.output_token_ids,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-        logprobs=seq.logprobs if seq.params.logprobs is not None else None,
-    )
 
 
 class Forks:

@@ -179,3 +179,21 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: list[tuple[int, float]]  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One of the n samples of a request."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None  # the stop token or string that ended it
+    logprobs: list[TokenLogprobs] | None  # one per token, if requested
+    score: float | None = None  # beams only: sum of log-probabilities / length ** length_penalty
+
+    @classmethod
+    def of(cls, seq: Sequence) -> "SampleOutput":
+        assert seq.finish_reason is not None, "only finished samples have an output"
+        logprobs = seq.logprobs if seq.params.logprobs is not None else None
+        return cls(seq.sample_index, seq.output_token_ids, seq.finish_reason, seq.stop_reason, logprobs)

@@ -31,7 +31,7 @@ from pagedcli.core.prefixes import Prefix
 from pagedcli.errors import ConfigError
 
 PolicyName = Literal["branches", "end", "none"]
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # and every N tokens
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # a number of tokens is one, too
 
 
 @dataclass(frozen=True, slots=True)

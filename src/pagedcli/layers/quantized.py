@@ -77,7 +77,7 @@ E2M1_ZERO = 12
 IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 IQ4_ZERO = 128
 
-Weight = Tensor | CodedWeight  # of a linear layer, [out, in]
+Weight = Tensor | CodedWeight  # [out, in], a linear layer's
 
 
 def stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
