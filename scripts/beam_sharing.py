@@ -16,7 +16,7 @@ NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS, NUM_PROMPTS = 19, 58, 16
 
 
 def share_saved(params: SamplingParams) -> float:
-    """Of one run. Different prompts share nothing: each has a salt of its own."""
+    """The figures of one run. Different prompts share nothing: each has a salt of its own."""
     fold = Fold(PoolState())
     in_use = entries = 0
 

@@ -72,11 +72,11 @@ class Scale:
     decode_shapes: tuple[tuple[int, int], ...]  # (sequences, tokens of context)
     prefill_tokens: tuple[int, ...]
     block_sizes: tuple[int, ...]
-    num_prompts: int  # of the workload
-    lengths: tuple[int, int]  # of the workload's prompts and outputs
+    num_prompts: int  # requests of the workload
+    lengths: tuple[int, int]  # tokens of its prompts and outputs
     engine: Row  # limits of the workload's engine
     batch: int  # sequences of a full batch
-    part: tuple[int, int] = (0, 1)  # which part, of how many, of the cases of a stage to run
+    part: tuple[int, int] = (0, 1)  # part of the cases of a stage to run, and the number of parts
 
     @property
     def on_gpu(self) -> bool:

@@ -22,7 +22,7 @@ def kernels(scale: Scale, rows: Rows) -> Result:
 
 
 def judgement(found: Iterable[Row], rows: Rows) -> Result:
-    """Of all comparisons only those out of tolerance and refusals are kept."""
+    """Keeps only comparisons out of tolerance, and refusals."""
     for row in found:
         rows.append(row)
     checked = [row for row in rows if "error" in row]

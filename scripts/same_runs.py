@@ -39,7 +39,7 @@ class Run:
     """One subfolder of a recording: commands that run in it one after the other."""
 
     name: str
-    commands: tuple[str, ...]  # of pagedcli, "< FILE" at the end gives stdin; or a step of _STEPS
+    commands: tuple[str, ...]  # arguments of pagedcli, "< FILE" at the end gives stdin; or a step of _STEPS
     masked_keys: tuple[str, ...] = ()  # JSON keys to mask in addition
     masked_text: str = r"(?!)"  # a regular expression to mask in all files; by default nothing
 

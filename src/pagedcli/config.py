@@ -29,7 +29,7 @@ Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
 BUILTIN_MODEL = "builtin"
 _MOST_YAML_BYTES, _MOST_YAML_VALUES = 2**20, 100_000
-_MOST_FILE_BYTES = 2**24  # of an @FILE: as much as a line of input may have
+_MOST_FILE_BYTES = 2**24  # largest @FILE: as much as a line of input may have
 _model, _cache, _batching, _rows = (partial(key, panel) for panel in ("Model", "KV cache", "Batching", "Rows"))
 
 
@@ -68,12 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, at_most=2**20, affects_rows=False)] = 16
     num_gpu_blocks_override: Annotated[
         int | None,
-        _cache(
-            "Number of KV blocks, on any device",
-            default="as many as fit",
-            at_least=1,
-            affects_rows=False,
-        ),
+        _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1, affects_rows=False),
     ] = None
     kv_cache_dtype: Annotated[
         KvCacheDtype,
@@ -124,9 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: Annotated[
         int | None,
         _batching(
-            "Maximum tokens per request, prompt and output together",
-            default="the model's own limit",
-            at_least=1,
+            "Maximum tokens per request, prompt and output together", default="the model's own limit", at_least=1
         ),
     ] = None
     max_num_seqs: Annotated[

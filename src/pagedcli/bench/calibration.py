@@ -47,7 +47,7 @@ from pagedcli.sampling_params import SamplingParams
 BUDGET_S = 10.0
 LONG_CONTEXT = 2048  # tokens of the sequences that show what attention takes
 NUM_LONG = 4  # sequences of a quarter of that, at least
-MOST_BYTES = 2**30  # of the KV cache for these
+MOST_BYTES = 2**30  # bytes of the KV cache for these, at most
 NUM_SHARING = 64  # sequences that begin with the prompt of that length
 REPEATS, QUICK = 10, 0.1  # times that prompts are served again, if that takes at most this share of the budget
 RANDOM = 32  # sequences whose tokens are drawn
@@ -56,15 +56,15 @@ _SHORT = 4  # tokens of prompts whose decodes are measured
 _FEW, _MANY, _QUICK_S = 4, 20, 0.005  # tokens that are generated: many, as in a run, if a step takes at most so long
 _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks were striking thirteen. "
 _MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
-_MOST_STEPS, _STEPS_S = 32, 0.3  # of a run for what passes between steps
-_TIMES = 5  # that something outside of steps is done
+_MOST_STEPS, _STEPS_S = 32, 0.3  # steps and seconds of a run that measures the time between steps
+_TIMES = 5  # repetitions of what is done outside of steps
 _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
-_SHARE_OF_ONE = 0.05  # of the budget, for decodes of one sequence
+_SHARE_OF_ONE = 0.05  # share of the budget for decodes of one sequence
 _DISTURBED = 2.0  # times the median of its kind: of a step while the machine did something else
 _FEWER = 8  # times fewer sequences with long contexts
 _JOINED, _JOINING = 48, 4  # sequences that generate while as many prompts come, and those that come in a step
 _SEVERAL = 4  # sequences that end together, at least, to show what the end of one takes
-_SHARE_OF_KNOTS = 0.6  # of the budget, for steps without much attention
+_SHARE_OF_KNOTS = 0.6  # share of the budget for steps without much attention
 
 
 def calibration_config(decision: Decision) -> EngineConfig:
@@ -165,7 +165,7 @@ class _Prompts:
     """Prompts that are served together."""
 
     lengths: tuple[int, ...]  # tokens
-    num_tokens: int  # that each generates
+    num_tokens: int  # tokens that each generates
     temperature: float = 0.0
     joined: bool = False  # by as many short prompts of one token, a few after each step
     alike: bool = False  # as the longest one before up to their last tokens, so that they generate different ones
@@ -181,11 +181,11 @@ class _Measurement:
     _started: float = field(default_factory=time.perf_counter)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _num_requests: int = 0
-    _first_s: float = 0.0  # of the fastest decode before the measurement
+    _first_s: float = 0.0  # fastest decode before the measurement
     _longest: list[int] = field(default_factory=list)  # token ids of the longest prompt so far, of equal ones the last
     _ends: list[tuple[Kind, float, int]] = field(default_factory=list)  # steps in which all sequences of a run end
     _num_provided: int = 0  # blocks, the first ones, whose memory the system has provided
-    _provided_s: float = 0.0  # in which it did
+    _provided_s: float = 0.0  # seconds that providing them took
 
     def typical(self) -> list[tuple[StepWork, float]]:
         """One step of each kind."""
@@ -309,7 +309,7 @@ class _Measurement:
         most_tokens = [length + prompts.num_tokens for length in prompts.lengths]
         num_blocks = sum(map(engine.limits.tables.num_entries, most_tokens))
         self._provide(2 * num_blocks if prompts.joined else num_blocks)
-        num_decodes = 0  # of the step before
+        num_decodes = 0  # sequences of the step before, if it was a decode
         last: tuple[Kind, float, int] | None = None  # (kind, seconds, sequences), if it is a decode as the one before
         joining = list(prompts.lengths) if prompts.joined else []
         for work, seconds in timed_steps(engine):
@@ -339,8 +339,7 @@ class _Measurement:
             self.engine.add_request(str(self._num_requests), tokens, params)
 
     def _provide(self, num_blocks: int) -> None:
-        """Use so many more blocks for the first time, in whole pages, and time it: steps would, a few of them for all
-        others whose blocks are in the same pages."""
+        """Touch the pages of so many more blocks, so that page faults are timed here and not in a step."""
         engine, first = self.engine, self._num_provided
         if not engine.plan.on_cpu:
             return

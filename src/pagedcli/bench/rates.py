@@ -28,8 +28,8 @@ class MachineRates:
 
     threads: int
     read_bytes_per_s: float
-    flop_per_s: float  # of `instructions` in registers; of a large matrix product without the native library
-    gemm_flop_per_s: float  # of a product of 1024 tokens with a 4096 x 1024 weight
+    flop_per_s: float  # rate of `instructions` in registers; without the native library that of a large matrix product
+    gemm_flop_per_s: float  # rate of a product of 1024 tokens with a 4096 x 1024 weight
     instructions: str  # the fastest that the processor has for the type, whichever the kernels use
     path: str  # what the kernels use
 

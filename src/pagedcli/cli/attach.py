@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli.cli.options import FormatOption, option
-from pagedcli.cli.recording import attach_capture, kv_decoder
+from pagedcli.cli.recording import kv_decoder, print_capture
 from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.interrupt import as_exceptions
@@ -77,7 +77,7 @@ def attach(
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
-        attach_capture(Path(endpoints[0]), model, format_)
+        print_capture(Path(endpoints[0]), model, format_)
         return
     check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with as_exceptions(), ExitStack() as stack:

@@ -8,7 +8,7 @@ import typer
 from pagedcli.cli.block import explain_block
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_decoder
 from pagedcli.cli.options import option
-from pagedcli.cli.recording import explain_capture, is_recording
+from pagedcli.cli.recording import is_recording, print_capture
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
@@ -62,7 +62,7 @@ def explain(
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
     if is_recording(trace, request=request, lookups=lookups, block=block):
-        explain_capture(trace, tokenizer, format_)
+        print_capture(trace, tokenizer, format_, in_full=True)
         return
     if block is not None:
         if request is not None or lookups:

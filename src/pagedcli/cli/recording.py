@@ -63,19 +63,11 @@ def kv_decoder(model: str) -> Decode:
     return decode
 
 
-def attach_capture(path: Path, model: str | None, format_: Format) -> None:
-    """What `attach` prints at its end."""
+def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bool = False) -> None:
+    """What `attach` prints at its end; `in_full`: also why blocks were recomputed, and what would have helped."""
     state, watchers = fold_with_curve(open_capture(path, model))
     decode = None if model is None else kv_decoder(model)
-    print_summary(summary_tables(state, decode, curve(watchers)), state, format_)
-
-
-def explain_capture(path: Path, model: str | None, format_: Format) -> None:
-    """Why blocks were recomputed, and what would have helped."""
-    reader = open_capture(path, model)
-    decode = None if model is None else kv_decoder(model)
-    state, watchers = fold_with_curve(reader)
-    print_summary(summary_tables(state, decode, curve(watchers), in_full=True), state, format_)
+    print_summary(summary_tables(state, decode, curve(watchers), in_full=in_full), state, format_)
 
 
 def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:

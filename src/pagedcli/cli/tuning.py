@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TUNE_S = 60.0  # seconds of trials
 _PASS_S = 1.5  # seconds of a timed pass, as predicted
-_ORDER = (0, 1, 1, 0, 0, 1, 1, 0)  # of the passes without (0) and with (1) other settings: drift falls on both
+_ORDER = (0, 1, 1, 0, 0, 1, 1, 0)  # passes without (0) and with (1) other settings: drift falls on both
 
 
 def smaller_kv(loaded: LoadedConfig, decision: "Decision") -> SmallerKV | None:

@@ -29,7 +29,7 @@ class Card(NamedTuple):
 
     total_bytes: int
     capability: tuple[int, int]  # CUDA compute capability
-    read_bytes_per_s: float  # of its memory, from the data sheet
+    read_bytes_per_s: float  # rate of its memory, from the data sheet
     flop_per_s: float  # dense 16-bit matrix products, from the data sheet, at the faster of its modes
 
     @property

@@ -19,8 +19,8 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import is_stream, read_own, whole_file
 
-FORM = 4  # of what a calibration measures: records of another form are not read
-FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
+FORM = 4  # version of what a calibration measures: other records are not read
+FIRST_ERROR = 0.1  # share of the time, until a run has confirmed a calibration
 _LEAST_ERROR = 0.03
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
 _KNOTS = ("prompts", "decodes", "distincts", "randoms")  # fields of StepTime that are Knots; others in _s are seconds
@@ -31,7 +31,7 @@ class AttendedLayers:
     """Layers that attend to the same tokens."""
 
     window: int | None  # tokens that a query sees, itself included; None: all before it
-    share: float  # of the layers that attend
+    share: float  # part of the layers that attend
 
     def attended(self, start: int, num_new: int) -> float:
         """Tokens that `num_new` queries from position `start` on attend to, times the share of the layers."""
@@ -62,9 +62,9 @@ def attended_layers(groups: Items[CacheGroup]) -> tuple[AttendedLayers, ...]:
 class StepWork:
     """What the time of a step depends on. Attended tokens are summed over its queries, and a mean over the layers."""
 
-    num_tokens: int  # that the model computes
+    num_tokens: int  # tokens computed by the model
     num_sampled: int  # sequences that get a token
-    num_random: int = 0  # of these, drawn at random
+    num_random: int = 0  # sequences among these whose token is drawn at random
     num_chunks: int = 0  # sequences that compute several tokens
     attended_by_prompts: float = 0.0  # by chunks of several tokens
     attended_by_decodes: float = 0.0  # by single tokens
@@ -74,8 +74,8 @@ class StepWork:
 
     @classmethod
     def of(cls, work: ScheduledStep, scheduler: Scheduler, layers: Items[AttendedLayers] = EVERYTHING) -> "StepWork":
-        """Of a scheduled step that has not been computed yet."""
-        starts: list[int] = []  # of sequences that compute one token
+        """The work of a scheduled step that has not been computed yet."""
+        starts: list[int] = []  # positions of sequences that compute one token
         num_tokens = num_sampled = num_random = num_chunks = 0
         by_prompts = read_by_prompts = 0.0
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
@@ -123,8 +123,7 @@ def _attended_once(starts: list[int], layers: AttendedLayers) -> float:
 
 
 Knots = tuple[tuple[int, float], ...]
-"""(number, seconds), ascending: between two of them time grows evenly, after the last one as since the one of half its
-number."""
+"""(number, seconds), ascending: piecewise linear, extrapolated with the slope of the last doubling."""
 
 
 def between(knots: Knots, number: float) -> float:
@@ -144,7 +143,7 @@ class HostWork:
     num_rows: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0
-    num_text_tokens: int = 0  # of these, those that are read as text
+    num_text_tokens: int = 0  # prompt tokens that are read as text
     num_output_tokens: int = 0
 
 
@@ -155,8 +154,8 @@ class StepTime:
     A step is what `EngineCore.step` does: scheduling, building its input, the model, sampling, and reading the tokens.
     """
 
-    prompts: Knots  # of the tokens of prompts, one of which is sampled: without attention and what each prompt adds
-    decodes: Knots  # of sequences with one token each, by their number: without what attention to each token adds
+    prompts: Knots  # by tokens of prompts, one of them sampled; without attention and chunk_s
+    decodes: Knots  # by sequences with one token each; without attention to each token
     attended_by_prompts_s: float  # for each attended token
     attended_by_decodes_s: float
     read_by_prompts_s: float = 0.0  # for each token that is read once for all queries of a chunk
@@ -166,13 +165,13 @@ class StepTime:
     chunk_s: float = 0.0  # for each sequence that starts or continues a prompt
     randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
     first_use_s: float = 0.0  # for each block that is used for the first time
-    row_s: float = 0.0  # to read, submit and write a row outside of steps, and to end its sequence in one
+    row_s: float = 0.0  # reading, submitting and writing a row outside of steps, and the end of its sequence in one
     between_s: float = 0.0  # from each step to the next one
     prompt_token_s: float = 0.0  # outside of steps: to read and submit
     text_token_s: float = 0.0  # outside of steps: more if it is read as text: to tokenize
     output_token_s: float = 0.0  # outside of steps: to make text of it
     layers: tuple[AttendedLayers, ...] = EVERYTHING
-    error: float = FIRST_ERROR  # by which a predicted time is off, as a share of it
+    error: float = FIRST_ERROR  # share of a predicted time by which it is off
     num_runs: int = 0  # finished runs that it has learned from
     disturbed: float = 0.0  # share of all cores that other work took while it was measured, if that was too much
 
@@ -205,8 +204,8 @@ class StepTime:
         }
 
     def sampling_s(self, num_sampled: int) -> float:
-        """What so many sequences that get a token add to a step with prompts: what they take more than prompts of as
-        many tokens, but for what any step with a prompt takes, as it does so already."""
+        """Extra time for sampling several sequences in a step that also has prompts: decode time minus prompt time at
+        that number, without what any step with a prompt takes anyway."""
         if num_sampled < 2:
             return 0.0
         fewest, fewest_s = self.prompts[1]
@@ -299,7 +298,7 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
     return replace(found, randoms=_means(randoms)) if randoms else found
 
 
-_LEAST_S = 1e-6  # of a knot
+_LEAST_S = 1e-6  # seconds of a knot, at least
 _MANY = 4  # chunks, whose time differs by more than chance from that of one
 _SHORT, _LONG = 16, 256  # tokens that each of theirs attends to: at most, if they start, and at least, if read long ago
 _FEW = 64  # tokens that each decode attends to: of more, the error of the slopes would be in the knot
@@ -361,7 +360,7 @@ def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Kn
         known = shortest.setdefault(step[0].num_tokens, step)
         if step[0].attended < known[0].attended:
             shortest[step[0].num_tokens] = step
-    sums: dict[int, list[float]] = {0: [0.0]}  # of both, by the number of different tokens
+    sums: dict[int, list[float]] = {0: [0.0]}  # sums of both, by the number of different tokens
     for work, seconds in decodes:
         least, least_s = shortest[work.num_tokens]
         if work.distinct == work.attended and work.attended > 2 * least.attended:
@@ -388,7 +387,7 @@ def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Kn
 class TimeKey:
     """What the time of a step depends on besides its work; see planning.decision."""
 
-    version: str  # of this program and its kernels
+    version: str  # this program and its kernels
     processor: str
     threads: int
     device: str
@@ -422,7 +421,7 @@ def load_step_time(key: TimeKey) -> StepTime | None:
 
 
 def step_time_named(file_name: str) -> StepTime | None:
-    """That of an engine that recorded the name of its calibration; None if it is not on this machine."""
+    """The calibration whose name an engine recorded; None if it is not on this machine."""
     found = _read(file_name)
     return found.time if found is not None and found.key.file_name == file_name else None
 
