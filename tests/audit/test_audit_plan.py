@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pagedcli.audit.answers import Answer, Choice
-from pagedcli.audit.plan import BUILDERS, CHECKS, MAX_NEW, Ask, Prompts, Target, plan, shared_length
+from pagedcli.audit.plan import CHECKS, MAX_NEW, Ask, Prompts, Target, plan, shared_length
 from pagedcli.audit.run import Seen, _whole_words
 
 TARGET = Target(38, unit=16, smallest=16, bypass="salt", isolates=True)
@@ -25,14 +25,14 @@ def test_boundaries_are_whole_blocks_from_the_shortest_cached_prefix():
 @pytest.mark.parametrize("extra", [0, 1, 3])
 @pytest.mark.parametrize("length", [15, 16, 17, 64])
 def test_a_prompt_has_the_tokens_it_should_have(length, extra):
-    (cold,), (warm,), (again,) = BUILDERS["repeat"](prompts(num_extra=extra), length).steps
+    (cold,), (warm,), (again,) = CHECKS["repeat"].build(prompts(num_extra=extra), length).steps
     assert cold == warm == again
     assert len(cold.words) + extra == length
 
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_twins_share_all_but_the_last_token_of_a_block(extra):
-    probe = BUILDERS["twins"](prompts(num_extra=extra, bypass="salt"), 32)
+    probe = CHECKS["twins"].build(prompts(num_extra=extra, bypass="salt"), 32)
     first, other, cold = probe.asks()
     assert shared_length(first.words, [other.words]) + extra == 31
     assert first.words[32 - extra :] == other.words[32 - extra :]
@@ -41,7 +41,7 @@ def test_twins_share_all_but_the_last_token_of_a_block(extra):
 
 
 def test_a_moved_block_comes_after_the_same_first_block():
-    before, after = BUILDERS["moved"](prompts(), 16).asks()
+    before, after = CHECKS["moved"].build(prompts(), 16).asks()
     assert shared_length(after.words, [before.words]) in (16, 17)  # a word more by chance
     assert after.words[16:32] == before.words[32:48]
 

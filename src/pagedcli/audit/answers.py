@@ -56,10 +56,10 @@ def parse_answer(document: Any, *, first_s: float | None, total_s: float) -> Ans
     if len(document["choices"]) > _MAX_CHOICES:
         raise ValueError(f"it has {len(document['choices']):,} choices")
     choices = [_choice(each) for each in document["choices"]]
-    field_name, num_cached = _num_cached(document)
-    return Answer(
-        tuple(choices), _count(_at(document, ("usage", "prompt_tokens"))), num_cached, field_name, first_s, total_s
-    )
+    counts = {".".join(path): _count(_at(document, *path)) for path in _CACHED_FIELDS}
+    name, num_cached = next(((name, each) for name, each in counts.items() if each is not None), (None, None))
+    num_prompt = _count(_at(document, "usage", "prompt_tokens"))
+    return Answer(tuple(choices), num_prompt, num_cached, name, first_s, total_s)
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Pieces:
     """The events of a stream, joined to one document as of an answer that is not streamed."""
 
     _texts: dict[int, list[str]] = field(default_factory=dict)  # number of the choice -> texts
-    _logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    _logprobs: dict[int, dict[str, list[Any]]] = field(default_factory=dict)  # number of the choice -> joined lists
     _rest: dict[str, Any] = field(default_factory=dict)
 
     def add(self, event: Any) -> bool:
@@ -84,103 +84,72 @@ class Pieces:
             raise ValueError("its choices are not a list")
         for choice in choices:
             number = choice.get("index", 0) if isinstance(choice, dict) else None
-            if not isinstance(number, int) or not 0 <= number < _MAX_CHOICES or not _is_text(choice.get("text", "")):
-                raise ValueError("a choice has no number or no text")
-            self._texts.setdefault(number, []).append(choice.get("text") or "")
-            if choice.get("logprobs") is not None:
-                self._logprobs.setdefault(number, []).append(choice["logprobs"])
+            if not isinstance(number, int) or not 0 <= number < _MAX_CHOICES:
+                raise ValueError("a choice has no number")
+            self._texts.setdefault(number, []).append(_text(choice))
+            for key in _LISTS:
+                if isinstance(values := _at(choice, "logprobs", key), list):
+                    self._logprobs.setdefault(number, {}).setdefault(key, []).extend(values)
         return bool(choices)
 
     def document(self) -> dict[str, Any]:
-        choices = []
-        for number in sorted(self._texts):
-            joined = _join_logprobs(self._logprobs.get(number, []))
-            choices.append({"text": "".join(self._texts[number]), "logprobs": joined})
+        texts = sorted(self._texts.items())
+        choices = [{"text": "".join(parts), "logprobs": self._logprobs.get(number)} for number, parts in texts]
         return {**self._rest, "choices": choices}
 
 
-def _join_logprobs(parts: list[Any]) -> dict[str, Any] | None:
-    joined: dict[str, list[Any]] = {}
-    for part in parts:
-        if isinstance(part, dict):
-            for key in ("tokens", "token_logprobs", "top_logprobs", "content"):
-                if isinstance(part.get(key), list):
-                    joined.setdefault(key, []).extend(part[key])
-    return dict(joined) or None
-
-
 def _choice(choice: Any) -> Choice:
-    if not isinstance(choice, dict) or not _is_text(choice.get("text")):
-        raise ValueError("a choice has no text")
-    text = (choice["text"] or "")[:_MAX_TEXT]
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return Choice(text)
-    if isinstance(logprobs.get("content"), list):  # the shape of chat completions; llama-server
-        rows = [_content_row(row) for row in logprobs["content"][:_MAX_POSITIONS]]
-    else:
-        rows = _legacy_rows(logprobs)
-    if not rows or any(row is None for row in rows):
-        return Choice(text)
-    tokens, values, top = zip(*[row for row in rows if row is not None], strict=True)
+    text = _text(choice)[:_MAX_TEXT]
+    rows = [_row(*position) for position in _positions(choice.get("logprobs"))]
+    tokens, values, top = zip(*filter(None, rows), strict=True) if rows and all(rows) else ((), (), ())
     return Choice(text, tokens, values, top)
 
 
+def _text(choice: Any) -> str:
+    text = choice.get("text") if isinstance(choice, dict) else ()
+    if text is not None and not isinstance(text, str):
+        raise ValueError("a choice has no text")
+    return text or ""
+
+
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "content")
 Row = tuple[str, float, dict[str, float]]
 
 
-def _content_row(row: Any) -> Row | None:
-    token, value = _at(row, ("token",)), _number(_at(row, ("logprob",)))
-    if not isinstance(token, str) or value is None:
+def _positions(logprobs: Any) -> list[tuple[Any, Any, list[tuple[Any, Any]]]]:
+    """(token, log-probability, alternatives) of each position, in either shape."""
+    tokens, values, tops, content = (_list(_at(logprobs, key)) for key in _LISTS)
+    if content:  # the shape of chat completions; llama-server
+        tokens, values = ([_at(row, key) for row in content] for key in ("token", "logprob"))
+        alternatives = [_list(_at(row, "top_logprobs")) for row in content[:_MAX_POSITIONS]]
+        pairs = [[(_at(each, "token"), _at(each, "logprob")) for each in row] for row in alternatives]
+    else:
+        tops = tops if len(tops) == len(tokens) else [None] * len(tokens)
+        pairs = [list(top.items()) if isinstance(top, dict) else [] for top in tops[:_MAX_POSITIONS]]
+    return list(zip(tokens, values, pairs, strict=False)) if len(tokens) == len(values) else []
+
+
+def _row(token: Any, value: Any, pairs: list[tuple[Any, Any]]) -> Row | None:
+    """A position: the token, and its alternatives with it among them. None if it is not one."""
+    number = _number(value)
+    if not isinstance(token, str) or number is None:
         return None
-    alternatives = row.get("top_logprobs")
-    pairs = [
-        (_at(each, ("token",)), _at(each, ("logprob",)))
-        for each in (alternatives[:_MAX_ALTERNATIVES] if isinstance(alternatives, list) else ())
-    ]
-    return _row(token, value, pairs)
-
-
-def _legacy_rows(logprobs: dict[str, Any]) -> list[Row | None]:
-    tokens, values, tops = (logprobs.get(key) for key in ("tokens", "token_logprobs", "top_logprobs"))
-    if not isinstance(tokens, list) or not isinstance(values, list) or len(tokens) != len(values):
-        return []
-    if not isinstance(tops, list) or len(tops) != len(tokens):
-        tops = [None] * len(tokens)
-    rows: list[Row | None] = []
-    for token, value, top in zip(tokens[:_MAX_POSITIONS], values, tops, strict=False):
-        number = _number(value)
-        if not isinstance(token, str) or number is None:
-            rows.append(None)
-            continue
-        rows.append(_row(token, number, list(top.items())[:_MAX_ALTERNATIVES] if isinstance(top, dict) else []))
-    return rows
-
-
-def _row(token: str, value: float, pairs: list[tuple[Any, Any]]) -> Row:
-    """A position: the token, and its alternatives with it among them."""
     top: dict[str, float] = {}
-    for name, each in pairs:
-        number = _number(each)
-        if isinstance(name, str) and number is not None:
-            name = name[:_MAX_TOKEN_TEXT]
-            top[name] = max(number, top.get(name, -math.inf))
+    for name, each in pairs[:_MAX_ALTERNATIVES]:
+        if isinstance(name, str) and (likely := _number(each)) is not None:
+            top[name[:_MAX_TOKEN_TEXT]] = max(likely, top.get(name[:_MAX_TOKEN_TEXT], -math.inf))
     token = token[:_MAX_TOKEN_TEXT]
-    return token, value, {**top, token: top.get(token, value)}
+    return token, number, {**top, token: top.get(token, number)}
 
 
-def _num_cached(document: dict[str, Any]) -> tuple[str | None, int | None]:
-    for path in _CACHED_FIELDS:
-        value = _count(_at(document, path))
-        if value is not None:
-            return ".".join(path), value
-    return None, None
-
-
-def _at(document: Any, path: tuple[str, ...]) -> Any:
+def _at(document: Any, *path: str) -> Any:
     for key in path:
         document = document.get(key) if isinstance(document, dict) else None
     return document
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _count(value: Any) -> int | None:
@@ -190,7 +159,3 @@ def _count(value: Any) -> int | None:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return max(-100.0, float(value)) if is_number and value <= 1e-3 and value == value else None
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)

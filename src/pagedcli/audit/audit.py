@@ -9,10 +9,9 @@ from pathlib import Path
 
 from pagedcli.audit.client import Client, LimitReached
 from pagedcli.audit.compare import Noise
-from pagedcli.audit.plan import BUILDERS, CHECKS, Probe, Prompts, Target, plan
-from pagedcli.audit.run import Outcome, Runner
-from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, rebuild, save_case, shrink
-from pagedcli.audit.survey import survey
+from pagedcli.audit.plan import CHECKS, Probe, Prompts, plan
+from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, save_case, shrink
+from pagedcli.audit.survey import Survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
 from pagedcli.interrupt import as_exceptions
 from pagedcli.remote import RefusedError, ServerError
@@ -31,7 +30,7 @@ class Options:
     """What the user asked for."""
 
     model: str | None = None
-    checks: Sequence[str] = CHECKS
+    checks: Sequence[str] = tuple(CHECKS)
     seed: int | None = None  # prompts; None: random, as a cache remembers those of an earlier run
     concurrency: int = 8
     folder: Path | None = None  # failing pairs; None: none is written
@@ -45,7 +44,6 @@ class Audit:
     options: Options
     progress: Callable[[str], None] = lambda text: None
     evidence: Evidence | None = None
-    cases: dict[str, str] = field(default_factory=dict)  # check -> words on its shortest failing pair
     files: list[Path] = field(default_factory=list)
     seconds: float = 0.0
     _num_failures: int = 0
@@ -54,116 +52,97 @@ class Audit:
         """Ask, then shrink what fails. Raises: ServerError, UsageError, LimitReached if the survey fails."""
         options, seed = self.options, secrets.randbits(60) if self.options.seed is None else self.options.seed
         self.progress("what the server offers")
-        runner, found = await survey(self.client, model=options.model, seed=seed, concurrency=options.concurrency)
-        self.evidence = evidence = Evidence(found, options.checks, seen=runner.seen)
-        budget = self.client.budget
+        survey, budget = Survey(self.client, options.concurrency), self.client.budget
+        await survey.find_all(options.model, seed)
+        self.evidence = evidence = Evidence(survey, options.checks)
         probes = plan(
-            Prompts(found.target, seed + 3), checks=options.checks,
+            Prompts(survey.target, seed + 3), checks=options.checks,
             max_requests=budget.max_requests, max_tokens=budget.max_tokens - budget.num_tokens,
         )  # fmt: skip
         evidence.not_run = dict.fromkeys((probe.check for probe in probes), _STOPPED)
         try:
-            await self._send(runner, probes)
-            await self._confirm(runner, Prompts(found.target, seed + 4))
-            await self._shrink(runner, found.target, seed + 5)
+            await self._send(evidence, probes)
+            await self._confirm(evidence, Prompts(survey.target, seed + 4))
+            await self._shrink(evidence, seed + 5)
         except LimitReached as limit:
             for check, why in evidence.not_run.items():
                 if why == _STOPPED:
                     evidence.not_run[check] = str(limit)
-        evidence.num_other_lengths = runner.num_other_lengths
 
-    async def _send(self, runner: Runner, probes: Sequence[Probe]) -> None:
-        assert self.evidence is not None, "the survey is made"
-        not_run = self.evidence.not_run
+    async def _send(self, evidence: Evidence, probes: Sequence[Probe]) -> None:
         last = {probe.check: i for i, probe in enumerate(probes)}
         for i, probe in enumerate(probes):
-            if not_run.get(probe.check, _STOPPED) == _STOPPED:
+            if evidence.not_run.get(probe.check, _STOPPED) == _STOPPED:
                 self.progress(f"{probe.check}, {i + 1} of {len(probes)} probes")
-                if await self._send_one(runner, probe) and last[probe.check] == i:
-                    del not_run[probe.check]
+                if await self._send_one(evidence, probe) and last[probe.check] == i:
+                    del evidence.not_run[probe.check]
 
-    async def _send_one(self, runner: Runner, probe: Probe) -> bool:
-        assert self.evidence is not None, "the survey is made"
+    async def _send_one(self, evidence: Evidence, probe: Probe) -> bool:
         try:
-            self.evidence.outcomes.append(await runner.run(probe))
-        except RefusedError as error:
-            self.evidence.not_run[probe.check] = error.message
-            return False
+            evidence.outcomes.append(await evidence.survey.runner.run(probe))
         except ServerError as error:
-            self._num_failures += 1
-            self.evidence.not_run[probe.check] = error.message
+            evidence.not_run[probe.check] = error.message
+            self._num_failures += not isinstance(error, RefusedError)
             if self._num_failures >= _MOST_FAILURES:
                 raise LimitReached(f"the server stopped answering: {error.message}") from error
             return False
         self._num_failures = 0
         return True
 
-    async def _confirm(self, runner: Runner, prompts: Prompts) -> None:
+    async def _confirm(self, evidence: Evidence, prompts: Prompts) -> None:
         """Where a few pairs differ by little, more of the same length tell a fault from noise."""
-        assert self.evidence is not None, "the survey is made"
-        for check in dict.fromkeys(outcome.probe.check for outcome in self.evidence.outcomes):
-            noise = self.evidence.noise()
-            counted = count_pairs(self.evidence.of(check), noise)
+        for check in dict.fromkeys(outcome.probe.check for outcome in evidence.outcomes):
+            noise = evidence.noise()
+            counted = count_pairs(evidence.of(check), noise)
             if check == "speed":
-                await self._time_again(runner, prompts)
-            if check not in BUILDERS or check == "noise" or not counted.different or counted.is_fault(noise):
+                await self._time_again(evidence, prompts)
+            if check in ("noise", "evict") or not counted.different or counted.is_fault(noise):
                 continue
             length = counted.different[0][0].probe.length
             for i in range(_MOST_CONFIRMED):
                 self.progress(f"{check} again, {i + 1} of {_MOST_CONFIRMED}")
-                await self._send_one(runner, BUILDERS[check](prompts, length))
+                await self._send_one(evidence, CHECKS[check].build(prompts, length))
 
-    async def _time_again(self, runner: Runner, prompts: Prompts) -> None:
+    async def _time_again(self, evidence: Evidence, prompts: Prompts) -> None:
         """More times until they are clear, with at most half of what is left of the limits."""
-        assert self.evidence is not None, "the survey is made"
-        budget, length = self.client.budget, self.evidence.of("speed")[0].probe.length
+        budget = self.client.budget
         most_requests = (budget.num_requests + budget.max_requests) // 2
         most_tokens = (budget.num_tokens + budget.max_tokens) // 2
         for i in range(_MOST_TIMED):
-            probe = BUILDERS["speed"](prompts, length)
-            is_clear = all(
-                each.status is not Status.UNKNOWN
-                for each in judge(self.evidence, {})
-                if each.check in ("speed", "tenants")
-            )
-            num_requests, num_tokens = budget.num_requests + len(probe.asks()), budget.num_tokens + probe.num_tokens()
-            if is_clear or num_requests > most_requests or num_tokens > most_tokens:
+            probe = CHECKS["speed"].build(prompts, prompts.target.long)
+            timed = [each.status for each in judge(evidence) if each.check in ("speed", "tenants")]
+            num_requests, num_tokens = budget.num_requests + len(probe.steps), budget.num_tokens + probe.num_tokens()
+            if Status.UNKNOWN not in timed or num_requests > most_requests or num_tokens > most_tokens:
                 return
             self.progress(f"speed again, {i + 1} of at most {_MOST_TIMED}")
-            await self._send_one(runner, probe)
+            await self._send_one(evidence, probe)
 
-    async def _shrink(self, runner: Runner, target: Target, seed: int) -> None:
-        assert self.evidence is not None, "the survey is made"
-        noise = self.evidence.noise()
-        verdicts = {verdict.check for verdict in judge(self.evidence, {}) if verdict.status is Status.FAULT}
-        failing = failing_outcomes(self.evidence.outcomes, noise, target.unit)
-        chosen = {check: outcome for check, outcome in failing.items() if check in verdicts or "law" in verdicts}
+    async def _shrink(self, evidence: Evidence, seed: int) -> None:
+        runner, noise, target = evidence.survey.runner, evidence.noise(), evidence.target
+        verdicts = {verdict.check for verdict in judge(evidence) if verdict.status is Status.FAULT}
+        failing = failing_outcomes(evidence.outcomes, noise, target.unit)
+        chosen = [outcome for check, outcome in failing.items() if check in verdicts or "law" in verdicts]
         limit: LimitReached | None = None
-        for check, outcome in list(chosen.items())[:_MOST_SHRUNK]:
-            found = outcome
+        for outcome in chosen[:_MOST_SHRUNK]:
+            found, check = outcome, outcome.probe.check
             if limit is None:
                 self.progress(f"{check}: a shorter prompt that fails")
                 try:
                     found = await shrink(runner, target, outcome, noise, seed)
                 except (LimitReached, ServerError) as error:
-                    limit = error if isinstance(error, LimitReached) else LimitReached(error.message)
-            self._keep(runner, target, noise, outcome, found, by_claims=check not in verdicts)
+                    limit = LimitReached(str(error))
+            words = f"; shortest failing prompt: {failing_length(found, noise):,} tokens"
+            if self.options.folder is not None:
+                case = make_case(found, outcome, target, noise, runner)
+                path = save_case(case, self.options.folder, outcome.number)
+                self.files.append(path)
+                words += f", in {path.name}"
+            evidence.cases[check if check in verdicts else "law"] = words
         if limit is not None:
             raise limit
 
-    def _keep(
-        self, runner: Runner, target: Target, noise: Noise, first: Outcome, found: Outcome, *, by_claims: bool
-    ) -> None:
-        """Write the shortest failing pair to a file."""
-        words = f"; shortest failing prompt: {failing_length(found, noise):,} tokens"
-        if self.options.folder is not None:
-            path = save_case(make_case(found, first, target, noise, runner), self.options.folder, first.number)
-            self.files.append(path)
-            words += f", in {path.name}"
-        self.cases["law" if by_claims else found.probe.check] = words
-
     def verdicts(self) -> list[Verdict]:
-        return [] if self.evidence is None else judge(self.evidence, self.cases)
+        return [] if self.evidence is None else judge(self.evidence)
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
@@ -178,20 +157,17 @@ async def send_again(client: Client, case: Case, *, model: str | None, concurren
 
     Raises: ServerError, UsageError, LimitReached.
     """
-    runner, found = await survey(
-        client, model=model, seed=secrets.randbits(60), concurrency=concurrency, only_words=True
-    )  # fmt: skip
-    endpoint = runner.endpoint = replace(runner.endpoint, bypass=case.bypass)
-    target = Target(
-        len(endpoint.words), endpoint.num_extra, found.target.max_length, case.unit, case.smallest, case.bypass,
-        case.isolates, endpoint.has_logprobs, True, concurrency,
-    )  # fmt: skip
+    survey = Survey(client, concurrency)
+    await survey.find_words(model)
+    runner = survey.runner
+    runner.endpoint = replace(runner.endpoint, bypass=case.bypass)
+    target = replace(survey.target, unit=case.unit, smallest=case.smallest, bypass=case.bypass, isolates=case.isolates)
     noise = Noise(0, 0, case.distance, case.tolerance)
     prompts, num_failing, distances = Prompts(target, secrets.randbits(60)), 0, [0.0]
     for _ in range(_REPLAYS):
-        outcome = await runner.run(rebuild(case, prompts))
+        outcome = await runner.run(case.probe(prompts))
         num_failing += fails(outcome, noise, case.unit)
-        distances += [each.distance for each in outcome.differences if each is not None and each.distance is not None]
+        distances += [found.distance or 0.0 for _, found in outcome.compared()]
     return num_failing, _REPLAYS, max(distances)
 
 

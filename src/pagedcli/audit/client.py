@@ -91,10 +91,14 @@ class Client(Remote):
     async def _complete(self, body: Mapping[str, Any]) -> Answer:
         async with self._within_budget("POST", "/completions", body) as response:
             start_s = time.monotonic() - response.extensions["waited_s"]
-            if body.get("stream"):
-                return self._without_secrets(await self._read_stream(response, start_s))
-            document = _decode(await self.read(response))
-            return self._without_secrets(_parsed(document, None, start_s))
+            document, first_s = await (self._stream(response) if body.get("stream") else self._whole(response))
+        try:
+            answer = parse_answer(
+                document, first_s=None if first_s is None else first_s - start_s, total_s=time.monotonic() - start_s
+            )
+        except ValueError as error:
+            raise ServerError(f"the server's answer is not a completion: {error}") from error
+        return replace(answer, choices=tuple(map(self._without_secrets, answer.choices)))
 
     @asynccontextmanager
     async def _within_budget(
@@ -109,45 +113,36 @@ class Client(Remote):
                 raise LimitReached(f"the limit of {budget.max_seconds:,.0f} seconds is reached") from None
             raise
 
-    def _without_secrets(self, answer: Answer) -> Answer:
-        choices = []
-        for each in answer.choices:
-            spelled = "".join(each.tokens)
-            named = each if self.secrets.without(spelled) == spelled else Choice(each.text)
-            choices.append(replace(named, text=self.secrets.without(each.text), top=self.secrets.without(named.top)))
-        return replace(answer, choices=tuple(choices))
+    def _without_secrets(self, choice: Choice) -> Choice:
+        spelled = "".join(choice.tokens)
+        named = choice if self.secrets.without(spelled) == spelled else Choice(choice.text)
+        return replace(named, text=self.secrets.without(choice.text), top=self.secrets.without(named.top))
 
-    async def _read_stream(self, response: "httpx.Response", start_s: float) -> Answer:
-        """The answer whose pieces are server-sent events."""
-        pieces, rest = Pieces(), bytearray()
-        first_s: float | None = None
+    async def _whole(self, response: "httpx.Response") -> tuple[Any, None]:
+        return _decode(await self.read(response)), None
+
+    async def _stream(self, response: "httpx.Response") -> tuple[Any, float | None]:
+        """The document of server-sent events, and when its first piece of text came."""
+        pieces, rest, first_s = Pieces(), bytearray(), None
         async for chunk in self.chunks(response):
             rest += chunk
-            *lines, last = rest.split(b"\n") if b"\n" in chunk else [rest]
-            rest = bytearray(last)
+            *lines, rest = rest.split(b"\n") if b"\n" in chunk else [rest]
             for line in lines:
+                content = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:"):
                     continue
-                content = bytes(line[5:]).strip()
                 if content == b"[DONE]":
-                    return _parsed(pieces.document(), first_s, start_s)
+                    return pieces.document(), first_s
                 try:
                     has_text = pieces.add(_decode(content))
                 except ValueError as error:
                     raise ServerError(f"the server's stream has an event that is not a completion: {error}") from error
                 if has_text and first_s is None:
-                    first_s = time.monotonic() - start_s
+                    first_s = time.monotonic()
         raise ServerError("the server's stream ended without [DONE]")
 
 
-def _parsed(document: Any, first_s: float | None, start_s: float) -> Answer:
-    try:
-        return parse_answer(document, first_s=first_s, total_s=time.monotonic() - start_s)
-    except ValueError as error:
-        raise ServerError(f"the server's answer is not a completion: {error}") from error
-
-
-def _decode(content: bytes) -> Any:
+def _decode(content: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

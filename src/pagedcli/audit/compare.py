@@ -30,6 +30,10 @@ class Difference:
         """Whether noise up to `tolerance` does not explain it."""
         return not self.is_same if self.distance is None else self.distance > tolerance
 
+    def __lt__(self, other: "Difference") -> bool:
+        """Whether the other one is the worse."""
+        return (self.distance or 0.0, not self.is_same) < (other.distance or 0.0, not other.is_same)
+
 
 def compare(cold: Choice, warm: Choice, *, skip: int = 0) -> Difference:
     """The difference of two answers; the first `skip` tokens of the cold one were part of the warm prompt."""

@@ -31,6 +31,15 @@ class Ask:
     is_cold: bool = False  # bypass the cache, in the way that the server offers
     after: tuple[int, int] | None = None  # (number of an earlier request, tokens of its answer that follow the prompt)
 
+    @property
+    def num_after(self) -> int:
+        return 0 if self.after is None else self.after[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """An upper bound of what it costs."""
+        return len(self.words) + self.num_after + self.n * self.max_new
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -40,6 +49,10 @@ class Pair:
     warm: int
     must_differ: bool = False  # the prompts differ in the last token of a block, so the answers do, too
     is_control: bool = False  # the prompts differ in the middle of a block: shows that one token changes an answer
+
+    @property
+    def must_agree(self) -> bool:
+        return not (self.must_differ or self.is_control)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class Probe:
 
     def num_tokens(self) -> int:
         """An upper bound of what it costs."""
-        return sum(len(ask.words) + ask.n * ask.max_new + (ask.after[1] if ask.after else 0) for ask in self.asks())
+        return sum(ask.num_tokens for ask in self.asks())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +92,24 @@ class Target:
         """Tokens between the boundaries to probe: the unit, or the usual 16 where units are tiny or unknown."""
         return self.unit if self.unit is not None and self.unit > 4 else 16
 
+    @property
+    def long(self) -> int:
+        """Tokens of the long prompts whose times are taken."""
+        return min(self.max_length - MAX_NEW - 3, max(1024, 4 * self.smallest))
+
+    def whole(self, num_tokens: int) -> int:
+        """The tokens of so many that a cache can have: whole blocks, from the shortest prefix that it keeps."""
+        whole = num_tokens // (self.unit or 1) * (self.unit or 1)
+        return whole if whole >= self.smallest else 0
+
     def boundaries(self, multiples: Sequence[int] = (1, 2, 4, 8)) -> list[int]:
-        """Lengths at which whole blocks end, from the shortest prefix that is cached."""
+        """Lengths at which whole blocks end, from the shortest prefix that is cached; half of what the server takes if
+        no such prompt fits."""
         first = max(1, -(-self.smallest // self.step))
         lengths = [(first + multiple - 1) * self.step for multiple in multiples]
         longest = self.max_length - MAX_NEW - 2 - self.num_extra
-        return [length for length in lengths if self.num_extra + 4 <= length - 1 and length + 1 <= longest]
+        fitting = [length for length in lengths if self.num_extra + 4 <= length - 1 and length + 1 <= longest]
+        return fitting or [self.max_length // 2]
 
 
 class Prompts:
@@ -99,10 +124,11 @@ class Prompts:
         return self.words(length - self.target.num_extra)
 
     def words(self, count: int) -> Words:
-        return tuple(self._random.randrange(self.target.num_words) for _ in range(count))
+        return tuple(self.number(self.target.num_words) for _ in range(count))
 
     def changed(self, words: Words, place: int) -> Words:
-        """The prompt with one other word at `place`."""
+        """The prompt with one other word at `place`, counted in tokens."""
+        place -= self.target.num_extra
         other = (words[place] + self._random.randrange(1, self.target.num_words)) % self.target.num_words
         return (*words[:place], other, *words[place + 1 :])
 
@@ -116,16 +142,19 @@ class Prompts:
     def number(self, below: int) -> int:
         return self._random.randrange(below)
 
-
-def repeat(prompts: Prompts, length: int, check: str = "repeat") -> Probe:
-    """The same prompt cold, as a first hit and as a second one."""
-    ask = Ask(prompts.new(length))
-    return Probe(check, length, ((ask,), (ask,), (ask,)), (Pair(0, 1), Pair(0, 2)))
+    def tenant(self) -> int:
+        """The number of a salt or a user; the next one is new, too."""
+        return 1 + self.number(1 << 60)
 
 
-def noise(prompts: Prompts, length: int) -> Probe:
-    """The same prompt three times past the cache, so that no fault of a cache passes for noise; if it cannot be
-    bypassed, three times warm."""
+def _series(check: str, length: int, first: Ask, *others: Ask) -> Probe:
+    """Requests one after the other, each answer compared with the first."""
+    pairs = tuple(Pair(0, number) for number in range(1, len(others) + 1))
+    return Probe(check, length, tuple((ask,) for ask in (first, *others)), pairs)
+
+
+def _noise(prompts: Prompts, length: int) -> Probe:
+    """Past the cache, so that no fault of a cache passes for noise; if it cannot be bypassed, three times warm."""
     ask = Ask(prompts.new(length))
     if prompts.target.bypass is None:
         return Probe("noise", length, ((ask,),) * 4, (Pair(1, 2), Pair(2, 3), Pair(1, 3)))
@@ -133,50 +162,47 @@ def noise(prompts: Prompts, length: int) -> Probe:
     return Probe("noise", length, ((ask,), (cold,), (cold,)), (Pair(0, 1), Pair(1, 2)))
 
 
-def resume(prompts: Prompts, length: int) -> Probe:
-    """A prompt, then with the beginning of its answer, as in a chat: the rest of the answer must follow."""
+def _repeat(prompts: Prompts, length: int) -> Probe:
+    ask = Ask(prompts.new(length))
+    return _series("repeat", length, ask, ask, ask)
+
+
+def _resume(prompts: Prompts, length: int) -> Probe:
     ask = Ask(prompts.new(length))
     skip = 1 + prompts.number(MAX_NEW // 2)
-    again = replace(ask, after=(0, skip), max_new=MAX_NEW - skip)
-    return Probe("resume", length, ((ask,), (again,)), (Pair(0, 1),))
+    return _series("resume", length, ask, replace(ask, after=(0, skip), max_new=MAX_NEW - skip))
 
 
-def crowd(prompts: Prompts, length: int) -> Probe:
+def _stream(prompts: Prompts, length: int) -> Probe:
+    ask = Ask(prompts.new(length))
+    return _series("stream", length, ask, replace(ask, stream=True))
+
+
+def _samples(prompts: Prompts, length: int) -> Probe:
+    ask = Ask(prompts.new(length))
+    return _series("samples", length, ask, replace(ask, n=2))
+
+
+def _crowd(prompts: Prompts, length: int) -> Probe:
     """Prompts alone when cold, all together when warm, among cold ones; these are then repeated alone."""
     half = max(1, prompts.target.concurrency // 2)
-    early = [Ask(prompts.new(length)) for _ in range(half)]
-    late = [Ask(prompts.new(length)) for _ in range(half)]
+    early, late = ([Ask(prompts.new(length)) for _ in range(half)] for _ in range(2))
     steps = (*((ask,) for ask in early), (*early, *late), *((ask,) for ask in late))
-    pairs = [Pair(i, half + i) for i in range(half)] + [Pair(2 * half + i, 3 * half + i) for i in range(half)]
+    pairs = [Pair(start + i, start + half + i) for start in (0, 2 * half) for i in range(half)]
     return Probe("crowd", length, steps, tuple(pairs))
 
 
-def stream(prompts: Prompts, length: int) -> Probe:
-    """Cold as a whole and warm as a stream."""
-    ask = Ask(prompts.new(length))
-    return Probe("stream", length, ((ask,), (replace(ask, stream=True),)), (Pair(0, 1),))
-
-
-def samples(prompts: Prompts, length: int) -> Probe:
-    """Cold, then warm with two answers."""
-    ask = Ask(prompts.new(length))
-    return Probe("samples", length, ((ask,), (replace(ask, n=2),)), (Pair(0, 1),))
-
-
-def twins(prompts: Prompts, length: int) -> Probe:
-    """Two prompts that differ in the last token of a block only."""
-    target = prompts.target
-    words = prompts.new(length + _FRESH)
-    other = prompts.changed(words, length - 1 - target.num_extra)
-    asks = [(Ask(words),), (Ask(other),)]
+def _twins(prompts: Prompts, length: int) -> Probe:
+    target, words = prompts.target, prompts.new(length + _FRESH)
+    other = Ask(prompts.changed(words, length - 1))
     if target.bypass is None:
-        control = Ask(prompts.changed(words, length - target.step // 2 - target.num_extra))
+        control = Ask(prompts.changed(words, length - target.step // 2))
         pairs = (Pair(0, 1, must_differ=True), Pair(0, 2, is_control=True))
-        return Probe("twins", length, (*asks, (control,)), pairs)
-    return Probe("twins", length, (*asks, (Ask(other, is_cold=True),)), (Pair(2, 1),))
+        return Probe("twins", length, ((Ask(words),), (other,), (control,)), pairs)
+    return Probe("twins", length, ((Ask(words),), (other,), (replace(other, is_cold=True),)), (Pair(2, 1),))
 
 
-def moved(prompts: Prompts, length: int) -> Probe:
+def _moved(prompts: Prompts, length: int) -> Probe:
     """A block that is cached at one place comes again at another place, after the same first block."""
     target = prompts.target
     first, skipped, block = prompts.new(length), prompts.words(target.step), prompts.words(target.step)
@@ -187,30 +213,26 @@ def moved(prompts: Prompts, length: int) -> Probe:
     return Probe("moved", length, ((before,), (after,), (replace(after, is_cold=True),)), (Pair(2, 1),))
 
 
-def salts(prompts: Prompts, length: int) -> Probe:
-    """The same prompt twice with one salt, then with another."""
-    first = 1 + prompts.number(1 << 60)
-    ask = Ask(prompts.new(length), salt=first)
-    return Probe("salts", length, ((ask,), (ask,), (replace(ask, salt=first + 1),)), (Pair(0, 1), Pair(0, 2)))
+def _salts(prompts: Prompts, length: int) -> Probe:
+    salt = prompts.tenant()
+    ask = Ask(prompts.new(length), salt=salt)
+    return _series("salts", length, ask, ask, replace(ask, salt=salt + 1))
 
 
-def users(prompts: Prompts, length: int) -> Probe:
-    """The same prompt twice with one `user`, then with another."""
-    first = 1 + prompts.number(1 << 60)
-    ask = Ask(prompts.new(length), user=first)
-    return Probe("users", length, ((ask,), (ask,), (replace(ask, user=first + 1),)), (Pair(0, 1), Pair(0, 2)))
+def _users(prompts: Prompts, length: int) -> Probe:
+    user = prompts.tenant()
+    ask = Ask(prompts.new(length), user=user)
+    return _series("users", length, ask, ask, replace(ask, user=user + 1))
 
 
-def speed(prompts: Prompts, length: int) -> Probe:
-    """A short cold prompt, a long one cold, then warm, and with another salt if there are salts: for their times."""
+def _speed(prompts: Prompts, length: int) -> Probe:
+    """A short cold prompt, a long one cold, then warm, and with another salt if there are salts."""
     target = prompts.target
-    salt = 1 + prompts.number(1 << 60) if target.isolates is not None else None
+    salt = prompts.tenant() if target.isolates is not None else None
     short = Ask(prompts.new(max(length // 8, target.num_extra + 4)), max_new=1, stream=True, salt=salt)
-    long = Ask(prompts.new(length), max_new=1, stream=True, salt=salt)
-    steps = [(short,), (long,), (long,)]
-    if salt is not None:
-        steps.append((replace(long, salt=salt + 1),))
-    return Probe("speed", length, tuple(steps))
+    long = replace(short, words=prompts.new(length))
+    others = () if salt is None else (replace(long, salt=salt + 1),)
+    return Probe("speed", length, tuple((ask,) for ask in (short, long, long, *others)))
 
 
 def evict(prompts: Prompts, length: int, num_tokens: int) -> Probe:
@@ -218,44 +240,69 @@ def evict(prompts: Prompts, length: int, num_tokens: int) -> Probe:
     target = prompts.target
     long = min(target.max_length - MAX_NEW - 2, _LONGEST_PRESSURE)
     victims = [Ask(prompts.new(length + i)) for i in (-1, 0, 1, target.step, 2 * target.step - 1)[: _WAVES + 1]]
+    total = num_tokens - 2 * sum(ask.num_tokens for ask in victims)
     steps: list[tuple[Ask, ...]] = [(ask,) for ask in victims]
-    pairs, total = [], num_tokens - 2 * sum(len(ask.words) + MAX_NEW for ask in victims)
-    place = len(victims)
+    pairs, place = [], len(victims)
     for wave, victim in enumerate(victims):
-        share = total >> (len(victims) - wave)
-        count = max(0, share // (long + 1))
+        count = max(0, (total >> (len(victims) - wave)) // (long + 1))
         asks = [Ask(prompts.new(long), max_new=1) for _ in range(count)]
-        size = target.concurrency
-        steps += [tuple(asks[start : start + size]) for start in range(0, count, size)]
+        steps += [tuple(asks[start : start + target.concurrency]) for start in range(0, count, target.concurrency)]
         steps.append((victim,))
-        place += count
-        pairs.append(Pair(wave, place))
-        place += 1
+        pairs.append(Pair(wave, place + count))
+        place += count + 1
     return Probe("evict", length, tuple(steps), tuple(pairs))
 
 
-BUILDERS: dict[str, Callable[[Prompts, int], Probe]] = {
-    "noise": noise, "repeat": repeat, "resume": resume, "stream": stream, "samples": samples, "crowd": crowd,
-    "twins": twins, "moved": moved, "salts": salts, "users": users, "speed": speed,
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is asked of a cache: its probes, and what is said of their pairs."""
+
+    build: Callable[..., Probe]  # prompts, tokens of the prompt in question
+    num_probes: float  # usual number; of `repeat` per length
+    meaning: str
+    said: str = ""  # {}: one of the verbs
+    equal: str = "equal"
+    different: str = "differ from"
+
+
+CHECKS = {
+    "noise": Check(_noise, 6, "the same request again: how much do answers differ with no cache to blame"),
+    "repeat": Check(
+        _repeat, 1.6,
+        "each prompt cold, then warm twice, at one token less than whole blocks, whole blocks, and one more",
+        "warm answers {} cold ones",
+    ),
+    "resume": Check(
+        _resume, 8, "a prompt with the beginning of its answer, as in the next turn of a chat",
+        "answers after a cached turn {} those of decoding",
+    ),
+    "stream": Check(_stream, 6, "cold as a whole, warm as a stream", "streamed warm answers {} cold ones"),
+    "samples": Check(
+        _samples, 4, "cold with one answer, warm with n = 2", "samples of a warm prompt (n = 2) {} the cold answer"
+    ),
+    "crowd": Check(
+        _crowd, 2, "cold alone, warm among others, and the reverse", "answers in a crowd {} those alone"
+    ),
+    "twins": Check(
+        _twins, 6, "prompts that differ in the last token of a block only",
+        "prompts that differ in the last token of a block are {}", "told apart", "confused",
+    ),
+    "moved": Check(
+        _moved, 3, "a cached block at another place of the prompt",
+        "a block cached at another place is {}", "not confused", "confused",
+    ),
+    "salts": Check(
+        _salts, 4, "the same prompt with another cache_salt", "answers with other salts {} those without a cache"
+    ),
+    "users": Check(_users, 3, "the same prompt with another user", "answers with another user {} cold ones"),
+    "speed": Check(_speed, 8, "time to the first token: short, long, long and warm"),
+    "evict": Check(
+        evict, 1, "prompts again after others have filled the cache", "answers after eviction {} those before"
+    ),
 }  # fmt: skip
-CHECKS = (*BUILDERS, "evict")
-MEANINGS = {
-    "noise": "the same request again: how much do answers differ with no cache to blame",
-    "repeat": "each prompt cold, then warm twice, at one token less than whole blocks, whole blocks, and one more",
-    "resume": "a prompt with the beginning of its answer, as in the next turn of a chat",
-    "stream": "cold as a whole, warm as a stream",
-    "samples": "cold with one answer, warm with n = 2",
-    "crowd": "cold alone, warm among others, and the reverse",
-    "twins": "prompts that differ in the last token of a block only",
-    "moved": "a cached block at another place of the prompt",
-    "salts": "the same prompt with another cache_salt",
-    "users": "the same prompt with another user",
-    "speed": "time to the first token: short, long, long and warm",
-    "evict": "prompts again after others have filled the cache",
-}
 
 
-def plan(prompts: Prompts, *, max_requests: int, max_tokens: int, checks: Sequence[str] = CHECKS) -> list[Probe]:
+def plan(prompts: Prompts, *, max_requests: int, max_tokens: int, checks: Sequence[str] = tuple(CHECKS)) -> list[Probe]:
     """All probes of a run, within most of its requests and tokens; the rest is for the survey and for shrinking."""
     share = min(4.0, max_requests / 300)
     probes = _probes(prompts, share, checks)
@@ -265,7 +312,7 @@ def plan(prompts: Prompts, *, max_requests: int, max_tokens: int, checks: Sequen
     if "evict" in checks:
         longest = min(prompts.target.max_length - MAX_NEW - 2, _LONGEST_PRESSURE)
         left = (max_tokens - _num_tokens(probes)) // 2
-        first = (prompts.target.boundaries() or [prompts.target.max_length // 2])[0]
+        first = prompts.target.boundaries()[0]
         probes.append(evict(prompts, first, max(0, min(left, longest * (max_requests // 10)))))
     return probes
 
@@ -277,40 +324,32 @@ def _num_tokens(probes: Sequence[Probe]) -> int:
 def _probes(prompts: Prompts, share: float, checks: Sequence[str]) -> list[Probe]:
     """All probes but the pressure; their numbers are multiplied by `share`."""
     target = prompts.target
-
-    def several(count: int) -> int:
-        return max(1, round(count * share))
-
-    boundaries = target.boundaries() or [target.max_length // 2]
+    boundaries = target.boundaries()
+    whole = target.long // target.step * target.step  # enough blocks for faults that need many
     around = [length + i for length in boundaries for i in (-1, 0, 1)]
-    whole = speed_length(target) // target.step * target.step  # enough blocks for faults that need many
-    long = [whole + i for i in (0, 1, -1)] if whole > boundaries[-1] + 1 else []
+    around += [whole + i for i in (0, 1, -1)] if whole > boundaries[-1] + 1 else []
     middle = [length + i for length in boundaries[:3] for i in (0, 1, -1)]
+    room = target.max_length - 2 * target.step - _FRESH - MAX_NEW
     lengths = {
-        "noise": _cycle([boundaries[-1], boundaries[0] + 1], several(6)),
-        "repeat": _cycle([*around, *long], max(3, round(1.6 * share * (len(around) + len(long))))),
-        "resume": _cycle([length + i for length in boundaries for i in (-1, 0, -3)], several(8)),
-        "stream": _cycle(middle, several(6)),
-        "samples": _cycle(middle, several(4)),
-        "crowd": _cycle([boundaries[0] + 1, *boundaries[1:]], several(2)),  # all of them have a block to hit
-        "twins": _cycle(boundaries, several(6)),
-        "moved": _cycle(boundaries[:2], several(3)),
-        "salts": _cycle(boundaries, several(4)) if target.isolates is not None else [],
-        "users": _cycle(boundaries, several(3)) if target.reports else [],
-        "speed": _cycle([speed_length(target)], several(8)),
+        "noise": [boundaries[-1], boundaries[0] + 1],
+        "repeat": around,
+        "resume": [length + i for length in boundaries for i in (-1, 0, -3)],
+        "stream": middle,
+        "samples": middle,
+        "crowd": [boundaries[0] + 1, *boundaries[1:]],  # all of them have a block to hit
+        "twins": boundaries,
+        "moved": [length for length in boundaries[:2] if length < room],
+        "salts": boundaries if target.isolates is not None else [],
+        "users": boundaries if target.reports else [],
+        "speed": [target.long],
     }
-    return [
-        BUILDERS[check](prompts, length)
-        for check in BUILDERS
-        if check in checks
-        for length in lengths[check]
-        if check != "moved" or length + 2 * target.step + _FRESH + MAX_NEW < target.max_length
-    ]
-
-
-def speed_length(target: Target) -> int:
-    """Tokens of the long prompts whose times are taken."""
-    return min(target.max_length - MAX_NEW - 3, max(1024, 4 * target.smallest))
+    probes = []
+    for check, places in lengths.items():
+        if check in checks and places:
+            usual = CHECKS[check].num_probes
+            count = max(3, round(usual * share * len(places))) if check == "repeat" else max(1, round(usual * share))
+            probes += [CHECKS[check].build(prompts, places[i % len(places)]) for i in range(count)]
+    return probes
 
 
 def shared_length(words: Words, others: Sequence[Words]) -> int:
@@ -321,7 +360,3 @@ def shared_length(words: Words, others: Sequence[Words]) -> int:
             while longest < min(len(words), len(other)) and words[longest] == other[longest]:
                 longest += 1
     return longest
-
-
-def _cycle(lengths: Sequence[int], count: int) -> list[int]:
-    return [lengths[i % len(lengths)] for i in range(count)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, UnsetType
 
 from pagedcli.audit.audit import Audit, exit_code
-from pagedcli.audit.plan import MEANINGS, Probe
+from pagedcli.audit.plan import CHECKS, Probe
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.shrink import Case
 from pagedcli.audit.verdicts import Status, Verdict
@@ -24,24 +24,10 @@ def _short(value: float) -> str:
     return f"{value:.2g}"
 
 
-@dataclass(frozen=True, slots=True)
-class _VerdictRow:
-    status: Annotated[str, ""]
-    check: str
-    text: Annotated[str, "verdict"]
-    num_pairs: int | None
-    num_different: int | None
-    largest_difference: float | None
-
-
 def verdict_table(audit: Audit) -> Table:
     """One sentence per check."""
-    rows = [
-        _VerdictRow(str(each.status), each.check, each.text, each.num_pairs, each.num_different, each.largest)
-        for each in audit.verdicts()
-    ]
     title = f"Audit of {audit.client.shown}"
-    return table(_VerdictRow, "verdicts", title, rows, "status check text", notes=notes(audit))
+    return table(Verdict, "verdicts", title, audit.verdicts(), "status check text", notes=notes(audit))
 
 
 def notes(audit: Audit) -> list[str]:
@@ -51,10 +37,8 @@ def notes(audit: Audit) -> list[str]:
     if evidence is None:
         return [*lines, "stopped before anything was found out"]
     lines += [one_line(note) for note in evidence.survey.notes]
-    if evidence.num_other_lengths:
-        lines.append(
-            f"{plural(evidence.num_other_lengths, 'pair')} not compared: the server saw prompts of other lengths"
-        )
+    if num_others := evidence.survey.runner.num_other_lengths:
+        lines.append(f"{plural(num_others, 'pair')} not compared: the server saw prompts of other lengths")
     return lines
 
 
@@ -69,7 +53,7 @@ def facts(audit: Audit, *, was_interrupted: bool) -> dict[str, Any]:
     if evidence is not None:
         target, noise = evidence.survey.target, evidence.noise()
         document |= {
-            "model": audit.client.secrets.without(evidence.survey.endpoint.model),
+            "model": audit.client.secrets.without(evidence.survey.runner.endpoint.model),
             "cached_tokens_field": evidence.survey.cached_field,
             "unit_tokens": target.unit, "shortest_cached_prefix_tokens": target.smallest or None,
             "bypass": target.bypass, "salts_isolate": target.isolates, "has_logprobs": target.has_logprobs,
@@ -93,17 +77,15 @@ def pair_table(outcomes: Sequence[Outcome], tolerance: float) -> Table:
     """Every pair that was compared."""
     rows = [
         _PairRow(
-            outcome.number, outcome.probe.check, outcome.seen[pair.warm].answer.num_prompt,
-            outcome.seen[pair.warm].answer.num_cached, found.distance, found.position,
-            found.exceeds(tolerance) if not (pair.must_differ or pair.is_control) else None,
+            outcome.number, outcome.probe.check, warm.num_prompt, warm.num_cached, found.distance, found.position,
+            found.exceeds(tolerance) if pair.must_agree else None,
         )
         for outcome in outcomes
-        for pair, found in zip(outcome.probe.pairs, outcome.differences, strict=True)
-        if found is not None
+        for pair, found in outcome.compared()
+        for warm in (outcome.seen[pair.warm].answer,)
     ]  # fmt: skip
-    return table(
-        _PairRow, "pairs", "Pairs", rows, notes=["difference: largest of a log-probability after equal tokens"]
-    )
+    note = "difference: largest of a log-probability after equal tokens"
+    return table(_PairRow, "pairs", "Pairs", rows, notes=[note])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +103,8 @@ def lookup_table(seen: Sequence[Seen]) -> Table:
         _LookupRow(each.check, each.answer.num_prompt, each.num_shared, each.answer.num_cached, each.answer.seen_s)
         for each in seen
     ]
-    return table(
-        _LookupRow, "lookups", "Requests", rows, notes=["time: to the first token of streams, else to the whole answer"]
-    )
+    note = "time: to the first token of streams, else to the whole answer"
+    return table(_LookupRow, "lookups", "Requests", rows, notes=[note])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +119,15 @@ class _PlanRow:
 def plan_table(probes: Sequence[Probe], num_survey: int, notes: Sequence[str]) -> Table:
     """What a run would send."""
     rows = [_PlanRow("survey", num_survey, UNSET, UNSET, "block size, log-probabilities, salts; an estimate")]
-    for check, meaning in MEANINGS.items():
+    for check, asked in CHECKS.items():
         chosen = [probe for probe in probes if probe.check == check]
         if chosen:
             lengths = sorted({probe.length for probe in chosen})
             shown = ", ".join(map(str, lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]]))
             num_requests = sum(len(probe.asks()) for probe in chosen)
-            rows.append(_PlanRow(check, num_requests, sum(probe.num_tokens() for probe in chosen), shown, meaning))
+            rows.append(
+                _PlanRow(check, num_requests, sum(probe.num_tokens() for probe in chosen), shown, asked.meaning)
+            )
     return table(_PlanRow, "plan", "Plan", rows, notes=notes)
 
 

@@ -14,13 +14,12 @@ from typing import Any
 from pagedcli.audit.answers import Answer
 from pagedcli.audit.client import Client
 from pagedcli.audit.compare import Difference, compare
-from pagedcli.audit.plan import Ask, Probe, Words, shared_length
+from pagedcli.audit.plan import Ask, Pair, Probe, Target, Words, shared_length
 from pagedcli.remote import ServerError
 
 NUM_TOP = 5  # alternatives per position
 _NEARLY_GREEDY = 0.001  # vLLM refuses n > 1 with temperature 0
 _BY_CHANCE = 6  # tokens that a prompt may share with one that an earlier audit has sent
-_NO_SALT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +75,29 @@ class Seen:
     def num_prompt(self) -> int | None:
         return self.answer.num_prompt
 
+    @property
+    def num_cached(self) -> int:
+        return self.answer.num_cached or 0
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether more was cached than chance explains."""
+        return self.num_cached > _BY_CHANCE
+
     def claims_too_much(self, unit: int | None) -> bool:
         """Whether the server says that more was cached than it was ever sent."""
-        cached = self.answer.num_cached
         slack = _BY_CHANCE if unit is None or unit <= _BY_CHANCE else 0
-        return cached is not None and not self.ask.is_cold and cached > max(self.num_shared, slack)
+        return not self.ask.is_cold and self.num_cached > max(self.num_shared, slack)
 
-    def follows_law(self, unit: int, smallest: int) -> bool | None:
+    def follows_law(self, target: Target) -> bool | None:
         """Whether the cached tokens are those of the whole blocks shared. None if that cannot be said of it."""
-        cached, length = self.answer.num_cached, self.answer.num_prompt
-        if cached is None or length is None or not self.is_alone or self.ask.is_cold or self.ask.after is not None:
+        cached, length, unit = self.answer.num_cached, self.answer.num_prompt, target.unit
+        is_plain = self.is_alone and not self.ask.is_cold and self.ask.after is None
+        if cached is None or length is None or unit is None or not is_plain:
             return None
         if self.num_shared >= length:  # the last token is always computed: by block, by token, or not counted
             return cached in {length // unit * unit, (length - 1) // unit * unit, length - 1, length}
-        whole = self.num_shared // unit * unit
-        return cached == (whole if whole >= smallest else 0) or (cached <= _BY_CHANCE and self.num_shared <= _BY_CHANCE)
+        return cached == target.whole(self.num_shared) or max(cached, self.num_shared) <= _BY_CHANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +108,11 @@ class Outcome:
     probe: Probe
     seen: tuple[Seen, ...]
     differences: tuple[Difference | None, ...]  # per pair; None if the two cannot be compared
-    prompts: tuple[str, ...] = ()  # texts, only of probes that differ
 
-    def worst(self) -> Difference | None:
-        known = [each for each in self.differences if each is not None]
-        return max(known, key=lambda each: (each.distance or 0.0, not each.is_same), default=None)
+    def compared(self) -> list[tuple[Pair, Difference]]:
+        """The pairs that could be compared."""
+        pairs = zip(self.probe.pairs, self.differences, strict=True)
+        return [(pair, found) for pair, found in pairs if found is not None]
 
 
 @dataclass(slots=True)
@@ -117,7 +124,7 @@ class Runner:
     reports: bool = True  # the server reports cached tokens, so none reported means 0
     seen: list[Seen] = field(default_factory=list)
     num_other_lengths: int = 0  # answers to prompts that the server cut into other tokens than expected
-    _sent: dict[int, list[Words]] = field(default_factory=dict)  # salt -> prompts
+    _sent: dict[int | None, list[Words]] = field(default_factory=dict)  # salt -> prompts
     _num_probes: int = 0
 
     async def run(self, probe: Probe) -> Outcome:
@@ -125,18 +132,17 @@ class Runner:
         self._num_probes += 1
         seen: list[Seen] = []
         for step in probe.steps:
-            before = [self._take(ask) for ask in step]  # concurrent requests may share, too
-            shared = [max(old, self._shared_in(step, i)) for i, old in enumerate(before)]
-            tails = ["".join(_whole_words(ask, seen)) for ask in step]
-            answers = await self._together(
-                [self._ask(ask, tail) for ask, tail in zip(step, tails, strict=True)]
-            )  # fmt: skip
-            for ask, num_shared, answer in zip(step, shared, answers, strict=True):
-                num_after = len(_whole_words(ask, seen))
-                seen.append(Seen(probe.check, ask, num_shared, len(step) == 1, answer, num_after))
+            shared = [self._shared(step, place) for place in range(len(step))]
+            for ask in step:
+                self._sent.setdefault(ask.salt, []).append(ask.words)
+            tails = [_whole_words(ask, seen) for ask in step]
+            answers = await self._together([self._ask(*each) for each in zip(step, tails, strict=True)])
+            for ask, num_shared, answer, tail in zip(step, shared, answers, tails, strict=True):
+                seen.append(Seen(probe.check, ask, num_shared, len(step) == 1, answer, len(tail)))
         self.seen += seen
-        differences = tuple(self._difference(probe, seen, number) for number in range(len(probe.pairs)))
-        return Outcome(self._num_probes, probe, tuple(seen), differences)
+        return Outcome(
+            self._num_probes, probe, tuple(seen), tuple(self._difference(seen, pair) for pair in probe.pairs)
+        )
 
     async def _together(self, asks: list[Coroutine[Any, Any, Answer]]) -> list[Answer]:
         """All answers; the first error cancels the others."""
@@ -148,30 +154,22 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self, ask: Ask, tail: str) -> Answer:
-        num_tokens = len(ask.words) + ask.n * ask.max_new + (ask.after[1] if ask.after else 0)
-        answer = await self.client.complete(self.endpoint.body(ask, tail), num_tokens=num_tokens)
+    async def _ask(self, ask: Ask, tail: tuple[str, ...]) -> Answer:
+        body = self.endpoint.body(ask, "".join(tail))
+        answer = await self.client.complete(body, num_tokens=ask.num_tokens)
         if len(answer.choices) != ask.n:
             raise ServerError(f"n = {ask.n} is not offered: the number of answers is {len(answer.choices)}")
-        if answer.num_cached is None and self.reports:
-            answer = replace(answer, num_cached=0)
-        return answer
+        return replace(answer, num_cached=0) if answer.num_cached is None and self.reports else answer
 
-    def _take(self, ask: Ask) -> int:
-        """Remember a prompt. Returns the tokens that it shares with those before it."""
-        salt = _NO_SALT if ask.salt is None else ask.salt
-        earlier = self._sent.setdefault(salt, [])
-        shared = shared_length(ask.words, earlier) + self.endpoint.num_extra
-        earlier.append(ask.words)
-        return shared + (ask.after[1] if ask.after is not None else 0)
+    def _shared(self, step: tuple[Ask, ...], place: int) -> int:
+        """Tokens that a prompt shares with those before it, or with concurrent ones."""
+        ask = step[place]
+        earlier = shared_length(ask.words, self._sent.get(ask.salt, [])) + ask.num_after
+        others = [each.words for i, each in enumerate(step) if i != place and each.salt == ask.salt]
+        return max(earlier, shared_length(ask.words, others)) + self.endpoint.num_extra
 
-    def _shared_in(self, step: tuple[Ask, ...], place: int) -> int:
-        others = [ask.words for i, ask in enumerate(step) if i != place and ask.salt == step[place].salt]
-        return shared_length(step[place].words, others) + self.endpoint.num_extra
-
-    def _difference(self, probe: Probe, seen: list[Seen], number: int) -> Difference | None:
+    def _difference(self, seen: list[Seen], pair: Pair) -> Difference | None:
         """The worst difference over the answers of a pair; None if the server saw other prompts than we think."""
-        pair = probe.pairs[number]
         cold, warm = seen[pair.cold], seen[pair.warm]
         for each in (cold, warm):
             expected = len(each.ask.words) + self.endpoint.num_extra + each.num_after
@@ -180,8 +178,7 @@ class Runner:
                 return None
         if warm.ask.after is not None and (warm.num_after == 0 or not warm.answer.choices[0].top):
             return None
-        found = [compare(cold.answer.choices[0], choice, skip=warm.num_after) for choice in warm.answer.choices]
-        return max(found, key=lambda each: (each.distance or 0.0, not each.is_same))
+        return max(compare(cold.answer.choices[0], choice, skip=warm.num_after) for choice in warm.answer.choices)
 
 
 def _whole_words(ask: Ask, seen: list[Seen]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from pagedcli.audit.compare import Noise
-from pagedcli.audit.plan import BUILDERS, Pair, Probe, Prompts, Target, evict
+from pagedcli.audit.plan import CHECKS, Probe, Prompts, Target
 from pagedcli.audit.run import Outcome, Runner
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole, whole_file
@@ -38,28 +38,26 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str
     requests: list[dict[str, Any]]  # what was sent and received
 
+    def probe(self, prompts: Prompts) -> Probe:
+        """The probe with fresh prompts."""
+        pressure = (self.pressure_tokens,) if self.check == "evict" else ()
+        return CHECKS[self.check].build(prompts, self.length, *pressure)
+
 
 def fails(outcome: Outcome, noise: Noise, unit: int | None) -> bool:
     """Whether a probe shows a wrong answer, a wrong count of cached tokens, or a hit of another salt."""
-    pairs = zip(outcome.probe.pairs, outcome.differences, strict=True)
-    if any(found.exceeds(noise.tolerance) for pair, found in pairs if found is not None and not _differs(pair)):
-        return True
-    if outcome.probe.check == "salts" and (outcome.seen[-1].answer.num_cached or 0) > 6:
-        return True
-    return any(each.claims_too_much(unit) for each in outcome.seen)
+    return (
+        any(found.exceeds(noise.tolerance) for pair, found in outcome.compared() if pair.must_agree)
+        or (outcome.probe.check == "salts" and outcome.seen[-1].is_hit)
+        or any(each.claims_too_much(unit) for each in outcome.seen)
+    )
 
 
 def failing_length(outcome: Outcome, noise: Noise) -> int:
-    """Tokens of the shortest prompt that fails in a failing probe; of `evict`, whose prompts have several lengths."""
-    if outcome.probe.check != "evict":
-        return outcome.probe.length
-    pairs = zip(outcome.probe.pairs, outcome.differences, strict=True)
-    failing = [outcome.seen[pair.warm].num_prompt for pair, found in pairs if found and found.exceeds(noise.tolerance)]
-    return min((length for length in failing if length is not None), default=outcome.probe.length)
-
-
-def _differs(pair: Pair) -> bool:
-    return pair.must_differ or pair.is_control
+    """Tokens of the shortest prompt that fails in a failing probe: prompts of `evict` have several lengths."""
+    warm = [outcome.seen[pair.warm] for pair, found in outcome.compared() if found.exceeds(noise.tolerance)]
+    lengths = [each.num_prompt for each in warm if each.num_prompt is not None]
+    return min(lengths, default=outcome.probe.length) if outcome.probe.check == "evict" else outcome.probe.length
 
 
 async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise, seed: int) -> Outcome:
@@ -70,32 +68,25 @@ async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise,
     Raises: LimitReached, ServerError.
     """
     check, length = failing.probe.check, failing.probe.length
-    if check not in BUILDERS:
+    if check == "evict":
         return failing
     prompts, shortest = Prompts(target, seed), failing
-    rest = length % target.step
-    lengths = [n for n in range(rest, length, target.step) if n >= target.num_extra + 4]
+    lengths = [n for n in range(length % target.step, length, target.step) if n >= target.num_extra + 4]
     low, high = 0, len(lengths)  # lengths[high] fails; of high = len(lengths) that is `failing` itself
     while low < high:
         middle = (low + high) // 2
-        found = await _fails_again(runner, prompts, check, lengths[middle], noise)
-        if found is None:
-            low = middle + 1
+        for _ in range(_TRIES):
+            outcome = await runner.run(CHECKS[check].build(prompts, lengths[middle]))
+            if fails(outcome, noise, target.unit):
+                shortest, high = outcome, middle
+                break
         else:
-            shortest, high = found, middle
+            low = middle + 1
     return shortest
 
 
-async def _fails_again(runner: Runner, prompts: Prompts, check: str, length: int, noise: Noise) -> Outcome | None:
-    for _ in range(_TRIES):
-        outcome = await runner.run(BUILDERS[check](prompts, length))
-        if fails(outcome, noise, prompts.target.unit):
-            return outcome
-    return None
-
-
 def make_case(found: Outcome, first: Outcome, target: Target, noise: Noise, runner: Runner) -> Case:
-    worst = found.worst()
+    worst = max((difference for _, difference in found.compared()), default=None)
     evict_tokens = found.probe.num_tokens() if found.probe.check == "evict" else 0
     return Case(
         format=FORMAT, check=found.probe.check, length=found.probe.length, first_length=first.probe.length,
@@ -137,21 +128,12 @@ def save_case(case: Case, folder: Path, number: int) -> Path:
 def load_case(path: Path) -> Case:
     """Raises: UsageError if the file is not one that the audit wrote."""
     try:
-        content = read_whole(path, _MAX_FILE_BYTES)
-        case = msgspec.json.decode(content, type=Case)
+        case = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Case)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}", hint="name a file that pagedcli audit has written") from error
-    known = case.check in BUILDERS or case.check == "evict"
-    if case.format != FORMAT or not known or not 1 <= case.length < 1 << 20:
+    if case.format != FORMAT or case.check not in CHECKS or not 1 <= case.length < 1 << 20:
         raise UsageError(f"{path} is not a failing pair of pagedcli audit ({FORMAT})")
     return case
-
-
-def rebuild(case: Case, prompts: Prompts) -> Probe:
-    """The probe of a case with fresh prompts."""
-    if case.check == "evict":
-        return evict(prompts, case.length, case.pressure_tokens)
-    return BUILDERS[case.check](prompts, case.length)
 
 
 def failing_outcomes(outcomes: Sequence[Outcome], noise: Noise, unit: int | None) -> dict[str, Outcome]:

@@ -1,8 +1,9 @@
 """What a server offers, before anything is judged: its model, its tokens, log-probabilities, block size and salts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Literal
 
 from pagedcli.audit.answers import Answer
 from pagedcli.audit.client import Client
@@ -25,37 +26,139 @@ _MOST_UNIT_PROBES = 8
 _SHORTEST_TAIL = 4
 
 
-@dataclass(slots=True)
 class Survey:
-    """What was found out."""
+    """What was found out, and the runner that the requests of an audit go through."""
 
-    endpoint: Endpoint
-    target: Target
-    cached_field: str | None = None  # path of the number of cached tokens in an answer
-    full_hit: int | None = None  # cached tokens of a repeated prompt
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, client: Client, concurrency: int) -> None:
+        self.runner = Runner(client, Endpoint("", WORDS, 0), reports=False)
+        self.target = Target(len(WORDS), concurrency=concurrency)
+        self.cached_field: str | None = None  # path of the number of cached tokens in an answer
+        self.notes: list[str] = []
 
+    async def find_words(self, model: str | None) -> bool:
+        """The model and how it counts words; whether the server says how long a prompt may be.
 
-async def survey(
-    client: Client, *, model: str | None, seed: int, concurrency: int, only_words: bool = False
-) -> tuple[Runner, Survey]:
-    """Ask the server about itself, or only how it counts words. Raises: ServerError, UsageError, LimitReached."""
-    model, max_length = await _model(client, model)
-    endpoint = await _probe_features(client, Endpoint(model, WORDS, 0))
-    endpoint = await _probe_words(client, endpoint)
-    target = Target(
-        len(endpoint.words), endpoint.num_extra, max_length or 2048, None, has_logprobs=endpoint.has_logprobs,
-        concurrency=concurrency,
-    )  # fmt: skip
-    runner = Runner(client, endpoint, reports=False)
-    found = Survey(endpoint, target)
-    if only_words:
-        return runner, found
-    await _find_unit(runner, found, seed, is_length_known=max_length is not None)
-    if max_length is None:
-        await _find_length(runner, found, seed)
-    await _find_bypass(runner, found, seed)
-    return runner, found
+        Raises: ServerError, UsageError, LimitReached.
+        """
+        client = self.runner.client
+        name, max_length = await _model(client, model)
+        endpoint = await _probe_features(client, Endpoint(name, WORDS, 0))
+        endpoint = self.runner.endpoint = await _probe_words(client, endpoint)
+        self.target = replace(
+            self.target, num_words=len(endpoint.words), num_extra=endpoint.num_extra, max_length=max_length or 2048,
+            has_logprobs=endpoint.has_logprobs,
+        )  # fmt: skip
+        return max_length is not None
+
+    async def find_all(self, model: str | None, seed: int) -> None:
+        """Ask the server about itself. Raises: ServerError, UsageError, LimitReached."""
+        is_length_known = await self.find_words(model)
+        await self._find_unit(Prompts(self.target, seed), is_length_known=is_length_known)
+        if not is_length_known:
+            await self._find_length(Prompts(self.target, seed + 2))
+        await self._find_bypass(Prompts(self.target, seed + 1))
+
+    async def _find_unit(self, prompts: Prompts, *, is_length_known: bool) -> None:
+        """The match unit, by repeating prompts and by sharing prefixes of chosen lengths; None if it stays unknown."""
+        longest, length = self.target.max_length - MAX_NEW, 0
+        for tried in sorted({min(tried, longest) for tried in _LENGTHS}):
+            try:
+                hit = await self._hit(prompts, tried, tried)
+            except RefusedError:
+                if length == 0 or is_length_known:
+                    raise
+                break  # longer than the server takes; no hit so far
+            length, self.cached_field = tried, hit.cached_field or self.cached_field
+            if hit.num_cached:
+                self.runner.reports = True
+                unit, smallest = await self._narrow(prompts, length, hit.num_cached)
+                if unit is None:
+                    self.notes.append("hits of shared prefixes fit no block size")
+                self.target = replace(self.target, unit=unit, smallest=smallest)
+                break
+        self.target = replace(self.target, reports=self.runner.reports)
+
+    async def _find_length(self, prompts: Prompts) -> None:
+        """The longest prompt to use, of a server that does not say what it takes."""
+        for length in (length for length in _TRIED_LENGTHS if length < self.target.max_length):
+            try:
+                await self._send("length", length, Ask(prompts.new(length), max_new=1))
+            except RefusedError:
+                continue
+            self.target = replace(self.target, max_length=length + MAX_NEW)
+            return
+
+    async def _send(self, check: str, length: int, *asks: Ask) -> Answer:
+        """The answer to the last of some requests, one after the other."""
+        outcome = await self.runner.run(Probe(check, length, tuple((ask,) for ask in asks)))
+        return outcome.seen[-1].answer
+
+    async def _hit(self, prompts: Prompts, length: int, shared: int) -> Answer:
+        """The second of two answers whose prompts share the first `shared` tokens."""
+        words, extra = prompts.new(length), prompts.target.num_extra
+        other = words if shared == length else prompts.parting(words, shared - extra, length - extra)
+        return await self._send("unit", length, Ask(words, max_new=1), Ask(other, max_new=1))
+
+    async def _narrow(self, prompts: Prompts, length: int, full_hit: int) -> tuple[int | None, int]:
+        """The block size and the shortest prefix that is cached, from prefixes at which possible sizes disagree most.
+
+        full_hit: cached tokens of a repeated prompt.
+        """
+        sizes = {
+            size for size in range(1, length + 1) if full_hit in ((length - 1) // size * size, length // size * size)
+        }
+        sizes |= {1} if full_hit >= length - 1 else set()
+        longest, first = length - _SHORTEST_TAIL, prompts.target.num_extra + 1
+        for _ in range(_MOST_UNIT_PROBES):
+            shared = _most_telling(sizes, range(max(first, length // 3), longest))
+            if shared is None:
+                break
+            cached = (await self._hit(prompts, length, shared)).num_cached or 0
+            sizes = {size for size in sizes if shared // size * size == cached}
+        unit = max(sizes, default=None)
+        if unit is None:
+            return None, 0
+        is_block = _SHORTEST_TAIL <= unit < longest
+        tried = min(longest, unit + 1) if is_block else first + 2
+        if (await self._hit(prompts, length, tried)).num_cached:  # usually: then no bisection is needed
+            return unit, unit
+        low = unit if is_block else first
+        high = next((n for n in range(unit, length, unit) if n > length // 3), unit)  # blocks known to hit by now
+        while high - low > unit:
+            middle = low + max(unit, (high - low) // 2 // unit * unit)
+            if (await self._hit(prompts, length, middle)).num_cached:
+                high = middle
+            else:
+                low = middle
+        return unit, high
+
+    async def _find_bypass(self, prompts: Prompts) -> None:
+        """Whether salts are offered, and a way to compute a prompt again without the cache."""
+        runner, offered = self.runner, False
+        body = {**runner.endpoint.body(Ask((0, 1, 2, 3), max_new=1)), "cache_salt": ""}
+        try:  # a server that knows the field refuses it
+            await runner.client.complete(body, num_tokens=8)
+        except RefusedError as error:
+            offered = error.status in (400, 422)
+        if not self.target.reports:
+            return
+        self.target = replace(self.target, isolates=False if offered else None)
+        length = max(self.target.boundaries((1, 2)))
+        plain = runner.endpoint
+        ways: tuple[Literal["salt", "cache_prompt"], ...] = ("salt", "cache_prompt")
+        for way in ways:
+            runner.endpoint = replace(plain, bypass=way)
+            ask = Ask(prompts.new(length), max_new=1)
+            probe = Probe("bypass", length, ((ask,), (ask,), (replace(ask, is_cold=True),)))
+            try:
+                _, warm, cold = (await runner.run(probe)).seen
+            except RefusedError:
+                continue
+            if warm.num_cached > cold.num_cached == 0:
+                isolates = True if way == "salt" else self.target.isolates
+                self.target = replace(self.target, bypass=way, isolates=isolates)
+                return
+        runner.endpoint = plain
 
 
 async def _model(client: Client, wanted: str | None) -> tuple[str, int | None]:
@@ -67,22 +170,20 @@ async def _model(client: Client, wanted: str | None) -> tuple[str, int | None]:
             raise _with_hint(error) from error
         return wanted, None
     models = document.get("data") if isinstance(document, dict) else None
-    known = [each for each in models if isinstance(each, dict) and isinstance(each.get("id"), str)] if isinstance(
-        models, list
-    ) else []  # fmt: skip
-    if wanted is None:
-        if len(known) != 1:
-            names = ", ".join(one_line(client.secrets.without(each["id"]))[:60] for each in known[:8]) or "none"
-            raise UsageError(f"the server has {len(known)} models: {names}", hint="choose one with -m MODEL")
-        chosen = known[0]
-    else:
-        chosen = next((each for each in known if each["id"] == wanted), {"id": wanted})
+    by_name = {
+        each["id"]: each for each in (models if isinstance(models, list) else ())
+        if isinstance(each, dict) and isinstance(each.get("id"), str)
+    }  # fmt: skip
+    if wanted is None and len(by_name) != 1:
+        names = ", ".join(one_line(client.secrets.without(name))[:60] for name in list(by_name)[:8]) or "none"
+        raise UsageError(f"the server has {len(by_name)} models: {names}", hint="choose one with -m MODEL")
+    name = next(iter(by_name)) if wanted is None else wanted
+    chosen = by_name.get(name, {})
     meta = chosen.get("meta")
-    meta = meta if isinstance(meta, dict) else {}
-    for length in (chosen.get("max_model_len"), meta.get("n_ctx")):
+    for length in (chosen.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None):
         if isinstance(length, int) and not isinstance(length, bool) and 64 <= length < 1 << 30:
-            return chosen["id"], min(length, 4096)
-    return chosen["id"], None
+            return name, min(length, 4096)
+    return name, None
 
 
 def _with_hint(error: RefusedError) -> ServerError:
@@ -94,15 +195,11 @@ def _with_hint(error: RefusedError) -> ServerError:
 
 async def _probe_features(client: Client, endpoint: Endpoint) -> Endpoint:
     """Leave out of the requests what the server refuses, one field after the other."""
-    ask = Ask(tuple(range(8)))
-    candidates = [
-        endpoint, replace(endpoint, ignores_eos=False), replace(endpoint, has_logprobs=False),
-        replace(endpoint, ignores_eos=False, has_logprobs=False),
-    ]  # fmt: skip
     refused: RefusedError | None = None
-    for candidate in candidates:
+    for has_logprobs, ignores_eos in product((True, False), repeat=2):
+        candidate = replace(endpoint, has_logprobs=has_logprobs, ignores_eos=ignores_eos)
         try:
-            answer = await client.complete(candidate.body(ask), num_tokens=16)
+            answer = await client.complete(candidate.body(Ask(tuple(range(8)))), num_tokens=16)
         except RefusedError as error:
             if error.status in (401, 403, 404):
                 raise _with_hint(error) from error
@@ -135,8 +232,7 @@ async def _probe_words(client: Client, endpoint: Endpoint) -> Endpoint:
     """Keep the words that are one token each, by halving groups whose token counts are too large."""
 
     async def num_tokens(numbers: Sequence[int]) -> int:
-        body = {**endpoint.body(Ask(tuple(numbers), max_new=1))}
-        answer = await client.complete(body, num_tokens=4 * len(numbers))
+        answer = await client.complete(endpoint.body(Ask(tuple(numbers), max_new=1)), num_tokens=4 * len(numbers))
         if answer.num_prompt is None:
             raise ServerError("the server does not count the tokens of every prompt (usage.prompt_tokens)")
         return answer.num_prompt
@@ -165,89 +261,6 @@ async def _probe_words(client: Client, endpoint: Endpoint) -> Endpoint:
     return replace(endpoint, words=tuple(endpoint.words[number] for number in sorted(good)), num_extra=num_extra)
 
 
-async def _find_unit(runner: Runner, found: Survey, seed: int, *, is_length_known: bool) -> None:
-    """The match unit, by repeating prompts and by sharing prefixes of chosen lengths; None if it stays unknown."""
-    prompts = Prompts(found.target, seed)
-    longest = found.target.max_length - MAX_NEW
-    base_length = 0
-    for length in _LENGTHS:
-        length = min(length, longest)
-        if length <= base_length:
-            break
-        try:
-            hit = await _hit_of(runner, prompts, length, length)
-        except RefusedError:
-            if base_length == 0 or is_length_known:
-                raise
-            break  # longer than the server takes; no hit so far
-        base_length = length
-        found.cached_field = hit.cached_field or found.cached_field
-        if hit.num_cached:
-            runner.reports, found.full_hit = True, hit.num_cached
-            break
-    found.target = replace(found.target, reports=runner.reports)
-    if found.full_hit is None:
-        return
-    unit, smallest = await _narrow(runner, prompts, base_length, found.full_hit)
-    if unit is None:
-        found.notes.append("hits of shared prefixes fit no block size")
-    found.target = replace(found.target, unit=unit, smallest=smallest)
-
-
-async def _find_length(runner: Runner, found: Survey, seed: int) -> None:
-    """The longest prompt to use, of a server that does not say what it takes."""
-    prompts = Prompts(found.target, seed + 2)
-    for length in (length for length in _TRIED_LENGTHS if length < found.target.max_length):
-        try:
-            await runner.run(Probe("length", length, ((Ask(prompts.new(length), max_new=1),),)))
-        except RefusedError:
-            continue
-        found.target = replace(found.target, max_length=length + MAX_NEW)
-        return
-
-
-async def _hit_of(runner: Runner, prompts: Prompts, length: int, shared: int) -> Answer:
-    """The second of two answers whose prompts share the first `shared` tokens."""
-    words = prompts.new(length)
-    extra = prompts.target.num_extra
-    other = words if shared == length else prompts.parting(words, shared - extra, length - extra)
-    steps = ((Ask(words, max_new=1),), (Ask(other, max_new=1),))
-    outcome = await runner.run(Probe("unit", length, steps))
-    return outcome.seen[1].answer
-
-
-async def _narrow(runner: Runner, prompts: Prompts, length: int, full_hit: int) -> tuple[int | None, int]:
-    """The block size and the shortest prefix that is cached, from prefixes at which possible sizes disagree most."""
-    sizes = {size for size in range(1, length + 1) if full_hit in ((length - 1) // size * size, length // size * size)}
-    sizes |= {1} if full_hit >= length - 1 else set()
-    longest = length - _SHORTEST_TAIL
-    for _ in range(_MOST_UNIT_PROBES):
-        shared = _most_telling(sizes, range(max(prompts.target.num_extra + 1, length // 3), longest))
-        if shared is None:
-            break
-        cached = (await _hit_of(runner, prompts, length, shared)).num_cached or 0
-        sizes = {size for size in sizes if shared // size * size == cached}
-    unit = max(sizes, default=None)
-    if unit is None:
-        return None, 0
-    low, high = 0, next((n for n in range(unit, length, unit) if n > length // 3), unit)  # blocks known to hit by now
-    if unit >= _SHORTEST_TAIL and unit < longest:  # usually the first block is cached: then no bisection is needed
-        if (await _hit_of(runner, prompts, length, min(longest, unit + 1))).num_cached:
-            return unit, unit
-        low = unit
-    else:
-        low = prompts.target.num_extra + 1
-        if (await _hit_of(runner, prompts, length, low + 2)).num_cached:
-            return unit, unit
-    while high - low > unit:
-        middle = low + max(unit, (high - low) // 2 // unit * unit)
-        if (await _hit_of(runner, prompts, length, middle)).num_cached:
-            high = middle
-        else:
-            low = middle
-    return unit, high
-
-
 def _most_telling(sizes: set[int], candidates: Sequence[int]) -> int | None:
     """The length of a shared prefix whose hit would rule out most sizes; None if no length tells them apart."""
 
@@ -256,40 +269,3 @@ def _most_telling(sizes: set[int], candidates: Sequence[int]) -> int | None:
 
     best = max(candidates, key=groups, default=None)
     return best if best is not None and groups(best) > 1 else None
-
-
-async def _find_bypass(runner: Runner, found: Survey, seed: int) -> None:
-    """Whether salts are offered, and a way to compute a prompt again without the cache."""
-    target = found.target
-    prompts = Prompts(target, seed + 1)
-    offered = await _refuses(runner, lambda body: {**body, "cache_salt": ""})
-    if not target.reports:
-        found.target = replace(target, isolates=None)
-        return
-    length = max(target.boundaries((1, 2)) or [target.max_length // 2])
-    ways: tuple[Literal["salt", "cache_prompt"], ...] = ("salt", "cache_prompt")
-    for way in ways:
-        runner.endpoint = replace(runner.endpoint, bypass=way)
-        ask = Ask(prompts.new(length), max_new=1)
-        probe = Probe("bypass", length, ((ask,), (ask,), (replace(ask, is_cold=True),)))
-        try:
-            outcome = await runner.run(probe)
-        except RefusedError:
-            continue
-        warm, cold = (each.answer.num_cached or 0 for each in outcome.seen[1:])
-        if warm > cold and cold == 0:
-            found.target = replace(target, bypass=way, isolates=True if way == "salt" else (False if offered else None))
-            found.endpoint = runner.endpoint
-            return
-    runner.endpoint = found.endpoint = replace(runner.endpoint, bypass=None)
-    found.target = replace(target, bypass=None, isolates=False if offered else None)
-
-
-async def _refuses(runner: Runner, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Whether a body that is wrong in one field is refused: the server knows the field."""
-    body = runner.endpoint.body(Ask((0, 1, 2, 3), max_new=1))
-    try:
-        await runner.client.complete(change(body), num_tokens=8)
-    except RefusedError as error:
-        return error.status in (400, 422)
-    return False

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, comb
 from statistics import median
+from typing import Annotated, Any
 
 from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, Difference, Noise, measure_noise
-from pagedcli.audit.plan import Target
+from pagedcli.audit.plan import CHECKS, Target
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.survey import Survey
 from pagedcli.printable import plural, seconds_text
@@ -36,12 +37,12 @@ class Status(StrEnum):
 class Verdict:
     """One sentence about one check."""
 
+    status: Annotated[Status, ""]
     check: str
-    status: Status
-    text: str
+    text: Annotated[str, "verdict"]
     num_pairs: int | None = None
     num_different: int | None = None
-    largest: float | None = None  # distance
+    largest_difference: float | None = None
 
 
 @dataclass(slots=True)
@@ -51,17 +52,32 @@ class Evidence:
     survey: Survey
     checks: Sequence[str]  # asked for
     outcomes: list[Outcome] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)  # check -> why it was not finished
-    num_other_lengths: int = 0
+    cases: dict[str, str] = field(default_factory=dict)  # check -> words on its shortest failing pair
+
+    @property
+    def target(self) -> Target:
+        return self.survey.target
+
+    @property
+    def seen(self) -> list[Seen]:
+        return self.survey.runner.seen
 
     def of(self, check: str) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.probe.check == check]
 
     def noise(self) -> Noise:
-        same = [each for outcome in self.of("noise") for each in outcome.differences if each is not None]
+        same = [found for outcome in self.of("noise") for _, found in outcome.compared()]
         repeats = [each for check in ("repeat", "stream") for each in self.of(check)]
-        return measure_noise(same, [each for outcome in repeats for each in outcome.differences if each is not None])
+        return measure_noise(same, [found for outcome in repeats for _, found in outcome.compared()])
+
+    def verdict(self, check: str, status: Status, text: str, *figures: Any) -> Verdict:
+        """A verdict that names where the failing pair of its check is, if one was written."""
+        return Verdict(status, check, text + (self.cases.get(check, "") if status is Status.FAULT else ""), *figures)
+
+    def unknown(self, check: str, otherwise: str, *, name: str | None = None) -> Verdict:
+        """A check that could not be made, and why."""
+        return Verdict(Status.UNKNOWN, name or check, self.not_run.get(check, otherwise))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +99,8 @@ class Counted:
 def count_pairs(outcomes: Sequence[Outcome], noise: Noise) -> Counted:
     known, different, lengths, num_hits = [], [], [], 0
     for outcome in outcomes:
-        for pair, found in zip(outcome.probe.pairs, outcome.differences, strict=True):
-            if found is None or pair.must_differ or pair.is_control:
+        for pair, found in outcome.compared():
+            if not pair.must_agree:
                 continue
             known.append(found)
             num_hits += bool(outcome.seen[pair.warm].answer.num_cached)
@@ -94,79 +110,39 @@ def count_pairs(outcomes: Sequence[Outcome], noise: Noise) -> Counted:
     return Counted(tuple(known), tuple(different), tuple(lengths), num_hits)
 
 
-def judge(evidence: Evidence, cases: dict[str, str]) -> list[Verdict]:
-    """All verdicts. `cases` has, per check, a few words on where its shortest failing pair was written."""
-    noise = evidence.noise()
-    verdicts = [*_reporting(evidence), *_noise(evidence, noise), *_law(evidence, cases)]
-    for check in _SUBJECTS:
-        if check in ("salts", "users") or (check in ("twins", "moved") and evidence.survey.target.bypass is None):
-            continue
-        if check in evidence.checks:
-            verdicts.append(_pairs(evidence, noise, check, cases))
-    if evidence.survey.target.bypass is None:
-        if "twins" in evidence.checks:
-            verdicts.append(_twins(evidence, noise))
-        if "moved" in evidence.checks:
-            verdicts.append(_moved(evidence))
-    if "salts" in evidence.checks:
-        verdicts += _salts(evidence, noise, cases)
-    if "users" in evidence.checks:
-        verdicts += _users(evidence, noise, cases)
-    if "speed" in evidence.checks:
-        verdicts += _speed(evidence)
+def judge(evidence: Evidence) -> list[Verdict]:
+    """All verdicts, in the order of the checks."""
+    verdicts = [*_reporting(evidence), _noise(evidence), *_law(evidence)]
+    for check in CHECKS:
+        if check in evidence.checks and check != "noise":
+            verdicts += _JUDGES.get(check, _pairs)(evidence, check)
     return verdicts
 
 
-# check -> what is said of its pairs if they are equal, and if some differ
-_SUBJECTS = {
-    "repeat": ("warm answers equal cold ones", "warm answers differ from cold ones"),
-    "resume": (
-        "answers after a cached turn equal those of decoding",
-        "answers after a cached turn differ from those of decoding",
-    ),
-    "stream": ("streamed warm answers equal cold ones", "streamed warm answers differ from cold ones"),
-    "samples": (
-        "both samples of a warm prompt (n = 2) equal the cold answer",
-        "samples of a warm prompt (n = 2) differ from the cold answer",
-    ),
-    "crowd": ("answers in a crowd equal those alone", "answers in a crowd differ from those alone"),
-    "twins": (
-        "prompts that differ in the last token of a block are told apart",
-        "prompts that differ in the last token of a block are confused",
-    ),
-    "moved": ("a block cached at another place is not confused", "a block cached at another place is confused"),
-    "salts": (
-        "answers with other salts equal those without a cache",
-        "answers with other salts differ from those without a cache",
-    ),
-    "users": ("answers with another user equal cold ones", "answers with another user differ from cold ones"),
-    "evict": ("answers after eviction equal those before", "answers after eviction differ from those before"),
-}  # fmt: skip
-
-
 def _reporting(evidence: Evidence) -> list[Verdict]:
-    survey, target = evidence.survey, evidence.survey.target
+    survey, target = evidence.survey, evidence.target
     if survey.cached_field is not None and not target.reports:
         text = (
             f"the server reports cached tokens in {survey.cached_field}, but no prompt was ever a hit: is caching off?"
         )
-        return [Verdict("reports", Status.UNKNOWN, text)]
+        return [Verdict(Status.UNKNOWN, "reports", text)]
     if not target.reports:
         text = (
             "the server reports no cached tokens: the match unit, the law of hits and what was cached are unknown "
             "(vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"
         )
-        return [Verdict("reports", Status.UNKNOWN, text)]
-    found = [Verdict("reports", Status.OK, f"cached tokens are reported, in {survey.cached_field}")]
+        return [Verdict(Status.UNKNOWN, "reports", text)]
+    found = Verdict(Status.OK, "reports", f"cached tokens are reported, in {survey.cached_field}")
     if target.unit is None:
-        return [*found, Verdict("unit", Status.UNKNOWN, "hits of shared prefixes fit no block size")]
-    text = f"prefixes match in units of {plural(target.unit, 'token')}; the shortest cached prefix has {max(target.smallest, target.unit):,}"  # noqa: E501
-    return [*found, Verdict("unit", Status.OK, text)]
+        return [found, Verdict(Status.UNKNOWN, "unit", "hits of shared prefixes fit no block size")]
+    shortest = f"the shortest cached prefix has {max(target.smallest, target.unit):,}"
+    return [found, Verdict(Status.OK, "unit", f"prefixes match in units of {plural(target.unit, 'token')}; {shortest}")]
 
 
-def _noise(evidence: Evidence, noise: Noise) -> list[Verdict]:
+def _noise(evidence: Evidence) -> Verdict:
+    noise = evidence.noise()
     if noise.num_pairs == 0:
-        return [Verdict("noise", Status.UNKNOWN, _why(evidence, "noise", "no request was repeated"))]
+        return evidence.unknown("noise", "no request was repeated")
     pairs = plural(noise.num_pairs, "pair")
     if noise.largest is None:
         text = f"equal requests give other texts in {noise.num_different} of {pairs}; there are no log-probabilities"
@@ -176,28 +152,27 @@ def _noise(evidence: Evidence, noise: Noise) -> list[Verdict]:
             f"more than {noise.tolerance:.2g} counts as different"
         )
     if noise.is_too_large:
-        return [Verdict("noise", Status.UNKNOWN, text + ": too noisy to judge a cache", noise.num_pairs)]
-    return [Verdict("noise", Status.OK, text, noise.num_pairs, noise.num_different, noise.largest)]
+        return Verdict(Status.UNKNOWN, "noise", text + ": too noisy to judge a cache", noise.num_pairs)
+    return Verdict(Status.OK, "noise", text, noise.num_pairs, noise.num_different, noise.largest)
 
 
-def _law(evidence: Evidence, cases: dict[str, str]) -> list[Verdict]:
-    target = evidence.survey.target
+def _law(evidence: Evidence) -> list[Verdict]:
+    target, verdicts = evidence.target, list[Verdict]()
     if not target.reports:
-        return []
-    verdicts = []
+        return verdicts
     # salts and users have verdicts of their own
     unsalted = [each for each in evidence.seen if each.ask.salt is None and each.ask.user is None]
     too_much = [each for each in unsalted if each.claims_too_much(target.unit)]
     if too_much:
-        worst = max(too_much, key=lambda each: (each.answer.num_cached or 0) - each.num_shared)
+        worst = max(too_much, key=lambda each: each.num_cached - each.num_shared)
         text = (
             f"{len(too_much)} of {len(unsalted)} requests claim more cached tokens than were ever sent: "
-            f"{worst.answer.num_cached:,} where {worst.num_shared:,} are shared{cases.get('law', '')}"
+            f"{worst.num_cached:,} where {worst.num_shared:,} are shared"
         )
-        verdicts.append(Verdict("law", Status.FAULT, text, len(unsalted), len(too_much)))
+        verdicts.append(evidence.verdict("law", Status.FAULT, text, len(unsalted), len(too_much)))
     if target.unit is not None:
         # the last tokens and what has been evicted are not the law's business
-        found = [each.follows_law(target.unit, target.smallest) for each in unsalted if each.check != "evict"]
+        found = [each.follows_law(target) for each in unsalted if each.check != "evict"]
         known = [each for each in found if each is not None]
         num_right = sum(known)
         law = f"floor(shared / {target.unit}) x {target.unit}"
@@ -205,42 +180,44 @@ def _law(evidence: Evidence, cases: dict[str, str]) -> list[Verdict]:
         status = Status.OK if num_right == len(known) else Status.NOTE
         if status is Status.NOTE and not too_much:
             text += "; the others were evicted or not kept, which costs time but changes no answer"
-        verdicts.append(Verdict("law", status, text, len(known), len(known) - num_right))
+        verdicts.append(Verdict(status, "law", text, len(known), len(known) - num_right))
     return verdicts
 
 
-def _pairs(evidence: Evidence, noise: Noise, check: str, cases: dict[str, str]) -> Verdict:
-    equal, different = _SUBJECTS[check]
+def _pairs(evidence: Evidence, check: str) -> list[Verdict]:
+    """Whether the answers of all pairs are equal."""
+    said, target, noise = CHECKS[check], evidence.target, evidence.noise()
     counted = count_pairs(evidence.of(check), noise)
     num, num_different = len(counted.known), len(counted.different)
-    largest = max((each.distance for each in counted.known if each.distance is not None), default=None)
     if num == 0:
-        return Verdict(check, Status.UNKNOWN, _why(evidence, check, _no_pairs(evidence, check)))
+        return [evidence.unknown(check, _no_pairs(evidence, check))]
     if noise.is_too_large or noise.num_pairs == 0:
-        return Verdict(
-            check, Status.UNKNOWN, f"{num_different} of {num} pairs differ, but the noise is too large or unknown"
-        )
+        text = f"{num_different} of {num} pairs differ, but the noise is too large or unknown"
+        return [Verdict(Status.UNKNOWN, check, text)]
+    largest = max((each.distance for each in counted.known if each.distance is not None), default=None)
+    status = Status.OK
     if num_different:
-        places = _places(counted.lengths, evidence.survey.target)
         size = "" if largest is None else f", by up to {largest:.2g}"
-        text = f"{different} in {num_different} of {num} pairs{size}{places}{cases.get(check, '')}"
-        if counted.is_fault(noise):
-            return Verdict(check, Status.FAULT, text, num, num_different, largest)
-        return Verdict(check, Status.UNKNOWN, f"{text}; too few to tell from noise", num, num_different, largest)
-    text = f"{equal} in {num} of {num} pairs"
-    if evidence.survey.target.reports and check != "evict" and counted.num_hits < num:
+        text = f"{said.said.format(said.different)} in {num_different} of {num} pairs"
+        text += f"{size}{_places(counted.lengths, target)}{evidence.cases.get(check, '')}"
+        status = Status.FAULT
+        if not counted.is_fault(noise):
+            status, text = Status.UNKNOWN, f"{text}; too few to tell from noise"
+        return [Verdict(status, check, text, num, num_different, largest)]
+    text = f"{said.said.format(said.equal)} in {num} of {num} pairs"
+    if target.reports and check != "evict" and counted.num_hits < num:
         text += f" ({counted.num_hits} were hits)"
     if check in evidence.not_run:
-        return Verdict(check, Status.UNKNOWN, f"{text}, then {evidence.not_run[check]}", num, 0, largest)
-    if check == "evict":
-        return _eviction(evidence, text, num, largest)
-    if evidence.survey.target.reports and counted.num_hits == 0 and check not in ("twins", "moved"):
-        return Verdict(check, Status.UNKNOWN, f"{text}, but none of them was a hit", num, 0, largest)
-    return Verdict(check, Status.OK, text, num, 0, largest)
+        status, text = Status.UNKNOWN, f"{text}, then {evidence.not_run[check]}"
+    elif check == "evict":
+        status, text = _eviction(evidence, text)
+    elif target.reports and counted.num_hits == 0 and check not in ("twins", "moved"):
+        status, text = Status.UNKNOWN, f"{text}, but none of them was a hit"
+    return [Verdict(status, check, text, num, 0, largest)]
 
 
 def _no_pairs(evidence: Evidence, check: str) -> str:
-    if check == "resume" and not evidence.survey.target.has_logprobs:
+    if check == "resume" and not evidence.target.has_logprobs:
         return "the server names no tokens (logprobs), so the next turn cannot be written exactly"
     if check == "resume":
         return "no answer began with whole words, so that the next turn is the same tokens for certain"
@@ -250,151 +227,133 @@ def _no_pairs(evidence: Evidence, check: str) -> str:
 def _places(failing: Sequence[int], target: Target) -> str:
     """Where in a block the failing prompts end, if they have it in common."""
     lengths = sorted(set(failing))
+    few = ", ".join(f"{length:,}" for length in lengths[:4]) + (f", ... {lengths[-1]:,}" if len(lengths) > 4 else "")
     rests = {length % target.step for length in lengths}
-    if rests == {0}:
-        return f", all of whole blocks exactly ({_few(lengths)} tokens)"
-    if rests == {1}:
-        return f", all of one token more than whole blocks ({_few(lengths)} tokens)"
-    if rests == {target.step - 1}:
-        return f", all of one token less than whole blocks ({_few(lengths)} tokens)"
-    return f", of {_few(lengths)} tokens"
+    ends = {0: "whole blocks exactly", 1: "one token more than whole blocks", target.step - 1: "one token less than"
+            " whole blocks"}  # fmt: skip
+    end = ends.get(rests.pop()) if len(rests) == 1 else None
+    return f", of {few} tokens" if end is None else f", all of {end} ({few} tokens)"
 
 
-def _few(lengths: Sequence[int]) -> str:
-    shown = ", ".join(f"{length:,}" for length in lengths[:4])
-    return shown if len(lengths) <= 4 else f"{shown}, ... {lengths[-1]:,}"
-
-
-def _eviction(evidence: Evidence, text: str, num: int, largest: float | None) -> Verdict:
+def _eviction(evidence: Evidence, text: str) -> tuple[Status, str]:
     (outcome,) = evidence.of("evict")
+    target = evidence.target
     num_pressure = sum(len(ask.words) for ask in outcome.probe.asks() if ask.max_new == 1)
     others = f"{num_pressure:,} tokens of other prompts"
-    if not evidence.survey.target.reports:
-        text = f"{text} through {others}; whether any was evicted is not reported"
-        return Verdict("evict", Status.UNKNOWN, text, num, 0, largest)
-    num_evicted = sum(
-        (outcome.seen[pair.warm].answer.num_cached or 0) < _expected(outcome.seen[pair.warm], evidence.survey.target)
-        for pair in outcome.probe.pairs
-    )
+    if not target.reports:
+        return Status.UNKNOWN, f"{text} through {others}; whether any was evicted is not reported"
+    warm = [outcome.seen[pair.warm] for pair in outcome.probe.pairs]
+    num_evicted = sum(each.num_cached < target.whole((each.num_prompt or 0) - 1) for each in warm)
     if num_evicted == 0:
-        text = f"{text}, but {others} evicted nothing: --max-tokens and --max-requests allow more"
-        return Verdict("evict", Status.UNKNOWN, text, num, 0, largest)
-    return Verdict("evict", Status.OK, f"{text} ({num_evicted} had been evicted by {others})", num, 0, largest)
+        return Status.UNKNOWN, f"{text}, but {others} evicted nothing: --max-tokens and --max-requests allow more"
+    return Status.OK, f"{text} ({num_evicted} had been evicted by {others})"
 
 
-def _expected(seen: Seen, target: Target) -> int:
-    """Cached tokens of a prompt that is sent again and was not evicted, at least."""
-    length, unit = seen.num_prompt or 0, target.unit or 1
-    whole = (length - 1) // unit * unit
-    return whole if whole >= target.smallest else 0
-
-
-def _twins(evidence: Evidence, noise: Noise) -> Verdict:
+def _twins(evidence: Evidence, check: str) -> list[Verdict]:
     """Without a way around the cache: an answer that ignores the last token of a block is that of the other prompt."""
-    differences: dict[bool, list[Difference]] = {True: [], False: []}
-    for outcome in evidence.of("twins"):
-        for pair, found in zip(outcome.probe.pairs, outcome.differences, strict=True):
-            if found is not None:
-                differences[pair.must_differ].append(found)
-    twins, controls = differences[True], differences[False]
+    noise = evidence.noise()
+    if evidence.target.bypass is not None:
+        return _pairs(evidence, check)
+    compared = [each for outcome in evidence.of(check) for each in outcome.compared()]
+    twins, controls = ([found for pair, found in compared if pair.must_differ is differ] for differ in (True, False))
     if len(twins) < 3 or noise.num_pairs == 0:
-        return Verdict("change", Status.UNKNOWN, _why(evidence, "twins", "too few prompts with one changed token"))
+        return [evidence.unknown(check, "too few prompts with one changed token", name="change")]
     limit = max(ROUNDED, noise.largest or 0.0)
-
-    def is_ignored(each: Difference) -> bool:
-        return each.is_same if each.distance is None else each.distance <= limit
-
-    num_ignored, num_insensitive = sum(map(is_ignored, twins)), sum(map(is_ignored, controls))
-    num = f"{len(twins) - num_ignored} of {len(twins)}"
-    text = f"a change in the last token of a block changes the answer in {num} prompts"
+    num_ignored, num_insensitive = (sum(not found.exceeds(limit) for found in some) for some in (twins, controls))
+    text = "a change in the last token of a block changes the answer in"
+    text += f" {len(twins) - num_ignored} of {len(twins)} prompts"
     if num_insensitive > len(controls) / 2:
-        return Verdict("change", Status.UNKNOWN, f"{text}, but one token elsewhere rarely changes it either")
+        return [Verdict(Status.UNKNOWN, "change", f"{text}, but one token elsewhere rarely changes it either")]
+    status = Status.OK
     if num_ignored >= max(2, 2 * num_insensitive + 1, len(twins) / 2):
+        status = Status.FAULT
         text += f"; one in the middle of a block does in {len(controls) - num_insensitive} of {len(controls)}"
-        return Verdict("change", Status.FAULT, text, len(twins), num_ignored)
-    return Verdict("change", Status.OK, text, len(twins), num_ignored)
+    return [Verdict(status, "change", text, len(twins), num_ignored)]
 
 
-def _moved(evidence: Evidence) -> Verdict:
+def _moved(evidence: Evidence, check: str) -> list[Verdict]:
     """Without a way around the cache only the reported hits can tell, and the law has judged them."""
+    if evidence.target.bypass is not None:
+        return _pairs(evidence, check)
     text = "whether a block cached at another place is confused"
-    if not evidence.survey.target.reports or "moved" in evidence.not_run:
-        text = f"{text} cannot be seen: the server neither reports hits nor computes without its cache"
-        return Verdict("moved", Status.UNKNOWN, _why(evidence, "moved", text))
-    return Verdict("moved", Status.NOTE, f"{text} is seen from the reported hits only (see law)")
+    if not evidence.target.reports or check in evidence.not_run:
+        why = f"{text} cannot be seen: the server neither reports hits nor computes without its cache"
+        return [evidence.unknown(check, why)]
+    return [Verdict(Status.NOTE, check, f"{text} is seen from the reported hits only (see law)")]
 
 
-def _salts(evidence: Evidence, noise: Noise, cases: dict[str, str]) -> list[Verdict]:
-    target = evidence.survey.target
-    if target.isolates is None:
-        return [Verdict("salts", Status.NOTE, "cache_salt is not offered: all users of the server share one cache")]
-    outcomes = evidence.of("salts")
-    verdict = _pairs(evidence, noise, "salts", cases)
-    if not target.reports or not outcomes:
-        return [verdict]
-    crossed = sum(bool(each.seen[2].answer.num_cached and each.seen[2].answer.num_cached > 6) for each in outcomes)
+def _salts(evidence: Evidence, check: str) -> list[Verdict]:
+    if evidence.target.isolates is None:
+        return [Verdict(Status.NOTE, check, "cache_salt is not offered: all users of the server share one cache")]
+    outcomes, verdicts = evidence.of(check), _pairs(evidence, check)
+    if not evidence.target.reports or not outcomes:
+        return verdicts
+    crossed, num = sum(each.seen[2].is_hit for each in outcomes), len(outcomes)
     if crossed:
-        text = f"{crossed} of {len(outcomes)} prompts were hits of another salt: a tenant sees what others have sent{cases.get('salts', '')}"  # noqa: E501
-        return [Verdict("salts", Status.FAULT, text, len(outcomes), crossed)]
-    text = f"no prompt was a hit of another salt, in {len(outcomes)} of {len(outcomes)}"
-    return [verdict, Verdict("salts", Status.OK, text, len(outcomes), 0)]
+        text = f"{crossed} of {num} prompts were hits of another salt: a tenant sees what others have sent"
+        return [evidence.verdict(check, Status.FAULT, text, num, crossed)]
+    return [*verdicts, Verdict(Status.OK, check, f"no prompt was a hit of another salt, in {num} of {num}", num, 0)]
 
 
-def _users(evidence: Evidence, noise: Noise, cases: dict[str, str]) -> list[Verdict]:
+def _users(evidence: Evidence, check: str) -> list[Verdict]:
     """No server documents that `user` separates caches, so that shared hits are no fault: whether they are shared."""
-    outcomes = evidence.of("users")
+    outcomes = evidence.of(check)
     if not outcomes:
-        return [Verdict("users", Status.NOTE, _why(evidence, "users", "whether users share hits is not reported"))]
-    verdict = _pairs(evidence, noise, "users", cases)
-    crossed, warm = (sum((each.seen[place].answer.num_cached or 0) > 6 for each in outcomes) for place in (2, 1))
-    num = f"{crossed} of {plural(len(outcomes), 'prompt')}"
+        text = evidence.not_run.get(check, "whether users share hits is not reported")
+        return [Verdict(Status.NOTE, check, text)]
+    verdicts = _pairs(evidence, check)
+    crossed, warm = (sum(each.seen[place].is_hit for each in outcomes) for place in (2, 1))
+    text = f"{crossed} of {plural(len(outcomes), 'prompt')} were hits of another user"
     if crossed:
-        text = f"{num} were hits of another user: the field user does not separate caches"
-        return [verdict, Verdict("users", Status.NOTE, text, len(outcomes), crossed)]
-    if not warm:
-        return [verdict]
-    return [verdict, Verdict("users", Status.OK, f"{num} were hits of another user", len(outcomes), 0)]
+        text += ": the field user does not separate caches"
+        return [*verdicts, Verdict(Status.NOTE, check, text, len(outcomes), crossed)]
+    return [*verdicts, Verdict(Status.OK, check, text, len(outcomes), 0)] if warm else verdicts
 
 
-def _speed(evidence: Evidence) -> list[Verdict]:
-    outcomes = evidence.of("speed")
+def _speed(evidence: Evidence, check: str) -> list[Verdict]:
+    outcomes = evidence.of(check)
     if len(outcomes) < _FEWEST_TIMES:
-        return [Verdict("speed", Status.UNKNOWN, _why(evidence, "speed", "too few times to the first token"))]
+        return [evidence.unknown(check, "too few times to the first token")]
     columns = [[outcome.seen[i].answer.seen_s for outcome in outcomes] for i in range(len(outcomes[0].seen))]
     short, cold, warm = (_typical(column) for column in columns[:3])
     length = outcomes[0].probe.length
     times = f"{length:,} tokens take {seconds_text(cold)} cold and {seconds_text(warm)} warm"
     if _share_of_smaller(columns[0], columns[1]) < _CLEAR or cold < 1.2 * short:
         text = f"{times}, fewer tokens {seconds_text(short)}: too alike or too uneven to see a cache by time"
-        return [Verdict("speed", Status.UNKNOWN, text)]
+        return [Verdict(Status.UNKNOWN, check, text)]
     verdicts = [_claimed(evidence, outcomes, times, _saving(*columns[:3]))]
     if len(columns) > 3:
         saving = _saving(columns[0], columns[1], columns[3])
         text = f"with another salt {seconds_text(_typical(columns[3]))} ({times})"
-        status, words = {
-            True: (Status.FAULT, "a tenant sees another's hits by time"),
-            False: (Status.OK, "no tenant sees another's hits by time"),
-            None: (Status.UNKNOWN, "whether a tenant sees another's hits by time"),
-        }[saving.is_there]
-        verdicts.append(Verdict("tenants", status, f"{words}: {text}{saving.needs(len(columns))}"))
+        status, who = _LEAKS[saving.is_there]
+        text = f"{who} sees another's hits by time: {text}{saving.needs(len(columns))}"
+        verdicts.append(Verdict(status, "tenants", text))
     return verdicts
+
+
+_LEAKS = {
+    True: (Status.FAULT, "a tenant"),
+    False: (Status.OK, "no tenant"),
+    None: (Status.UNKNOWN, "whether a tenant"),
+}
 
 
 def _claimed(evidence: Evidence, outcomes: Sequence[Outcome], times: str, saving: "Saving") -> Verdict:
     """Whether the reported hits save time."""
-    claims = median([(outcome.seen[2].answer.num_cached or 0) / outcome.probe.length for outcome in outcomes])
-    if not evidence.survey.target.reports:
-        seen = "a cache is seen by time" if saving.is_there else "no cache is seen by time"
-        return Verdict("speed", Status.NOTE, f"{seen}: {times}")
-    if claims < _SAVED:
-        return Verdict("speed", Status.UNKNOWN, f"too little of the long prompts was a hit to see it by time: {times}")
-    if saving.is_there:
-        return Verdict("speed", Status.OK, f"reported hits save time: {times}")
-    text = f"{times}, though {100 * claims:.0f} % of the tokens are reported as cached"
-    if saving.is_there is False:
-        return Verdict("speed", Status.FAULT, f"the cache is only claimed: {text}")
-    needs = saving.needs(len(outcomes[0].seen))
-    return Verdict("speed", Status.UNKNOWN, f"whether reported hits save time is not clear: {text}{needs}")
+    claims = median([outcome.seen[2].num_cached / outcome.probe.length for outcome in outcomes])
+    claimed = f"{times}, though {100 * claims:.0f} % of the tokens are reported as cached"
+    if not evidence.target.reports:
+        status, text = Status.NOTE, f"{'a' if saving.is_there else 'no'} cache is seen by time: {times}"
+    elif claims < _SAVED:
+        status, text = Status.UNKNOWN, f"too little of the long prompts was a hit to see it by time: {times}"
+    elif saving.is_there:
+        status, text = Status.OK, f"reported hits save time: {times}"
+    elif saving.is_there is False:
+        status, text = Status.FAULT, f"the cache is only claimed: {claimed}"
+    else:
+        needs = saving.needs(len(outcomes[0].seen))
+        status, text = Status.UNKNOWN, f"whether reported hits save time is not clear: {claimed}{needs}"
+    return Verdict(status, "speed", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,5 +406,4 @@ def _share_of_smaller(times: Sequence[float], others: Sequence[float]) -> float:
     return sum(a < b for a in times for b in others) / (len(times) * len(others))
 
 
-def _why(evidence: Evidence, check: str, otherwise: str) -> str:
-    return evidence.not_run.get(check, otherwise)
+_JUDGES = {"twins": _twins, "moved": _moved, "salts": _salts, "users": _users, "speed": _speed}
