@@ -167,7 +167,7 @@ def test_a_journal_with_rows_needs_resume_or_overwrite(tmp_path):
     with pytest.raises(UsageError, match="stopped run") as refused:
         open_sink(tmp_path)
     assert "--resume" in refused.value.hint
-    assert open_sink(tmp_path, resume=True).resumed_rows == 4
+    assert open_sink(tmp_path, resume=True).journal.num_rows == 4
 
 
 def test_a_run_that_stops_before_its_first_row_leaves_nothing_behind(tmp_path):
@@ -198,7 +198,7 @@ def test_an_output_that_appeared_during_the_run_is_not_replaced(tmp_path):
     assert "all rows are safe in" in refused.value.hint
     (tmp_path / "out.jsonl").rename(tmp_path / "moved")
     again = open_sink(tmp_path, resume=True)
-    assert again.resumed_rows == 4
+    assert again.journal.num_rows == 4
     again.finish(READ)
     assert (tmp_path / "moved").read_text() == "precious"
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 4
@@ -250,7 +250,7 @@ def test_a_journal_that_is_cut_during_the_run_ends_it_and_its_whole_rows_are_res
         sink.flush()
     sink.abandon()
     again = open_sink(tmp_path, resume=True)
-    assert again.resumed_rows < 4
+    assert again.journal.num_rows < 4
     missing = [index for index in ROWS if not again.holds(index, 1000 + index)]
     for index in missing:
         again.write(index, 1000 + index, ROWS[index], ok=True)
@@ -296,7 +296,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_written(tmp_path, full_dis
     sink.abandon()
     full_disk(resource.RLIM_INFINITY)
     again = open_sink(tmp_path, resume=True)
-    assert again.resumed_rows == 1
+    assert again.journal.num_rows == 1
     write_all(again)
     again.finish(READ)
     assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))

@@ -5,11 +5,10 @@ import json
 import random
 
 import pytest
-from batch_harness import DEFAULTS, Harness, encode, without_run_dependent_fields
+from batch_harness import Harness, encode, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.run import PrefixWindow
 
 
@@ -107,18 +106,17 @@ def test_places_for_metrics_and_summary_are_checked_before_the_run(prompts, tmp_
 # ---------------------------------------------------------------------- --reorder prefix
 
 
-def waiting(index, token_ids, salt=None):
-    line, prompts = Line(index, index + 1, b"", 0), [RowPrompt(token_ids, DEFAULTS)]
-    return BatchRow(line, prompts=prompts, cache_salt=salt)
+def add(window, index, token_ids, salt=None):
+    window.add(index, [token_ids], salt)
 
 
 def test_a_window_gives_out_common_beginnings_one_after_the_other():
     window = PrefixWindow()
     for index, token_ids in enumerate([[1, 2, 3], [9], [1, 2], [9, 1], [1, 2, 3]]):
-        window.add(waiting(index, token_ids))
-    window.add(waiting(5, [0], salt="s"))
+        add(window, index, token_ids)
+    add(window, 5, [0], salt="s")
     assert window.take(partial=False) is None, "it waits for more"
-    taken = [window.take(partial=True).line.index for _ in range(6)]
+    taken = [window.take(partial=True) for _ in range(6)]
     assert [{2}, {0, 4}, {1}, {3}, {5}] == [{taken[0]}, set(taken[1:3]), {taken[3]}, {taken[4]}, {taken[5]}]
     assert not window
 
@@ -140,11 +138,11 @@ def test_an_empty_prompt_among_others_is_only_an_error_row(tmp_path, resume):
 def test_a_window_is_bounded_in_rows_and_tokens():
     by_rows, by_tokens = PrefixWindow(max_rows=3), PrefixWindow(max_tokens=10)
     for index in range(3):
-        by_rows.add(waiting(index, [index]))
-    by_tokens.add(waiting(0, [1] * 10))
+        add(by_rows, index, [index])
+    add(by_tokens, 0, [1] * 10)
     assert by_rows.full
     assert by_tokens.full
-    assert by_rows.take(partial=False).line.index == 0
+    assert by_rows.take(partial=False) == 0
     assert not by_rows.full, "the next window fills while this one is given out"
 
 

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.journal import LineDigest
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, answer_schema, cells_of
-from pagedcli.batch.row_format import Row
+from pagedcli.batch.rows import Row
 from pagedcli.errors import PagedcliError, UsageError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
@@ -88,9 +87,7 @@ def test_other_columns_are_carried_along_with_their_types(tmp_path):
     table = pa.table({"label": label, "prompt": ["x", "y", "z"], "day": pa.array([1, 2, None], pa.date32())})
     pq.write_table(table, tmp_path / "in.parquet")
     with (tmp_path / "out.parquet").open("w+b") as file:
-        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(
-            file, lambda: enumerate(map(answer, range(3))), LineDigest()
-        )
+        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, lambda: enumerate(map(answer, range(3))))
     out = pq.read_table(tmp_path / "out.parquet")
     assert out.select(table.column_names).equals(table)
     assert out["text"].to_pylist() == ["t0", "t1", "t2"]
@@ -99,7 +96,7 @@ def test_other_columns_are_carried_along_with_their_types(tmp_path):
 
 def test_the_error_column_is_typed_where_no_row_failed(tmp_path):
     with (tmp_path / "out.parquet").open("w+b") as file:
-        ParquetRows().write(file, lambda: enumerate([answer(0), answer(1)]), LineDigest())
+        ParquetRows().write(file, lambda: enumerate([answer(0), answer(1)]))
     out = pq.read_table(tmp_path / "out.parquet")
     assert out["error"].null_count == 2
     assert out.schema.field("error").type == answer_schema().field("error").type
@@ -116,7 +113,7 @@ def test_all_parts_of_a_row_have_a_column(tmp_path):
         answer(2, text=None, finish_reason=None, usage=None, error=error),
     ]
     with (tmp_path / "out.parquet").open("w+b") as file:
-        ParquetRows(columns=Columns(token_ids=True)).write(file, lambda: enumerate(rows), LineDigest())
+        ParquetRows(columns=Columns(token_ids=True)).write(file, lambda: enumerate(rows))
     out = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert out[0]["token_ids"] == [5, 6]
     assert out[0]["token_logprobs"] == [position]
@@ -138,7 +135,7 @@ def test_any_number_of_rows_is_written_in_row_groups(tmp_path, monkeypatch, num_
     pq.write_table(table, tmp_path / "in.parquet", row_group_size=700)
     with (tmp_path / "out.parquet").open("w+b") as file:
         rows = [answer(i, text=str(i)) for i in range(num_rows)]
-        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, lambda: enumerate(rows), LineDigest())
+        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, lambda: enumerate(rows))
     out = pq.ParquetFile(tmp_path / "out.parquet")
     assert out.read()["text"].to_pylist() == out.read()["prompt"].to_pylist()
     assert max((out.metadata.row_group(i).num_rows for i in range(out.num_row_groups)), default=0) <= 2048
@@ -147,5 +144,5 @@ def test_any_number_of_rows_is_written_in_row_groups(tmp_path, monkeypatch, num_
 def test_only_the_rows_of_a_limit_are_written(tmp_path):
     source = table_of([{"prompt": str(i)} for i in range(9)], tmp_path / "in.parquet")
     with (tmp_path / "out.parquet").open("w+b") as file:
-        ParquetRows(source).write(file, lambda: enumerate(map(answer, range(4))), LineDigest())
+        ParquetRows(source).write(file, lambda: enumerate(map(answer, range(4))))
     assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["0", "1", "2", "3"]

@@ -12,7 +12,6 @@ from cli_harness import pagedcli, rows_of
 from safetensors.torch import load_file, save_file
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.journal import LineDigest
 from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.requests import BatchRow, RowPrompt
@@ -328,7 +327,7 @@ def test_parts_of_a_distributed_run_have_the_same_columns_whichever_rows_they_ha
     schemas = []
     for place, row in enumerate(rows):
         with (tmp_path / f"{place}.parquet").open("w+b") as file:
-            ParquetRows(reasoning=writer.reasoning_columns).write(file, lambda row=row: [(0, row)], LineDigest())
+            ParquetRows(reasoning=writer.reasoning_columns).write(file, lambda row=row: [(0, row)])
         schemas.append(parquet.read_schema(tmp_path / f"{place}.parquet"))
     assert schemas[0] == schemas[1]
     assert "reasoning_content" in schemas[0].names

@@ -5,6 +5,7 @@ Used by batch.prompts and by the writers of rows.
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,13 @@ _ONLY_IN: dict[OutputKind, frozenset[str]] = {
     | {"reasoning_tokens", *METRICS},
     "parquet": frozenset(("token_logprobs", "prompt_token_logprobs")),
 }
+
+
+def kind_of(path: Path | None) -> OutputKind:
+    """What the name of an output says it is; stdout (None) is JSON Lines."""
+    if path is None or path.suffix == ".parquet":
+        return "jsonl" if path is None else "parquet"
+    return "csv" if path.name.removesuffix(".gz").endswith(".csv") else "jsonl"
 
 
 @dataclass(frozen=True, slots=True)

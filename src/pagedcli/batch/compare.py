@@ -11,23 +11,22 @@ import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import open_rows
-from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.batch.row_format import NOT_A_ROW, Row, Sample, why_not_a_row
-from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.rows import NOT_A_ROW, Row, RowWriter, Sample, why_not_a_row
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
-from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 
@@ -244,39 +243,14 @@ def _name(token: dict[str, Any]) -> str:
     return str(token["bytes"] if "\N{REPLACEMENT CHARACTER}" in token["token"] else token["token"])
 
 
-def row_of(label: str, answers: list[RowPrompt]) -> ComparedRow:
-    """The same of a row that was just generated."""
-    samples = []
-    for answer in answers:
-        prompt_values = _own_values(answer.result.prompt_logprobs)
-        for sample, text in zip(answer.result.samples, answer.texts, strict=True):
-            values, ending = _own_values(sample.logprobs), (sample.finish_reason, sample.stop_reason)
-            samples.append(ComparedSample(text, None, sample.token_ids, None, values, prompt_values, ending))
-    return ComparedRow(label, label, None, sum(len(answer.result.prompt_token_ids) for answer in answers), samples)
-
-
-def _own_values(positions: Iterable[TokenLogprobs | None] | None) -> list[Listed] | None:
-    if positions is None:
-        return None
-    return [
-        ([each.logprob, *(logprob for _, logprob in each.top)], [token_id for token_id, _ in each.top])
-        for each in positions
-        if each is not None
-    ]
-
-
 def pairs(
     a: Iterable[ComparedRow], b: Iterable[ComparedRow]
 ) -> Iterator[tuple[ComparedRow | None, ComparedRow | None]]:
     """Rows with equal keys; None where the other file has none. Holds only rows whose partner has not come yet."""
     waiting: tuple[dict[Hashable, deque[ComparedRow]], dict[Hashable, deque[ComparedRow]]] = ({}, {})
-    sources = (iter(a), iter(b))
-    ended = [False, False]
-    while not all(ended):
-        for side in (0, 1):
-            row = next(sources[side], None)
+    for both in zip_longest(a, b):
+        for side, row in enumerate(both):
             if row is None:
-                ended[side] = True
                 continue
             partners = waiting[1 - side].get(row.key)
             if not partners:
@@ -286,17 +260,15 @@ def pairs(
             if not partners:
                 del waiting[1 - side][row.key]
             yield (row, partner) if side == 0 else (partner, row)
-    for rows in waiting[0].values():
-        yield from ((row, None) for row in rows)
-    for rows in waiting[1].values():
-        yield from ((None, row) for row in rows)
+    yield from ((row, None) for rows in waiting[0].values() for row in rows)
+    yield from ((None, row) for rows in waiting[1].values() for row in rows)
 
 
 class RowSample:
     """Some finished rows of a run, each equally likely; always the same ones for the same order of completion."""
 
     def __init__(self, num_wanted: int) -> None:
-        self.rows: list[tuple[Line, list[RowPrompt]]] = []
+        self.rows: list[tuple[BatchRow, list[RowPrompt]]] = []
         self._num_wanted = num_wanted
         self._num_seen = 0
         self._random = Random(0)
@@ -304,25 +276,30 @@ class RowSample:
     def add(self, row: BatchRow, answers: list[RowPrompt]) -> None:
         self._num_seen += 1
         if len(self.rows) < self._num_wanted:
-            self.rows.append((row.line, answers))
+            self.rows.append((row, answers))
         elif (place := self._random.randrange(self._num_seen)) < self._num_wanted:
-            self.rows[place] = (row.line, answers)
+            self.rows[place] = (row, answers)
 
 
 def run_again(
     engine: "LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
 ) -> list[Difference]:
     """Generate the rows of a sample again, one after the other. Returns the first difference of each that has one."""
+    with_tokens = replace(rows, columns=Columns(token_ids=True))
+
+    def compared(row: BatchRow, answers: list[RowPrompt]) -> ComparedRow:
+        plain = replace(row, id=None, shape="plain", kept={})
+        return _read_row(Row.of(with_tokens.encode_success(plain, answers)), 1, "text", by_order=False)
+
     differences = []
-    for line, answers in sample.rows:
+    for row, answers in sample.rows:
         again = RowSample(1)
-        name, sink = f"again-{line.index}", StreamSink(io.BytesIO(), order="completion")
+        name, sink = f"again-{row.line.index}", StreamSink(io.BytesIO(), order="completion")
         alone = options.with_run(limit=None, max_errors=None, reorder="none")
         alone = replace(alone, shard=(0, 1), check_ids=False, cache_namespace=name)
-        BatchRun(engine, tokenizer, [line], sink, rows, alone, observe_row=again.add).run()
-        label = f"row {line.index}"
+        BatchRun(engine, tokenizer, [row.line], sink, rows, alone, observe_row=again.add).run()
         if not again.rows:
-            differences.append(Difference(label, "error", a="no error", b="an error"))
-        elif (difference := compare(row_of(label, answers), row_of(label, again.rows[0][1]))) is not None:
+            differences.append(Difference(f"row {row.line.index}", "error", a="no error", b="an error"))
+        elif (difference := compare(compared(row, answers), compared(*again.rows[0]))) is not None:
             differences.append(difference)
     return differences

@@ -1,19 +1,23 @@
-"""CSV and TSV tables as input: each row becomes a JSONL line of the columns that a line may have.
+"""CSV and TSV tables: read as JSONL lines of the columns that a line may have, written with one line per sample.
 
-Used by batch.prompts. Rows are read one at a time; a row of at most MAX_LINE_BYTES is in memory.
+Used by batch.prompts and batch.job. Rows are read one at a time; a row of at most MAX_LINE_BYTES is in memory.
 """
 
 import csv
+import io
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from pagedcli.batch.columns import INVALID_ROW, Columns
+from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
+from pagedcli.batch.rows import Row, Rows, reasoning_of
+from pagedcli.batch.sinks import write_lines
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
 
@@ -156,3 +160,68 @@ def _encoded(line: dict[str, Any]) -> bytes:
         return msgspec.json.encode(line)
     except UnicodeEncodeError:
         return json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, slots=True)
+class CsvLines:
+    """Rows as lines of a CSV table, one per sample.
+
+    Token counts and metrics of a row are on its first sample's line only: the sum of a column is the total of the run.
+    """
+
+    columns: Columns
+    reasoning: frozenset[str] | None = None  # columns about it; None: those that the rows have
+
+    def write(self, file: BinaryIO, rows: Rows) -> str:
+        """See sinks.RowFormat."""
+        return write_lines(file, self._lines(rows))
+
+    def _lines(self, rows: Rows) -> Iterator[bytes]:
+        """The header and the lines, with line ends."""
+        text = io.StringIO()
+        header = self._header(rows)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(header)
+        for index, content in rows():
+            row = Row.of(content, self.columns.answer, index)
+            writer.writerows([_cell(cells.get(name)) for name in header] for cells in self._cells(row))
+            yield text.getvalue().encode()
+            text.seek(0)
+            text.truncate()
+        yield text.getvalue().encode()  # the header of a table without rows
+
+    def _header(self, rows: Rows) -> list[str]:
+        """`sample` is 0 to n - 1, and empty for an error."""
+        kept = list(self.columns.keep)
+        if self.columns.keep_all:
+            names = (name for _, row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
+            kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved))
+        reasoning = reasoning_of(rows) if self.reasoning is None else self.reasoning
+        counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if self.columns.metrics else ())]
+        answer = ["sample", self.columns.answer, "finish_reason", "stop_reason", "beam_score", *counts]
+        lists = ["logprobs", "prompt_logprobs", "token_ids"]
+        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(reasoning)]
+
+    def _cells(self, row: Row) -> list[dict[str, Any]]:
+        """Values by column, for each sample."""
+        cells = row.fields | {"index": row.index, "id": row.id}
+        if row.error is not None:
+            return [cells | {"error_code": row.error["code"], "error_message": row.error["message"]}]
+        assert row.usage is not None, "a good row has counts"
+        counts = {
+            "prompt_tokens": row.usage["prompt_tokens"],
+            "cached_tokens": row.usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": row.usage["completion_tokens"],
+            **row.usage.get("completion_tokens_details", {}),
+            **(row.metrics or {}),
+        }
+        return [
+            sample.cells(self.columns.answer) | cells | (counts if place == 0 else {}) | {"sample": place}
+            for place, sample in enumerate(row.samples)
+        ]
+
+
+def _cell(value: Any) -> Any:
+    """Text and numbers unchanged, everything else as JSON."""
+    is_plain = value is None or (isinstance(value, str | int | float) and not isinstance(value, bool))
+    return value if is_plain else msgspec.json.encode(value).decode()

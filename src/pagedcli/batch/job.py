@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from pagedcli.batch.columns import Columns
+from pagedcli.batch.columns import Columns, kind_of
 from pagedcli.batch.compare import Difference, RowSample, run_again
+from pagedcli.batch.delimited import CsvLines
 from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.journal import (
     RunRecord,
@@ -32,10 +33,9 @@ from pagedcli.batch.prompts import (
 )
 from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.batch.row_format import CsvLines, JsonLines, kind_of
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
-from pagedcli.batch.sinks import FileSink, Sink, StreamSink
+from pagedcli.batch.sinks import FileSink, JsonLines, Sink, StreamSink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
@@ -219,7 +219,6 @@ class OpenJob:
             sink,
             rows,
             self._options,
-            live=self.lines.is_live,
             num_rows=self._num_rows,
             read=self._read,
             repeats=self._repeats,

@@ -7,13 +7,14 @@ completion. Memory: 8 bytes per row.
 """
 
 import gzip
+import hashlib
 import os
 import re
 import stat
 import time
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -308,23 +309,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.shard.partition("/")[2])
 
 
-class LineDigest:
-    """Digests the lines of an output as they pass through."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_128()
-
-    def passing(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        for line in lines:
-            self._digest.update(line)
-            yield line
-
-    def read(self, lines: Iterable[bytes]) -> None:
-        for _ in self.passing(lines):
-            pass
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+def digest_of(file: BinaryIO) -> str:
+    """The xxh3-128 of what is left of a file, in hex."""
+    return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def check_unchanged(path: Path, record: RunRecord, digest: str) -> None:
@@ -450,8 +437,6 @@ def open_journal(path: Path, fingerprint: dict[str, str], *, resume: bool, overw
 
 def _digest_of(path: Path) -> str | None:
     """None if the file is damaged."""
-    digest = LineDigest()
     with suppress(OSError, EOFError, zlib.error), open_rows(path) as file:
-        digest.read(file)
-        return digest.hexdigest()
+        return digest_of(file)
     return None

@@ -12,7 +12,7 @@ import xxhash
 
 from pagedcli.batch.fingerprint import differences
 from pagedcli.batch.journal import RunRecord, check_unchanged, open_rows, read_record
-from pagedcli.batch.row_format import RowStatus
+from pagedcli.batch.rows import RowStatus
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
@@ -44,7 +44,7 @@ def merge_shards(
     merged = Merged(in_input_order=all(shard.order == "input" for _, shard in shards))
     try:
         with ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
-            readers = [_ShardReader(path, shard, stack) for path, shard in shards]
+            readers = [CheckedRows(path, shard, stack) for path, shard in shards]
             seen = SeenIds()
             for row in _rows(readers, in_input_order=merged.in_input_order):
                 _count(merged, row, seen)
@@ -90,17 +90,18 @@ def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
     return shards
 
 
-class _ShardReader:
-    """Rows of one shard, checked against its record."""
+class CheckedRows:
+    """The rows of an output, one after the other, checked against its record."""
 
-    def __init__(self, path: Path, shard: RunRecord, stack: ExitStack) -> None:
+    def __init__(self, path: Path, record: RunRecord, stack: ExitStack) -> None:
         self._path = path
-        self._shard = shard
+        self._record = record
         self._file = stack.enter_context(open_rows(path))
         self._digest = xxhash.xxh3_128()
-        self.num_rows = shard.num_rows
+        self.num_rows = record.num_rows
 
     def next_row(self) -> bytes:
+        """Empty after the last one."""
         try:
             row = self._file.readline()
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -111,10 +112,10 @@ class _ShardReader:
     def check_end(self) -> None:
         """Raises: PagedcliError if the rows are not those that the run wrote."""
         self.next_row()  # anything after the last one
-        check_unchanged(self._path, self._shard, self._digest.hexdigest())
+        check_unchanged(self._path, self._record, self._digest.hexdigest())
 
 
-def _rows(readers: list[_ShardReader], *, in_input_order: bool) -> Iterator[bytes]:
+def _rows(readers: list[CheckedRows], *, in_input_order: bool) -> Iterator[bytes]:
     """Shard i of n has the rows i, i + n, i + 2n, ... of the input."""
     if not in_input_order:
         for reader in readers:

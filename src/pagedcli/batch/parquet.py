@@ -14,10 +14,10 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import METRICS, Columns
-from pagedcli.batch.journal import LineDigest
+from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
-from pagedcli.batch.row_format import Row, Rows, Sample, reasoning_of
+from pagedcli.batch.rows import Row, Rows, reasoning_of
 from pagedcli.errors import PagedcliError, UsageError
 
 _READ_ROWS = 1024  # converted to Python at a time
@@ -171,8 +171,8 @@ class ParquetRows:
                     hint="rename it, choose the columns to keep with --keep, or write JSONL",
                 )
 
-    def write(self, file: BinaryIO, rows: Rows, digest: LineDigest) -> None:
-        """Write `rows()` for the first rows of `carried` and in its order; see row_format.RowFormat."""
+    def write(self, file: BinaryIO, rows: Rows) -> str:
+        """Write `rows()` for the first rows of `carried` and in its order; see sinks.RowFormat."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -190,7 +190,7 @@ class ParquetRows:
         assert writer is not None, "there is at least an empty group"
         writer.close()
         file.seek(0)
-        digest.read(file)
+        return digest_of(file)
 
     def _own_groups(self, rows: Rows, reasoning: frozenset[str]) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
@@ -295,23 +295,15 @@ def _as_text(value: Any, type_: Any) -> Any:
 
 
 def cells_of(row: Row, answer: str = "text") -> dict[str, Any]:
-    """The cells of a row by column."""
-    samples = [_sample_cells(sample, answer) for sample in row.samples]
+    """The cells of a row by column. The completions endpoint's logprobs differ in form and are left out."""
+    samples = []
+    for sample in row.samples:
+        cells = sample.cells(answer)
+        if sample.stop_reason is not None:
+            cells["stop_reason"] = str(sample.stop_reason)
+        logprobs = sample.logprobs
+        cells["token_logprobs"] = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
+        cells["prompt_token_logprobs"] = sample.prompt_logprobs
+        samples.append(cells)
     own = {"id": row.id, "usage": row.usage, "metrics": row.metrics}
     return row.fields | own | (samples[0] if len(samples) == 1 else {"outputs": samples or None}) | {"index": row.index}
-
-
-def _sample_cells(sample: Sample, answer: str) -> dict[str, Any]:
-    """The completions endpoint's logprobs differ in form and are left out."""
-    logprobs = sample.logprobs
-    return {
-        "index": sample.index,
-        answer: sample.text,
-        "reasoning_content": sample.reasoning,
-        "finish_reason": sample.finish_reason,
-        "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
-        "beam_score": sample.beam_score,
-        "token_ids": sample.token_ids,
-        "prompt_token_logprobs": sample.prompt_logprobs,
-        "token_logprobs": logprobs.get("content") if isinstance(logprobs, dict) else logprobs,
-    }

@@ -1,8 +1,10 @@
-"""Output rows, for finished requests and for lines that could not be served.
+"""Output rows, for finished requests and for lines that could not be served: their one writer, for batch.run, and their
+one reader, for whoever compares, merges, tabulates or simulates rows.
 
-Used by batch.run. A plain line gives a plain row; an OpenAI batch line gives a row with exactly OpenAI's fields.
+A plain line gives a plain row; an OpenAI batch line gives a row with exactly OpenAI's fields.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -216,3 +218,99 @@ def _metrics(answers: list[RowPrompt]) -> dict[str, Any]:
 def _json_logprob(logprob: float) -> float:
     """JSON cannot represent -inf; OpenAI writes -9999.0 for an impossible token."""
     return max(logprob, -9999.0)
+
+
+# ---------------------------------------------------------------------- reading rows
+
+Rows = Callable[[], Iterable[tuple[int, bytes]]]  # each row's index and JSON, also a second time
+# what Row.of raises for something else than a row
+NOT_A_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError)
+
+
+def why_not_a_row(error: Exception) -> str:
+    """What is wrong with a line. `error`: one of NOT_A_ROW."""
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One answer of a row: a plain row with a single one, an element of its outputs, or an OpenAI choice."""
+
+    index: int  # place in the row
+    text: str | None  # None: the row has no field of that name
+    reasoning: str | None  # None: none is marked, or it was left out
+    finish_reason: str | None
+    stop_reason: Any
+    beam_score: float | None
+    token_ids: list[int] | None
+    logprobs: Any  # a list of positions, in a choice within an object
+    prompt_logprobs: Any
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], answer: str) -> "Sample":
+        text = fields["message"]["content"] if "message" in fields else fields.get(answer)
+        reasoning = fields.get("message", fields).get("reasoning_content")
+        names = ("stop_reason", "beam_score", "token_ids", "logprobs", "prompt_logprobs")
+        others = (fields.get(name) for name in names)
+        return cls(fields.get("index", 0), text, reasoning, fields["finish_reason"], *others)
+
+    def cells(self, answer: str) -> dict[str, Any]:
+        """What it has by column of a table, the text in the column `answer`."""
+        cells = msgspec.structs.asdict(self)
+        cells |= {"reasoning_content": cells.pop("reasoning"), answer: cells.pop("text")}
+        return {name: value for name, value in cells.items() if value is not None}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row, plain or in OpenAI's form."""
+
+    fields: dict[str, Any]  # all fields of the row, copied columns included
+    id: str | int | None
+    index: int | None  # index of the line in the input; OpenAI's rows have none of their own
+    error: dict[str, Any] | None
+    usage: dict[str, Any] | None
+    metrics: dict[str, Any] | None
+    samples: list[Sample]  # none in an error row
+
+    @classmethod
+    def of(cls, content: bytes, answer: str = "text", index: int | None = None) -> "Row":
+        """`answer`: the field of plain rows with the text; `index`: that of the row, if known. Raises: one of
+        NOT_A_ROW."""
+        fields = msgspec.json.decode(content, type=dict[str, Any])
+        body = (fields.get("response") or {}).get("body") or fields
+        samples = [] if fields["error"] is not None else body.get("choices") or body.get("outputs") or [body]
+        return cls(
+            fields,
+            fields["custom_id"] if "response" in fields else fields["id"],
+            fields.get("index", index),
+            fields["error"],
+            body.get("usage"),
+            body.get("metrics"),
+            [Sample.of(sample, "text" if "response" in fields else answer) for sample in samples],
+        )
+
+
+class RowStatus(msgspec.Struct, frozen=True, gc=False):
+    """Id and error of a row, decoded without the rest."""
+
+    id: str | int | None = None
+    custom_id: str | int | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def row_id(self) -> str | int | None:
+        return self.custom_id if self.custom_id is not None else self.id
+
+
+def reasoning_of(rows: Rows) -> frozenset[str]:
+    """The columns about reasoning that some row has; tables of other runs have none of them."""
+    found = set()
+    for _, row in rows():
+        if _REASONING_TOKENS in row and (each := Row.of(row)).usage and "completion_tokens_details" in each.usage:
+            found.add("reasoning_tokens")
+            found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
+            if len(found) == 2:
+                break
+    return frozenset(found)
+
+
+_REASONING_TOKENS = b'"reasoning_tokens":'

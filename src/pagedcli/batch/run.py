@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from operator import itemgetter
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from pagedcli.batch.grammar import Grammars
-from pagedcli.batch.lines import InputDigest, InputScan, Line, as_they_come
+from pagedcli.batch.lines import InputDigest, InputScan, Line, LineSource, as_they_come
 from pagedcli.batch.prompts import BatchOptions, Prompts
 from pagedcli.batch.repeats import Answers, Repeats
 from pagedcli.batch.requests import BatchRow, RowPrompt
@@ -44,24 +45,7 @@ def old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-class HasTokens(Protocol):
-    """A prompt."""
-
-    @property
-    def token_ids(self) -> Items[int] | None: ...
-
-
-class HasPrompts(Protocol):
-    """A request, as far as its order depends on it."""
-
-    @property
-    def prompts(self) -> Items[HasTokens]: ...
-
-    @property
-    def cache_salt(self) -> str | None: ...
-
-
-Waiting = TypeVar("Waiting", bound=HasPrompts)
+Waiting = TypeVar("Waiting")
 
 
 class PrefixWindow(Generic[Waiting]):
@@ -71,7 +55,7 @@ class PrefixWindow(Generic[Waiting]):
     def __init__(self, *, max_rows: int = WINDOW_ROWS, max_tokens: int = WINDOW_TOKENS) -> None:
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._filling: list[Waiting] = []
+        self._filling: list[tuple[tuple[str, bool, Items[int] | None], Waiting]] = []
         self._num_tokens = 0  # tokens in the window being filled
         self._sorted: list[Waiting] = []  # last one first
 
@@ -83,23 +67,20 @@ class PrefixWindow(Generic[Waiting]):
         """Whether a request must be taken before another can be added."""
         return len(self._filling) >= self._max_rows or self._num_tokens >= self._max_tokens
 
-    def add(self, request: Waiting) -> None:
-        self._filling.append(request)
-        self._num_tokens += sum(len(prompt.token_ids or ()) for prompt in request.prompts)
+    def add(self, request: Waiting, prompts: Items[Items[int] | None], cache_salt: str | None) -> None:
+        """Add a request with the tokens of its prompts, None where they are not known. Only requests of one salt share
+        blocks; of several prompts the first one counts."""
+        first = prompts[0] or None  # empty prompts come first: sequences of different types have no order
+        self._filling.append(((cache_salt or "", first is not None, first), request))
+        self._num_tokens += sum(len(token_ids or ()) for token_ids in prompts)
 
     def take(self, *, partial: bool) -> Waiting | None:
         """The next request; None while a window fills. `partial`: no more input for now, so it need not be full."""
         if not self._sorted and self._filling and (self.full or partial):
-            self._sorted, self._filling, self._num_tokens = self._filling, [], 0
-            self._sorted.sort(key=_prefix_order, reverse=True)
+            self._filling.sort(key=itemgetter(0), reverse=True)
+            self._sorted = [request for _, request in self._filling]
+            self._filling, self._num_tokens = [], 0
         return self._sorted.pop() if self._sorted else None
-
-
-def _prefix_order(request: HasPrompts) -> tuple[str, bool, Items[int] | None]:
-    """Only requests of one salt share blocks; of several prompts the first one counts. Empty prompts come first: there
-    is no order between sequences of different types."""
-    token_ids = request.prompts[0].token_ids or None
-    return request.cache_salt or "", token_ids is not None, token_ids
 
 
 # prompt tokens in work where decisions look at the queue: so many times the pool, and at most; about 65 bytes each
@@ -127,11 +108,32 @@ def read_ahead(limits: Limits) -> int:
     return min(READ_AHEAD_POOLS * limits.num_blocks * limits.block_size, MOST_READ_AHEAD)
 
 
+class InWork:
+    """The prompts that an engine has, and whether it should get more. One step may finish every running request: as
+    many again are kept ready, and more where `read_ahead` wants more tokens."""
+
+    def __init__(self, limits: Limits, given: int | None) -> None:
+        """`given`: prompt tokens that the user wants in work; None: see read_ahead."""
+        self._max_requests = limits.max_in_work
+        self._max_tokens = read_ahead(limits) if given is None else given
+        self._num_requests = self._num_tokens = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_requests < self._max_requests or self._num_tokens < self._max_tokens
+
+    def count(self, num_prompt_tokens: int, change: int = 1) -> None:
+        """A prompt has come, or with -1 as `change` gone."""
+        self._num_requests += change
+        self._num_tokens += change * max(LEAST_TOKENS, num_prompt_tokens)
+
+
 class BatchRun:
     """One pass over an input.
 
-    `live`: lines may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if known.
-    `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal rows once.
+    Lines of a live source may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if
+    known. `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal
+    rows once.
     `observe` is called with the counters after each step, `observe_row` with each good row and its answers, which
     `repeats` may take from another row. `stop_requested` is called before each step, and True ends the run once the
     rows so far are written.
@@ -146,7 +148,6 @@ class BatchRun:
         rows: RowWriter,
         options: BatchOptions,
         *,
-        live: bool = False,
         num_rows: int | None = None,
         read: InputScan | None = None,
         repeats: Repeats | None = None,
@@ -163,7 +164,7 @@ class BatchRun:
         self._observe_row = observe_row
         self._stop_requested = stop_requested
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
-        if live:
+        if isinstance(lines, LineSource) and lines.is_live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
         self._read = read
         self._digest = InputDigest()  # used only if the rows have not been read before
@@ -177,12 +178,7 @@ class BatchRun:
         )
         self._coming = iter(self._prompts)
         self._in_work: dict[str, tuple[BatchRow, RowPrompt]] = {}  # request id -> row and prompt
-        # one engine step may finish every running request: keep as many again tokenized and ready
-        self._max_in_work = engine.limits.max_in_work
-        # unless more is wanted: by eviction next-use and by checkpoints where prompts branch
-        given = options.run.read_ahead
-        self._max_tokens_in_work = read_ahead(engine.limits) if given is None else given
-        self._num_tokens_in_work = 0
+        self._work = InWork(engine.limits, options.run.read_ahead)
         self._window: PrefixWindow[BatchRow] | None = PrefixWindow() if options.run.reorder == "prefix" else None
         self._repeats = repeats
         self._num_started = 0  # rows
@@ -207,9 +203,9 @@ class BatchRun:
 
     def _serve(self, start_ns: int) -> Outcome:
         engine, max_errors = self._engine, self._options.run.max_errors
-        self.stats.num_resumed = self._sink.resumed_rows
-        self.stats.num_resumed_failed = self._sink.resumed_failed_rows
-        self.stats.name_failed(self._sink.resumed_failures)
+        if (journal := self._sink.journal) is not None:
+            self.stats.num_resumed, self.stats.num_resumed_failed = journal.num_rows, journal.num_failed_rows
+            self.stats.name_failed(journal.failures)
         while not self._stop_requested():
             self._pull()
             self._sink.flush()  # rows of the last step are written before the next one ends
@@ -231,7 +227,9 @@ class BatchRun:
     def _pull(self) -> None:
         """Read lines while there is room, and submit requests while the engine has room."""
         max_errors, waits = self._options.run.max_errors, False
-        for _ in range(self._max_in_work):  # a sequence of invalid lines must not delay the engine or Ctrl-C
+        for _ in range(
+            self._engine.limits.max_in_work
+        ):  # a sequence of invalid lines must not delay the engine or Ctrl-C
             if (
                 self._exhausted
                 or not self._has_room()
@@ -258,10 +256,7 @@ class BatchRun:
     def _has_room(self) -> bool:
         if self._is_held_up:
             return False
-        return self._engine_has_room() if self._window is None else not self._window.full
-
-    def _engine_has_room(self) -> bool:
-        return len(self._in_work) < self._max_in_work or self._num_tokens_in_work < self._max_tokens_in_work
+        return self._work.has_room if self._window is None else not self._window.full
 
     def _take(self, row: BatchRow) -> None:
         """Queue the request of a row, or write the row if its error or an equal one's answers are known."""
@@ -277,12 +272,12 @@ class BatchRun:
         elif found:
             pass  # another row that is being computed has its answers
         elif self._window is not None:
-            self._window.add(row)
+            self._window.add(row, [prompt.token_ids for prompt in row.prompts], row.cache_salt)
         else:
             self._start(row)
 
     def _start_waiting(self, window: PrefixWindow[BatchRow], *, partial: bool) -> None:
-        while self._engine_has_room():
+        while self._work.has_room:
             row = window.take(partial=partial)
             if row is None:
                 return
@@ -314,13 +309,13 @@ class BatchRun:
                 self._fail(row, RequestError(error.code, which + error.message))
                 return
             self._in_work[request_id] = row, prompt
-            self._num_tokens_in_work += max(LEAST_TOKENS, len(ids))
+            self._work.count(len(ids))
 
     def _finish(self, request_id: str) -> tuple[BatchRow, RowPrompt] | None:
         """The row and the prompt of a request, which is no longer in work. None: it was not."""
         found = self._in_work.pop(request_id, None)
         if found is not None:
-            self._num_tokens_in_work -= max(LEAST_TOKENS, len(found[1].token_ids))
+            self._work.count(len(found[1].token_ids), -1)
         return found
 
     # ------------------------------------------------------------------ rows

@@ -4,16 +4,19 @@ Used by batch.run. Each row is written once, with the index of its input row.
 """
 
 import gzip
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, cast
 
+import xxhash
+
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN
-from pagedcli.batch.journal import RECORD_VERSION, Journal, LineDigest, RunRecord, write_record
+from pagedcli.batch.journal import RECORD_VERSION, Journal, RunRecord, write_record
 from pagedcli.batch.lines import InputScan
-from pagedcli.batch.row_format import JsonLines, RowFormat
+from pagedcli.batch.rows import Rows
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 from pagedcli.printable import plural
@@ -22,38 +25,39 @@ Order = Literal["input", "completion"]
 _MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
 
 
-class Sink(Protocol):
+class Sink(ABC):
     """Takes rows in completion order."""
 
-    resumed_rows: int
-    resumed_failed_rows: int
-    resumed_failures: Sequence[tuple[int, str]]  # line and reason of some of them
+    journal: Journal | None = None  # has the rows of the run that this one resumes
 
     @property
     def full(self) -> bool:
         """Whether to start no new requests until older rows are done."""
+        return False
 
     def holds(self, index: int, line_digest: int) -> bool:
         """Whether the row was already written by the run that this one resumes."""
+        return self.journal is not None and self.journal.holds(index, line_digest)
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None: ...
+    @abstractmethod
+    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+        """Take a row."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Write everything so far to the operating system."""
 
+    @abstractmethod
     def finish(self, read: InputScan) -> None:
         """The run is complete. `read`: the rows of its input."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """The run stopped early: keep finished rows where possible."""
 
 
-class StreamSink:
+class StreamSink(Sink):
     """Writes rows to a pipe or terminal as soon as their order allows. Cannot be resumed."""
-
-    resumed_rows = 0
-    resumed_failed_rows = 0
-    resumed_failures: Sequence[tuple[int, str]] = ()
 
     def __init__(self, stream: BinaryIO, *, order: Order, step: int = 1, first_index: int = 0) -> None:
         self._stream = stream
@@ -65,9 +69,6 @@ class StreamSink:
     @property
     def full(self) -> bool:
         return len(self._held) >= _MAX_HELD_ROWS
-
-    def holds(self, index: int, line_digest: int) -> bool:
-        return False
 
     def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
         if self._order == "completion":
@@ -92,30 +93,40 @@ class StreamSink:
         self.flush()
 
 
-class FileSink:
+class RowFormat(Protocol):
+    """Writes all rows of a run into a file."""
+
+    def write(self, file: BinaryIO, rows: Rows) -> str:
+        """Returns the digest of what was written: its xxh3-128, in hex. Raises: OSError."""
+
+
+class JsonLines:
+    """Rows as they are."""
+
+    def write(self, file: BinaryIO, rows: Rows) -> str:
+        return write_lines(file, (row + b"\n" for _, row in rows()))
+
+
+def write_lines(file: BinaryIO, lines: Iterable[bytes]) -> str:
+    """Write lines; see RowFormat."""
+    digest = xxhash.xxh3_128()
+    for line in lines:
+        file.write(line)
+        digest.update(line)
+    return digest.hexdigest()
+
+
+class FileSink(Sink):
     """Writes rows to a journal, and the output from it once all are complete."""
 
-    full = False
+    journal: Journal
 
-    def __init__(
-        self,
-        path: Path,
-        journal: Journal,
-        *,
-        order: Order,
-        rows_format: RowFormat | None = None,
-    ) -> None:
+    def __init__(self, path: Path, journal: Journal, *, order: Order, rows_format: RowFormat | None = None) -> None:
         self.path = path
         self.journal = journal
-        self.resumed_rows = journal.num_rows
-        self.resumed_failed_rows = journal.num_failed_rows
-        self.resumed_failures: Sequence[tuple[int, str]] = journal.failures
         self.rows_are_kept = True  # whether a later run can find them; known after `abandon`
         self._order = order
         self._format = rows_format or JsonLines()
-
-    def holds(self, index: int, line_digest: int) -> bool:
-        return self.journal.holds(index, line_digest)
 
     def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
         self.journal.append(index, line_digest, row, ok=ok)
@@ -149,23 +160,20 @@ class FileSink:
             journal.close()
 
     def _write_output(self, read: InputScan) -> None:
-        digest, rows = LineDigest(), partial(self.journal.rows, self._order)
-        with whole_rows(self.path, overwrite=self.journal.header.overwrite) as file:
-            self._format.write(file, rows, digest)
-            write_record(self.path, self._record(read, digest))
-
-    def _record(self, read: InputScan, digest: LineDigest) -> RunRecord:
         journal = self.journal
-        decisive = {name: value for name, value in journal.header.fingerprint.items() if not name.startswith("input")}
-        return RunRecord(
-            pagedcli_run=RECORD_VERSION,
-            order=self._order,
-            num_rows=journal.num_rows,
-            num_failed_rows=journal.num_failed_rows,
-            digest=digest.hexdigest(),
-            input=read,
-            fingerprint=decisive,
-        )
+        with whole_rows(self.path, overwrite=journal.header.overwrite) as file:
+            digest = self._format.write(file, partial(journal.rows, self._order))
+            decisive = {name: each for name, each in journal.header.fingerprint.items() if not name.startswith("input")}
+            record = RunRecord(
+                pagedcli_run=RECORD_VERSION,
+                order=self._order,
+                num_rows=journal.num_rows,
+                num_failed_rows=journal.num_failed_rows,
+                digest=digest,
+                input=read,
+                fingerprint=decisive,
+            )
+            write_record(self.path, record)
 
     def abandon(self) -> None:
         with suppress(PagedcliError):  # a full disk: missing rows are generated again

@@ -39,8 +39,8 @@ def merge(
 
     Exit codes: 0 success, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error rows.
     """
+    from pagedcli.batch.columns import kind_of
     from pagedcli.batch.merge import merge_shards
-    from pagedcli.batch.row_format import kind_of
     from pagedcli.distributed.merge import merge_parts
 
     reads = {f"the shard {path}": path for path in shards}

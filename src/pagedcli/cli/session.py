@@ -59,8 +59,8 @@ def run_job(
         say(f"{job.output} is complete ({plural(record.num_rows, 'row')}{failed}): nothing to resume")
         return EXIT_ERROR_ROWS if record.num_failed_rows else EXIT_OK
     sink = work.open_sink(_stdout())
-    if sink.resumed_rows:
-        say(f"resuming: {plural(sink.resumed_rows, 'row')} done")
+    if sink.journal is not None and sink.journal.num_rows:
+        say(f"resuming: {plural(sink.journal.num_rows, 'row')} done")
     try:
         engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
     except BaseException:
@@ -101,7 +101,7 @@ def _run(
     *,
     quiet_terminal: bool,
 ) -> BatchResult:
-    stop = StopRequest(rows_are_kept=lambda: isinstance(sink, FileSink) and not sink.journal.is_lost)
+    stop = StopRequest(rows_are_kept=lambda: sink.journal is not None and not sink.journal.is_lost)
     engine.observe_work = end_time.observe_work
     with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_s) as view, stop.listening():
 

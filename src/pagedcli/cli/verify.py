@@ -1,5 +1,6 @@
 """`pagedcli verify`: whether two outputs are the same, row by row, and where they part."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,7 +70,7 @@ def verify(
     for first, second in pairs(*rows):
         found.add(first, second)
     print_tables(found.tables(), format_, facts=found.facts())
-    raise typer.Exit(EXIT_DIFFERENT if found.num_different else 0)
+    raise typer.Exit(EXIT_DIFFERENT if found.differences else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,55 +86,55 @@ class _Comparison:
     """The counters of a comparison, and its first differences."""
 
     tolerance: float
-    num_equal: int = 0
-    num_by: dict[str, int] = field(default_factory=dict)  # kind of difference -> rows
+    num_rows: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)  # kind of difference -> rows
     num_with_ids: int = 0  # rows compared by token ids
     num_with_logprobs: int = 0
     largest_delta: float = 0.0
     differences: list[Difference] = field(default_factory=list)
 
-    @property
-    def num_different(self) -> int:
-        return sum(self.num_by.values())
-
     def add(self, a: ComparedRow | None, b: ComparedRow | None) -> None:
+        self.num_rows += 1
         if a is None or b is None:
             only = a or b
             assert only is not None, "one file has the row"
-            difference: Difference | None = Difference(
-                only.label, "missing", a="missing" if a is None else "present", b="missing" if b is None else "present"
-            )
+            here, there = ("missing" if row is None else "present" for row in (a, b))
+            difference: Difference | None = Difference(only.label, "missing", a=here, b=there)
         else:
             difference = compare(a, b, tolerance=self.tolerance)
             samples = list(zip(a.samples, b.samples, strict=False))
             self.num_with_ids += any(x.token_ids is not None and y.token_ids is not None for x, y in samples)
             self.num_with_logprobs += any(x.logprobs is not None and y.logprobs is not None for x, y in samples)
-        if difference is None:
-            self.num_equal += 1
-            return
-        self.num_by[difference.kind] = self.num_by.get(difference.kind, 0) + 1
-        self.largest_delta = max(self.largest_delta, difference.logprob_delta or 0.0)
-        if len(self.differences) < _MAX_LISTED:
-            self.differences.append(difference)
+        if difference is not None:
+            self.kinds[difference.kind] += 1
+            self.largest_delta = max(self.largest_delta, difference.logprob_delta or 0.0)
+            if len(self.differences) < _MAX_LISTED:
+                self.differences.append(difference)
 
     def facts(self) -> dict[str, Any]:
+        num_different = self.kinds.total()
         return {
-            "num_rows": self.num_equal + self.num_different,
-            "num_equal": self.num_equal,
-            "num_different": self.num_different,
+            "num_rows": self.num_rows,
+            "num_equal": self.num_rows - num_different,
+            "num_different": num_different,
             "num_compared_by_token_ids": self.num_with_ids,
             "num_compared_with_logprobs": self.num_with_logprobs,
             "largest_logprob_difference": self.largest_delta,
         }
 
     def tables(self) -> list[Table]:
-        rows = [
-            RowCount("rows", self.num_equal + self.num_different),
-            RowCount("equal", self.num_equal),
-            *(RowCount(_MEANINGS[kind], number) for kind, number in sorted(self.num_by.items())),
-        ]
+        num_different = self.kinds.total()
+        counts = {"rows": self.num_rows, "equal": self.num_rows - num_different}
+        counts |= {_MEANINGS[kind]: number for kind, number in sorted(self.kinds.items())}
+        rows = [RowCount(what, number) for what, number in counts.items()]
         tables = [table(RowCount, "rows", "Rows", rows, notes=self._notes())]
-        return [*tables, _difference_table(self.differences, self.num_different)] if self.differences else tables
+        if self.differences:
+            more = num_different - min(_MAX_SHOWN, len(self.differences))
+            notes = [f"and {more:,} more; --format json lists the first {_MAX_LISTED:,}"] if more else []
+            columns, listed = "label kind sample token a b", self.differences
+            title = ("differences", "Differences")
+            tables.append(table(Difference, *title, listed, columns, notes=notes, max_shown=_MAX_SHOWN))
+        return tables
 
     def _notes(self) -> list[str]:
         notes = []
@@ -144,10 +145,3 @@ class _Comparison:
         elif self.largest_delta:
             notes.append(f"log-probabilities of equal tokens differ by up to {self.largest_delta:.3g}")
         return notes
-
-
-def _difference_table(differences: list[Difference], num_different: int) -> Table:
-    more = num_different - min(_MAX_SHOWN, len(differences))
-    notes = [f"and {more:,} more; --format json lists the first {_MAX_LISTED:,}"] if more else []
-    columns = "label kind sample token a b"
-    return table(Difference, "differences", "Differences", differences, columns, notes=notes, max_shown=_MAX_SHOWN)

@@ -14,8 +14,7 @@ from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, columns_of, lines_of, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
-from pagedcli.batch.row_format import Row
-from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.rows import Row, RowWriter
 from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.distributed.worker import RowStream
 from pagedcli.errors import UsageError

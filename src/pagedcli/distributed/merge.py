@@ -7,8 +7,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pagedcli.batch.journal import LineDigest, RunRecord, check_unchanged, read_record
-from pagedcli.batch.merge import Merged
+from pagedcli.batch.journal import RunRecord, check_unchanged, digest_of, read_record
+from pagedcli.batch.merge import CheckedRows, Merged
 from pagedcli.batch.parquet import is_parquet, require_pyarrow
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.distributed.parts import PartFolder
@@ -57,14 +57,11 @@ def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
 
 def _lines(folder: PartFolder, records: list[RunRecord], stack: ExitStack) -> Iterator[bytes]:
     """Rows of a part are in the order of the input: the input's next row is the next one of its part."""
-    files = [stack.enter_context(folder.part(number).open("rb")) for number in range(len(records))]
-    digests = [LineDigest() for _ in records]
-    readers = [digest.passing(file) for digest, file in zip(digests, files, strict=True)]
+    readers = [CheckedRows(folder.part(number), record, stack) for number, record in enumerate(records)]
     for number in folder.part_of_row().tolist():
-        yield next(readers[number], b"")
-    for number, (record, digest) in enumerate(zip(records, digests, strict=True)):
-        digest.read(files[number])  # anything after the last row
-        check_unchanged(folder.part(number), record, digest.hexdigest())
+        yield readers[number].next_row()
+    for reader in readers:
+        reader.check_end()
 
 
 def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack, output: BinaryIO) -> None:
@@ -73,10 +70,8 @@ def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack
     import pyarrow.parquet as pq
 
     for number, record in enumerate(records):
-        digest = LineDigest()
         with folder.part(number).open("rb") as file:
-            digest.read(file)
-        check_unchanged(folder.part(number), record, digest.hexdigest())
+            check_unchanged(folder.part(number), record, digest_of(file))
     files = [stack.enter_context(pq.ParquetFile(folder.part(number))) for number in range(len(records))]
     readers = [_TableReader(file) for file in files]
     part_of_row = folder.part_of_row()

@@ -5,7 +5,7 @@ it shares with PagedBatchGenerator, to which rows are submitted from any thread.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from pagedcli.batch.prompts import BatchOptions, batch_options
 from pagedcli.batch.requests import BatchRow, decode_line
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
-from pagedcli.batch.sinks import FileSink
+from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig, LoadedConfig
@@ -42,14 +42,9 @@ class Receiver(Protocol):
         """The stream ended with this error; no more rows will come."""
 
 
-class RowStream:
+class RowStream(Sink):
     """One engine that serves rows until `close`. An error in the engine's thread or in a receiver ends the stream, and
     all waiting receivers fail."""
-
-    full = False  # part of the protocol of sinks
-    resumed_rows = 0
-    resumed_failed_rows = 0
-    resumed_failures: Sequence[tuple[int, str]] = ()
 
     def __init__(
         self,
@@ -138,9 +133,6 @@ class RowStream:
             yield line
 
     # ------------------------------------------------------------------ the sink of the run
-
-    def holds(self, index: int, line_digest: int) -> bool:
-        return False
 
     def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
         with self._lock:

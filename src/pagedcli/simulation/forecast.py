@@ -146,33 +146,22 @@ def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _
 # ---------------------------------------------------------------------- the order of a run
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The prompts of a line, which are started together."""
-
-    prompts: list[TraceRequest]
-
-    @property
-    def cache_salt(self) -> str | None:
-        return self.prompts[0].cache_salt
-
-
 def in_prefix_order(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The requests of a prompt file in the order in which `--reorder prefix` starts them."""
     rows: dict[str, list[TraceRequest]] = {}
     for request in requests:
         rows.setdefault(request.request_id.partition("/")[0], []).append(request)
-    window: PrefixWindow[_Row] = PrefixWindow()
+    window: PrefixWindow[list[TraceRequest]] = PrefixWindow()
     ordered: list[TraceRequest] = []
     for prompts in rows.values():
-        window.add(_Row(prompts))
+        window.add(prompts, [prompt.token_ids for prompt in prompts], prompts[0].cache_salt)
         if window.full:
             ordered += _taken(window)
     return ordered + _taken(window)
 
 
-def _taken(window: PrefixWindow[_Row]) -> list[TraceRequest]:
+def _taken(window: PrefixWindow[list[TraceRequest]]) -> list[TraceRequest]:
     found: list[TraceRequest] = []
-    while (row := window.take(partial=True)) is not None:
-        found += row.prompts
+    while (prompts := window.take(partial=True)) is not None:
+        found += prompts
     return found

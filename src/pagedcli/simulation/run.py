@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedcli.batch.run import LEAST_TOKENS, read_ahead
+from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
@@ -265,9 +265,7 @@ class _Driver:
         self._core = core
         self._requests = workload.requests
         self._speed = schedule.speed
-        self._max_unfinished = core.limits.max_in_work
-        self._tokens_ahead = schedule.tokens_ahead(core.plan)
-        self._num_tokens = 0  # of unfinished prompts
+        self._work = InWork(core.limits, schedule.read_ahead)
         self._next = 0
         self._step_starts = array("q")  # virtual time at which each step began
         prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
@@ -281,8 +279,8 @@ class _Driver:
     def feed(self) -> bool:
         """Add requests that have arrived. False at the end of the run."""
         core = self._core
-        for request in self._requests[self._next : self._next + self._max_unfinished]:  # as many as a run per step
-            if not self._has_room():
+        for request in self._requests[self._next : self._next + core.limits.max_in_work]:  # as many as a run per step
+            if not self._work.has_room:
                 break
             arrival_ns = self._arrival_ns(request)
             if arrival_ns > core.clock.now_ns:
@@ -292,9 +290,6 @@ class _Driver:
             self._add(request)
         self._step_starts.append(core.clock.now_ns)
         return core.has_unfinished_requests() or self._next < len(self._requests)
-
-    def _has_room(self) -> bool:
-        return self._core.num_unfinished_requests < self._max_unfinished or self._num_tokens < self._tokens_ahead
 
     def _arrival_ns(self, request: TraceRequest) -> int:
         if self._speed is None or request.arrival_s is None:
@@ -311,14 +306,14 @@ class _Driver:
         else:
             self._index[request.request_id] = self._next
             self._added_ns[request.request_id] = self._core.clock.now_ns
-            self._num_tokens += max(LEAST_TOKENS, request.num_prompt_tokens)
+            self._work.count(request.num_prompt_tokens)
         self._next += 1
 
     def finish(self, output: RequestOutput) -> None:
         if not self._result.first_s:
             self._result.first_s = self._core.clock.now_ns / STEP_NS
         index = self._index.pop(output.request_id)
-        self._num_tokens -= max(LEAST_TOKENS, self._requests[index].num_prompt_tokens)
+        self._work.count(self._requests[index].num_prompt_tokens, -1)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
         arrival_ns = self._arrival_ns(self._requests[index])
         self._result.cached_tokens[index] = output.num_cached_tokens

@@ -16,7 +16,7 @@ import msgspec
 from pagedcli.batch.delimited import delimited_format
 from pagedcli.batch.prompts import Prompts
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.batch.row_format import NOT_A_ROW, Row, why_not_a_row
+from pagedcli.batch.rows import NOT_A_ROW, Row, why_not_a_row
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
