@@ -3,11 +3,13 @@
 Used by inspection and kvevents. The file of a killed run is readable up to where it was cut off.
 """
 
+import gzip
 import shlex
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,6 +20,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd as zstd
 
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 18
 _MOST_LINE_BYTES = 1 << 26  # a prompt of a million token ids takes 7 MB
 # traces compress 10 to 50 times; a far higher ratio is a decompression bomb
@@ -134,42 +137,53 @@ class LineReader:
             else:
                 yield bytes(rest)
 
+    def _opener(self, first: bytes) -> Callable[[Any], Any] | None:
+        """What opens the compressed file that begins with `first`; None: it is not compressed."""
+        return zstd.ZstdFile if has_compressed_name(self.path, self._what) else None
+
     def _chunks(self) -> Iterator[bytes]:
-        compressed = has_compressed_name(self.path, self._what)
         try:
-            file = self.path.open("rb")
+            stored = self.path.open("rb")
         except OSError as error:
             raise UsageError(f"cannot read the {self._what} {self.path}: {error.strerror}") from error
-        with file:
-            chunks = iter(lambda: file.read(_CHUNK_BYTES), b"")
-            yield from self._decompressed(chunks) if compressed else chunks
-
-    def _decompressed(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        decompressor = zstd.ZstdDecompressor()
-        num_read = num_made = 0
-        try:
-            for chunk in chunks:
-                num_read += len(chunk)
-                while chunk or not (decompressor.needs_input or decompressor.eof):
-                    if decompressor.eof:
-                        decompressor = zstd.ZstdDecompressor()
-                    made = decompressor.decompress(chunk, max_length=_CHUNK_BYTES)
-                    chunk = decompressor.unused_data if decompressor.eof else b""
+        with stored:
+            if (opener := self._opener(stored.peek(len(ZSTD_MAGIC)))) is None:
+                yield from iter(lambda: stored.read(_CHUNK_BYTES), b"")
+                return
+            counting = _CountingFile(stored)
+            num_made = 0
+            try:
+                file = opener(counting)
+                while made := file.read1(_CHUNK_BYTES):
                     num_made += len(made)
-                    self._check_ratio(num_read, num_made)
+                    self._check_ratio(counting.num_read, num_made)
                     yield made
-        except zstd.ZstdError as error:
-            what = f"damaged after line {self.line_number}: {error}"
-            raise TraceError(f"{self.path}: {what}", hint=self.rescue_hint(self.line_number)) from error
-        if num_read and not decompressor.eof:
-            self._is_cut = True
-            self.notes.append("the compressed stream has no end: the run was cut off")
+            except EOFError:
+                if counting.num_read:
+                    self._is_cut = True
+                    self.notes.append("the compressed stream has no end: the run was cut off")
+            except (zstd.ZstdError, zlib.error, gzip.BadGzipFile) as error:
+                what = f"damaged after line {self.line_number}: {error}"
+                raise TraceError(f"{self.path}: {what}", hint=self.rescue_hint(self.line_number)) from error
 
     def _check_ratio(self, num_read: int, num_made: int) -> None:
         if num_made > _FREE_BYTES + _MOST_RATIO * num_read:
             raise TraceError(
                 f"{self.path}: {num_read:,} bytes decompress to more than {num_made:,}: no {self._what} is like that"
             )
+
+
+class _CountingFile:
+    """Counts what is read of a file, which may be a pipe."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_read = 0  # bytes
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        content = self._file.read(num_bytes)
+        self.num_read += len(content)
+        return content
 
 
 def first_decompressed(content: bytes, num_bytes: int) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from batch_harness import Harness, without_run_dependent_fields
 
-from pagedcli.batch.lines import Line
+from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.errors import PagedcliError
 from pagedcli.sampling_params import SamplingParams
@@ -21,6 +21,16 @@ PROMPTS = ["Once upon a time", "The fox lives", "Q: What does the bear eat?\nA:"
 @pytest.fixture(scope="module")
 def harness():
     return Harness()
+
+
+class SlowSource(LineSource):
+    """Lines that come one by one, as from a pipe."""
+
+    def __init__(self, lines):
+        self.name, self.is_live, self._come = "slow", True, lines
+
+    def _lines(self):
+        return self._come
 
 
 def plain(prompt, **fields):
@@ -355,7 +365,7 @@ def test_rows_of_a_slow_source_do_not_wait_for_its_next_line(harness):
         if stats.num_done:
             finished.set()
 
-    _, rows = harness.run(lines(), run={"live": True, "observe": observe})
+    _, rows = harness.run(SlowSource(lines()), run={"observe": observe})
     assert [row["index"] for row in rows] == [0, 1]
 
 
@@ -367,7 +377,7 @@ def test_a_run_that_waits_for_lines_can_be_stopped(harness):
         yield from ()
 
     asked = []
-    result, _ = harness.run(lines(), run={"live": True, "stop_requested": lambda: asked.append(1) or len(asked) > 3})
+    result, _ = harness.run(SlowSource(lines()), run={"stop_requested": lambda: asked.append(1) or len(asked) > 3})
     never.set()
     assert result.outcome == "interrupted"
 
@@ -378,7 +388,7 @@ def test_what_goes_wrong_in_a_slow_source_is_raised(harness):
         raise PagedcliError("stdin is damaged")
 
     with pytest.raises(PagedcliError, match="stdin is damaged"):
-        harness.run(lines(), run={"live": True})
+        harness.run(SlowSource(lines()))
     for request_id in list(harness.engine._requests):
         harness.engine.abort(request_id)
 

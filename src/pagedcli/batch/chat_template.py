@@ -1,10 +1,10 @@
 """Chat templates: programs of others, rendered with bounds on time, memory and length.
 
-Used by batch.tokenizer. A template that cannot multiply text is rendered in this process, any other in one of its own
-(batch.template_process).
+Used by batch.tokenizer. A template that cannot multiply text is rendered in this process, any other in one of its own.
 """
 
 import ctypes
+import os
 import pickle
 import signal
 import subprocess
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from pagedcli.errors import RequestError, UsageError
@@ -26,7 +27,7 @@ MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
 MAX_RENDER_BYTES = 2**29  # memory that one chat may take in the process for templates
 _MAX_RENDER_S = 5.0  # a chat template takes microseconds
 _MAX_ADDED = 16  # variables that one expression of a plain template adds up
-_PROCESS = "from pagedcli.batch.template_process import main; main()"
+_PROCESS = "from pagedcli.batch.chat_template import serve; serve()"
 # the parts of a plain template, see is_plain
 _SYNTAX = (
     *("Output", "TemplateData", "If", "Assign", "Break", "Continue", "Const", "Name", "NSRef", "Getattr", "Getitem"),
@@ -58,8 +59,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._limit = TimeLimit(_MAX_RENDER_S)
-        self._apart: _TemplateProcess | None = None
-        self._turn = threading.Lock()
+        self._apart = _TemplateProcess(tokenizer)
 
     def render(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
         """The text of a conversation. Raises: RequestError if the template rejects it or exceeds a limit."""
@@ -70,23 +70,15 @@ class ChatRenderer:
                 with self._limit:
                     text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
             else:
-                text = self._render_apart(messages, {**arguments, "chat_template": template})
+                text = self._apart.render(messages, {**arguments, "chat_template": template})
         except TimeoutError as error:
-            raise RequestError("chat_template_error", _too_slow()) from error
+            raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
         except RequestError:
             raise
         except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
             what = str(error) or type(error).__name__
             raise RequestError("chat_template_error", f"the chat template rejected the messages: {what}") from error
-        if len(text) > MAX_RENDERED:
-            raise RequestError("chat_template_error", _too_long())
         return text
-
-    def _render_apart(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
-        with self._turn:
-            if self._apart is None:
-                self._apart = _TemplateProcess(dict(self._tokenizer.special_tokens_map))
-            return self._apart.render(messages, arguments)
 
 
 class _TemplateProcess:
@@ -96,24 +88,26 @@ class _TemplateProcess:
     not tried again.
     """
 
-    def __init__(self, special_tokens: dict[str, str]) -> None:
-        self._special_tokens = special_tokens
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._turn = threading.Lock()
         self._refused: dict[str, RequestError | None] = {}  # template -> its refusal; None: it works
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
         template = arguments["chat_template"]
-        if template not in self._refused:
-            self._refused[template] = None
-            with suppress(ValueError):  # templates may reject it
-                try:
-                    self._ask([{"role": "user", "content": "word"}], {"chat_template": template})
-                except RequestError as error:
-                    what = f"{error.message}, even for a chat of one word"
-                    self._refused[template] = RequestError(error.code, what, hint="mend it, or use --chat-template")
-        if (refused := self._refused[template]) is not None:
-            raise refused
-        return self._ask(messages, arguments)
+        with self._turn:
+            if template not in self._refused:
+                self._refused[template] = None
+                with suppress(ValueError):  # templates may reject it
+                    try:
+                        self._ask([{"role": "user", "content": "word"}], {"chat_template": template})
+                    except RequestError as error:
+                        what = f"{error.message}, even for a chat of one word"
+                        self._refused[template] = RequestError(error.code, what, hint="mend it, or use --chat-template")
+            if (refused := self._refused[template]) is not None:
+                raise refused
+            return self._ask(messages, arguments)
 
     def _ask(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
         """Raises: RequestError if a limit was exceeded, ValueError with what the template raised."""
@@ -125,14 +119,15 @@ class _TemplateProcess:
         assert reads is not None, "a pipe"
         assert writes is not None, "a pipe"
         with suppress(OSError, EOFError):
-            pickle.dump((messages, arguments, self._special_tokens, _MAX_RENDER_S, MAX_RENDERED), writes)
+            special_tokens = dict(self._tokenizer.special_tokens_map)
+            pickle.dump((messages, arguments, special_tokens, _MAX_RENDER_S, MAX_RENDERED), writes)
             writes.flush()
             return _answer(reads)
         status = self._process.wait()
         _end(self._process)
         self._process = None
         if status == -signal.SIGALRM:
-            raise RequestError("chat_template_error", _too_slow())
+            raise _refusal("took", f"{_MAX_RENDER_S:g} s")
         raise RequestError("chat_template_error", f"the process that renders the chat template died: status {status}")
 
 
@@ -142,30 +137,26 @@ def _answer(reads: IO[bytes]) -> str:
         raise EOFError
     text = content.decode("utf-8", "surrogatepass")
     if kind == b"m":
-        what = f"the chat template needs more than {MAX_RENDER_BYTES >> 20} MiB of memory"
-        raise RequestError("chat_template_error", what)
-    if kind == b"l":
-        raise RequestError("chat_template_error", _too_long())
+        raise _refusal("needs", f"{MAX_RENDER_BYTES >> 20} MiB of memory")
     if kind == b"e":
         raise ValueError(text)
+    _check_length(len(text))
     return text
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):
-            assert pipe is not None, "both are pipes"
-            pipe.close()
     process.kill()
-    process.wait()
+    with suppress(OSError), process:  # closes the pipes
+        pass
 
 
-def _too_slow() -> str:
-    return f"the chat template took more than {_MAX_RENDER_S:g} s"
+def _refusal(verb: str, limit: str) -> RequestError:
+    return RequestError("chat_template_error", f"the chat template {verb} more than {limit}")
 
 
-def _too_long() -> str:
-    return f"the chat template made over {MAX_RENDERED:,} characters"
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_RENDERED:
+        raise RequestError("chat_template_error", f"the chat template made over {MAX_RENDERED:,} characters")
 
 
 @lru_cache(maxsize=64)
@@ -180,10 +171,57 @@ def _joined(parts: Iterable[str]) -> str:
     num_characters, kept = 0, []
     for part in parts:
         num_characters += len(part)
-        if num_characters > MAX_RENDERED:
-            raise RequestError("chat_template_error", _too_long())
+        _check_length(num_characters)
         kept.append(part)
     return "".join(kept)
+
+
+def serve() -> None:
+    """The process that renders templates within bounds: answer requests until the pipe is closed.
+
+    A request that takes too long ends the process with SIGALRM. Imports neither torch nor the engine.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reads, writes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # A library that prints would spoil the answers.
+    from transformers import PreTrainedTokenizerBase
+
+    _limit_memory(int(sys.argv[1]))
+    while True:
+        try:
+            messages, arguments, special_tokens, seconds, max_characters = pickle.load(reads)
+        except EOFError:
+            return
+        tokenizer: Any = SimpleNamespace(
+            special_tokens_map=special_tokens, get_chat_template=lambda template, tools: template
+        )
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        kind = b"t"
+        try:
+            text: Any = PreTrainedTokenizerBase.apply_chat_template(tokenizer, messages, tokenize=False, **arguments)
+            text = text[: max_characters + 1]
+        except MemoryError:
+            kind, text = b"m", ""
+        except Exception as error:  # the template is a program of others
+            kind, text = b"e", str(error) or type(error).__name__
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        content = text.encode("utf-8", "surrogatepass")
+        writes.write(kind + len(content).to_bytes(8, "little") + content)
+        writes.flush()
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let allocations beyond `num_bytes` more than now fail. Systems without /proc have no such limit."""
+    import resource  # not on Windows
+
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return
+    limit = num_pages * resource.getpagesize() + num_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 @lru_cache(maxsize=64)

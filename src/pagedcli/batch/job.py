@@ -208,7 +208,7 @@ class OpenJob:
         created_s = sink.journal.header.created_s if isinstance(sink, FileSink) else int(time.time())
         tokenizer, rows = self._writer(created_s)
 
-        def observe_good(row: BatchRow, answers: list[RowPrompt]) -> None:
+        def observe_answers(row: BatchRow, answers: list[RowPrompt]) -> None:
             observe_row(row, answers)
             self.sample.add(row, answers)
 
@@ -223,7 +223,7 @@ class OpenJob:
             read=self._read,
             repeats=self._repeats,
             observe=observe,
-            observe_row=observe_good if self.job.num_verified else observe_row,
+            observe_row=observe_answers,
             stop_requested=stop_requested,
         )
 

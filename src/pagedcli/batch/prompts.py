@@ -63,14 +63,11 @@ class KeptColumns:
     """
 
     def __init__(self, source: LineSource, columns: Columns, *, in_rows: bool = True) -> None:
+        known = columns.keep if source.names is None and source.is_live else source.names  # live: read only once
         self._columns = columns
         self._in_rows = in_rows
-        self._names: set[str] = set()
+        self._names = set(known or ())
         self._is_looking = columns.copies
-        if source.names is not None:
-            self._names = set(source.names)
-        elif source.is_live:
-            self._names = set(columns.keep)  # all that is known of an input that can be read only once
         if columns.copies and self._names:
             self.check()
 
@@ -100,11 +97,11 @@ class FolderSource(LineSource):
     def _lines(self) -> Iterator[Line]:
         index = number = 0
         for source in self._sources:
-            line = None
+            before = number
             for line in source:
-                yield replace(line, index=index + line.index, number=number + line.number)
-            if line is not None:
-                index, number = index + line.index + 1, number + line.number
+                number = before + line.number
+                yield replace(line, index=index, number=number)
+                index += 1
 
 
 def _open_folder(folder: Path, columns: Columns) -> LineSource:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # generated tokens: the first, and the one after the last
 
@@ -35,26 +38,6 @@ class Spans:
         return reasoning, joined(self.answer).lstrip(self.padding)
 
 
-class ReasoningFormat(Protocol):
-    """How a chat format marks reasoning."""
-
-    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
-        """The parts of an output; None: it has no marks."""
-        ...
-
-
-class Vocabulary(Protocol):
-    """What a format needs of a tokenizer."""
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact text; None: there is none."""
-        ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    def decode(self, token_ids: Ids[int]) -> str: ...
-
-
 # how reasoning begins and ends, and its title
 _MARKS = (
     ("<think>", "</think>", ""),  # Qwen3, DeepSeek-R1, SmolLM3, GLM-4.5 and many others
@@ -67,7 +50,7 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
-def find_format(tokenizer: Vocabulary) -> ReasoningFormat | None:
+def find_format(tokenizer: "Tokenizer") -> "ReasoningFormat | None":
     """The format whose marks are tokens; None: there is none."""
     harmony = [each for token in _HARMONY if (each := tokenizer.token_id(token)) is not None]
     if len(harmony) == len(_HARMONY):
@@ -85,13 +68,13 @@ def find_format(tokenizer: Vocabulary) -> ReasoningFormat | None:
 class Brackets:
     """Reasoning between two marks, before the answer. The chat template may have written the first one."""
 
-    tokenizer: Vocabulary
+    tokenizer: "Tokenizer"
     start: int
     end: int
     title: str
 
     def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
-        """See ReasoningFormat."""
+        """The parts of an output; None: it has no marks."""
         first, last = 0, len(output_token_ids)
         if self._first(reversed(prompt_token_ids)) != self.start:
             if self._first(output_token_ids) != self.start:
@@ -110,14 +93,14 @@ class Brackets:
 class Channels:
     """Messages with a channel each: harmony. The prompt ends within the first one, mostly within its header."""
 
-    tokenizer: Vocabulary
+    tokenizer: "Tokenizer"
     start: int
     channel: int
     message: int
     ends: frozenset[int | None]
 
     def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
-        """See ReasoningFormat. A message of another channel is a call: part of the answer, with its header."""
+        """See Brackets. A message of another channel is a call: part of the answer, with its header."""
         begun = list(takewhile(lambda each: each != self.start, reversed(prompt_token_ids)))[::-1]
         ids, shift = [*begun, *output_token_ids], len(begun)
         if self.channel not in ids:
@@ -133,3 +116,6 @@ class Channels:
             (spans.reasoning if name.startswith("analysis") else spans.answer).append(span)
             first = end + 1
         return spans
+
+
+ReasoningFormat = Brackets | Channels  # how a chat format marks reasoning

@@ -227,9 +227,8 @@ class BatchRun:
     def _pull(self) -> None:
         """Read lines while there is room, and submit requests while the engine has room."""
         max_errors, waits = self._options.run.max_errors, False
-        for _ in range(
-            self._engine.limits.max_in_work
-        ):  # a sequence of invalid lines must not delay the engine or Ctrl-C
+        # so many at most: a sequence of invalid lines must not delay the engine or Ctrl-C
+        for _ in range(self._engine.limits.max_in_work):
             if (
                 self._exhausted
                 or not self._has_room()

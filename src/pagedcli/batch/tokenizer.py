@@ -6,7 +6,7 @@ incremental detokenization equal the text of decoding all tokens at once (tested
 """
 
 from collections.abc import Sequence as Ids
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,8 @@ _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its
 _ENCODE = "_encode_plus"  # the wrapper's method that all its ways of encoding call
 NO_TOOLS = "the chat template does not show tools to the model"
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
 )
 
 
@@ -56,10 +50,9 @@ class Tokenizer:
                 hint="give one with --chat-template",
             )
         backend = getattr(self._hf, "backend_tokenizer", None)
-        self._backend_decode = backend.decode if backend is not None else None  # 5 times as fast as the wrapper's
-        own = None if backend is None else _backend_of(self._hf)
-        self._backend_encode = None if own is None else own.encode
-        self._encode_batch = None if own is None else own.encode_batch_fast  # without the places of tokens in the text
+        slow = partial(self._hf.decode, clean_up_tokenization_spaces=False)
+        self._decode = slow if backend is None else backend.decode  # 5 times as fast as the wrapper's
+        self._backend = None if backend is None else _backend_of(self._hf)
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self._renderer = ChatRenderer(self._hf)
@@ -111,10 +104,8 @@ class Tokenizer:
         Raises: RequestError if the tokenizer fails, as one with an odd regular expression does on some texts.
         """
         try:
-            if self._backend_encode is not None:
-                found: list[int] = self._backend_encode(text, add_special_tokens=add_special_tokens).ids
-                return found
-            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+            found = (self._backend or self._hf).encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = found if self._backend is None else found.ids
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -142,9 +133,10 @@ class Tokenizer:
         self, texts: list[str], num_allowed: int, *, add_special_tokens: bool = True
     ) -> list[list[int] | RequestError]:
         """encode_within of each text, or why it fails. All processors share several short ones."""
-        if len(texts) > 1 and self._encode_batch is not None and max(map(len, texts)) < _FIRST_CHARACTERS * _GROWTH:
-            try:
-                return [each.ids for each in self._encode_batch(texts, add_special_tokens=add_special_tokens)]
+        if len(texts) > 1 and self._backend is not None and max(map(len, texts)) < _FIRST_CHARACTERS * _GROWTH:
+            try:  # fast: without the places of tokens in the text
+                found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+                return [each.ids for each in found]
             except BaseException as error:
                 if not _is_failure(error):
                     raise  # Otherwise one text at a time shows which one fails.
@@ -177,12 +169,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
         """The exact text of token ids, without clean-up."""
-        if self._backend_decode is not None:
-            text: str = self._backend_decode(token_ids, skip_special_tokens=skip_special_tokens)
-        else:
-            text = self._hf.decode(
-                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+        text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def prompt_tail(self, prompt_token_ids: Ids[int], *, skip_special_tokens: bool = True) -> tuple[list[int], str]:

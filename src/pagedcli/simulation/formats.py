@@ -3,20 +3,19 @@
 A line that is not a request of the format is counted, with its place and the reason; it never ends the run.
 """
 
-import zlib
-from collections.abc import Iterable, Iterator
+import gzip
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.line_files import LineReader
+from pagedcli.line_files import ZSTD_MAGIC, LineReader, zstd
 from pagedcli.printable import plural
 from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
 
-_CHUNK_BYTES = 1 << 18
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP = b"\x1f\x8b"
 
 
 class TraceLines(LineReader):
@@ -29,45 +28,14 @@ class TraceLines(LineReader):
     def __init__(self, name: str, what: str = "trace") -> None:
         super().__init__(Path("/dev/stdin" if name == "-" else name), what)
 
-    def _chunks(self) -> Iterator[bytes]:
-        try:
-            file = self.path.open("rb")
-        except OSError as error:
-            raise UsageError(f"cannot read the {self._what} {self.path}: {error.strerror}") from error
-        with file:
-            first = file.read(_CHUNK_BYTES)
-            chunks = self._with_first(first, iter(lambda: file.read(_CHUNK_BYTES), b""))
-            if first.startswith(_ZSTD):
-                yield from self._decompressed(chunks)
-            elif first.startswith(_GZIP):
-                yield from self._gunzipped(chunks)
-            else:
-                yield from chunks
+    def _opener(self, first: bytes) -> Callable[[Any], Any] | None:
+        if first.startswith(_GZIP):
+            return lambda file: gzip.GzipFile(fileobj=file)
+        return zstd.ZstdFile if first.startswith(ZSTD_MAGIC) else None
 
-    @staticmethod
-    def _with_first(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-        yield first
-        yield from rest
-
-    def _gunzipped(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        decompressor = zlib.decompressobj(wbits=31)
-        num_read = num_made = 0
-        try:
-            for chunk in chunks:
-                num_read += len(chunk)
-                while chunk:
-                    if decompressor.eof:  # another member follows
-                        decompressor = zlib.decompressobj(wbits=31)
-                    made = decompressor.decompress(chunk, _CHUNK_BYTES)
-                    chunk = decompressor.unused_data if decompressor.eof else decompressor.unconsumed_tail
-                    num_made += len(made)
-                    self._check_ratio(num_read, num_made)
-                    yield made
-        except zlib.error as error:
-            raise TraceError(f"{self.path}: damaged after line {self.line_number}: {error}") from error
-        if not decompressor.eof:
-            self._is_cut = True
-            self.notes.append("the compressed stream has no end: the file was cut off")
+    def rescue_hint(self, num_lines: int) -> str | None:
+        """None: the file is not ours, and may have any name."""
+        return None
 
 
 Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
