@@ -19,7 +19,7 @@ from pagedcli.cli.session import run_job
 from pagedcli.cli.trace import both
 from pagedcli.config import load_config
 from pagedcli.events import StepFinished, StepScheduled, StepStarted
-from pagedcli.show.held_clock import HeldClock
+from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.files import TraceReader, TraceWriter
 
 

@@ -14,7 +14,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.events import BlockCopied, StepScheduled
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.show.group_words import group_table
+from pagedcli.show.step_tables import group_table
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.views.cache_groups import group_of

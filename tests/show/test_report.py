@@ -11,11 +11,10 @@ import pytest
 from scripted import Simulation
 
 from pagedcli.events import StepScheduled
-from pagedcli.show.group_words import block_group_words
 from pagedcli.show.report import PoolFrames, embedded_json, render_report
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.cache_groups import group_of, group_uses
+from pagedcli.views.cache_groups import block_group_words, group_of, group_uses
 
 NASTY = "</script><script>document.title='owned'</script>"
 CHINESE = "你好,世界"

@@ -9,10 +9,9 @@ from rich.console import Console
 from scripted import Simulation
 
 from pagedcli.events import StepScheduled
-from pagedcli.show.step_tables import laid_out, print_step_tables, step_markdown, step_tables
+from pagedcli.show.step_tables import print_step_tables, shared_prefixes, step_markdown, step_tables, table_lines
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.moment import Moment
-from pagedcli.views.shared_prefixes import shared_prefixes
 
 WIDTHS = (80, 120, 200, None)
 
@@ -61,7 +60,7 @@ def test_a_table_has_the_same_cells_at_every_width_and_in_a_pipe(seed):
     num_reflowed = 0
     for moment in moments:
         for table in step_tables(moment):
-            printed = {width: [line.plain for line in laid_out(table, width)] for width in WIDTHS}
+            printed = {width: [line.plain for line in table_lines(table, width)] for width in WIDTHS}
             for width, lines in printed.items():
                 assert width is None or max(map(len, lines)) <= width, (width, lines)
             assert len({str(cells(lines)) for lines in printed.values()}) == 1, printed
@@ -74,7 +73,7 @@ def test_a_table_has_the_same_cells_at_every_width_and_in_a_pipe(seed):
 def test_every_column_is_there_at_80_columns_in_reading_order():
     (moment, *_) = busy_moments(1)
     sequences = step_tables(moment)[0]
-    lines = [line.plain for line in laid_out(sequences, 80)]
+    lines = [line.plain for line in table_lines(sequences, 80)]
     header = " ".join(" ".join(lines[1 : lines.index(next(line for line in lines if "──" in line))]).split())
     assert header == (
         "seq request state new cached tokens out blocks of pool block table (×: ref count), or why it waits"
@@ -85,7 +84,7 @@ def test_cells_of_a_narrow_table_stand_below_their_headers():
     (moment, *_) = busy_moments(2)
     for seq in moment.state.seqs.values():
         seq.row_id = None
-    title, first, second, _, *rows = [line.plain for line in laid_out(step_tables(moment)[0], 80)]
+    title, first, second, _, *rows = [line.plain for line in table_lines(step_tables(moment)[0], 80)]
     assert title == "Sequences"
     assert first.split() == ["seq", "request", "state", "new", "cached", "tokens", "out", "blocks", "of", "pool"]
     assert second.startswith("     block table")

@@ -8,10 +8,9 @@ from trace_harness import check_events, simulated, write
 from pagedcli.app.sequences import block_facts
 from pagedcli.errors import TraceError
 from pagedcli.events import BlockCopied, CacheGroup, StepFinished
-from pagedcli.show.group_words import block_group_words
 from pagedcli.trace.check import TraceChecker
 from pagedcli.trace.files import TraceReader
-from pagedcli.views.cache_groups import group_of, group_uses
+from pagedcli.views.cache_groups import block_group_words, group_of, group_uses
 from pagedcli.views.moment import Moment
 
 WINDOWS = (4, None, 6)

@@ -19,10 +19,9 @@ from textual.message import Message
 
 from pagedcli.app.rows import Line, Painted, line_of
 from pagedcli.printable import id_ranges, plural
-from pagedcli.show.group_words import alike, layers_words, window_words
 from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
-from pagedcli.views.cache_groups import group_of
+from pagedcli.views.cache_groups import alike, group_of, layers_words, window_words
 from pagedcli.views.moment import Moment
 
 # block state: glyph, style, meaning

@@ -14,7 +14,7 @@ from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
 from pagedcli.app.rows import Rows
-from pagedcli.show.step_tables import laid_out
+from pagedcli.show.step_tables import table_lines
 from pagedcli.show.tables import Table, shown_cells
 
 _WORD_WIDTH = 10  # cells before each line of a story
@@ -145,7 +145,7 @@ class _TableRows(Rows):
 
     def lay_out(self) -> None:
         if self.table is not None:
-            lines = laid_out(self.table, self.text_width)[1:]  # the page has the title
+            lines = table_lines(self.table, self.text_width)[1:]  # the page has the title
             self.show(None, range(len(lines)), lambda key, width: lines[key])
 
     def as_text(self) -> str:

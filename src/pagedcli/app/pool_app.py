@@ -20,8 +20,8 @@ from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows, block_fac
 from pagedcli.app.timeline import TimeLine
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line, plural
-from pagedcli.show.group_words import group_table
 from pagedcli.show.panels import hit_lines, percent, work_lines
+from pagedcli.show.step_tables import group_table
 from pagedcli.trace.state import SeqState
 from pagedcli.views.conditions import fields, grammar
 from pagedcli.views.moment import Moment

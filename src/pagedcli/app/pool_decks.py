@@ -12,7 +12,7 @@ from typing import cast
 from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepScheduled
-from pagedcli.show.held_clock import HeldClock
+from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import EventSource, pool_fold
 from pagedcli.trace.state import PoolState, SeqState

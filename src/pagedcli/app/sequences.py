@@ -10,9 +10,9 @@ from rich.text import Text
 from pagedcli.app.colours import MUTED
 from pagedcli.printable import one_line, plural
 from pagedcli.records import text as as_text
-from pagedcli.show.group_words import block_group_words
 from pagedcli.show.panels import block_ids_text, why_waiting
 from pagedcli.trace.state import SeqState
+from pagedcli.views.cache_groups import block_group_words
 from pagedcli.views.conditions import Condition, fields, parse
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import Now, SequenceRow, chosen

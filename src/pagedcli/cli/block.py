@@ -10,14 +10,13 @@ from pagedcli.errors import UsageError
 from pagedcli.events import StepScheduled
 from pagedcli.printable import one_line
 from pagedcli.records import RIGHT, hash_text
-from pagedcli.show.group_words import group_words
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.block_life import BlockLife, Content, Tenure
-from pagedcli.views.cache_groups import group_of
+from pagedcli.views.cache_groups import group_of, group_words
 from pagedcli.views.rows import Row, tokens_in_block
 
 

@@ -19,9 +19,9 @@ from pagedcli.planning.cards import CARDS
 from pagedcli.planning.prompt_survey import percentile
 from pagedcli.printable import plural
 from pagedcli.records import Bytes, Share, Whole, percent, size
-from pagedcli.show.group_words import group_lines
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
+from pagedcli.views.cache_groups import group_lines
 
 KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 equals bfloat16
 _PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not follow from the model's sizes

@@ -17,13 +17,12 @@ import msgspec
 import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
 from pagedcli.printable import id_ranges
-from pagedcli.show.group_words import group_words
 from pagedcli.show.pages import palette
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.cache_groups import group_uses
+from pagedcli.views.cache_groups import group_uses, group_words
 from pagedcli.views.explain import REASON_WORDS, CheckpointRow, Decode, ExplainedLookup, Explainer, Lookup, Totals
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import Row, chosen, values_of

@@ -4,40 +4,38 @@ Used by --dump-kv, --step and --steps. The same cells at every width: what does 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from pagedcli.events import CHECKPOINT_WORDS, Event, StepScheduled
 from pagedcli.printable import id_ranges, one_line, printable_json
 from pagedcli.records import Column, Share, computed
-from pagedcli.show.group_words import group_table
-from pagedcli.show.held_clock import HeldClock
 from pagedcli.show.panels import block_ids_text, pool_line, ref_counts_line, why_waiting
 from pagedcli.show.tables import (
     Format,
+    Piece,
     Row,
     Table,
     as_markdown,
-    column_lines,
-    continued_indent,
+    laid_out,
     markdown_text,
-    shown_cells,
     table,
 )
+from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.views.cache_groups import GroupUse, group_uses
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.rows import LookupRow, Now, SequenceRow, chosen, values_of
 from pagedcli.views.rows import Row as LazyRow
-from pagedcli.views.shared_prefixes import SharedPrefix, shared_prefixes
 from pagedcli.views.state_slots import slots_line, state_slots
 from pagedcli.views.stats import ROLLING_STEPS
 from pagedcli.views.step_rows import StepChoice
@@ -47,6 +45,8 @@ _STYLES = {
 }  # fmt: skip
 _SHARED = "magenta"  # what several sequences hold, as in the application
 _LEAST_ROOM = 30  # cells for wrapped text; with less it gets a line of its own
+_LEAST_BLOCKS = 2  # a single block is as short as a name
+Blocks = Sequence[int | None]
 
 # ---------------------------------------------------------------------- tables of a step
 
@@ -85,6 +85,13 @@ def _table_text(seq: SeqState, prefix: SharedPrefix | None, state: PoolState) ->
     if prefix is None:
         return block_ids_text(state, seq.block_table) or "-"
     return f"{prefix.name} {block_ids_text(state, seq.block_table[prefix.end :])}".rstrip()
+
+
+def group_table(state: PoolState) -> Table:
+    """What each group takes of a block, and its blocks; no rows if there is one, as all blocks are alike."""
+    uses = group_uses(state)
+    columns = "group window num_kv_heads head_dim used_bytes used_blocks cached_blocks unused_bytes layers"
+    return table(GroupUse, "groups", "Groups of layers", uses if len(uses) > 1 else [], columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +161,68 @@ def _hits(moment: Moment) -> Table:
     return table(_HitRates, "hit_rates", "Prefix hits", rows)
 
 
+# ---------------------------------------------------------------------- shared prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The first `num_blocks` blocks of some block tables, from `start` on told by this name."""
+
+    name: str
+    parent: str | None  # the name of what comes before `start`
+    start: int
+    block_ids: tuple[int, ...]  # the blocks from `start` on
+    seq_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.block_ids)
+
+
+def shared_prefixes(tables: Mapping[int, Blocks]) -> tuple[list[SharedPrefix], dict[int, SharedPrefix]]:
+    """The shared beginnings of block tables (by sequence), parents first, and for each sequence its longest one.
+
+    Tables 0 1 2 3 8, 0 1 2 3 9 and 0 1 5 share P1 = 0 1, the first two also P2 = P1 2 3. A block that a window has
+    released ends a beginning.
+    """
+    found: list[SharedPrefix] = []
+    longest: dict[int, SharedPrefix] = {}
+    # sequences with equal blocks up to `at`, told by `parent` up to its end
+    groups: deque[tuple[list[int], int, SharedPrefix | None]] = deque([(list(tables), 0, None)])
+    while groups:
+        seq_ids, start, parent = groups.popleft()
+        for same in _by_block(seq_ids, start, tables):
+            end = start + 1
+            while (further := _by_block(same, end, tables)) and len(further[0]) == len(same):
+                end += 1
+            begin = 0 if parent is None else parent.end
+            block_ids = tuple(block_id for block_id in tables[same[0]][begin:end] if block_id is not None)
+            inner = parent
+            if len(block_ids) >= _LEAST_BLOCKS:
+                name = f"P{len(found) + 1}"
+                inner = SharedPrefix(name, None if parent is None else parent.name, begin, block_ids, tuple(same))
+                found.append(inner)
+                longest.update(dict.fromkeys(same, inner))
+            groups.append((same, end, inner))
+    return found, longest
+
+
+def _by_block(seq_ids: Iterable[int], place: int, tables: Mapping[int, Blocks]) -> list[list[int]]:
+    """The sequences grouped by the block at a place, without those that are alone."""
+    by_block: dict[int, list[int]] = defaultdict(list)
+    for seq_id in seq_ids:
+        table = tables[seq_id]
+        if place < len(table) and (block_id := table[place]) is not None:
+            by_block[block_id].append(seq_id)
+    return [same for same in by_block.values() if len(same) > 1]
+
+
 # ---------------------------------------------------------------------- layout
 
 
-def laid_out(table: Table, width: int | None) -> list[Text]:
-    """A table's lines: title, header, rule, rows. None: as wide as it is.
-
-    If it is wider than `width`, the last column wraps, if it holds text and has room; otherwise the columns continue on
-    further lines of each row, so that none is lost.
-    """
-    cells = [[column.header for column in table.columns], *shown_cells(table)]
-    widths = [max(cell_len(row[place]) for row in cells) for place in range(len(table.columns))]
-    layout = _layout(table, widths, width)
-    header, *rows = (_row_lines(row, table, widths, layout, width) for row in cells)
+def table_lines(table: Table, width: int | None) -> list[Text]:
+    """A table's lines for a screen: title, header, rule, rows."""
+    header, *rows = ([_line(pieces) for pieces in row] for row in laid_out(table, width, least_room=_LEAST_ROOM))
     for line in header:
         line.stylize("bold")
     longest = max(line.cell_len for lines in (header, *rows) for line in lines)
@@ -174,48 +230,12 @@ def laid_out(table: Table, width: int | None) -> list[Text]:
     return [Text(one_line(table.title), "bold"), *header, rule, *(line for lines in rows for line in lines)]
 
 
-def _layout(table: Table, widths: Sequence[int], width: int | None) -> list[list[int]]:
-    """The places of the columns by line of a row."""
-    places, last = list(range(len(widths))), len(widths) - 1
-    before_last = sum(widths[:-1]) + 2 * last
-    if width is None or before_last + widths[-1] <= width:
-        return [places]
-    if not table.columns[last].is_number and width - before_last >= _LEAST_ROOM:
-        return [places]
-    return column_lines(widths, width)
-
-
-def _row_lines(
-    row: Sequence[str], table: Table, widths: Sequence[int], layout: Sequence[Sequence[int]], width: int | None
-) -> list[Text]:
-    lines: list[Text] = []
-    for number, places in enumerate(layout):
-        line = Text(" " * (continued_indent(widths) if number else 0), no_wrap=True)
-        for place in places:
-            cell, column = row[place], table.columns[place]
-            if place != places[0]:
-                line.append("  ")
-            if place == places[-1] and not column.is_number:
-                lines += _wrapped(line, _styled(cell, column), width)
-                break
-            space = " " * (widths[place] - cell_len(cell))
-            line.append_text(Text(space) + _styled(cell, column) if column.is_number else _styled(cell, column))
-            if not column.is_number and place != places[-1]:
-                line.append(space)
-        else:
-            lines.append(line)
-    for line in lines:
-        line.rstrip()
-    return lines
-
-
-def _wrapped(before: Text, cell: Text, width: int | None) -> list[Text]:
-    """A line whose last cell continues below its beginning."""
-    indent = before.cell_len
-    if width is None or indent + cell.cell_len <= width:
-        return [before + cell]
-    parts = cell.wrap(Console(width=width), max(1, width - indent))
-    return [(Text(" " * indent) if number else before) + part for number, part in enumerate(parts)]
+def _line(pieces: Sequence[Piece]) -> Text:
+    line = Text(no_wrap=True)
+    for text, column in pieces:
+        line.append(text) if column is None else line.append_text(_styled(text, column))
+    line.rstrip()
+    return line
 
 
 def _styled(cell: str, column: Column) -> Text:
@@ -240,7 +260,7 @@ def print_step_tables(moment: Moment, console: Console, width: int | None) -> No
             console.print(part, soft_wrap=True)
     for each in step_tables(moment):
         console.print()
-        for line in laid_out(each, width):
+        for line in table_lines(each, width):
             console.print(line, soft_wrap=True)
     events = moment.last_words(50, of_step=state.step_number, with_lookups=False)
     if events:

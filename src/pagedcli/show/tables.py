@@ -111,35 +111,65 @@ def as_text(table: Table, width: int | None = None) -> str:
     width = table.wrapped_at if width is None else width
     if not table.rows:
         return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
-    cells = [[column.header for column in table.columns], *shown_cells(table)]
-    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
-    indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = None if width is None or table.columns[-1].is_number or width - indent < 16 else width - indent
-    if width is not None and room is None and indent + widths[-1] > width:
-        return "\n".join([*_continued(table, cells, widths, width), *_notes(table.notes, width)]) + "\n"
-    lines = [one_line(table.title)]
-    for row in cells:
-        padded = [
-            _pad(cell, widths[i], to_right=table.columns[i].is_number) for i, cell in enumerate(row) if i < len(row) - 1
-        ]
-        last = [_pad(row[-1], widths[-1], to_right=True)] if table.columns[-1].is_number else _wrapped(row[-1], room)
-        lines.append("  ".join([*padded, last[0]]).rstrip())
-        lines += [" " * indent + line for line in last[1:]]
-    rule = "  ".join("-" * w for w in [*widths[:-1], min(widths[-1], room or widths[-1])])
-    lines.insert(2, rule)
-    return "\n".join([*lines, *_notes(table.notes, width)]) + "\n"
+    header, *rows = laid_out(table, width, least_room=16)
+    lines = ["".join(text for text, _ in line).rstrip() for row in (header, *rows) for line in row]
+    widths = column_widths(table)
+    longest = max(map(cell_len, lines))
+    if len(header) > 1:
+        rule = "-" * longest
+    else:
+        before = sum(widths[:-1]) + 2 * (len(widths) - 1)
+        rule = "  ".join("-" * each for each in [*widths[:-1], min(widths[-1], max(longest, width or 0) - before)])
+    lines.insert(len(header), rule)
+    return "\n".join([one_line(table.title), *lines, *_notes(table.notes, width)]) + "\n"
 
 
-def _continued(table: Table, cells: Sequence[Sequence[str]], widths: Sequence[int], width: int) -> list[str]:
-    layout = column_lines(widths, width)
-    lines = [
-        " " * (continued_indent(widths) if number else 0)
-        + "  ".join(_pad(row[i], widths[i], to_right=table.columns[i].is_number) for i in places).rstrip()
-        for row in cells
-        for number, places in enumerate(layout)
-    ]
-    lines.insert(len(layout), "-" * max(map(cell_len, lines)))
-    return [one_line(table.title), *lines]
+Piece = tuple[str, Column | None]  # a cell, or the space around it
+
+
+def column_widths(table: Table) -> list[int]:
+    """Cells that each column takes."""
+    rows = [[column.header for column in table.columns], *shown_cells(table)]
+    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+
+def laid_out(table: Table, width: int | None, *, least_room: int) -> list[list[list[Piece]]]:
+    """The lines of each row, the header first. None: as wide as it is.
+
+    If it is wider than `width`, the last column wraps, if it holds text and has `least_room`; otherwise the columns
+    continue on further lines of each row, so that none is lost.
+    """
+    widths, last = column_widths(table), len(table.columns) - 1
+    before_last = sum(widths[:-1]) + 2 * last
+    layout = [list(range(len(widths)))]
+    if width is not None and before_last + widths[-1] > width:
+        if table.columns[last].is_number or width - before_last < least_room:
+            layout = column_lines(widths, width)
+    rows = [[column.header for column in table.columns], *shown_cells(table)]
+    return [_row_lines(row, table, widths, layout, width) for row in rows]
+
+
+def _row_lines(
+    row: Sequence[str], table: Table, widths: Sequence[int], layout: Sequence[Sequence[int]], width: int | None
+) -> list[list[Piece]]:
+    lines: list[list[Piece]] = []
+    for number, places in enumerate(layout):
+        indent = continued_indent(widths) if number else 0
+        line: list[Piece] = [(" " * indent, None)]
+        for place in places[:-1]:
+            cell, column = row[place], table.columns[place]
+            space: Piece = (" " * (widths[place] - cell_len(cell)), None)
+            line += [space, (cell, column)] if column.is_number else [(cell, column), space]
+            line.append(("  ", None))
+            indent += widths[place] + 2
+        cell, column = row[places[-1]], table.columns[places[-1]]
+        if column.is_number:
+            lines.append([*line, (" " * (widths[places[-1]] - cell_len(cell)), None), (cell, column)])
+            continue
+        first, *further = _wrapped(cell, None if width is None else max(1, width - indent))
+        lines.append([*line, (first, column)])
+        lines += [[(" " * indent, None), (part, column)] for part in further]
+    return lines
 
 
 def column_lines(widths: Sequence[int], width: int) -> list[list[int]]:
@@ -191,11 +221,6 @@ def shown_cells(table: Table) -> list[list[str]]:
         ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
         for row in table.rows[: table.max_shown]
     ]
-
-
-def _pad(cell: str, width: int, *, to_right: bool) -> str:
-    space = " " * (width - cell_len(cell))
-    return space + cell if to_right else cell + space
 
 
 def _notes(notes: Sequence[str], width: int | None) -> list[str]:

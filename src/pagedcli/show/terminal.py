@@ -1,12 +1,12 @@
-"""Messages on stderr, and safe JSON on a terminal."""
+"""Messages on stderr, safe JSON on a terminal, and the clock of a run that somebody watches."""
 
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from textwrap import wrap
 from typing import BinaryIO, TextIO
 
@@ -109,3 +109,23 @@ class TerminalJson:
 
     def flush(self) -> None:
         self._stream.flush()
+
+
+class HeldClock:
+    """A monotonic clock in nanoseconds that stands still while it is held: time in which a run waits for a reader or a key
+    is not the engine's. For one thread."""
+
+    def __init__(self) -> None:
+        self._num_held_ns = 0  # so far
+
+    def __call__(self) -> int:
+        return time.perf_counter_ns() - self._num_held_ns
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The time within this context does not pass on the clock."""
+        now_ns = self()
+        try:
+            yield
+        finally:
+            self._num_held_ns += self() - now_ns
