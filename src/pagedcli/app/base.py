@@ -7,6 +7,7 @@ The only module that starts Textual.
 import signal
 import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -138,24 +139,24 @@ class DeckApp(App[None]):
         if self.deck.moment is not None:
             self.show_moment()
 
-    # ------------------------------------------------------------------ for subclasses (an App cannot be an ABC)
+    # ------------------------------------------------------------------ for subclasses
 
     @property
+    @abstractmethod
     def main_panel(self) -> Painted:
         """The panel that has the focus at first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show_moment(self) -> None:
         """Fill the panels."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self) -> Text:
         """The figures of the head line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def legend(self) -> str:
         """The part of the help page about letters and columns."""
-        raise NotImplementedError
 
     def commands(self) -> list[Command]:
         """What one can type after `:`. The first one takes a bare number."""

@@ -1,5 +1,6 @@
 """Panels made of lines: only what changed is drawn again, and of a list only the visible rows are built."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from textwrap import wrap
@@ -39,20 +40,20 @@ def line_of(text: Text, width: int, console: Console, style: Style | None = None
 
 
 class Painted(Widget):
-    """A widget whose content is `line(y, width)` for each of its lines (a Widget cannot be an ABC)."""
+    """A widget whose content is `line(y, width)` for each of its lines."""
 
     def __init__(self, *children: Widget, **options: Any) -> None:
         super().__init__(*children, **options)
         self._painted: dict[int, Line] = {}
         self._base = Style()  # the widget's style, looked up once per paint
 
+    @abstractmethod
     def line(self, y: int, width: int) -> Line:
         """The line at y, in the styles of its parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_text(self) -> str:
         """The whole panel as lines of text, cells separated by tabs, to copy."""
-        raise NotImplementedError
 
     def refresh_changed(self) -> None:
         """Paint the lines again that have changed."""

@@ -17,7 +17,6 @@ from pagedcli.files import FileKind, PendingFile
 from pagedcli.records import Column
 from pagedcli.views.step_rows import TABLES, Row, file_columns
 
-_BUFFER_BYTES = 1 << 16
 _GROUP_ROWS = 1 << 16  # rows of a Parquet row group
 
 
@@ -94,22 +93,12 @@ class JsonRows:
     def __init__(self, file: BinaryIO, columns: Sequence[Column]) -> None:
         self._file = file
         self._names = [column.key for column in columns]
-        self._encoder = msgspec.json.Encoder()
-        self._buffer = bytearray()
+        self._encode = msgspec.json.Encoder().encode
 
     def write(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self._encoder.encode_into(dict(zip(self._names, row, strict=True)), self._buffer, len(self._buffer))
-            self._buffer += b"\n"
-        if len(self._buffer) >= _BUFFER_BYTES:
-            self._flush()
+        self._file.writelines(self._encode(dict(zip(self._names, row, strict=True))) + b"\n" for row in rows)
 
-    def close(self) -> None:
-        self._flush()
-
-    def _flush(self) -> None:
-        self._file.write(self._buffer)
-        self._buffer.clear()
+    def close(self) -> None: ...
 
 
 class ParquetRows:

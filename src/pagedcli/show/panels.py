@@ -5,7 +5,8 @@ Draws what Moment holds and decides nothing. The tables of a step are in step_ta
 
 import time
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import dataclass
+from typing import Annotated, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -13,13 +14,15 @@ from rich.text import Text
 from pagedcli.errors import TraceError
 from pagedcli.events import Event, StepFinished
 from pagedcli.printable import byte_text, id_range, one_line, percent_text, plural
+from pagedcli.records import Share
+from pagedcli.show.tables import Table, as_text, table
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.state_slots import slots_line
-from pagedcli.views.stats import ROLLING_STEPS, HitCounts, memory_use, pool_counts
+from pagedcli.views.stats import ROLLING_STEPS, memory_use, pool_counts
 from pagedcli.views.words import waiting_reason
 
 
@@ -99,29 +102,34 @@ def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:
 # ---------------------------------------------------------------------- figures
 
 
-def hit_lines(moment: Moment) -> Text:
-    """A table of prefix hit rates by window and unit; hits on a request's own blocks are separate."""
-    run, rolling = moment.stats.run, moment.stats.rolling
-    heading = ("prefix hits", "run: tokens", "blocks", f"last {ROLLING_STEPS} steps: tokens", "blocks")
+@dataclass(frozen=True, slots=True)
+class _HitRates:
+    hits: str
+    run_tokens: Annotated[Share | None, "run: tokens"]
+    run_blocks: Annotated[Share | None, "run: blocks"]
+    recent_tokens: Annotated[Share | None, f"last {ROLLING_STEPS} steps: tokens"]
+    recent_blocks: Annotated[Share | None, "blocks"]
+
+
+def hit_table(moment: Moment, **headers: str) -> Table:
+    """Prefix hit rates by window and unit; hits on a request's own blocks are separate."""
+    run, recent = moment.stats.run, moment.stats.rolling
     rows = [
-        ("from other requests", *_rates(run.from_others), *_rates(rolling.from_others)),
-        ("own (preempted, n > 1)", *_rates(run.own), *_rates(rolling.own)),
-    ]
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        _HitRates(name, now.token_rate, now.block_rate, last.token_rate, last.block_rate)
+        for name, now, last in (
+            ("from other requests", run.from_others, recent.from_others),
+            ("own (preempted, n > 1)", run.own, recent.own),
         )
-        for row in (heading, *rows)
     ]
-    text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-    text.stylize("bold", 0, len(lines[0]))
+    return table(_HitRates, "hit_rates", "Prefix hits", rows, headers=headers)
+
+
+def hit_lines(moment: Moment) -> Text:
+    """The same without a title and a rule."""
+    _, heading, _, *rows = as_text(hit_table(moment, hits="prefix hits", run_blocks="blocks")).splitlines()
+    text = Text("\n".join([heading, *rows]), no_wrap=True, overflow="ellipsis")
+    text.stylize("bold", 0, len(heading))
     return text
-
-
-def _rates(counts: HitCounts) -> tuple[str, str]:
-    return percent(counts.token_rate), percent(counts.block_rate)
 
 
 def work_lines(moment: Moment) -> Text:

@@ -42,7 +42,7 @@ def progress_view(*, quiet_terminal: bool, time_left: TimeLeft | None = None) ->
     time_left = time_left or average_pace
     if sys.stderr.isatty():
         return ProgressView() if quiet_terminal else _LiveProgress(time_left)
-    return _PlainProgress(time_left)
+    return _Progress(time_left)
 
 
 class _Rates:
@@ -99,34 +99,37 @@ def details(stats: BatchStats, rates: _Rates) -> list[str]:
     return parts
 
 
-class _PlainProgress(ProgressView):
-    """Occasional whole lines, for logs."""
+class _Progress(ProgressView):
+    """Shows the run again when the last time is long enough ago."""
+
+    every_s = _LINE_EVERY_S
 
     def __init__(self, time_left: TimeLeft) -> None:
         self._time_left = time_left
         self._rates = _Rates()
-        self._next_s = time.monotonic() + _LINE_EVERY_S
+        self._next_s = time.monotonic() + self.every_s
 
     def update(self, stats: BatchStats) -> None:
         self._rates.add(stats)
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + _LINE_EVERY_S
-        eta = eta_text(self._time_left(stats))
-        parts = [rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]
-        say(", ".join(parts))
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + self.every_s
+            self.show(stats, eta_text(self._time_left(stats)))
+
+    def show(self, stats: BatchStats, eta: str | None) -> None:
+        """A whole line, for logs."""
+        say(", ".join([rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]))
 
 
-class _LiveProgress(ProgressView):
+class _LiveProgress(_Progress):
     """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
+
+    every_s = _REDRAW_EVERY_S
 
     def __init__(self, time_left: TimeLeft) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._time_left = time_left
-        self._rates = _Rates()
-        self._next_s = 0.0
+        super().__init__(time_left)
         self._live: Any = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
@@ -136,21 +139,15 @@ class _LiveProgress(ProgressView):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def update(self, stats: BatchStats) -> None:
-        now = time.monotonic()
-        if now < self._next_s:
-            return
-        self._next_s = now + _REDRAW_EVERY_S
-        self._rates.add(stats)
-        self._live.update(self._render(stats), refresh=True)
+    def show(self, stats: BatchStats, eta: str | None) -> None:
+        self._live.update(self._render(stats, eta), refresh=True)
 
-    def _render(self, stats: BatchStats) -> "RenderableType":
+    def _render(self, stats: BatchStats, eta: str | None) -> "RenderableType":
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        eta = eta_text(self._time_left(stats))
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)

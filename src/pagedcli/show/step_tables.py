@@ -15,8 +15,8 @@ from rich.text import Text
 
 from pagedcli.events import CHECKPOINT_WORDS, Event, StepScheduled
 from pagedcli.printable import id_ranges, one_line, printable_json
-from pagedcli.records import Column, Share, computed
-from pagedcli.show.panels import block_ids_text, pool_line, ref_counts_line, why_waiting
+from pagedcli.records import Column, computed
+from pagedcli.show.panels import block_ids_text, hit_table, pool_line, ref_counts_line, why_waiting
 from pagedcli.show.tables import (
     Format,
     Piece,
@@ -37,7 +37,6 @@ from pagedcli.views.names import NamedRequest
 from pagedcli.views.rows import LookupRow, Now, SequenceRow, chosen, values_of
 from pagedcli.views.rows import Row as LazyRow
 from pagedcli.views.state_slots import slots_line, state_slots
-from pagedcli.views.stats import ROLLING_STEPS
 from pagedcli.views.step_rows import StepChoice
 
 _STYLES = {
@@ -48,6 +47,62 @@ _LEAST_ROOM = 30  # cells for wrapped text; with less it gets a line of its own
 _LEAST_BLOCKS = 2  # a single block is as short as a name
 Blocks = Sequence[int | None]
 
+# ---------------------------------------------------------------------- shared prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The first `num_blocks` blocks of some block tables, from `start` on told by this name."""
+
+    name: str
+    parent: str | None  # the name of what comes before `start`
+    start: int
+    block_ids: tuple[int, ...]  # the blocks from `start` on
+    seq_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.block_ids)
+
+
+def shared_prefixes(tables: Mapping[int, Blocks]) -> tuple[list[SharedPrefix], dict[int, SharedPrefix]]:
+    """The shared beginnings of block tables (by sequence), parents first, and for each sequence its longest one.
+
+    Tables 0 1 2 3 8, 0 1 2 3 9 and 0 1 5 share P1 = 0 1, the first two also P2 = P1 2 3. A block that a window has
+    released ends a beginning.
+    """
+    found: list[SharedPrefix] = []
+    longest: dict[int, SharedPrefix] = {}
+    # sequences with equal blocks up to `at`, told by `parent` up to its end
+    groups: deque[tuple[list[int], int, SharedPrefix | None]] = deque([(list(tables), 0, None)])
+    while groups:
+        seq_ids, start, parent = groups.popleft()
+        for same in _by_block(seq_ids, start, tables):
+            end = start + 1
+            while (further := _by_block(same, end, tables)) and len(further[0]) == len(same):
+                end += 1
+            begin = 0 if parent is None else parent.end
+            block_ids = tuple(block_id for block_id in tables[same[0]][begin:end] if block_id is not None)
+            inner = parent
+            if len(block_ids) >= _LEAST_BLOCKS:
+                name = f"P{len(found) + 1}"
+                inner = SharedPrefix(name, None if parent is None else parent.name, begin, block_ids, tuple(same))
+                found.append(inner)
+                longest.update(dict.fromkeys(same, inner))
+            groups.append((same, end, inner))
+    return found, longest
+
+
+def _by_block(seq_ids: Iterable[int], place: int, tables: Mapping[int, Blocks]) -> list[list[int]]:
+    """The sequences grouped by the block at a place, without those that are alone."""
+    by_block: dict[int, list[int]] = defaultdict(list)
+    for seq_id in seq_ids:
+        table = tables[seq_id]
+        if place < len(table) and (block_id := table[place]) is not None:
+            by_block[block_id].append(seq_id)
+    return [same for same in by_block.values() if len(same) > 1]
+
+
 # ---------------------------------------------------------------------- tables of a step
 
 
@@ -57,7 +112,7 @@ def step_tables(moment: Moment) -> list[Table]:
     tables_of = {seq.seq_id: seq.block_table for seq in state.running()}
     prefixes, longest = shared_prefixes(tables_of)
     of_pool = [_prefixes(prefixes), group_table(state), _slots(state)]
-    tables = [_sequences(moment, longest), *of_pool, _lookups(moment), _hits(moment)]
+    tables = [_sequences(moment, longest), *of_pool, _lookups(moment), hit_table(moment)]
     return [table for table in tables if table.rows]
 
 
@@ -138,83 +193,6 @@ def _lookups(moment: Moment) -> Table:
         if moment.follow is None or each.seq_id in moment.follow_seq_ids
     ]
     return Table("lookups", "Prefix lookups of this step", chosen(LookupRow, "table"), rows)
-
-
-@dataclass(frozen=True, slots=True)
-class _HitRates:
-    hits: str
-    run_tokens: Annotated[Share | None, "run: tokens"]
-    run_blocks: Annotated[Share | None, "run: blocks"]
-    recent_tokens: Annotated[Share | None, f"last {ROLLING_STEPS} steps: tokens"]
-    recent_blocks: Annotated[Share | None, "blocks"]
-
-
-def _hits(moment: Moment) -> Table:
-    pairs = (
-        ("from other requests", moment.stats.run.from_others, moment.stats.rolling.from_others),
-        ("own (preempted, n > 1)", moment.stats.run.own, moment.stats.rolling.own),
-    )
-    rows = [
-        _HitRates(name, run.token_rate, run.block_rate, recent.token_rate, recent.block_rate)
-        for name, run, recent in pairs
-    ]
-    return table(_HitRates, "hit_rates", "Prefix hits", rows)
-
-
-# ---------------------------------------------------------------------- shared prefixes
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """The first `num_blocks` blocks of some block tables, from `start` on told by this name."""
-
-    name: str
-    parent: str | None  # the name of what comes before `start`
-    start: int
-    block_ids: tuple[int, ...]  # the blocks from `start` on
-    seq_ids: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.block_ids)
-
-
-def shared_prefixes(tables: Mapping[int, Blocks]) -> tuple[list[SharedPrefix], dict[int, SharedPrefix]]:
-    """The shared beginnings of block tables (by sequence), parents first, and for each sequence its longest one.
-
-    Tables 0 1 2 3 8, 0 1 2 3 9 and 0 1 5 share P1 = 0 1, the first two also P2 = P1 2 3. A block that a window has
-    released ends a beginning.
-    """
-    found: list[SharedPrefix] = []
-    longest: dict[int, SharedPrefix] = {}
-    # sequences with equal blocks up to `at`, told by `parent` up to its end
-    groups: deque[tuple[list[int], int, SharedPrefix | None]] = deque([(list(tables), 0, None)])
-    while groups:
-        seq_ids, start, parent = groups.popleft()
-        for same in _by_block(seq_ids, start, tables):
-            end = start + 1
-            while (further := _by_block(same, end, tables)) and len(further[0]) == len(same):
-                end += 1
-            begin = 0 if parent is None else parent.end
-            block_ids = tuple(block_id for block_id in tables[same[0]][begin:end] if block_id is not None)
-            inner = parent
-            if len(block_ids) >= _LEAST_BLOCKS:
-                name = f"P{len(found) + 1}"
-                inner = SharedPrefix(name, None if parent is None else parent.name, begin, block_ids, tuple(same))
-                found.append(inner)
-                longest.update(dict.fromkeys(same, inner))
-            groups.append((same, end, inner))
-    return found, longest
-
-
-def _by_block(seq_ids: Iterable[int], place: int, tables: Mapping[int, Blocks]) -> list[list[int]]:
-    """The sequences grouped by the block at a place, without those that are alone."""
-    by_block: dict[int, list[int]] = defaultdict(list)
-    for seq_id in seq_ids:
-        table = tables[seq_id]
-        if place < len(table) and (block_id := table[place]) is not None:
-            by_block[block_id].append(seq_id)
-    return [same for same in by_block.values() if len(same) > 1]
 
 
 # ---------------------------------------------------------------------- layout

@@ -142,9 +142,9 @@ def laid_out(table: Table, width: int | None, *, least_room: int) -> list[list[l
     widths, last = column_widths(table), len(table.columns) - 1
     before_last = sum(widths[:-1]) + 2 * last
     layout = [list(range(len(widths)))]
-    if width is not None and before_last + widths[-1] > width:
-        if table.columns[last].is_number or width - before_last < least_room:
-            layout = column_lines(widths, width)
+    is_wider = width is not None and before_last + widths[-1] > width
+    if width is not None and is_wider and (table.columns[last].is_number or width - before_last < least_room):
+        layout = column_lines(widths, width)
     rows = [[column.header for column in table.columns], *shown_cells(table)]
     return [_row_lines(row, table, widths, layout, width) for row in rows]
 

@@ -112,8 +112,8 @@ class TerminalJson:
 
 
 class HeldClock:
-    """A monotonic clock in nanoseconds that stands still while it is held: time in which a run waits for a reader or a key
-    is not the engine's. For one thread."""
+    """A monotonic clock in nanoseconds that stands still while it is held: waiting for a reader or a key is no time of
+    the engine. For one thread."""
 
     def __init__(self) -> None:
         self._num_held_ns = 0  # so far

@@ -15,8 +15,7 @@ from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
 from pagedcli.core.states import StateKind
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
-from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of
-from pagedcli.trace.slot_laws import SlotLaws
+from pagedcli.trace.laws import LawBook, Laws, PoolLaws, SlotLaws, refuse, tables_of
 from pagedcli.trace.state import PoolState, SeqState
 
 UNCHECKED = "which blocks {} chose to evict was not checked: every choice among the free cached ones is lawful"

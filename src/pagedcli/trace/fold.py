@@ -10,8 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from pagedcli.errors import TraceError
 from pagedcli.events import Event
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.laws import Laws, PoolLaws
-from pagedcli.trace.slot_laws import SlotLaws
+from pagedcli.trace.laws import Laws, PoolLaws, SlotLaws
 from pagedcli.trace.state import PoolState
 
 

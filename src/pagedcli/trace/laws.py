@@ -1,4 +1,5 @@
-"""The table of laws, which refuse events that are impossible in the current state, and the laws of a block pool.
+"""The table of laws, which refuse events that are impossible in the current state, and the laws of a block pool
+and of slots of recurrent state.
 
 Used by every fold of our engine's events. Laws that the state does not depend on are in check.py.
 """
@@ -7,15 +8,20 @@ from itertools import chain, islice, takewhile
 from types import MethodType
 from typing import Any, NoReturn
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape, page_bytes, token_bytes
 from pagedcli.core.limits import Limits
+from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import ConfigError, TraceError
 from pagedcli.trace.dispatch import Handler, handlers_of
+from pagedcli.trace.ledgers import SlotLedger
 from pagedcli.trace.state import PoolState, SeqState, StepRecord
 
+MOST_SLOTS = 1 << 20
 MOST_BLOCKS = 1 << 23  # rebuilding a pool takes about 200 bytes per block
 MOST_TOKENS = 1 << 40  # limit per sequence and per block: sums stay in 64 bits
 MOST_NS = 1 << 62
@@ -52,6 +58,19 @@ def _check_groups(event: ev.EngineStarted) -> None:
     most = page_bytes(groups, event.block_size)
     if event.block_bytes != most:
         refuse(event, f"a block has {event.block_bytes:,} bytes, but the largest group takes {most:,}")
+
+
+def live(event: Any, state: PoolState) -> SeqState:
+    """The sequence of an event."""
+    return live_seq(event, event.seq_id, state)
+
+
+def live_seq(event: ev.Event, seq_id: int, state: PoolState) -> SeqState:
+    """A sequence that waits or runs."""
+    seq = state.seqs.get(seq_id)
+    if seq is None:
+        refuse(event, f"seq {seq_id} is {'finished' if seq_id in state.finished else 'unknown'}")
+    return seq
 
 
 class LawBook:
@@ -146,7 +165,7 @@ class PoolLaws(LawBook):
             )
 
     def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
-        seq, size = self._live(event, state), state.block_size
+        seq, size = live(event, state), state.block_size
         continued = event.reason == "continued"
         if continued != seq.running or (seq.block_table and not continued):
             refuse(event, f"{event.reason}, but seq {seq.seq_id} is {seq.status} with blocks {seq.block_table}")
@@ -165,7 +184,7 @@ class PoolLaws(LawBook):
             self._lookup = event
 
     def before_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
-        seq = self._live(event, state)
+        seq = live(event, state)
         lookup, self._lookup = self._lookup, None
         num_groups, ids = state.num_groups, event.block_ids
         if lookup is None or lookup.seq_id != event.seq_id or lookup.blocks_hit * num_groups != len(ids):
@@ -187,7 +206,7 @@ class PoolLaws(LawBook):
             before = block_id
 
     def before_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
-        self._live(event, state)
+        live(event, state)
         for block_id, expected in zip(event.block_ids, self._next_free(event, state), strict=True):
             if block_id != expected:
                 named = "no block is free" if expected is None else f"the next free block is {expected}"
@@ -210,7 +229,7 @@ class PoolLaws(LawBook):
         self._due = (ev.BlockEvicted, ev.BlocksAllocated), "the evicted blocks are allocated"
 
     def before_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
-        seq, block_ids = self._live(event, state), event.block_ids
+        seq, block_ids = live(event, state), event.block_ids
         if not block_ids or len(block_ids) != len(event.hashes):
             refuse(event, f"{len(event.hashes)} hashes for {len(block_ids)} blocks")
         table = seq.block_table
@@ -250,7 +269,7 @@ class PoolLaws(LawBook):
         self._num_just_freed = sum(state.ref_counts[block_id] == 1 for block_id in block_ids)
 
     def before_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
-        seq = self._live(event, state)
+        seq = live(event, state)
         places = {block_id: index for index, block_id in enumerate(seq.block_table) if block_id is not None}
         for block_id in event.block_ids:
             if block_id not in places:
@@ -266,7 +285,7 @@ class PoolLaws(LawBook):
         return span < tables.first_kept(group, num_computed)
 
     def before_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
-        seq = self._live(event, state)
+        seq = live(event, state)
         hole, self._hole = self._hole, None
         if hole != (seq.seq_id, event.source_block_id):
             refuse(event, f"block {event.source_block_id} was not released before")
@@ -277,7 +296,7 @@ class PoolLaws(LawBook):
             refuse(event, "only a partial block is copied")
 
     def before_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
-        child, parent = self._live(event, state), state.seqs.get(event.parent_seq_id)
+        child, parent = live(event, state), state.seqs.get(event.parent_seq_id)
         if parent is None:
             refuse(event, f"seq {event.parent_seq_id} is not live")
         if event.block_ids != tuple(parent.block_table):
@@ -288,7 +307,7 @@ class PoolLaws(LawBook):
             refuse(event, f"seq {child.seq_id} has blocks already")
 
     def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
-        seq = self._live(event, state)
+        seq = live(event, state)
         if not seq.running:
             refuse(event, f"seq {seq.seq_id} is {seq.status}, not running")
         if event.num_tokens_dropped != seq.num_computed_tokens:
@@ -299,7 +318,7 @@ class PoolLaws(LawBook):
             refuse(event, f"seq {seq.seq_id} still has blocks {seq.block_table}")
 
     def before_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
-        if self._live(event, state).running:
+        if live(event, state).running:
             refuse(event, f"seq {event.seq_id} is running")
 
     def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
@@ -321,7 +340,7 @@ class PoolLaws(LawBook):
         counts = dict(zip(event.seq_ids, event.num_new_tokens, strict=True))
         are_alike = event.num_new_tokens.count(1) == len(counts)
         for seq_id in state.representatives(event.seq_ids) if are_alike else event.seq_ids:
-            seq, num_new_tokens = self._live_seq(event, seq_id, state), counts[seq_id]
+            seq, num_new_tokens = live_seq(event, seq_id, state), counts[seq_id]
             if not seq.running:
                 refuse(event, f"seq {seq_id} is {seq.status}, not running")
             left = seq.num_tokens - seq.num_computed_tokens
@@ -332,13 +351,13 @@ class PoolLaws(LawBook):
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
         for seq_id in state.representatives(event.seq_ids):
-            seq = self._live_seq(event, seq_id, state)
+            seq = live_seq(event, seq_id, state)
             if not seq.running or seq.num_computed_tokens != seq.num_tokens:
                 computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"
                 refuse(event, f"seq {seq_id} ({seq.status}) has {computed}")
 
     def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
-        seq = self._live(event, state)
+        seq = live(event, state)
         if event.num_output_tokens != seq.num_output_tokens:
             refuse(event, f"seq {seq.seq_id} has {seq.num_output_tokens} output tokens, not {event.num_output_tokens}")
 
@@ -359,7 +378,7 @@ class PoolLaws(LawBook):
         if empty:
             refuse(event, f"blocks {empty} have no content that could still be cached")
         for seq_id in event.seq_ids:
-            self._live_seq(event, seq_id, state)
+            live_seq(event, seq_id, state)
         running = {seq.seq_id for seq in state.running()}.difference(event.seq_ids)
         if running:
             refuse(event, f"sequences {sorted(running)} are still running")
@@ -387,16 +406,131 @@ class PoolLaws(LawBook):
             refuse(event, f"there is no block {block_id} in a pool of {state.num_blocks}")
         return block_id
 
-    def _live(self, event: Any, state: PoolState) -> SeqState:
-        return self._live_seq(event, event.seq_id, state)
-
-    def _live_seq(self, event: ev.Event, seq_id: int, state: PoolState) -> SeqState:
-        seq = state.seqs.get(seq_id)
-        if seq is None:
-            refuse(event, f"seq {seq_id} is {'finished' if seq_id in state.finished else 'unknown'}")
-        return seq
-
     def _current(self, event: ev.Event, step: int, state: PoolState) -> StepRecord:
         if state.step is None or state.step.step != step or state.step.end_ns is not None:
             refuse(event, f"step {step} is not the one that runs")
         return state.step
+
+
+class SlotLaws(LawBook):
+    """What the state needs to apply an event about slots, and that no step writes a slot that others read."""
+
+    def start(self) -> None:
+        self._lookup: ev.CheckpointLookedUp | None = None  # its PrefixLookedUp comes next
+
+    def check_order(self, event: ev.Event) -> None:
+        failed = (ev.StatesRecovered, ev.StepFailed)
+        if self._lookup is not None and type(event) not in (ev.PrefixLookedUp, *failed):
+            refuse(event, f"comes where seq {self._lookup.seq_id} looks its prefix up")
+
+    def before_state_slots_made(self, event: ev.StateSlotsMade, state: PoolState) -> None:
+        if state.slots is not None or state.seqs or (state.step is not None and state.step.end_ns is None):
+            refuse(event, "the engine has slots already, or runs")
+        if not 1 <= event.num_slots <= MOST_SLOTS or not 0 <= event.slot_bytes <= MOST_TOKENS:
+            refuse(event, f"{event.num_slots:,} slots of {event.slot_bytes:,} bytes")
+        try:
+            CheckpointPolicy.named(event.checkpoints)
+        except ConfigError:
+            refuse(event, f"checkpoints {event.checkpoints!r} are unknown")
+
+    def before_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
+        seq, slots = live(event, state), self._slots(event, state)
+        if event.seq_id in slots.held:
+            refuse(event, f"seq {event.seq_id} holds slots {slots.held[event.seq_id]} already")
+        if not 0 <= event.checkpoint_tokens <= event.cached_tokens or event.cached_tokens > seq.num_tokens:
+            refuse(event, f"a hit of {event.checkpoint_tokens} of {event.cached_tokens} cached tokens")
+        if event.slot_id is None:
+            if event.checkpoint_tokens:
+                refuse(event, f"a hit of {event.checkpoint_tokens} tokens without a checkpoint")
+        else:
+            found = slots.checkpoints[self._slot(event, event.slot_id, slots)]
+            if found is None or found.num_tokens != event.checkpoint_tokens:
+                refuse(event, f"slot {event.slot_id} has no checkpoint of {event.checkpoint_tokens} tokens")
+            if found.step == state.step_number and state.step is not None:
+                refuse(event, f"the checkpoint of slot {event.slot_id} is written by this step")
+        self._lookup = event
+
+    def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        lookup, self._lookup = self._lookup, None
+        if state.slots is None:
+            return
+        if lookup is None or lookup.seq_id != event.seq_id:
+            refuse(event, f"no lookup of the checkpoint of seq {event.seq_id} comes before")
+        if event.tokens_hit != lookup.checkpoint_tokens:
+            refuse(event, f"{event.tokens_hit} tokens hit, but the checkpoint is at {lookup.checkpoint_tokens}")
+        is_vetoed = lookup.checkpoint_tokens < lookup.cached_tokens
+        if state.finds_copies and is_vetoed != (event.vetoed_by is not UNSET):
+            refuse(event, f"vetoed by {event.vetoed_by}, but {lookup.cached_tokens} tokens are cached")
+
+    def before_state_slot_taken(self, event: ev.StateSlotTaken, state: PoolState) -> None:
+        seq, slots = live(event, state), self._slots(event, state)
+        first = next(iter(slots.empty), None)
+        if event.slot_id != first:
+            refuse(event, f"slot {event.slot_id} was taken, but the first empty one is {first}")
+        if not seq.running or len(slots.held.get(seq.seq_id, ())) > 1:
+            refuse(event, f"seq {seq.seq_id} ({seq.status}) holds slots {slots.held.get(seq.seq_id)}")
+
+    def before_state_slots_released(self, event: ev.StateSlotsReleased, state: PoolState) -> None:
+        held = self._slots(event, state).held.get(event.seq_id, [])
+        if not event.slot_ids or any(event.slot_ids.count(each) > held.count(each) for each in event.slot_ids):
+            refuse(event, f"seq {event.seq_id} holds slots {held}")
+
+    def before_checkpoint_made(self, event: ev.CheckpointMade, state: PoolState) -> None:
+        seq, slots = live(event, state), self._slots(event, state)
+        held = slots.held.get(event.seq_id, [])
+        if not held or held[-1] != event.slot_id or slots.ref_counts[event.slot_id] != 1:
+            refuse(event, f"seq {event.seq_id}, which holds slots {held}, does not write slot {event.slot_id}")
+        if slots.checkpoints[event.slot_id] is not None or event.hash in slots.index:
+            refuse(event, "there is such a checkpoint already")
+        span, rest = divmod(event.num_tokens, state.block_size)
+        index = span * state.num_groups - 1
+        if rest or not span >= 1 or index >= len(seq.block_table) or event.num_tokens > seq.num_tokens:
+            refuse(event, f"after {event.num_tokens} tokens of seq {seq.seq_id}: not the end of one of its blocks")
+        block_id = seq.block_table[index]
+        if block_id is None or state.hashes[block_id] != event.hash:
+            refuse(event, f"the block before it, {block_id}, has another hash")
+
+    def before_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
+        slots = self._slots(event, state)
+        found = slots.checkpoints[self._slot(event, event.slot_id, slots)]
+        if found is None or found.hash != event.hash:
+            refuse(event, f"slot {event.slot_id} has no checkpoint of hash {event.hash}")
+        if slots.empty or slots.ref_counts[event.slot_id] > (not slots.idle):
+            refuse(event, f"slot {event.slot_id} is read by others, or a slot is empty")
+
+    def before_states_recovered(self, event: ev.StatesRecovered, state: PoolState) -> None:
+        slots, ids = self._slots(event, state), event.idle_slot_ids
+        if len(set(ids)) != len(ids) or any(slots.checkpoints[self._slot(event, each, slots)] is None for each in ids):
+            refuse(event, f"slots {list(ids)} do not all have checkpoints")
+        self._lookup = None
+
+    def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        if state.slots is not None and state.slots.held:
+            refuse(event, f"sequences {sorted(state.slots.held)} still hold slots")
+
+    def after_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        slots = state.slots
+        if slots is None:
+            return
+        for seq_id in event.seq_ids:
+            held = slots.held.get(seq_id)
+            if not held:
+                refuse(event, f"seq {seq_id} has no slot for its state")
+            if slots.ref_counts[held[-1]] != 1:
+                refuse(event, f"seq {seq_id} writes slot {held[-1]}, which others read")
+
+    def before_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+        if state.slots is not None and (gone := state.slots.held.keys() - state.seqs.keys()):
+            refuse(event, f"finished sequences {sorted(gone)} still hold slots")
+
+    # ------------------------------------------------------------------ parts
+
+    def _slots(self, event: ev.Event, state: PoolState) -> SlotLedger:
+        if state.slots is None:
+            refuse(event, "the engine has no slots")
+        return state.slots
+
+    def _slot(self, event: ev.Event, slot_id: int, slots: SlotLedger) -> int:
+        if not 0 <= slot_id < slots.num_slots:
+            refuse(event, f"there is no slot {slot_id} of {slots.num_slots}")
+        return slot_id

@@ -9,9 +9,8 @@ from typing import ClassVar, Literal
 
 import pagedcli.events as ev
 from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
-from pagedcli.trace.blocks import BlockLedger
 from pagedcli.trace.dispatch import Handler, handlers_of
-from pagedcli.trace.slots import SlotLedger
+from pagedcli.trace.ledgers import BlockLedger, SlotLedger
 
 Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
 

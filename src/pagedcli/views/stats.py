@@ -5,13 +5,14 @@ Used by the views and the report; draws nothing.
 
 from array import array
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import pagedcli.events as ev
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
-from pagedcli.trace.dispatch import View
+from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_uses
 
@@ -62,6 +63,17 @@ class Hits:
         """`own`: the sequence repeats its request (SeqState.repeats)."""
         (self.own if own else self.from_others).add(event, sign)
 
+    def copy(self) -> "Hits":
+        """A snapshot that later events do not change."""
+        return Hits(copy(self.from_others), copy(self.own))
+
+
+_Lookups = list[tuple[ev.PrefixLookedUp, bool]]  # each, and whether its sequence repeats its request
+_COUNTED: dict[type[ev.Event], str] = {
+    ev.RequestAdded: "num_sequences", ev.BlockEvicted: "num_evictions", ev.CheckpointMade: "num_checkpoints",
+    ev.CheckpointDropped: "num_dropped_checkpoints", ev.RequestPreempted: "num_preemptions",
+}  # fmt: skip
+
 
 class RunStats(View[PoolState]):
     """Totals of the run and of its last ROLLING_STEPS steps."""
@@ -74,10 +86,8 @@ class RunStats(View[PoolState]):
         self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
         self.num_compared = 0  # first lookups whose shared tokens the engine has counted
         self.busy_ns = 0  # steps without the time of observers
-        self._lookups: list[tuple[ev.PrefixLookedUp, bool]] = []  # lookups of the current step, and whether they repeat
-        self._window: deque[tuple[int, int, list[tuple[ev.PrefixLookedUp, bool]]]] = (
-            deque()
-        )  # per step: busy ns, tokens
+        self._lookups: _Lookups = []  # in the current step
+        self._window: deque[tuple[int, int, _Lookups]] = deque()  # per step: busy ns, tokens, lookups
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         part = RunFacts.of(Limits.of(event))
@@ -86,20 +96,16 @@ class RunStats(View[PoolState]):
         else:
             self.facts = part
 
-    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
-        self.facts.num_sequences += 1
+    def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
+        count = [self._count] if event_type in _COUNTED else []
+        return [*count, *super().handlers(event_type)]
 
-    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
-        self.facts.num_evictions += 1
+    def _count(self, event: ev.Event, state: PoolState) -> None:
+        name = _COUNTED[type(event)]
+        setattr(self.facts, name, getattr(self.facts, name) + 1)
 
     def on_state_slots_made(self, event: ev.StateSlotsMade, state: PoolState) -> None:
         self.facts.num_state_slots = event.num_slots
-
-    def on_checkpoint_made(self, event: ev.CheckpointMade, state: PoolState) -> None:
-        self.facts.num_checkpoints += 1
-
-    def on_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
-        self.facts.num_dropped_checkpoints += 1
 
     def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
         self.facts.num_checkpoint_hits += event.slot_id is not None
@@ -134,7 +140,6 @@ class RunStats(View[PoolState]):
         self.facts.num_generated_tokens += len(event.seq_ids)
 
     def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
-        self.facts.num_preemptions += 1
         self.num_dropped_tokens += event.num_tokens_dropped
 
     def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
@@ -167,8 +172,8 @@ class RunStats(View[PoolState]):
         other = RunStats.__new__(RunStats)
         other.__dict__.update(self.__dict__)
         other.facts = replace(self.facts, waiting_ns=self.facts.waiting_ns.copy())
-        other.run = Hits(_copy(self.run.from_others), _copy(self.run.own))
-        other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.own))
+        other.run = self.run.copy()
+        other.rolling = self.rolling.copy()
         other._window, other._lookups = self._window.copy(), self._lookups.copy()
         return other
 
@@ -177,12 +182,6 @@ class RunStats(View[PoolState]):
         """Generated tokens per second of the rolling window."""
         ns = sum(entry[0] for entry in self._window)
         return sum(entry[1] for entry in self._window) * 1e9 / ns if ns else None
-
-
-def _copy(counts: HitCounts) -> HitCounts:
-    return HitCounts(
-        counts.num_lookups, counts.tokens, counts.tokens_hit, counts.blocks_asked, counts.blocks_hit
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
