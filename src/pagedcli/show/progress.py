@@ -102,28 +102,29 @@ def details(stats: BatchStats, rates: _Rates) -> list[str]:
 class _Progress(ProgressView):
     """Shows the run again when the last time is long enough ago."""
 
-    every_s = _LINE_EVERY_S
+    every_s = first_after_s = _LINE_EVERY_S
 
     def __init__(self, time_left: TimeLeft) -> None:
         self._time_left = time_left
         self._rates = _Rates()
-        self._next_s = time.monotonic() + self.every_s
+        self._next_s = time.monotonic() + self.first_after_s
 
     def update(self, stats: BatchStats) -> None:
         self._rates.add(stats)
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + self.every_s
-            self.show(stats, eta_text(self._time_left(stats)))
+            self.show(stats)
 
-    def show(self, stats: BatchStats, eta: str | None) -> None:
+    def show(self, stats: BatchStats) -> None:
         """A whole line, for logs."""
+        eta = eta_text(self._time_left(stats))
         say(", ".join([rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]))
 
 
 class _LiveProgress(_Progress):
     """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
 
-    every_s = _REDRAW_EVERY_S
+    every_s, first_after_s = _REDRAW_EVERY_S, 0.0
 
     def __init__(self, time_left: TimeLeft) -> None:
         from rich.console import Console
@@ -139,15 +140,16 @@ class _LiveProgress(_Progress):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, stats: BatchStats, eta: str | None) -> None:
-        self._live.update(self._render(stats, eta), refresh=True)
+    def show(self, stats: BatchStats) -> None:
+        self._live.update(self._render(stats), refresh=True)
 
-    def _render(self, stats: BatchStats, eta: str | None) -> "RenderableType":
+    def _render(self, stats: BatchStats) -> "RenderableType":
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
+        eta = eta_text(self._time_left(stats))
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
