@@ -145,6 +145,7 @@ class LineReader:
         try:
             stored = self.path.open("rb")
         except OSError as error:
+            self._opener(b"")  # An error about the name says more.
             raise UsageError(f"cannot read the {self._what} {self.path}: {error.strerror}") from error
         with stored:
             if (opener := self._opener(stored.peek(len(ZSTD_MAGIC)))) is None:
