@@ -69,7 +69,7 @@ def test_the_first_prediction_and_what_a_run_teaches_are_kept():
     _, took, end = run(requests(100), MACHINE, slower=1.5)
     at, whole = end.first
     assert at == pytest.approx(5.0, abs=1.0)
-    assert whole == pytest.approx(took, rel=0.3)  # in the first seconds most tokens are those of prompts
+    assert whole == pytest.approx(took, rel=0.15)
     assert end.ratio == pytest.approx(1.5, rel=0.01)
 
 

@@ -1,10 +1,12 @@
 """When a run ends: the tokens that are left of it, at the rate of the last minute.
 
 Used by cli.session and bench; needs no torch. The requests in the engine are known with their lengths; rows that have
-not been read are assumed to be like them.
+not been read are assumed to be like them. Of a calibration serves what a token of a prompt takes next to a generated
+one: a run begins with more of its prompts than of its outputs.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.core.engine_core import EngineCore
@@ -18,6 +20,15 @@ _FIRST_STEPS, _EVERY = 64, 8  # these steps are compared with the calibration, t
 _LEAST_S = 0.5  # seconds of compared steps that say something about the calibration
 
 
+class _Mark(NamedTuple):
+    """What a run had done at a time. Tokens, but for the steps."""
+
+    elapsed_s: float = 0.0
+    num_prompt: int = 0
+    num_generated: int = 0
+    num_steps: int = 0
+
+
 class EndTime:
     """Watches a run, and predicts how long the rest of it takes. `step_time`: the calibration that its steps are
     compared with, if there is one."""
@@ -29,7 +40,7 @@ class EndTime:
         self._expected_s: float | None = None  # calibrated time of the running step, if it is compared
         self._steps_ns = 0
         self._compared_s, self._predicted_s = 0.0, 0.0  # all compared steps
-        self._marks: deque[tuple[float, int, int]] = deque([(0.0, 0, 0)], maxlen=_RATE_S)  # second, tokens, steps
+        self._marks: deque[_Mark] = deque([_Mark()], maxlen=_RATE_S)
         self._end_s: float | None = None
         self.first: tuple[float, float] | None = None  # when the first prediction was made, and of the whole run
 
@@ -47,16 +58,29 @@ class EndTime:
             self._predicted_s += self._expected_s
             self._expected_s = None
         self._steps_ns = facts.steps_ns
-        if stats.elapsed_s < self._marks[-1][0] + 1:
+        if stats.elapsed_s < self._marks[-1].elapsed_s + 1:
             return
-        before_s, num_tokens, num_steps = self._marks[0]
-        self._marks.append((stats.elapsed_s, facts.num_computed_tokens, facts.num_steps))
-        if stats.num_rows is not None and stats.elapsed_s >= _FIRST_S and facts.num_computed_tokens > num_tokens:
-            took_s, tokens, longest = stats.elapsed_s - before_s, *_left(self._engine, stats)
-            token_s, step_s = took_s / (facts.num_computed_tokens - num_tokens), took_s / (facts.num_steps - num_steps)
+        before = self._marks[0]
+        num_prompt = facts.num_computed_tokens - facts.num_generated_tokens
+        now = _Mark(stats.elapsed_s, num_prompt, facts.num_generated_tokens, facts.num_steps)
+        self._marks.append(now)
+        done = self._work(now.num_prompt - before.num_prompt, now.num_generated - before.num_generated)
+        if stats.num_rows is not None and stats.elapsed_s >= _FIRST_S and done > 0:
+            took_s, (prompts, generated, longest) = now.elapsed_s - before.elapsed_s, _left(self._engine, stats)
             # few sequences are left in the end, and each still takes a step for a token
-            self._end_s = stats.elapsed_s + max(tokens * token_s, longest * step_s)
+            least_s = longest * took_s / (now.num_steps - before.num_steps)
+            self._end_s = stats.elapsed_s + max(self._work(prompts, generated) * took_s / done, least_s)
             self.first = self.first or (stats.elapsed_s, self._end_s)
+
+    def _work(self, num_prompt: float, num_generated: float) -> float:
+        """Calibrated seconds for so many tokens, at today's number of sequences; the tokens if nothing is known."""
+        if self._known is None:
+            return num_prompt + num_generated
+        most, running = self._engine.limits.max_num_batched_tokens, self._engine.scheduler.running
+        num_seqs, context = max(1, len(running)), sum(seq.num_tokens for seq in running)
+        prompts_s = self._known.seconds(StepWork(most, 1, num_chunks=1))
+        decodes_s = self._known.seconds(StepWork(num_seqs, num_seqs, attended_by_decodes=context, distinct=context))
+        return num_prompt * prompts_s / most + num_generated * decodes_s / num_seqs
 
     @property
     def ratio(self) -> float | None:
@@ -68,8 +92,8 @@ class EndTime:
         return None if self._end_s is None else max(0.0, self._end_s - stats.elapsed_s)
 
 
-def _left(engine: EngineCore, stats: BatchStats) -> tuple[float, float]:
-    """(tokens that are left to compute, those of the longest sequence)."""
+def _left(engine: EngineCore, stats: BatchStats) -> tuple[float, float, float]:
+    """(tokens of prompts that are left to compute, tokens to generate, those of the longest sequence)."""
     facts, scheduler = stats.facts, engine.scheduler
     stop_share = stats.num_stopped / max(1, facts.num_generated_tokens)
 
@@ -78,14 +102,16 @@ def _left(engine: EngineCore, stats: BatchStats) -> tuple[float, float]:
         limit = seq.max_new_tokens - seq.num_output_tokens
         return max(1.0, (1 - (1 - stop_share) ** limit) / stop_share if stop_share else limit)
 
-    num_tokens = 0.0
+    prompts = generated = 0.0
     for seq in scheduler.running:
-        num_tokens += max(0, seq.num_prompt_tokens - seq.num_computed_tokens) + outputs(seq)
+        prompts += max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
+        generated += outputs(seq)
     for seq in scheduler.waiting:
-        num_samples = 1 if seq.num_output_tokens or seq.is_beam else seq.params.n
-        num_tokens += seq.num_prompt_tokens * (1 - facts.hit_rate) + num_samples * outputs(seq)
+        prompts += seq.num_prompt_tokens * (1 - facts.hit_rate)
+        generated += outputs(seq) * (1 if seq.num_output_tokens or seq.is_beam else seq.params.n)
     num_unfinished = engine.num_unfinished_requests
-    num_started = stats.num_done - stats.num_failed - stats.num_deduplicated + num_unfinished
-    num_unread = max(0, (stats.num_rows or 0) - stats.num_finished - num_unfinished)
-    each = (facts.num_computed_tokens + num_tokens) / max(1, num_started)
-    return num_tokens + num_unread * each, max(map(outputs, scheduler.running), default=0.0)
+    num_started = max(1, stats.num_done - stats.num_failed - stats.num_deduplicated + num_unfinished)
+    unread = max(0, (stats.num_rows or 0) - stats.num_finished - num_unfinished) / num_started
+    prompts += unread * (facts.num_computed_tokens - facts.num_generated_tokens + prompts)
+    generated += unread * (facts.num_generated_tokens + generated)
+    return prompts, generated, max(map(outputs, scheduler.running), default=0.0)
