@@ -44,7 +44,7 @@ from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 
 EXIT_BAD_ROWS = 3
-_LEAST_ADVICE_S = 1.0  # of processor time for other settings; otherwise as much as the runs took
+_LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
@@ -146,8 +146,8 @@ def _block_size(loaded: LoadedConfig, workload: Workload, recorded: PoolState | 
 class _Model:
     """What a model's config.json says about its cache."""
 
-    spec: ModelSpec  # of one rank's part
-    groups: tuple[CacheGroup, ...]  # of layers that share blocks
+    spec: ModelSpec  # sizes of one rank's part
+    groups: tuple[CacheGroup, ...]  # groups of layers that share blocks
     kv_dtype: str
 
 

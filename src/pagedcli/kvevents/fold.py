@@ -295,7 +295,9 @@ class KVState:
         parent, num_tokens = event.parent, event.block_size
         tokens = self._packed_tokens(event)
         is_alone = len(event.hashes) == 1 and parent is not None and parent not in self._stored_now
-        if parent is not None and (cause := self._stored_now.get(parent)) is not None:  # that one was not alone, either
+        if (
+            parent is not None and (cause := self._stored_now.get(parent)) is not None
+        ):  # Its parent was not alone, either.
             self._stored_now[parent] = None
             self.num_alone[cause] -= 1
             tree.note_alone(parent, -1)

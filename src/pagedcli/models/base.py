@@ -68,7 +68,7 @@ class DecoderNeeds:
     """What the choice of a decoder depends on. Each decoder module has `refusal(needs) -> str | None`: why it
     cannot run the model, before anything is loaded."""
 
-    spec: ModelSpec  # of the whole model
+    spec: ModelSpec  # the whole model
     backend: AttentionBackend | type[AttentionBackend]
     weight_format: WeightFormat
     num_ranks: int = 1
@@ -79,13 +79,13 @@ class DecoderRequest:
     """A model to load. Each decoder module has `load(request) -> CausalLM`."""
 
     path: Path
-    spec: ModelSpec  # of the whole model
+    spec: ModelSpec  # the whole model
     backend: AttentionBackend
     weight_format: WeightFormat
     dtype: torch.dtype
     device: torch.device
     load_format: LoadFormat
-    seed: int  # of dummy weights
+    seed: int  # seed of dummy weights
     trust_remote_code: bool
     max_model_len: int  # tokens
     parallel: ParallelContext

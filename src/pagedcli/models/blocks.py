@@ -37,9 +37,9 @@ class LayerStep:
     """One layer's part of a step."""
 
     layer: AttentionLayer
-    batch: PagedBatch  # of its group, of the tokens that attend
+    batch: PagedBatch  # the tokens that attend, with the block tables of the layer's group
     slots: Tensor  # [T] int32, see PagedBatch
-    k_cache: Tensor  # of the backend's kv_shape
+    k_cache: Tensor  # shape: the backend's kv_shape
     v_cache: Tensor
     late: LateTokens | None = None  # those that alone attend, though others have K and V here
 
@@ -212,8 +212,8 @@ class Step:
 
     positions: Tensor  # [T] int64
     layers: list[LayerStep]  # those that attend
-    state_step: StateStep | None = None  # of those that keep a state
-    states: Sequence[Sequence[Tensor]] = ()  # of each of them: its pools
+    state_step: StateStep | None = None  # None: no layer keeps a state
+    states: Sequence[Sequence[Tensor]] = ()  # pools of each layer that keeps a state
     layer_inputs: Tensor | None = None  # [T, L, P] of LayerInputs
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of a rotary table
 
@@ -240,8 +240,8 @@ class Join:
 
     norm_added: Tensor | None  # [E], of what the branch before computed
     norm: Tensor | None  # [E], of the residual
-    multiplier: float  # of what is added
-    factor: float  # of the sum
+    multiplier: float  # factor of the added tensor
+    factor: float  # factor of the sum
     eps: float
     centred: bool = False  # `norm` subtracts the mean, too, see layers.basic.layer_norm; norm_added is then None
 
@@ -290,8 +290,8 @@ class Attention:
     num_kv_heads: int  # G
     head_dim: int  # D
     qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
-    norm: tuple[Tensor, float] | None  # of q and k: weight [H + G, D] and eps
-    norms_all: bool  # of all of q and all of k, not of each head
+    norm: tuple[Tensor, float] | None  # norm of q and k: weight [H + G, D] and eps
+    norms_all: bool  # whether all of q and all of k are normed, not each head
     norms_last: bool  # after the rotary embedding
     table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
     neighbours: bool  # see layers.basic.split_heads
@@ -355,12 +355,12 @@ class VariedAttention:
     an earlier layer."""
 
     index: int  # among the layers that attend
-    backend: AttentionBackend  # of this layer
+    backend: AttentionBackend  # this layer's own backend
     num_heads: int  # H
     num_kv_heads: int  # G; 0: it has no K and V of its own
     head_dim: int  # D
     projected: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D; (H + G) * D without V
-    norm: Tensor  # of each head of q and k [H + G, D]
+    norm: Tensor  # weight per head of q and k [H + G, D]
     value_norm: Tensor  # [D] float32
     eps: float
     table: Tensor  # [P, R] of rope_table
@@ -420,7 +420,7 @@ class LayerInput:
 
     index: int
     gate: Callable[[Tensor], Tensor]  # E -> P
-    activation: Callable[[Tensor, Tensor], Tensor]  # of layers.basic
+    activation: Callable[[Tensor, Tensor], Tensor]  # a function of layers.basic
     out: Callable[[Tensor], Tensor]  # P -> E
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
@@ -434,7 +434,7 @@ class GatedMlp:
     """down(activation(gate) * up), or down(activation(up)) of a model without gates."""
 
     gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first; without gates E -> I
-    activation: Callable[[Tensor], Tensor] | None  # of layers.basic: [T, 2I or I] -> [T, I]; None: gate_up applies it
+    activation: Callable[[Tensor], Tensor] | None  # [T, 2I or I] -> [T, I], see layers.basic; None: gate_up applies it
     down: Callable[[Tensor], Tensor]  # I -> E
 
     def __call__(self, x: Tensor) -> Tensor:

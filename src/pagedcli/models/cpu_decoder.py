@@ -89,7 +89,7 @@ class CpuDecoder:
         self._embedding, self._lm_head = build.tables()
         self._model = build.model()
         self._kept = build.kept
-        self.weight_bytes = build.weight_bytes  # of all weights as stored in memory, shared ones counted once
+        self.weight_bytes = build.weight_bytes  # all weights as stored in memory, shared ones counted once
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class Decoder:
         if (late := batch.late) is not None:
             if not late.tokens.shape[0]:
                 return residual[:0]
-            if hidden is not None and hidden.shape[0] == residual.shape[0]:  # of a layer with a state
+            if hidden is not None and hidden.shape[0] == residual.shape[0]:  # The layer has a state.
                 hidden = hidden.index_select(0, late.tokens)
             residual, step = residual.index_select(0, late.tokens), step.of_late(late)
         for branch in self._late_branches:
@@ -226,7 +226,7 @@ class _Builder(Parts):
         formats: Mapping[str, LayerFormat],
     ) -> None:
         super().__init__(request, spec, tensors, formats)
-        self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
+        self.linear_bytes = 0  # the layers' linear layers as they are kept, without biases
         self.num_early_branches = 0  # up to attention or state of the last keeper: those that every token runs through
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
@@ -256,7 +256,7 @@ class _Builder(Parts):
         return embedding, head, table.nbytes + packed.nbytes
 
     def layer_inputs(self) -> LayerInputs | None:
-        """Of models in which each layer has an input of its own."""
+        """Models in which each layer has an input of its own."""
         table, norm = self._tensors.pop("layer_table", None), self.norm("layer_projection_norm")
         inputs = self._spec.layer_inputs
         if table is None or norm is None or inputs is None:
@@ -284,7 +284,7 @@ class _Builder(Parts):
                 if index == spec.last_keeper and name == "input_norm":
                     self.num_early_branches = len(branches)
                 norm_after, factor = self.norm(f"{norm}_after"), 1.0
-            if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:  # of the residual after the layer
+            if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:  # a factor of the layer's result
                 factor = scalar.item()
         return branches, self._join(norm_after, factor, "final_norm")
 

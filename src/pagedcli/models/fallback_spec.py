@@ -150,7 +150,7 @@ def layer_windows(text: Any) -> tuple[int | None, ...]:
 
 
 def kv_sources(text: Any) -> tuple[int | None, ...]:
-    """Of each layer an earlier one whose K and V it reads, the last one of its kind; empty: none does."""
+    """Per layer an earlier one whose K and V it reads, the last one of its kind; empty: none does."""
     num_shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not num_shared:
         return ()

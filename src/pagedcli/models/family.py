@@ -9,7 +9,7 @@ import msgspec
 from pagedcli.models.config_json import Ids
 
 OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
-ATTENDS = frozenset({"full_attention", "attention"})  # of layer_types, new and old name
+ATTENDS = frozenset({"full_attention", "attention"})  # entries of layer_types, new and old name
 RECURS = frozenset({"linear_attention", "mamba", "conv"})
 
 
@@ -52,7 +52,7 @@ class FamilyConfig(msgspec.Struct):
     sliding_window_pattern: int | str | None = 2
     qkv_bias: bool = False
     attention_out_bias: bool = False
-    use_bias: bool = False  # of every linear layer
+    use_bias: bool = False  # every linear layer has one
     use_post_norm: bool = True
     num_experts: int | None = 0
     num_local_experts: int | None = None
@@ -109,7 +109,7 @@ class FamilyConfig(msgspec.Struct):
     enable_moe_block: bool = False
 
     def slides(self, *, full_first: bool = False, full_last: bool = False) -> list[bool]:
-        """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
+        """Whether each layer has a window, in a model in which windows alternate with full attention."""
         layers, pattern = range(self.num_hidden_layers), self.sliding_window_pattern
         if self.layer_types is not None:
             sliding = [kind == "sliding_attention" for kind in self.layer_types]
@@ -134,19 +134,19 @@ class Family:
     qkv_bias: bool | None = None  # None: attention_bias of config.json
     out_bias: bool | None = None  # None: attention_bias of config.json
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
-    activations: tuple[str, ...] = ("silu", "swish")  # that it may have
+    activations: tuple[str, ...] = ("silu", "swish")  # accepted values of hidden_act
     # which layers have which rotary embedding: all the same one; none in those where no_rope_layers is 0; one for full
     # attention and one for windows; only in layers with windows, if the model has any; one of each theta in
     # layer_rope_theta; none unless position_embedding_type is rope
     ropes: Literal["same", "as listed", "by window", "in windows", "by theta", "if named"] = "same"
-    local_theta: float | None = None  # of windows, where ropes differ by window; None: that of full attention
+    local_theta: float | None = None  # theta of layers with a window, where ropes differ; None: that of full attention
     partial_rope: bool = False  # partial_rotary_factor is read
     rope_alpha: bool = False  # alpha of a dynamic rotary embedding is read, which then depends on no length
     neighbours: bool = False  # rotary embedding turns the pairs (2i, 2i + 1)
     query_growth: bool = False  # llama_4_scaling_beta is read
-    defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
+    defaults: dict[str, Any] = field(default_factory=dict)  # defaults of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
-    layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
+    layer_types: frozenset[str] = frozenset()  # accepted entries of layer_types; empty: it is not read
     full_last: bool = False  # the last layer has no window, whatever the others have
     bidirectional: tuple[str, ...] = ()  # values of use_bidirectional_attention that leave text causal
     # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`.
@@ -155,4 +155,4 @@ class Family:
     renamed: dict[str, str] = field(default_factory=dict)  # fields of config.json -> what others call them
     # whether config.json asks for what the native decoders have not and transformers has
     through_transformers: Callable[[dict[str, Any]], bool] = lambda _: False
-    layer_letters: dict[str, str] = field(default_factory=dict)  # of hybrid_override_pattern -> entries of layer_types
+    layer_letters: dict[str, str] = field(default_factory=dict)  # hybrid_override_pattern's letter -> layer_types

@@ -33,12 +33,12 @@ class Weights:
 class Footprint:
     """The weights of a model, or of one rank's part of it, by what a step reads of them."""
 
-    layers: Weights  # of the linear layers that every token passes through
-    experts: Weights  # of all experts that a router picks from
+    layers: Weights  # linear layers that every token passes through
+    experts: Weights  # all experts that a router picks from
     vectors: Weights  # norms and biases
     embedding: Weights  # without parameters if the output layer is the same table, without bytes if it is the only copy
-    head: Weights  # of the output layer
-    share_of_experts: float = 0.0  # that one token goes to
+    head: Weights  # the output layer
+    share_of_experts: float = 0.0  # share of the experts that one token goes to
 
     @property
     def whole(self) -> Weights:
@@ -55,7 +55,7 @@ class Footprint:
 
     @property
     def active_parameters(self) -> float:
-        """Of the linear layers that one token passes through, without the output layer."""
+        """The linear layers that one token passes through, without the output layer."""
         return self.layers.parameters + self.share_of_experts * self.experts.parameters
 
     def active_bytes(self, num_tokens: int) -> float:
@@ -74,7 +74,7 @@ def footprint(
     if shard is not None:
         parameters = shard(parameters)
     tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head")}
-    second = parameters.pop("layer_table", None)  # of the embeddings of layers
+    second = parameters.pop("layer_table", None)  # embeddings of layers
     layers = experts = vectors = Weights()
     for key, parameter in parameters.items():
         count = counted[key][1]
@@ -106,7 +106,7 @@ def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
         return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
     num_experts = spec.experts.num_experts if spec.experts is not None else 0
     shapes = [layer.shape for layer in spec.layers]
-    kinds = {shape: i for i, shape in enumerate(shapes)}  # of each kind the last layer
+    kinds = {shape: i for i, shape in enumerate(shapes)}  # the last layer of each kind
     num_layers = {f"layers.{i}": shapes.count(shape) for shape, i in kinds.items()}
     counted = {}
     for key, parameter in decoder_parameters(spec, AS_STORED, layers=kinds.values(), num_experts=1).items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Modules: TypeAlias = "Sequence[Mapping[str, Tensor]]"
 Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
 DEVIATION = 0.02  # standard deviation of dummy weights
-FLOAT8_DEVIATION = 64.0  # of those stored as FP8, before their scales
+FLOAT8_DEVIATION = 64.0  # standard deviation of dummy weights stored as FP8, before their scales
 PANEL = 32  # output features that the C++ kernels pack together; half without AVX-512, so a little less is kept there
 
 

@@ -52,7 +52,7 @@ class ExpertNames:
     shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
 
 
-_NORMS_BESIDE_MLP = {  # of experts that stand beside an MLP, and after that MLP
+_NORMS_BESIDE_MLP = {  # norms of experts that stand next to an MLP, and the norm after that MLP
     "dense_norm_after": "post_feedforward_layernorm_1",
     "experts_norm": "pre_feedforward_layernorm_2",
     "experts_norm_after": "post_feedforward_layernorm_2",
@@ -70,10 +70,10 @@ class Experts:
     sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
     prefers: bool = False  # a number per expert is added to the scores for picking alone
     least_sum: float = 0.0  # added to the sum that the picked scores are divided by
-    scale: float = 1.0  # of the picked scores
+    scale: float = 1.0  # factor of the picked scores
     shared: Mlp | None = None  # an expert for every token
-    gates_shared: bool = True  # that expert is weighted by a gate of its own
-    has_biases: bool = False  # of the router and the experts' projections
+    gates_shared: bool = True  # whether the shared expert is weighted by a gate of its own
+    has_biases: bool = False  # biases of the router and the experts' projections
     alternating: bool = False  # stacked in the checkpoint as [experts, in, out], in which gates and ups alternate
     beside: Mlp | None = None  # an MLP whose result is added; the router then norms the residual by weights of its own
     names: ExpertNames = ExpertNames()

@@ -4,6 +4,7 @@ The numbers are kept as stored where a kernel computes with them, and otherwise 
 layout has one function that reads its packing; models.quantization reads what config.json says of it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -66,15 +67,15 @@ class CheckpointFormat:
         return "; ".join(dict.fromkeys(each.note(dtype, kernels) for each in self._formats))
 
 
-class CodedLayer:
+class CodedLayer(ABC):
     """Linear layers of codes with scales: what is the same in the LayerFormat of every source."""
 
     stacks = False
     keeps_rows = True
 
+    @abstractmethod
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         """See LayerFormat.weight: with its codes where these kernels compute with them."""
-        raise NotImplementedError
 
     def torch_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
@@ -219,7 +220,7 @@ def _scales(suffix: str, q: StoredQuantization, *, out_dim: int = 0) -> StoredTe
     out_per, in_per = q.block or (None if q.per_tensor else 1, q.group_size)
     spread = (
         FLOAT8_DEVIATION if q.layout == "float8" else (4**q.bits / 12) ** 0.5
-    )  # of the numbers that dummies are made of
+    )  # deviation of the numbers that dummies are made of
     return StoredTensor(suffix, None, out_dim, 1 - out_dim, out_per, in_per, converts=False, init=DEVIATION / spread)
 
 

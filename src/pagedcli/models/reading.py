@@ -361,7 +361,7 @@ def _ropes_by_window(config: dict[str, Any], family: Family, max_positions: int,
 
 
 def _sliding_layers(fields: FamilyConfig, family: Family) -> list[bool]:
-    """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
+    """FamilyConfig.slides as this family has it."""
     return fields.slides(full_first=family.sliding == "alternating, full first", full_last=family.full_last)
 
 

@@ -33,7 +33,7 @@ class LayerSpec:
     mlp: Mlp | Experts | None
     norms: NormPlaces = "before"
     number: int  # in the names of the checkpoint
-    mlp_number: int | None = None  # of its MLP, where checkpoints call that a layer, too; None: the same
+    mlp_number: int | None = None  # number of its MLP, where checkpoints call that a layer, too; None: the same
     has_scalar: bool = False  # after the layer the residual is multiplied by a stored number
 
     @property
@@ -61,7 +61,7 @@ class Scales:
     """Factors on the way through a model."""
 
     embedding: float = 1.0
-    residual: float = 1.0  # of the results of mixers and MLPs
+    residual: float = 1.0  # factor of the results of mixers and MLPs
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
 
@@ -70,7 +70,7 @@ class Scales:
 class LayerInputs:
     """A second embedding table, with a row of inputs for each layer."""
 
-    size: int  # of a layer's input
+    size: int  # width of a layer's input
     vocab_size: int  # rows of the table
     activation: str
 
@@ -95,7 +95,7 @@ class ModelSpec:
     attention_chunk: int | None = None  # tokens; some layer attends only within chunks of so many
     layer_inputs: LayerInputs | None = None
     names: TensorNames = LLAMA_NAMES
-    quantization: Quantization | GgufQuantization | None = None  # of the stored linear layers; None: plain numbers
+    quantization: Quantization | GgufQuantization | None = None  # how linear layers are stored; None: plain numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property
@@ -146,7 +146,7 @@ class ModelSpec:
 
     @property
     def widest_attention(self) -> Attention:
-        """That with most elements of q, k and v."""
+        """The attention with most elements of q, k and v."""
         return max(self.attentions, key=lambda mixer: mixer.qkv_size)
 
     @property
@@ -161,13 +161,13 @@ class ModelSpec:
 
     @property
     def activations(self) -> list[str]:
-        """Those of its MLPs and experts, each once."""
+        """The activations of its MLPs and experts, each once."""
         experts = [layer.mlp.each for layer in self.layers if isinstance(layer.mlp, Experts)]
         return list(dict.fromkeys(mlp.activation for mlp in chain(experts, *(layer.mlps for layer in self.layers))))
 
     @property
     def states(self) -> tuple[tuple[StateTensor, ...], ...]:
-        """Of each layer with a state of fixed size: what it keeps per sequence."""
+        """What each layer with a state of fixed size keeps per sequence."""
         return tuple(layer.mixer.state for layer in self.layers if layer.mixer.state)
 
     def state_bytes(self, itemsize: int) -> int:

@@ -69,14 +69,14 @@ class StoredQuantization:
 
     method: str  # quant_method, with the format of compressed-tensors
     layout: Layout
-    bits: int  # of a weight
+    bits: int  # bits per weight
     group_size: int | None = None  # inputs that share a scale; None: all inputs of an output feature
     block: tuple[int, int] | None = None  # float8: outputs and inputs that share a scale
     per_tensor: bool = False  # one scale for a whole module
     symmetric: bool = True
     act_order: bool = False  # the inputs of a group are not neighbours
     zero_offset: int = 0  # added to stored zero points: 1 in checkpoints of the first GPTQ convention
-    scale_name: str = "weight_scale"  # of a float8 or int8 module
+    scale_name: str = "weight_scale"  # name of the scales of a float8 or int8 module
     targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
     skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
 

@@ -38,7 +38,7 @@ class Parameter:
     parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
     dtype: str | None = None  # in memory; None: the model's, or that of `stored`
-    layer_format: LayerFormat | None = None  # of the linear layer that it is part of
+    layer_format: LayerFormat | None = None  # format of its linear layer
 
     @property
     def dim(self) -> int:
@@ -87,7 +87,7 @@ class TensorNames:
     body: str = "model"  # the beginning of all names but the output layer's
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
-    branch_norms: tuple[str, ...] | None = None  # of attention, then of the MLP; None: the usual ones, see parameters
+    branch_norms: tuple[str, ...] | None = None  # attention's, then the MLP's; None: the usual ones, see parameters
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one: they are stacked
     attention_out: str = "o_proj"

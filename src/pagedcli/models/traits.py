@@ -28,7 +28,7 @@ def granite(fields: FamilyConfig) -> dict[str, Any]:
 
 
 def hyperclovax(fields: FamilyConfig) -> dict[str, Any]:
-    traits = granite(fields) | {"logits_divisor": 1 / fields.logits_scaling}  # that multiplies here
+    traits = granite(fields) | {"logits_divisor": 1 / fields.logits_scaling}  # Here it is a factor.
     if not fields.use_post_norm:
         return traits
     norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")

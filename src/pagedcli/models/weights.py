@@ -262,8 +262,8 @@ class _Renamed:
 class _View:
     """What belongs to one module within a tensor that stacks those of all experts: [experts, out, ...]."""
 
-    name: str  # of the stacked tensor
-    index: int  # of the expert
+    name: str  # name of the stacked tensor
+    index: int  # number of the expert
     rows: slice  # output features
     transposed: bool  # the tensor is [experts, in, out]
 

@@ -36,7 +36,7 @@ class _Shared:
     first_row: int
     last_row: int
     parent: int | None  # digest of the prefix one unit shorter
-    tokens: bytes  # of the last unit
+    tokens: bytes  # the last unit
     num_rows: int = 2
     ends: list[int] | None = None  # the first rows whose known prefix was this one and no longer one
     has_equal_child: bool = False  # set by _best_shared: a longer prefix is shared by just as many
@@ -48,7 +48,7 @@ class SharedPrompts:
 
     token_ids: list[int]
     num_prompts: int
-    rows: list[int]  # of the first prompts; a row with several prompts may come several times
+    rows: list[int]  # rows of the first prompts; a row with several prompts may come several times
 
 
 class _Shape(NamedTuple):
@@ -91,7 +91,7 @@ class PromptSurvey:
     """The fold over a file's prompts. Rows are numbered as the caller likes (line numbers)."""
 
     # of the engine that is planned for:
-    windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
+    windows: tuple[int | None, ...] = (None,)  # one per group of layers, see core.groups
     chunk_size: int = 1  # most tokens of one sequence in a step
     shares_prompts: bool = True  # whether the sequences of a request share the blocks of their prompt
     num_repeated: int = 0  # prompts equal to an earlier one
@@ -100,7 +100,7 @@ class PromptSurvey:
     _whole: PrefixRows = field(default_factory=PrefixRows)  # whole prompts
     _shared: dict[int, _Shared] = field(default_factory=dict)
     _newest: SeenPrefixes = field(default_factory=SeenPrefixes)
-    _longest_shared: int = 0  # to the token, with one of the newest prompts
+    _longest_shared: int = 0  # tokens, exactly; with one of the newest prompts
 
     def add(
         self,
@@ -219,7 +219,7 @@ class PromptSurvey:
         ]
 
     def shared_prompts(self) -> list[SharedPrompts]:
-        """Of the same prefixes, in the same order: their tokens, and which prompts begin with them."""
+        """The tokens of the same prefixes, in the same order, and the prompts that begin with them."""
         best = self._best_shared()
         rows: dict[int, list[int]] = {digest: [self._shared[digest].first_row] for digest in best}
         within: dict[int, tuple[int, ...]] = {}  # a prefix -> those of the best that it begins with

@@ -73,7 +73,7 @@ class SmallerKV:
 
     name: str  # value of kv_cache_dtype
     block_bytes: int
-    own_block_bytes: int  # of a block of as many tokens of the run's type
+    own_block_bytes: int  # bytes of a block of as many tokens in the run's type
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Subject:
 
     workload: Workload
     plan: Plan  # with the pool
-    reorder: str = "none"  # of the run, if the requests are in the order of the file
+    reorder: str = "none"  # order of the run, if the requests are in the order of the file
     may_reorder: bool = True  # whether --reorder can be tried
     read_ahead: int | None = None
     step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
@@ -145,9 +145,9 @@ class Kind:
 
     name: str
     key: str
-    values: Callable[[Subject, Forecast], Iterable[Any]]  # to try, for a run that went as in this forecast
+    values: Callable[[Subject, Forecast], Iterable[Any]]  # values to try, for a run that went as in this forecast
     cost: str = ""  # in words; empty: nothing
-    cost_of_more: str | None = None  # of a larger value than that of the run; None: the same
+    cost_of_more: str | None = None  # cost of a larger value than that of the run; None: the same
     needs_caching: bool = False
     keeps_pool: bool = False  # the pool would change with it where its size is not given
     is_timed: bool = False  # changes the speed of a step: advised only after runs in turns
@@ -156,7 +156,7 @@ class Kind:
 def _smaller_blocks(subject: Subject, _: Forecast) -> list[int]:
     """The largest first, as larger blocks mean shorter tables."""
     hash_size = subject.workload.hash_size
-    smallest = BLOCK_SIZES[0] if subject.plan.on_cpu else SMALLEST_RECOMMENDED  # of the kernels
+    smallest = BLOCK_SIZES[0] if subject.plan.on_cpu else SMALLEST_RECOMMENDED  # The kernels have a smallest size.
     sizes = [size for size in BLOCK_SIZES if smallest <= size < subject.limits.block_size]
     return [size for size in reversed(sizes) if hash_size is None or not size % hash_size]
 

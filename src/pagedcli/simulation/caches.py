@@ -162,7 +162,7 @@ class LruCurve:
     blocks: Ints  # [K] hits from that size on
     tokens: Ints  # [K]
     num_blocks: int  # looked up
-    num_tokens: int  # of the prompts
+    num_tokens: int  # tokens of the prompts
 
     def hits_at(self, num_blocks: int) -> tuple[int, int]:
         """(blocks, tokens) that hit in a pool of this size."""
@@ -216,7 +216,7 @@ def clairvoyant_hits(blocks: Sequence[int], starts: Sequence[int], num_blocks: i
     next_use = _next_requests(blocks, starts)
     use: int | None
     cached: dict[int, int] = {}  # block -> the next request that needs it, if there is one
-    farthest: list[Access] = []  # of the cached blocks, outdated entries included
+    farthest: list[Access] = []  # next accesses of the cached blocks, outdated entries included
     hits = []
     for request in range(len(starts) - 1):
         first, end = starts[request], min(starts[request + 1], starts[request] + num_blocks)

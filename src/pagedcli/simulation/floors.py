@@ -21,7 +21,7 @@ class StepFloor:
     roofline: Roofline
     weights: Footprint
     kv_token_bytes: int  # K and V of one token, over the layers without a window
-    pair_flops: int  # of attention, for one query token and one cached token, over these layers
+    pair_flops: int  # FLOPs of attention for one query token and one cached token, over these layers
 
     @classmethod
     def of(cls, spec: ModelSpec, weights: Footprint, roofline: Roofline, *, kv_dtype: str) -> "StepFloor":

@@ -16,8 +16,8 @@ from pagedcli.simulation.caches import Bools
 from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
-MOST_SIMULATED = 2**20  # of the work of a file, see requests.work_of: some 5 seconds
-SAMPLED = 2**18  # of the work of a file with more than MOST_IN_FULL, for each trial of another setting
+MOST_SIMULATED = 2**20  # work that is simulated of a file, see requests.work_of: some 5 seconds
+SAMPLED = 2**18  # work that each trial of another setting simulates of a file with more than MOST_IN_FULL
 MOST_IN_FULL = 2**23
 PARTS = ("prompts", "generation", "attention", "sampling", "memory", "rows")
 
@@ -36,10 +36,10 @@ class Forecast:
     num_preemptions: int  # sequences
     num_steps: int  # steps
     peak_used_blocks: int  # blocks
-    seconds: float | None  # of the whole run without loading; None: no step time was given
+    seconds: float | None  # the whole run without loading; None: no step time was given
     first_row_s: float | None  # seconds until the first row is complete
     parts: dict[str, float] = field(default_factory=dict)  # seconds, see PARTS
-    share: float = 1.0  # of the work that was simulated; the rest is assumed to be like it
+    share: float = 1.0  # share of the work that was simulated; the rest is assumed to be like it
     as_tokens_s: float | None = None  # `seconds` if no prompt had to be tokenized
 
     @property

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pagedcli.core.prefixes import Prefix, compute_hash
 from pagedcli.printable import plural
 
-MAX_TOKENS = 2**24  # of one request: more is a broken line
+MAX_TOKENS = 2**24  # tokens of one request: more is a broken line
 MAX_LISTED = 20  # bad lines kept with their reason; all are counted
 
 
@@ -26,7 +26,7 @@ class TraceRequest:
     num_output_tokens: int | None  # None: the trace does not say
     hashes: "array[int]" = field(default_factory=lambda: array("q"))  # chain of each hash block, see Chains
     token_ids: "array[int] | None" = None
-    output_ids: "list[array[int]] | None" = None  # of each sample, as an earlier run generated them
+    output_ids: "list[array[int]] | None" = None  # token ids per sample, as an earlier run generated them
     stopped: list[bool] | None = None  # whether each of these stopped by itself
     max_new_tokens: int | None = None  # the request's own limit; None: its output length
     num_samples: int = 1

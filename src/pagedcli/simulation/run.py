@@ -28,7 +28,7 @@ from pagedcli.simulation.requests import TraceRequest, Workload, early_ends, lar
 StepTime = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
 
-STEP_NS = 10**9  # of a step without a step time: the seconds of such a run are steps
+STEP_NS = 10**9  # duration of a step without a step time: the seconds of such a run are steps
 FIRST_UNKNOWN = 2**40  # tokens that are not known have numbers from here on: above every vocabulary
 
 _NONE = np.zeros(0, dtype=np.int32)
@@ -183,7 +183,7 @@ class RunResult:
 
     plan: Plan
     prompt_tokens: Ints
-    cached_tokens: "array[int]"  # of the prompt, when it was first computed
+    cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
     waited_steps: "array[int]"  # from arrival to the first step that computed it
     waited_s: "array[float]"
     num_requests: int = 0
@@ -273,7 +273,7 @@ class _Driver:
         self._result = RunResult(
             core.plan, prompt_tokens, missing, missing[:], array("d", [_NOT_SERVED]) * num, num_requests=num
         )
-        self._index: dict[str, int] = {}  # of unfinished requests
+        self._index: dict[str, int] = {}  # id of an unfinished request -> its number
         self._added_ns: dict[str, int] = {}
 
     def feed(self) -> bool:

@@ -231,7 +231,7 @@ class PromptRequests:
         self._outputs = outputs
         self._expected_tokens = expected_tokens
         self._most_tokens = most_tokens
-        self.work = 0.0  # of requests that were kept
+        self.work = 0.0  # work of requests that were kept
         self._num_without = 0  # rows without an output in the earlier run
 
     def add(self, row: BatchRow, max_tokens: list[int]) -> None:
@@ -330,8 +330,8 @@ def _request(
 class RowOutput:
     """What an earlier run generated for a row, or for one of its prompts."""
 
-    num_tokens: int  # of all samples
-    token_ids: list[list[int]]  # of each sample, if the rows have them
+    num_tokens: int  # tokens of all samples
+    token_ids: list[list[int]]  # token ids per sample, if the rows have them
     stopped: list[bool]  # whether each sample stopped by itself
 
     def shares(self, num_prompts: int) -> "list[RowOutput]":

@@ -34,7 +34,7 @@ from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
-MOST_BLOCKS = 2**24  # of a simulated pool: each takes about 200 bytes
+MOST_BLOCKS = 2**24  # blocks of a simulated pool: each takes about 200 bytes
 
 
 def parse_pools(text: str, num_unique: int, block_bytes: int | None) -> list[int]:
@@ -106,7 +106,7 @@ class Sweep:
         chunk: int = STEP_TOKENS,
     ) -> None:
         self.workload = workload
-        self.windows = windows  # of each group of layers
+        self.windows = windows  # one per group of layers
         self._chunk = chunk
         self.accesses = accesses
         self.warmup = warmup

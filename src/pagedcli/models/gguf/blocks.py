@@ -12,7 +12,7 @@ from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, CodedWeigh
 from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROWS_BYTES = 2**24  # of the numbers that are computed at a time: copies of a whole weight would be the peak of loading
+_ROWS_BYTES = 2**24  # bytes computed at a time: copies of a whole weight would be the peak of loading
 
 
 def coded(raw: Tensor, kind: GgmlType) -> CodedWeight:
@@ -100,7 +100,7 @@ def _iq4_nl(raw: Tensor) -> CodedWeight:
 
 
 def _mxfp4(raw: Tensor) -> CodedWeight:
-    exponents = raw[..., :1].to(torch.int32)  # of a half of a power of two: the smallest two are subnormal
+    exponents = raw[..., :1].to(torch.int32)  # exponents of half a power of two: the smallest two are subnormal
     scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     codes = _bits(raw[..., 1:], 4, 16)
     # bfloat16 holds every power of 2 exactly

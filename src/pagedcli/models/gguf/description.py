@@ -182,7 +182,7 @@ class _Fields:
         return found
 
     def with_tensor(self, name: str) -> list[bool]:
-        """Of each layer: whether it has a tensor."""
+        """Whether each layer has a tensor."""
         return [self.has(f"blk.{i}.{name}") for i in range(self.layers())]
 
     def get(self, name: str) -> Any:
@@ -215,7 +215,7 @@ class _Fields:
         return [each for i, each in enumerate(values[:layers]) if kinds is None or kinds[i] == kind]
 
     def kv_heads(self, default: int) -> int:
-        """Those of layers that attend; others of the list have none."""
+        """The heads of K and V in layers that attend; other layers of the list have none."""
         value = self.get("attention.head_count_kv")
         attending = [each for each in value if each != 0] if isinstance(value, list) else None
         if not attending or len(set(map(repr, attending))) > 1 or not isinstance(attending[0], int):

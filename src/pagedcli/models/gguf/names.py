@@ -91,7 +91,7 @@ class Place:
     """Where a tensor is in a file."""
 
     name: str
-    expert: int | None = None  # which of the stacked ones
+    expert: int | None = None  # number among the stacked ones
     half: int | None = None  # the first or second half of the rows
 
 

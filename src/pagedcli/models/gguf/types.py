@@ -12,9 +12,9 @@ class GgmlType:
 
     name: str
     block: int  # numbers of a block; a row is whole blocks
-    num_bytes: int  # of a block
+    num_bytes: int  # bytes per block
     group: int = 0  # neighbours that share a scale; 0: plain numbers
-    bits: int = 0  # of a code as the CPU kernels keep it
+    bits: int = 0  # bits of a code as the CPU kernels keep it
     packed: int = 0  # bytes of 256 inputs there, with their scales (native/packed_groups.h)
     codes: str = ""  # what a code is
     in_triton: int = 0  # bytes of 256 inputs in the Triton kernels, with their scales; 0: widened there

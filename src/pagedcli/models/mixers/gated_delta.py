@@ -14,7 +14,7 @@ class GatedDelta(RecurrentMixer):
     """A gated delta net: a convolution over q, k and v, then a matrix per value head that forgets and is corrected."""
 
     name: ClassVar[str] = "gated delta nets"
-    num_key_heads: int  # of q and k; each serves neighbouring value heads, if not `tiled`
+    num_key_heads: int  # heads of q and k; each serves neighbouring value heads, if not `tiled`
     num_value_heads: int
     key_dim: int
     value_dim: int
@@ -24,7 +24,7 @@ class GatedDelta(RecurrentMixer):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: all of q, k and v."""
+        """Channels of the convolution: all of q, k and v."""
         return 2 * self.num_key_heads * self.key_dim + self.inner
 
     @property

@@ -16,7 +16,7 @@ class Mamba2(RecurrentMixer):
     name: ClassVar[str] = "Mamba-2"
     num_heads: int
     head_dim: int
-    num_groups: int  # of heads that share B and C
+    num_groups: int  # groups of heads that share B and C
     state_size: int
     kernel: int  # inputs that the convolution sees, the current one included
     conv_bias: bool

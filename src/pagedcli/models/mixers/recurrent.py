@@ -1,12 +1,13 @@
 """What layers that keep a state of fixed size, instead of K and V of every token, have in common. Free of torch."""
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Self
 
 from pagedcli.models.mixers.state import StateTensor
 from pagedcli.models.tensors import Parameter, Tensors
 
 
-class RecurrentMixer:
+class RecurrentMixer(ABC):
     """A mixer whose state starts with the last inputs of a convolution."""
 
     __slots__ = ()
@@ -16,14 +17,14 @@ class RecurrentMixer:
     kernel: int
 
     @property
+    @abstractmethod
     def inner(self) -> int:
         """Width of what it computes with."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def state(self) -> tuple[StateTensor, ...]:
         """What a sequence keeps."""
-        raise NotImplementedError
 
     @property
     def grouping(self) -> tuple[int, int]:
@@ -41,9 +42,9 @@ class RecurrentMixer:
     def unsplit_reason(self, tensors: tuple[str, ...]) -> str | None:
         return "keeps states of its sequences"
 
+    @abstractmethod
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         """Its tensors. `key`: of the layer here, `layer`: in the checkpoint."""
-        raise NotImplementedError
 
     def unread(self, make: Tensors, layer: str) -> set[str]:
         return set()
