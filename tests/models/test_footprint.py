@@ -1,6 +1,5 @@
 """One footprint: what is predicted from config.json alone is what a loaded model has, to the byte."""
 
-import ctypes
 import math
 import random
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from linear_harness import panel_width
 from model_zoo import NATIVE_FAMILIES, tiny_model
 from safetensors import safe_open
 
@@ -16,8 +16,6 @@ from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS, PANEL, padded_rows
 from pagedcli.models.reading import native_spec, read_spec
-from pagedcli.native import load_library
-from pagedcli.native.structs import LinearStruct, bind
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 from pagedcli.runner.llm_engine import LLMEngine
@@ -29,12 +27,6 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
 
 
-def has_wide_panels():
-    """Whether the library packs as many output features together as a prediction assumes."""
-    functions = bind(load_library().functions)
-    return functions.linear_padded_rows(ctypes.byref(LinearStruct(kind=1, rows=1, columns=2))) == PANEL
-
-
 def check_prediction(family, tmp_path, **settings):
     path = tiny_model(family, tmp_path / family)
     config = EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=8, max_model_len=128, **settings)
@@ -44,7 +36,7 @@ def check_prediction(family, tmp_path, **settings):
     except (BackendError, ConfigError) as error:
         pytest.skip(f"not here: {error.message}")
     predicted, kept = decide(config, spec, machine).terms.weights, LLMEngine(config).plan.weight_bytes
-    if decided.kernels == "cpu" and not has_wide_panels():
+    if decided.kernels == "cpu" and panel_width() != PANEL:
         assert kept <= predicted <= 1.5 * kept
     else:
         assert predicted == kept
