@@ -1,5 +1,6 @@
 """Shared fixtures: files of a run, data that may be absent, and few threads so that tests share two cores fairly."""
 
+import ctypes
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -111,3 +112,14 @@ def skipped_line(reasons: Counter) -> str | None:
     others = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
     parts += [f"{others} for other reasons"] if others else []
     return f"{reasons.total()} skipped: {'; '.join(parts)} (pytest -rs lists them)"
+
+
+@pytest.fixture
+def own_panels(monkeypatch):
+    """Predictions assume panels as wide as those of the native library on this processor."""
+    from pagedcli.native import load_library
+    from pagedcli.native.structs import LinearStruct, bind
+
+    functions = bind(load_library().functions)
+    width = functions.linear_padded_rows(ctypes.byref(LinearStruct(kind=1, rows=1, columns=2)))
+    monkeypatch.setattr("pagedcli.models.formats.PANEL", width)

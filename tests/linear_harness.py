@@ -1,11 +1,6 @@
 """What every linear layer of the native library promises."""
 
-import ctypes
-
 import torch
-
-from pagedcli.native import load_library
-from pagedcli.native.structs import LinearStruct, bind
 
 
 def assert_rows_are_independent(linear, in_features, threads):
@@ -18,9 +13,3 @@ def assert_rows_are_independent(linear, in_features, threads):
             assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:])
     finally:
         torch.set_num_threads(1)
-
-
-def panel_width():
-    """Output features that the native library packs together on this processor."""
-    functions = bind(load_library().functions)
-    return functions.linear_padded_rows(ctypes.byref(LinearStruct(kind=1, rows=1, columns=2)))

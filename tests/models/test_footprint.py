@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from linear_harness import panel_width
 from model_zoo import NATIVE_FAMILIES, tiny_model
 from safetensors import safe_open
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.footprint import footprint
-from pagedcli.models.formats import AS_STORED, FORMATS, PANEL, padded_rows
+from pagedcli.models.formats import AS_STORED, FORMATS, padded_rows
 from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
@@ -32,16 +31,13 @@ def check_prediction(family, tmp_path, **settings):
     config = EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=8, max_model_len=128, **settings)
     spec, machine = read_spec(path), this_machine()
     try:
-        decided = decide(config, spec, machine).plan
+        decision = decide(config, spec, machine)
     except (BackendError, ConfigError) as error:
         pytest.skip(f"not here: {error.message}")
-    predicted, kept = decide(config, spec, machine).terms.weights, LLMEngine(config).plan.weight_bytes
-    if decided.kernels == "cpu" and panel_width() != PANEL:
-        assert kept <= predicted <= 1.5 * kept
-    else:
-        assert predicted == kept
+    assert decision.terms.weights == LLMEngine(config).plan.weight_bytes
 
 
+@pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", dict.fromkeys(FAMILIES))
@@ -49,6 +45,7 @@ def test_predicted_weights_are_those_of_the_loaded_model(family, dtype, backend,
     check_prediction(family, tmp_path, dtype=dtype, attention_backend=backend)
 
 
+@pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("quantization", [name for name in FORMATS if name is not None])
 @pytest.mark.parametrize("family", dict.fromkeys(FAMILIES))
 def test_predicted_weights_are_those_of_the_rounded_model(family, quantization, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from gguf_files import gguf_twins
-from linear_harness import panel_width
 from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits
 
@@ -13,7 +12,6 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.formats import PANEL
 from pagedcli.models.gguf.formats import GgufFormat
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.loading import weight_format
@@ -104,6 +102,7 @@ def test_the_note_names_what_is_widened():
     assert "kept so apart from the embedding, gate and up of 1 layer, widened to bfloat16; activations" in found
 
 
+@pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     path, _ = twins
@@ -111,11 +110,7 @@ def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     spec, machine = read_spec(path), this_machine()
     decided = decide(config, spec, machine).plan
     engine = LLMEngine(config)
-    predicted, kept = decide(config, spec, machine).terms.weights, engine.plan.weight_bytes
-    if backend == "cpu" and panel_width() != PANEL:
-        assert kept <= predicted <= 1.02 * kept
-    else:
-        assert predicted == pytest.approx(kept, rel=0.01)
+    assert decide(config, spec, machine).terms.weights == pytest.approx(engine.plan.weight_bytes, rel=0.01)
     assert decided.notes[-1] in engine.model.notes
 
 

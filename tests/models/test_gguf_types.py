@@ -62,6 +62,7 @@ def test_scales_that_are_products_are_equal_to_them(number):
         torch.testing.assert_close(whole, products, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if not kind.is_float])
 def test_a_packed_weight_takes_the_bytes_of_the_table_and_keeps_every_number(library, number):
     kind, rows = TYPES[number], 40

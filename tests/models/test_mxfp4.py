@@ -93,6 +93,7 @@ def test_tokens_do_not_depend_on_pool_company_and_chunks(twins):
     assert run(make_engine(packed, max_model_len=128, max_num_seqs=1), prompts, params) == crowd
 
 
+@pytest.mark.usefixtures("own_panels")
 def test_forecast_of_kept_bytes_is_what_is_kept(twins):
     from pagedcli.models.footprint import footprint
 
