@@ -8,6 +8,10 @@ import pytest
 from backports import zstd
 from cli_harness import pagedcli, rows_of
 
+from pagedcli.config import load_config
+from pagedcli.distributed.parts import PartFolder
+from pagedcli.distributed.worker import Worker
+
 KEPT = sorted(path for path in (Path(__file__).parent / "data" / "kept").iterdir() if path.is_dir())
 TRACES = ("preemption", "samples", "windows", "state")
 # Texts for people may be reworded.
@@ -79,6 +83,20 @@ def test_kept_shards_are_merged(kept: Path, folder: Path) -> None:
         for suffix in ("", ".run.json"):
             shutil.copy(kept / f"{name}{suffix}", folder)
     pagedcli("merge", "shard1.jsonl", "shard2.jsonl", "-o", "merged.jsonl", expect=3)
+    assert names_of(rows_of(folder / "merged.jsonl")) == names_of(rows_of(kept / "full.jsonl"))
+
+
+def test_kept_parts_of_a_distributed_run_are_finished_and_merged(kept: Path, folder: Path) -> None:
+    shutil.copytree(kept / "parts", folder / "parts")
+    done = (folder / "parts" / "part-00000.jsonl").read_bytes()
+    journal = (folder / "parts" / "part-00001.jsonl.partial").read_text().splitlines()
+    parts = PartFolder(folder / "parts")
+    assert parts.missing() == [1, 2, 3]
+    worker = Worker(parts.path, load_config(folder / "run.yaml", {}))
+    assert all(worker.run_part(number) for number in parts.missing())
+    assert parts.part(0).read_bytes() == done
+    assert journal[1].partition(',"row":')[2][:-1] in parts.part(1).read_text().splitlines()
+    pagedcli("merge", "parts", "-o", "merged.jsonl", expect=3)
     assert names_of(rows_of(folder / "merged.jsonl")) == names_of(rows_of(kept / "full.jsonl"))
 
 
