@@ -168,6 +168,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_ranges(self)
 
 
+class TemplateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message of a chat whose content names columns of the line in braces."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The batch run: chats, rows and errors."""
 
@@ -196,6 +203,18 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             metavar="NAME",
             default="prompt or messages",
         ),
+    ] = None
+    template: Annotated[
+        str | None,
+        _rows(
+            "Makes each prompt of the line's columns: 'Translate {text} to {lang}'; {{ and }} are braces",
+            metavar="TEXT|@FILE",
+            reads="text",
+        ),
+    ] = None
+    messages: Annotated[
+        list[TemplateMessage] | None,
+        _rows("Makes each chat of the line's columns, as template does: a list of role and content", has_flag=False),
     ] = None
     id_field: Annotated[str | None, _rows("Field of each line with its id", metavar="NAME", default="id")] = None
     output_field: Annotated[str, _rows("Field of each row for the generated text", metavar="NAME")] = "text"

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = {"engine": EngineConfig, "sampling": SamplingParams, "run": RunConfig}
 # in a YAML file only: as flags they would need a syntax of their own, or belong to a line
 WITHOUT_FLAG = {"sampling.seed", "sampling.logit_bias", "sampling.skip_special_tokens", "sampling.detokenize"}
-WITHOUT_FLAG |= {"sampling.early_stopping", "sampling.structured_outputs"}
+WITHOUT_FLAG |= {"sampling.early_stopping", "sampling.structured_outputs", "run.messages"}
 
 
 def run(*arguments, **environment):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pagedcli.batch.column_template import ColumnTemplate
 from pagedcli.config import InputFormat, RunConfig
 from pagedcli.errors import RequestError, UsageError
 
@@ -43,6 +44,7 @@ class Columns:
     """Fields of an input line, and fields of its output row."""
 
     prompt: str | None = None  # field of the line with the prompt; None: prompt or messages, or an OpenAI batch line
+    template: ColumnTemplate | None = None  # makes the prompt of several fields instead
     id: str | None = None  # field of the line with its id; None: id or custom_id
     answer: str = "text"  # field of a plain row with the generated text
     keep: tuple[str, ...] = ()  # fields of the line to copy into the row
@@ -60,6 +62,7 @@ class Columns:
         keep_all = names == (ALL,)
         columns = cls(
             prompt=run.field,
+            template=ColumnTemplate.of(run),
             id=run.id_field,
             answer=run.output_field,
             keep=() if keep_all else names,
@@ -73,6 +76,17 @@ class Columns:
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, which is another column of the output")
         return columns
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The fields of the line that make its prompt; none: it has a prompt, messages, or an OpenAI batch line."""
+        named = frozenset() if self.prompt is None else frozenset((self.prompt,))
+        return named if self.template is None else self.template.names
+
+    @property
+    def filled_in(self) -> frozenset[str]:
+        """The fields whose text goes into the prompt as it is, whatever their names."""
+        return frozenset() if self.template is None else self.template.names
 
     @property
     def reserved(self) -> frozenset[str]:

@@ -41,8 +41,9 @@ class DelimitedSource(LineSource):
 
     def __init__(self, name: str, columns: Columns, kind: str) -> None:
         super().__init__(name)
+        self._columns = columns
         self._delimiter = _DELIMITERS[kind]
-        self._optional = (LINE_FIELDS | {*columns.ids}) - {columns.prompt}  # an empty cell is none
+        self._optional = (LINE_FIELDS | {*columns.ids}) - columns.sources  # an empty cell is none
         file = self._opened or self._open()
         self._header_lines = _PhysicalLines(file, name)
         self._header = self._read_header(self._rows(self._header_lines))
@@ -96,11 +97,11 @@ class DelimitedSource(LineSource):
 
     def _line(self, cells: list[str]) -> dict[str, Any]:
         row = {
-            name: _value(name, cell)
+            name: cell if name in self._columns.filled_in else _value(name, cell)
             for name, cell in zip(self._header, cells, strict=False)
             if name in self._used and (cell or name not in self._optional)
         }
-        line = line_of(row)
+        line = line_of(row, self._columns)
         if len(cells) > len(self._header):
             counts = f"{plural(len(cells), 'cell')}, but the header {plural(len(self._header), 'column')}"
             line[INVALID_ROW] = f"the row has {counts}: a cell with the separator needs quotes"

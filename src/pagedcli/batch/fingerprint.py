@@ -57,7 +57,7 @@ def _settings(config: Config) -> dict[str, str]:
         for name, (_, declared) in keys_of(type(values)).items():
             value = getattr(values, name)
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            if isinstance(value, list):
+            if isinstance(value, list) or name == "template":
                 text = _digest(msgspec.json.encode(value).decode())
             if name in _ALWAYS:
                 settings[name] = text

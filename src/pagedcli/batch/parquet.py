@@ -53,7 +53,7 @@ class ParquetSource(LineSource):
 
     def __init__(self, name: str, paths: list[Path] | None = None, columns: Columns | None = None) -> None:
         require_pyarrow()
-        columns = columns or Columns()
+        self._chosen = columns = columns or Columns()
         self.name = name
         self._paths = [Path(name)] if paths is None else paths
         schemas = [_schema_of(path) for path in self._paths]
@@ -67,7 +67,7 @@ class ParquetSource(LineSource):
     def _lines(self) -> Iterator[Line]:
         index = 0
         for batch in self.batches(self.columns):
-            for document in lines_of(batch):
+            for document in lines_of(batch, self._chosen):
                 content = msgspec.json.encode(document)
                 is_good = len(content) <= MAX_LINE_BYTES
                 digest = xxhash.xxh64_intdigest(content if is_good else b"")
@@ -103,11 +103,11 @@ def _schema_of(path: Path) -> Any:
         return file.schema_arrow
 
 
-def lines_of(batch: Any) -> Iterator[dict[str, Any]]:
+def lines_of(batch: Any, columns: Columns) -> Iterator[dict[str, Any]]:
     """The lines of a record batch or a table whose columns a line may have."""
     names = batch.schema.names
     for row in zip(*(_values(name, batch.column(name)) for name in names), strict=True):
-        yield line_of(dict(zip(names, row, strict=True)))
+        yield line_of(dict(zip(names, row, strict=True)), columns)
 
 
 def _values(name: str, column: Any) -> list[Any]:

@@ -177,7 +177,7 @@ class BatchRow:
         row_id = next((document[name] for name in columns.ids if document.get(name) is not None), None)
         is_number = isinstance(row_id, int) and not isinstance(row_id, bool) and row_id.bit_length() <= 63
         self.id = row_id if is_number or isinstance(row_id, str) else None
-        if columns.prompt is None and ("body" in document or "url" in document):
+        if not columns.sources and ("body" in document or "url" in document):
             url = document.get("url")
             self.shape = (_SHAPES.get(url) if isinstance(url, str) else None) or "chat.completion"
         if columns.copies:
@@ -341,21 +341,27 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
     """The columns of the table `name` that its lines need. Raises: UsageError."""
     if repeated := [column for column, number in Counter(names).items() if number > 1]:
         raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
-    prompts = {"prompt", "messages", "body"} if columns.prompt is None else {columns.prompt}
-    if not prompts & set(names):
-        wanted = "'prompt', 'messages' or 'body'" if columns.prompt is None else repr(columns.prompt)
+    prompts = columns.sources or {"prompt", "messages", "body"}
+    missing = sorted(prompts.difference(names))
+    if missing if columns.sources else len(missing) == len(prompts):
+        wanted = repr(missing[0]) if columns.sources else "'prompt', 'messages' or 'body'"
+        hint = "--field names the column that holds the prompts"
         raise UsageError(
             f"{name} has no column {wanted}; its columns: {', '.join(names)}",
-            hint="--field names the column that holds the prompts",
+            hint=hint if columns.template is None else "the template takes its texts from columns of the input",
         )
     used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts}
     return [column for column in names if columns.keep_all or column in used]
 
 
-def line_of(row: dict[str, Any]) -> dict[str, Any]:
+def line_of(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """The line that the cells of a table's row are, by column: without nulls, its `body` merged into it."""
-    line = {name: _plain(name, value) for name, value in row.items() if value is not None and value == value}
-    body = line.pop("body", None)
+    line = {
+        name: _plain("" if name in columns.filled_in else name, value)
+        for name, value in row.items()
+        if value is not None and value == value
+    }
+    body = None if "body" in columns.sources else line.pop("body", None)
     return line | body if isinstance(body, dict) else line
 
 
@@ -380,8 +386,11 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
-    """The part of a line that is its request. With a field for the prompt these are that field and the sampling
-    parameters: everything else in the line is data. Raises: RequestError if the line lacks the field."""
+    """The part of a line that is its request. With a field or a template for the prompt these are the prompt and the
+    sampling parameters: everything else in the line is data. Raises: RequestError if the line lacks a field."""
+    if columns.template is not None:
+        settings = _SETTINGS - columns.template.names
+        return {key: each for key, each in document.items() if key in settings} | columns.template.fill(document)
     name = columns.prompt
     if name is None:
         used = {*columns.ids} | (set(document) if columns.keep_all else set(columns.keep))

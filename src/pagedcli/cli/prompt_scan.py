@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROMPT_KEYS = (
     *("sampling.max_tokens", "sampling.response_format", "run.system_prompt", "run.tools", "run.chat_template"),
-    *("run.input_format", "run.field", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
+    *("run.input_format", "run.field", "run.template", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
 )
 ESTIMATE_AFTER_S = 3.0  # seconds of reading
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted

@@ -71,7 +71,7 @@ class PagedBatchGenerator:
         taken = [name for name in table.column_names if name in ANSWER_COLUMNS or name in self._schema.names]
         if taken:
             raise UsageError(f"the dataset has a column {taken[0]!r}, which the output adds", hint="rename it")
-        documents = lines_of(table.select([name for name in table.column_names if name in LINE_FIELDS]))
+        documents = lines_of(table.select([name for name in table.column_names if name in LINE_FIELDS]), Columns())
         lines = [self._line(document) for document in documents]
         pending = _Batch(lines)
         loop = asyncio.get_running_loop()
