@@ -1,5 +1,6 @@
 """config.json -> ModelSpec: old and new files mean the same, and what cannot run is refused with the reason."""
 
+import contextlib
 import json
 import os
 import re
@@ -211,6 +212,26 @@ def test_a_config_that_cannot_run_is_refused_with_the_reason(fields, reason, tmp
     message = refusal_of(tmp_path, **fields)
     assert reason in message
     assert str(tmp_path) in message
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", [*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"])
+def test_a_size_below_one_is_refused_by_name(name, value, tmp_path):
+    assert f"{name} is {value}, but must be at least 1" in refusal_of(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("family", ["qwen2", "smollm3", "granite_swa", "qwen2-moe", "lfm2", "bamba", "granite-hybrid"])
+def test_every_number_of_a_family_may_be_zero_in_a_file_without_a_crash(family, tmp_path, tmp_path_factory):
+    full = json.loads((cached_model(family, tmp_path_factory) / "config.json").read_text())
+    numbers = [name for name, value in full.items() if type(value) in (int, float)]
+    for name, value in [*((name, 0) for name in numbers), ("time_step_limit", [0]), ("hidden_size", 3)]:
+        write(tmp_path, full | {name: value})
+        with contextlib.suppress(ModelError):
+            read_spec(tmp_path)
+    assert "num_attention_heads" in numbers
 
 
 def test_a_missing_or_broken_folder_is_named(tmp_path):

@@ -1,8 +1,10 @@
 """The JSON files of a model folder: read, converted, and refused with the file and the field. Free of torch."""
 
 import json
+import re
+import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -10,6 +12,9 @@ from pagedcli.errors import MissingModelError, ModelError
 
 _T = TypeVar("_T")
 Ids = int | list[int] | None
+Size = Annotated[int, msgspec.Meta(ge=1)]
+Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_BOUND = re.compile(r"Expected `(int|float)` [<>]=? \S+ - at `\$\.(\w+)(\[\d+\])?`")
 # Larger than any model: a damaged or hostile file must not cause loops that run for hours.
 MOST_LAYERS = 2**12
 _LARGEST = {
@@ -79,7 +84,11 @@ def convert(content: dict[str, Any], kind: type[_T], where: Path) -> _T:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{where}: {error}", hint="compare the file with the original on the Hub") from error
+        hint = "compare the file with the original on the Hub"
+        if (found := _BOUND.fullmatch(str(error))) is not None:
+            allowed = "at least 1" if found[1] == "int" else "positive and finite"
+            raise ModelError(f"{where}: {found[2]} is {content[found[2]]}, but must be {allowed}", hint=hint) from error
+        raise ModelError(f"{where}: {error}", hint=hint) from error
 
 
 def _as_list(ids: Ids) -> list[int]:

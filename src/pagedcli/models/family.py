@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagedcli.models.config_json import Ids
+from pagedcli.models.config_json import Factor, Ids, Size
 
 OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
+OptionalSize = Size | msgspec.UnsetType | None
+StepLimit = float | dict[str, str]
 ATTENDS = frozenset({"full_attention", "attention"})  # entries of layer_types, new and old name
 RECURS = frozenset({"linear_attention", "mamba", "conv"})
 
@@ -16,19 +18,19 @@ RECURS = frozenset({"linear_attention", "mamba", "conv"})
 class FamilyConfig(msgspec.Struct):
     """The fields of config.json that the native families use. UNSET by default if the file may omit them."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: OptionalInt = msgspec.UNSET
-    head_dim: OptionalInt = msgspec.UNSET
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: OptionalSize = msgspec.UNSET
+    head_dim: OptionalSize = msgspec.UNSET
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Size | None = None
     use_sliding_window: bool = False
     sliding_window: OptionalInt = msgspec.UNSET
     max_window_layers: int = 28
@@ -38,16 +40,16 @@ class FamilyConfig(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     hidden_activation: str | None = None
-    attention_multiplier: float | None = 1.0
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
+    attention_multiplier: Factor | None = 1.0
+    embedding_multiplier: Factor = 1.0
+    residual_multiplier: Factor = 1.0
+    logits_scaling: Factor = 1.0
     no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
     no_rope_layer_interval: int = 4
     layer_rope_theta: list[float] | None = None  # 0: the layer has no rotary embedding
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    query_pre_attn_scalar: float = 256
+    attn_logit_softcapping: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+    query_pre_attn_scalar: Factor = 256
     # one full-attention layer in each group of this size; or a letter for each layer of a group, L where it slides
     sliding_window_pattern: int | str | None = 2
     qkv_bias: bool = False
@@ -57,55 +59,55 @@ class FamilyConfig(msgspec.Struct):
     num_experts: int | None = 0
     num_local_experts: int | None = None
     num_experts_per_tok: int | None = 1
-    moe_intermediate_size: int | None = None
-    shared_expert_intermediate_size: int | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     mlp_layer_types: list[str] | None = None
     full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    conv_L_cache: int = 3
+    linear_conv_kernel_dim: Size = 4
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+    conv_L_cache: Size = 3
     conv_bias: bool = False
     full_attn_idxs: list[int] | None = None
     block_auto_adjust_ff_dim: bool = True
     block_ffn_dim_multiplier: float | None = 1.0
-    block_multiple_of: int = 256
+    block_multiple_of: Size = 256
     attn_layer_indices: list[int] | None = None
-    mamba_n_heads: int = 128
-    mamba_d_head: int | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
+    mamba_n_heads: Size = 128
+    mamba_d_head: Size | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
+    mamba_n_groups: Size = 1
+    mamba_d_state: Size = 256
+    mamba_d_conv: Size = 4
+    mamba_expand: Size = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_min: float = 0.001
-    time_step_limit: list[float | dict[str, str]] | None = None  # {"__float__": "Infinity"} is transformers' infinity
+    time_step_limit: tuple[StepLimit, StepLimit] | None = None  # {"__float__": "Infinity"} is transformers' infinity
     shared_intermediate_size: int = 1024
     position_embedding_type: str | None = None
     num_dense_layers: int = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
-    logit_scale: float = 1.0
+    logit_scale: Factor = 1.0
     use_parallel_residual: bool = False
     use_qk_norm: bool = False
     n_shared_experts: int | None = 0
     moe_layer_start_index: int = 1
     moe_layer_end_index: int = -1  # the last layer
     moe_layer_interval: int = 1
-    global_head_dim: int = 512
-    num_global_key_value_heads: int | None = None
-    per_layer_config: dict[str, dict[str, int]] | None = None  # number of a layer -> its head_dim, num_key_value_heads
+    global_head_dim: Size = 512
+    num_global_key_value_heads: Size | None = None
+    per_layer_config: dict[str, dict[str, Size]] | None = None  # number of a layer -> its head_dim, num_key_value_heads
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = 0
-    vocab_size_per_layer_input: int | None = None
+    vocab_size_per_layer_input: Size | None = None
     enable_moe_block: bool = False
 
     def slides(self, *, full_first: bool = False, full_last: bool = False) -> list[bool]:

@@ -69,10 +69,6 @@ def _gguf_spec(path: Path) -> ModelSpec:
 
 
 _MOST_EXPERTS = 2**12
-_POSITIVE = (
-    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
-)
 
 
 def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: Path | None = None) -> ModelSpec:
@@ -115,7 +111,7 @@ def _model(
     num_kv_heads = _default(fields.num_key_value_heads, family.num_kv_heads) or num_heads
     head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
     max_positions = fields.max_position_embeddings or family.max_position_embeddings
-    _check_sizes(fields, num_kv_heads, head_dim, max_positions, where)
+    _check_sizes(fields, num_kv_heads, head_dim, where)
     layer_ropes = _layer_ropes(config, fields, family, max_positions, where)
     rope = next((rope for rope in reversed(layer_ropes) if rope is not None), None)
     traits = {
@@ -386,46 +382,30 @@ def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | N
     return tuple(window if each else None for each in slides) if any(slides) else ()
 
 
-def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, max_positions: int, where: Path) -> None:
-    sizes = {
-        "vocab_size": fields.vocab_size,
-        "hidden_size": fields.hidden_size,
-        "intermediate_size": fields.intermediate_size,
-        "num_hidden_layers": fields.num_hidden_layers,
-        "num_attention_heads": fields.num_attention_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_positions,
-    }
-    sizes |= _expert_sizes(fields, where)
+def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: Path) -> None:
+    _check_experts(fields, where)
     num_layers, layer_types = fields.num_hidden_layers, fields.layer_types
     if layer_types is not None and len(layer_types) != num_layers:
         raise ModelError(f"{where}: layer_types has {len(layer_types)} entries, but there are {num_layers} layers")
-    for name in _POSITIVE:
-        if (value := getattr(fields, name)) is not None and not 0 < value < math.inf:
-            raise ModelError(f"{where}: {name} is {value}, but must be positive and finite")
-    for name, value in sizes.items():
-        if value < 1:
-            raise ModelError(f"{where}: {name} is {value}, but must be at least 1")
     if fields.num_attention_heads % num_kv_heads:
         raise ModelError(
             f"{where}: num_attention_heads {fields.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
+    if head_dim < 1:
+        raise ModelError(f"{where}: hidden_size {fields.hidden_size} has no element for each of the attention heads")
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim {head_dim} is odd, but rotary embedding turns pairs of elements")
 
 
-def _expert_sizes(fields: FamilyConfig, where: Path) -> dict[str, int]:
-    """The sizes of experts that are given. Raises: ModelError for numbers of them that cannot be."""
+def _check_experts(fields: FamilyConfig, where: Path) -> None:
+    """Raises: ModelError for numbers of experts that cannot be."""
     num_experts, num_picked = fields.num_local_experts or fields.num_experts, fields.num_experts_per_tok
     if num_experts and not 1 <= (num_picked or 0) <= num_experts <= _MOST_EXPERTS:
         raise ModelError(
             f"{where}: num_experts_per_tok is {num_picked} and num_experts {num_experts}, allowed: 1 to num_experts, "
             f"and up to {_MOST_EXPERTS}"
         )
-    names = ("moe_intermediate_size", "shared_expert_intermediate_size")
-    return {name: size for name in names if (size := getattr(fields, name)) is not None}
 
 
 def _default(value: OptionalInt, default: int | None) -> int | None:

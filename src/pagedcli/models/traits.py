@@ -141,7 +141,7 @@ def short_conv_experts(fields: FamilyConfig) -> dict[str, Any]:
 def mamba(fields: FamilyConfig) -> dict[str, Any]:
     inner = fields.mamba_expand * fields.hidden_size
     head_dim = fields.mamba_d_head if isinstance(fields.mamba_d_head, int) else inner // max(1, fields.mamba_n_heads)
-    limits = fields.time_step_limit or [0.0, math.inf]
+    limits = fields.time_step_limit or (0.0, math.inf)
     low, high = (float(each["__float__"]) if isinstance(each, dict) else each for each in limits)
     return {
         "layer_kinds": layer_kinds(fields, fields.attn_layer_indices or ()),
