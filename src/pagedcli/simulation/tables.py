@@ -2,24 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
+from pagedcli.records import LEFT, RIGHT, Bytes, columns_of, count, percent, size
 from pagedcli.show import pages
-from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, size
+from pagedcli.show.tables import Format, Table, table
 from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import PARTS, LruCurve
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.sweep import Sweep, SweepPoint
-
-PART_NAMES = {name: name.replace("_", " ") for name in PARTS} | {"policy": "eviction"}
 
 
 def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, Any]:
@@ -45,47 +45,120 @@ def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, A
     }
 
 
+def share(value: float) -> str:
+    """21.3 %, or `50 times` of a pool that is far larger than what it is compared with."""
+    return percent(value) if value < 10 else f"{value:,.0f} times"
+
+
+def seconds(value: float) -> str:
+    """12.3 s"""
+    return f"{value:,.1f} s"
+
+
+Hits = Annotated[float | None, percent]
+
+
+class SettingRow:
+    """A setting that was tried, and the run with it."""
+
+    setting: Annotated[str, LEFT]
+    saved: Hits
+    seconds: float | None
+    num_computed_tokens: Annotated[int, "computed"]
+    hit_rate: Hits
+    num_preemptions: Annotated[int, "preempted"]
+    cost: Annotated[str, "costs"]
+
+
+class Value:
+    """Something about the whole trace."""
+
+    what: str
+    value: Annotated[str, RIGHT]
+
+
+class Checkpoints:
+    """A checkpoint policy, and what it finds."""
+
+    checkpoints: str
+    tokens_hit: int
+    hit_rate: Hits
+
+
+class Answer:
+    """A sentence."""
+
+    answer: str
+
+
+class Point:
+    """A pool and a policy, and the run with them."""
+
+    pool_blocks: Annotated[int, "pool"]
+    pool_share: Annotated[float | None, "share", share]
+    pool_bytes: Annotated[Bytes, "memory"]
+    policy: str
+    hit_rate_tokens: Annotated[Hits, "tokens"]
+    hit_rate_blocks: Annotated[Hits, "blocks"]
+    lru_unscheduled_hit_rate_tokens: Annotated[Hits, "LRU"]
+    clairvoyant_hit_rate_tokens: Annotated[Hits, "best"]
+    mean_waiting_s: Annotated[float | None, "waiting", seconds]
+    mean_waiting_steps: Annotated[float | None, "waiting", count]
+    num_preemptions: Annotated[int, "preempted"]
+    total_s: Annotated[float, "run", seconds]
+    num_refused: int
+
+
+class Misses:
+    """The parts of a prompt's tokens, see caches.PARTS."""
+
+    pool_blocks: Annotated[int, "pool"]
+    policy: str
+    hit_share: Annotated[Hits, "hit"]
+    in_flight_share: Annotated[Hits, "in flight"]
+    policy_share: Annotated[Hits, "eviction"]
+    capacity_share: Annotated[Hits, "capacity"]
+    cold_share: Annotated[Hits, "cold"]
+    short_share: Annotated[Hits, "short"]
+
+
+PART_NAMES = {name: columns_of(Misses)[f"{name}_share"].header for name in PARTS}
+
+
 def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     """Every setting that was tried, best first, and what to change. `limits`: of the run as it is, where there are
     several."""
-    rows = advice.rows()
-    short = {trial.setting.text: trial.setting.short for trial in advice.trials}
-    columns = [
-        Column("setting", "setting", lambda text: short.get(text, text), words=True),
-        Column("saved", "time saved" if advice.by_time else "not computed", percent),
-        *([Column("seconds", "seconds", decimal)] if advice.by_time else []),
-        Column("num_computed_tokens", "computed", count), Column("hit_rate", "hit rate", percent),
-        Column("num_preemptions", "preempted", count), Column("cost", "costs"),
-    ]  # fmt: skip
     notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
     if advice.by_time:
         notes.append("seconds: as if all prompts were given as tokens, which is the same for every setting")
     title = "What other settings would do, each run in the simulator"
     if limits is not None:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
-    return Table("settings_tried", title, columns, rows, notes)
+    columns = f"setting saved {'seconds ' if advice.by_time else ''}num_computed_tokens hit_rate num_preemptions cost"
+    headers = {"saved": "time saved" if advice.by_time else "not computed"}
+    found = table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
+    short = {trial.setting.text: trial.setting.short for trial in advice.trials}
+    setting, *others = found.columns
+    return replace(found, columns=[replace(setting, show=lambda text: short.get(text, text)), *others])
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:
     """What is in the trace."""
     outputs = [request.num_output_tokens or 1 for request in workload.requests]
-    rows: list[dict[str, Any]] = [
-        {"what": "requests", "value": count(len(workload.requests))},
-        {"what": "prompt tokens", "value": count(workload.num_prompt_tokens)},
-        {"what": "output tokens", "value": count(sum(outputs))},
-        {"what": "full blocks looked up", "value": count(len(sweep.accesses.blocks))},
-        {"what": "unique blocks", "value": count(sweep.num_unique_blocks)},
-        {"what": "hit rate without limit", "value": _ceiling_text(sweep.curve)},
-    ]
-    if workload.has_times:
-        rows.insert(1, {"what": "time span", "value": f"{workload.requests[-1].arrival_s:,.0f} s"})
+    values = {
+        "requests": count(len(workload.requests)),
+        "time span": f"{workload.requests[-1].arrival_s:,.0f} s" if workload.has_times else None,
+        "prompt tokens": count(workload.num_prompt_tokens),
+        "output tokens": count(sum(outputs)),
+        "full blocks looked up": count(len(sweep.accesses.blocks)),
+        "unique blocks": count(sweep.num_unique_blocks),
+        "hit rate without limit": _ceiling_text(sweep.curve),
+    }
     notes = [f"bad line {bad.place}: {bad.reason}" for bad in workload.bad_lines[:5]]
     if workload.num_bad > 5:
         notes.append(f"and {workload.num_bad - 5:,} more bad lines; --format json lists the first ones")
-    return Table(
-        "trace", f"Trace ({workload.format})", [Column("what", "what"), Column("value", "value", str)], rows,
-        [*notes, *workload.notes],
-    )  # fmt: skip
+    rows = [{"what": what, "value": value} for what, value in values.items() if value is not None]
+    return table(Value, "trace", f"Trace ({workload.format})", rows, notes=[*notes, *workload.notes])
 
 
 def _ceiling_text(curve: LruCurve) -> str:
@@ -136,65 +209,47 @@ def checkpoint_table(points: dict[str, SweepPoint], sweep: Sweep, limits: Limits
         for name, point in points.items()
     ]
     rows.append({"checkpoints": "bound", "tokens_hit": hits, "hit_rate": hits / max(1, tokens)})
-    columns = [
-        Column("checkpoints", "checkpoints"),
-        Column("tokens_hit", "tokens hit", count),
-        Column("hit_rate", "hit rate", percent),
-    ]
-    num_blocks = next(iter(points.values())).num_blocks
     notes = [
         f"{plural(limits.num_state_slots or 0, 'slot')} of recurrent state; branches: where waiting prompts differ;"
         " end: at the end of each prompt; bound: a cache without limit of a model without such state",
     ]
-    return Table("checkpoints", f"Checkpoints, with {plural(num_blocks, 'block')}", columns, rows, notes)
+    num_blocks = next(iter(points.values())).num_blocks
+    title = f"Checkpoints, with {plural(num_blocks, 'block')}"
+    return table(Checkpoints, "checkpoints", title, rows, notes=notes)
 
 
 def answer_table(sentences: Sequence[str], format: Format) -> Table:
     """What it means: lines of text, in CSV rows."""
-    columns = [Column("answer", "answer", str, words=True)]
+    rows = [{"answer": sentence} for sentence in sentences]
     if format is Format.CSV:
-        return Table("answers", "Answers", columns, [{"answer": sentence} for sentence in sentences])
-    return Table("answers", "Answers", columns, [], sentences)
+        return table(Answer, "answers", "Answers", rows)
+    return table(Answer, "answers", "Answers", [], notes=sentences)
 
 
 def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | None, block_bytes: int | None) -> Table:
     """Hit rates, waiting and preemptions of every pool and policy."""
     rows = [point_row(point, sweep) for point in points]
-    columns = [
-        Column("pool_blocks", "pool", count),
-        Column("pool_share", "share", share),
-        Column("policy", "policy"),
-        Column("hit_rate_tokens", "tokens", percent),
-        Column("hit_rate_blocks", "blocks", percent),
-    ]
-    notes = [
-        "pool: in blocks; share: of the distinct blocks of all prompts",
-        "tokens, blocks: hits of the prompts' tokens and full blocks, when they are first computed; "
-        + _warmup_text(sweep.warmup),
-    ]
+    hits = "tokens, blocks: hits of the prompts' tokens and full blocks, when they are first computed; "
+    hits += _warmup_text(sweep.warmup)
+    if block_bytes is None:
+        pool, notes = "pool_share", ["pool: in blocks; share: of the distinct blocks of all prompts", hits]
+    else:
+        pool, notes = "pool_bytes", ["pool: in blocks; memory: of K and V in these blocks", hits]
+        rows = [{**row, "pool_bytes": row["pool_blocks"] * block_bytes} for row in rows]
+    columns = ["pool_blocks", pool, "policy", "hit_rate_tokens", "hit_rate_blocks"]
     title = "Hit rates without running requests"
     if schedule is None:
-        columns.append(Column("clairvoyant_hit_rate_tokens", "best", percent))
+        columns.append("clairvoyant_hit_rate_tokens")
         notes.append("best: tokens that hit with the clairvoyant, whose evictions are the best possible")
-    if block_bytes is not None:
-        for row in rows:
-            row["pool_bytes"] = row["pool_blocks"] * block_bytes
-        columns[1] = Column("pool_bytes", "memory", size)
-        notes[0] = "pool: in blocks; memory: of K and V in these blocks"
-    if schedule is not None:
-        title = "Hit rates of simulated runs"
-        timed = schedule.step_time is not None
-        columns += [
-            Column("lru_unscheduled_hit_rate_tokens", "LRU", percent),
-            Column("clairvoyant_hit_rate_tokens", "best", percent),
-            Column("mean_waiting_s", "waiting", seconds) if timed else Column("mean_waiting_steps", "waiting", count),
-            Column("num_preemptions", "preempted", count),
-        ]
+    else:
+        title, timed = "Hit rates of simulated runs", schedule.step_time is not None
+        waiting = "mean_waiting_s" if timed else "mean_waiting_steps"
+        columns += ["lru_unscheduled_hit_rate_tokens", "clairvoyant_hit_rate_tokens", waiting, "num_preemptions"]
         if timed and schedule.speed is None:
-            columns.append(Column("total_s", "run", seconds))
+            columns.append("total_s")
             notes.append("run: until the last request has ended, all being there from the start")
         if any(point.run is not None and point.run.num_refused for point in points):
-            columns.append(Column("num_refused", "refused", count))
+            columns.append("num_refused")
             notes.append("refused: requests that never fit into the pool; they count nowhere else")
         notes += [
             "LRU, best: tokens that hit in the same pool without running requests: under LRU, and with the clairvoyant,"
@@ -207,7 +262,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             f"the layers form {len(sweep.windows)} groups, each with blocks of its own; best: an upper bound, as if"
             " layers with a window needed no blocks"
         )
-    return Table("pools", title, columns, rows, notes)
+    return table(Point, "pools", title, rows, " ".join(columns), notes=notes)
 
 
 def _warmup_text(warmup: float) -> str:
@@ -216,27 +271,14 @@ def _warmup_text(warmup: float) -> str:
 
 def miss_table(points: Sequence[SweepPoint]) -> Table:
     """Where the tokens of the prompts went."""
-    used = [name for name in PARTS if any(name in point.parts for point in points)]
     rows = []
     for point in points:
         total = sum(point.parts.values())
         shares = {f"{name}_share": _rate(tokens, total) for name, tokens in point.parts.items()}
         rows.append({"pool_blocks": point.num_blocks, "policy": point.policy, **shares})
-    columns = [Column("pool_blocks", "pool", count), Column("policy", "policy")]
-    columns += [Column(f"{name}_share", PART_NAMES[name], percent) for name in used]
     notes = ["shares of the prompts' tokens, adding up to 100 %; each token counts where it first fits, left to right"]
-    notes += [f"{PART_NAMES[name]}: {PARTS[name]}" for name in used]
-    return Table("misses", "Where the prompts' tokens went", columns, rows, notes)
-
-
-def share(value: float) -> str:
-    """21.3 %, or `50 times` of a pool that is far larger than what it is compared with."""
-    return percent(value) if value < 10 else f"{value:,.0f} times"
-
-
-def seconds(value: float) -> str:
-    """12.3 s"""
-    return f"{value:,.1f} s"
+    notes += [f"{PART_NAMES[name]}: {PARTS[name]}" for name in PARTS if any(name in point.parts for point in points)]
+    return table(Misses, "misses", "Where the prompts' tokens went", rows, notes=notes)
 
 
 def _rate(part: float, whole: float) -> float | None:
