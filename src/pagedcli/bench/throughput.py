@@ -21,7 +21,6 @@ from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import Workload, within, workload_floor
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.core.budget import head_bytes
 from pagedcli.core.requests import RequestOutput
 from pagedcli.planning.step_time import learn, load_step_time
 from pagedcli.records import Share, count
@@ -252,9 +251,9 @@ def throughput_row(result: Throughput, workload: Workload, **names: int) -> Work
 
 
 def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
-    spec, plan = result.engine.spec, result.engine.plan
-    kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
-    return workload_floor(spec, result.engine.decision.footprint, workload, machine.limits, kv_itemsize=kv_size).total_s
+    decision = result.engine.decision
+    kv_dtype = decision.plan.kv_dtype
+    return workload_floor(decision.own, decision.footprint, workload, machine.limits, kv_dtype=kv_dtype).total_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,7 @@
 """Lists of token-id prompts with output lengths, the same on every machine, and the shortest time that a machine's
 memory and arithmetic allow for each. Free of torch.
 
-W1-W7 are those that other engines were measured on; nano-vllm's is its own bench.py. Floors count per step, for linear
-layers and for attention each, the larger of bytes over bandwidth and operations over the rate: every linear weight read
-once per step, each distinct byte of K and V once, all prompts computed in one packed step, and of a mixture of experts
-those that the step's tokens go to, as many as a router without preferences would pick.
+W1-W7 are those that other engines were measured on; nano-vllm's is its own bench.py.
 """
 
 import random
@@ -15,6 +12,7 @@ from pagedcli.errors import UsageError
 from pagedcli.models.footprint import Footprint
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import Roofline
+from pagedcli.planning.floors import StepFloor
 
 FIRST_ID, LAST_ID = 10, 10000  # token ids are drawn from [FIRST_ID, LAST_ID)
 
@@ -135,26 +133,19 @@ class Floor:
 
 
 def workload_floor(
-    spec: ModelSpec, weights: Footprint, workload: Workload, roofline: Roofline, *, kv_itemsize: float = 2
+    spec: ModelSpec, weights: Footprint, workload: Workload, roofline: Roofline, *, kv_dtype: str = "bfloat16"
 ) -> Floor:
-    """The floor of a workload whose requests all start at once."""
-    sizes = sum(mixer.head_dim for mixer in spec.attentions)
-    kept = sum(mixer.num_kv_heads * mixer.head_dim for mixer in spec.attentions if mixer.keeps)
-
-    def step_s(num_tokens: int, num_sampled: int, distinct_tokens: int, seen_pairs: int) -> float:
-        flops = 2 * (weights.active_parameters * num_tokens + weights.head.parameters * num_sampled)
-        linear_s = roofline.seconds(weights.active_bytes(num_tokens) + weights.head.num_bytes, flops)
-        kv_bytes = 2 * distinct_tokens * kept * kv_itemsize
-        return linear_s + roofline.seconds(kv_bytes, 4 * seen_pairs * spec.num_heads * sizes)
-
+    """The floor of a workload whose requests all start at once, all prompts in one packed step."""
+    floor = StepFloor.of(spec, weights, roofline, kv_dtype=kv_dtype)
     shares = workload.prefix_caching and len(workload.prompts) > 1
     shared = num_equal(min(workload.prompts), max(workload.prompts)) if shares else 0
     own = [len(prompt) - shared for prompt in workload.prompts]
-    pairs = shared * (shared + 1) // 2 + sum(n * shared + n * (n + 1) // 2 for n in own)
-    prefill_s = step_s(shared + sum(own), len(own), shared + sum(own), pairs)
+    first = [(0, shared)] if shared else []
+    queries = [*first, *((shared, num_tokens) for num_tokens in own)]
+    prefill_s = floor.seconds(queries, len(own), num_repeated=shared * len(own))
     decode_s = 0.0
     for step in range(1, max(workload.output_lens)):
-        contexts = [n + step for n, out in zip(own, workload.output_lens, strict=True) if out > step]
-        seen = sum(contexts) + shared * len(contexts)
-        decode_s += step_s(len(contexts), len(contexts), shared + sum(contexts), seen)
+        lengths = zip(own, workload.output_lens, strict=True)
+        queries = [(shared + num_tokens + step - 1, 1) for num_tokens, num_output in lengths if num_output > step]
+        decode_s += floor.seconds(queries, len(queries), num_repeated=shared * (len(queries) - 1))
     return Floor(prefill_s, decode_s)

@@ -22,6 +22,7 @@ from pagedcli.files import whole_file
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
+from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables
@@ -29,7 +30,6 @@ from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation import tables
 from pagedcli.simulation.advice import ADVICE_S, Advice, Subject, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import accesses_of
-from pagedcli.simulation.floors import StepFloor
 from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import VOCAB_SIZE, RunResult, Schedule
