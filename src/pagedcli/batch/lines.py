@@ -86,6 +86,11 @@ class LineSource:
         else:
             self._open().close()  # a wrong path is reported now, not after the model was loaded
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a file whose lines can be read from anywhere."""
+        return type(self) is LineSource and not self.is_live and Path(self.name).suffix not in _OPENERS
+
     def __iter__(self) -> Iterator[Line]:
         """Raises: PagedcliError if the file cannot be read to its end, or has changed since the scan."""
         scanned = self._row_digests

@@ -364,22 +364,27 @@ def open_prompts(
     folder: Path,
     limits: Limits,
     *,
+    lines: Iterable[Line] | None = None,
+    tokenizer: Tokenizer | None = None,
     observe: Callable[[Line], None] = lambda line: None,
 ) -> Prompts:
-    """The prompts of an input for a command that does not run them. Raises: UsageError, ModelError."""
+    """The prompts of an input, or of only these of its lines, for a command that does not run them. `tokenizer`: the
+    folder's, if it is loaded. Raises: UsageError, ModelError."""
     columns = Columns.of(loaded.config.run)
-    lines = open_source(input_name, columns)
-    kept = KeptColumns(lines, columns)
+    tokenizer = tokenizer or open_tokenizer(loaded.config, folder)
+    options = batch_options(loaded, columns)
+    if lines is not None:
+        return Prompts(lines, tokenizer, options, limits, observe=observe)
+    source = open_source(input_name, columns)
+    kept = KeptColumns(source, columns)
 
     def looked_at() -> Iterator[Line]:
-        for line in lines:
+        for line in source:
             kept.add(line.content)
             yield line
         kept.check()
 
-    tokenizer = open_tokenizer(loaded.config, folder)
-    options = batch_options(loaded, columns)
-    return Prompts(looked_at() if columns.copies else lines, tokenizer, options, limits, observe=observe)
+    return Prompts(looked_at() if columns.copies else source, tokenizer, options, limits, observe=observe)
 
 
 def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:

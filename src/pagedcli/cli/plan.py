@@ -10,6 +10,7 @@ import typer
 
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.distributed.partition import SharePlan
@@ -22,6 +23,7 @@ from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
+    from pagedcli.batch.line_sample import LineSample
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
@@ -34,6 +36,7 @@ _INPUT_HELP = "Input file (also .gz); - reads stdin."
 _WORKERS_HELP = "Also predict the distribution over N workers (generate --ray)."
 _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
+_SAMPLE_HELP = "End with the first answer: what some 2,000 rows from all over a long file let expect."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
 _ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
 _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
@@ -55,6 +58,7 @@ class PlanOptions:
     expected_output: Annotated[int | None, _time(help=_EXPECTED_HELP, metavar="N", min=1)] = None
     outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
+    sample: Annotated[bool, option("--sample", help=_SAMPLE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
     allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
     config: ConfigFile = None
@@ -87,6 +91,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
+      pagedcli plan million.jsonl --sample                        (within seconds, about)
       pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
@@ -94,6 +99,8 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     """  # fmt: skip
     if options.expected_output is not None and options.outputs is not None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
+    if options.sample and (options.outputs is not None or options.tune or options.workers is not None):
+        raise UsageError("--sample reads a few rows; --outputs, --tune and --workers need all of them")
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
 
 
@@ -107,6 +114,9 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     engine = loaded.config.engine
     shares = None if options.workers is None else SharePlan(engine.block_size)
     survey = _survey(loaded, options, shares)
+    if isinstance(survey, FirstAnswer):
+        survey.print(options.format_)
+        return EXIT_BAD_ROWS if survey.scan.num_bad else 0
     scan, here = survey.scan, survey.here
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     if not scan.plan.num_prompts:
@@ -149,6 +159,7 @@ def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
     from pagedcli.cli.tuning import as_yaml, tuned_settings
 
     survey = _survey(loaded, options)
+    assert isinstance(survey, _Survey), "generate has no --sample"
     if not survey.is_of_a_run:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
     run = _expected_run(loaded, survey, options)
@@ -185,7 +196,8 @@ def has_pool(decision: "Decision | None") -> bool:
     return decision is not None and decision.pool is not None and decision.pool.num_blocks > 0
 
 
-def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None = None) -> _Survey:
+def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None = None) -> _Survey | FirstAnswer:
+    """What is found in the file; with --sample, of a long one only what its sample lets expect."""
     from pagedcli.batch.run import old_objects_left_alone
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
@@ -202,18 +214,51 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
     outputs = None if options.outputs is None else read_outputs(options.outputs)
     requests = PromptRequests(input_name, outputs, expected_tokens=options.expected_output, most_tokens=MOST_SIMULATED)
     here = None if decision is None or decision.pool is None else decision.expected_plan.limits
+    first = None
+    if outputs is None and (sample := _sample(loaded, options)) is not None:
+        own = PromptRequests(input_name, expected_tokens=options.expected_output)
+        first = first_answer(loaded, sample, folder, spec, decision if has_pool(decision) else None, own)
+    if first is not None and options.sample:
+        return first
+    if first is not None:
+        say(f"{first.in_words}; reading all of them")
 
     def estimate(share: float) -> None:
-        if decision is not None and has_pool(decision) and requests.workload.requests:
+        if first is None and decision is not None and has_pool(decision) and requests.workload.requests:
             _say_estimate(loaded, decision, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
     with old_objects_left_alone():
         scan = scan_prompts(
-            loaded, input_name, folder, spec, shares=shares, limits=here, requests=requests, observe=reading.observe
+            loaded,
+            input_name,
+            folder,
+            spec,
+            shares=shares,
+            limits=here,
+            requests=requests,
+            tokenizer=None if first is None else first.scan.tokenizer,
+            observe=reading.observe,
         )
     reading.close()
     return _Survey(scan, requests, decision, refusal)
+
+
+def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
+    """Rows from all over a long file; None for a short one. Raises: UsageError if --sample has no such file."""
+    from pagedcli.batch.columns import Columns
+    from pagedcli.batch.line_sample import sample_lines
+    from pagedcli.batch.prompts import open_source
+
+    run = loaded.config.run
+    source = open_source(options.prompts, Columns.of(run))
+    if options.sample and (run.limit is not None or not source.is_plain):
+        raise UsageError(
+            "--sample draws rows from all over a JSONL file, not from tables, folders, compressed files or streams, nor"
+            " with --limit",
+            hint="leave it out: the first answer then comes from the beginning of the input",
+        )
+    return None if run.limit is not None else sample_lines(source)
 
 
 def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:

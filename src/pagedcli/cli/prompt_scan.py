@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,9 +127,11 @@ def scan_prompts(
     shares: SharePlan | None = None,
     limits: "Limits | None" = None,
     requests: "PromptRequests | None" = None,
+    lines: "Iterable[Line] | None" = None,
+    tokenizer: "Tokenizer | None" = None,
     observe: "Callable[[Line], None]" = lambda line: None,
 ) -> PromptScan:
-    """Survey the prompts of a file, and count the rows that a run would refuse.
+    """Survey the prompts of a file, or of only these of its lines, and count the rows that a run would refuse.
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     `observe` receives each line as it is read.
@@ -145,7 +147,9 @@ def scan_prompts(
         survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
     without_pool = limits_without_pool(engine, spec)
     max_model_len = None if spec is None else without_pool.max_model_len
-    prompts = open_prompts(loaded, input_name, folder, limits or without_pool, observe=observe)
+    prompts = open_prompts(
+        loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe
+    )
     scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer)
     grammars = None
     if spec is not None:  # a run also refuses grammars that do not compile
