@@ -4,19 +4,27 @@ import io
 import json
 
 import msgspec
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import journal_path
-from pagedcli.batch.lines import LineSource
+from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import Config, EngineConfig, RunConfig
+from pagedcli.core.requests import RequestMetrics, RequestOutput
+from pagedcli.core.sequence import SampleOutput
+from pagedcli.models.hub import resolve_model
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
+BUILTIN = resolve_model("builtin")
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=8)
 
 
@@ -83,3 +91,61 @@ def without_run_dependent_fields(row):
     if body.get("usage"):
         del body["usage"]["prompt_tokens_details"]
     return row
+
+
+def with_tokens(folder, tokens, *, special=False, template=None):
+    """The built-in tokenizer with more tokens, in a folder of its own."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUILTIN)
+    added = [transformers.AddedToken(token, special=special, normalized=False) for token in tokens]
+    tokenizer.add_tokens(added, special_tokens=special)
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, tools=None, shape="plain", **columns):
+    """The chat row of texts with their marks. `stop`: as if this string had ended each."""
+    prompt_ids, samples, texts = tokenizer.encode(prompt), [], []
+    for index, output in enumerate(outputs):
+        ids = tokenizer.encode(output)
+        text = tokenizer.decode_output(prompt_ids, ids)
+        if stop is not None:
+            checkers = StopCheckers(tokenizer, prompt_ids, SamplingParams(stop=[stop]))
+            check, kept = checkers(), []
+            for token_id in ids:
+                kept.append(token_id)
+                if check(token_id) is not None:
+                    break
+            ids, text = kept, checkers.text(0, kept)
+        samples.append(SampleOutput(index, ids, "stop", None, None))
+        texts.append(text)
+    output = RequestOutput("0", prompt_ids, 0, samples, RequestMetrics(0, 0, None, 0, 0, 0))
+    writer = RowWriter(tokenizer, "m", "key", 1, Columns(**columns))
+    prompt_of_row = RowPrompt(prompt_ids, SamplingParams(), is_chat=has_marks, tools=tools, output=output, texts=texts)
+    return json.loads(writer.encode_success(BatchRow(Line(0, 1, b"", 0), shape=shape), [prompt_of_row]))
+
+
+def chain_model(folder, words):
+    """A model, in the folder of its tokenizer, whose next token depends on the last one alone: these words, then the
+    end."""
+    tokenizer = Tokenizer(folder)
+    chain = [id_ for text in words for id_ in tokenizer.encode(text)]
+    assert len(set(chain)) == len(chain)
+    size = len(transformers.AutoTokenizer.from_pretrained(folder))
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=256, eos_token_id=0, bos_token_id=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    tensors["model.embed_tokens.weight"] = embedding = torch.randn(size, 256)
+    tensors["lm_head.weight"] = head = torch.zeros(size, 256)
+    for this, following in zip(chain, [*chain[1:], 0], strict=True):
+        head[following] = embedding[this]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

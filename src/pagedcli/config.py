@@ -185,7 +185,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tools: Annotated[
         list[dict[str, Any]] | None,
         _rows(
-            "OpenAI's list of tools, for chats without one; turns text prompts into chats; calls in answers are text",
+            "OpenAI's list of tools, for chats without one; turns text prompts into chats",
             metavar="JSON|@FILE",
             reads="json",
         ),
@@ -227,6 +227,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = False
     keep_reasoning: Annotated[
         bool, _rows("Reasoning that a chat format marks becomes reasoning_content, apart from the text; no: left out")
+    ] = True
+    parse_tool_calls: Annotated[
+        bool, _rows("Calls in answers to rows with tools become tool_calls, apart from the text; no: they stay text")
     ] = True
     order: Annotated[Order, _rows("Order of the rows", affects_rows=False)] = "input"
     reorder: Annotated[

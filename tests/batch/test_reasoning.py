@@ -5,37 +5,16 @@ import json
 import shutil
 
 import pytest
-import torch
-import transformers
-from batch_harness import DEFAULTS, Harness
+from batch_harness import BUILTIN, DEFAULTS, Harness, chain_model, row_of, with_tokens
 from cli_harness import pagedcli, rows_of
-from safetensors.torch import load_file, save_file
 
-from pagedcli.batch.columns import Columns
-from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ParquetRows
-from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import RowWriter
-from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
-from pagedcli.core.requests import RequestMetrics, RequestOutput
-from pagedcli.core.sequence import SampleOutput
-from pagedcli.models.hub import resolve_model
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.sampling_params import SamplingParams
 
-BUILTIN = resolve_model("builtin")
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 BEGUN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-def with_tokens(folder, tokens, *, special=False, template=None):
-    """The built-in tokenizer with more tokens, in a folder of its own."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(BUILTIN)
-    added = [transformers.AddedToken(token, special=special, normalized=False) for token in tokens]
-    tokenizer.add_tokens(added, special_tokens=special)
-    if template is not None:
-        tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +25,6 @@ def think(tmp_path_factory):
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory):
     return Tokenizer(with_tokens(tmp_path_factory.mktemp("harmony"), HARMONY, special=True))
-
-
-def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, **columns):
-    """The chat row of texts with their marks. `stop`: as if this string had ended each."""
-    prompt_ids, samples, texts = tokenizer.encode(prompt), [], []
-    for index, output in enumerate(outputs):
-        ids = tokenizer.encode(output)
-        text = tokenizer.decode_output(prompt_ids, ids)
-        if stop is not None:
-            checkers = StopCheckers(tokenizer, prompt_ids, SamplingParams(stop=[stop]))
-            check, kept = checkers(), []
-            for token_id in ids:
-                kept.append(token_id)
-                if check(token_id) is not None:
-                    break
-            ids, text = kept, checkers.text(0, kept)
-        samples.append(SampleOutput(index, ids, "stop", None, None))
-        texts.append(text)
-    output = RequestOutput("0", prompt_ids, 0, samples, RequestMetrics(0, 0, None, 0, 0, 0))
-    writer = RowWriter(tokenizer, "m", "key", 1, Columns(**columns))
-    prompt_of_row = RowPrompt(prompt_ids, SamplingParams(), is_chat=has_marks, output=output, texts=texts)
-    return json.loads(writer.encode_success(BatchRow(Line(0, 1, b"", 0)), [prompt_of_row]))
 
 
 def parts(row):
@@ -173,25 +130,7 @@ NUM_REASONING = sum(len(Tokenizer(BUILTIN).encode(word)) for word in REASONING)
 def reasoner(tmp_path_factory):
     """A model whose next token depends on the last one alone: <think>, three words, </think>, two words, the end."""
     folder = with_tokens(tmp_path_factory.mktemp("reasoner"), ["<think>", "</think>"], template=BEGUN + "<think>")
-    tokenizer = Tokenizer(folder)
-    words = [id_ for text in ("<think>", *REASONING, "</think>", *ANSWER) for id_ in tokenizer.encode(text)]
-    assert len(set(words)) == len(words)
-    config = transformers.LlamaConfig(
-        vocab_size=1030, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=256, eos_token_id=0, bos_token_id=1, head_dim=16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name].zero_()
-    tensors["model.embed_tokens.weight"] = embedding = torch.randn(1030, 256)
-    tensors["lm_head.weight"] = head = torch.zeros(1030, 256)
-    for this, following in zip(words, [*words[1:], 0], strict=True):
-        head[following] = embedding[this]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return chain_model(folder, ["<think>", *REASONING, "</think>", *ANSWER])
 
 
 CHAT = [{"role": "user", "content": "How many cats?"}]
@@ -327,8 +266,8 @@ def test_parts_of_a_distributed_run_have_the_same_columns_whichever_rows_they_ha
     schemas = []
     for place, row in enumerate(rows):
         with (tmp_path / f"{place}.parquet").open("w+b") as file:
-            ParquetRows(reasoning=writer.reasoning_columns).write(file, lambda row=row: [(0, row)])
+            ParquetRows(marked=writer.marked_columns).write(file, lambda row=row: [(0, row)])
         schemas.append(parquet.read_schema(tmp_path / f"{place}.parquet"))
     assert schemas[0] == schemas[1]
     assert "reasoning_content" in schemas[0].names
-    assert RowWriter(Tokenizer(BUILTIN), "m", "key", 1).reasoning_columns == frozenset()
+    assert RowWriter(Tokenizer(BUILTIN), "m", "key", 1).marked_columns == frozenset()

@@ -20,9 +20,9 @@ ALL = "all"
 INVALID_ROW = "pagedcli_invalid_row"  # field of a line made from a row of a table that cannot be one: what is wrong
 _ROW_FIELDS = frozenset(
     ("index", "id", "custom_id", "response", "error", "outputs", "finish_reason", "stop_reason", "beam_score")
-) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids", "reasoning_content")}
+) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids", "reasoning_content", "tool_calls")}
 _IDS = ("id", "custom_id")
-_REASONING = frozenset(("reasoning_content", "reasoning_tokens"))
+REASONING, CALLS = frozenset(("reasoning_content", "reasoning_tokens")), frozenset(("tool_calls",))
 METRICS = ("queued_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "recomputed_tokens")
 _ONLY_IN: dict[OutputKind, frozenset[str]] = {
     "jsonl": frozenset(),
@@ -52,6 +52,7 @@ class Columns:
     token_ids: bool = False  # whether rows have the generated token ids
     metrics: bool = False  # whether rows have their latency
     keep_reasoning: bool = True  # whether rows have the reasoning that their chat format marks
+    parse_tool_calls: bool = True  # whether rows with tools have the calls that their chat format marks
     kind: OutputKind = "jsonl"
     input_format: InputFormat = "auto"
 
@@ -70,6 +71,7 @@ class Columns:
             token_ids=run.output_token_ids,
             metrics=run.output_metrics,
             keep_reasoning=run.keep_reasoning,
+            parse_tool_calls=run.parse_tool_calls,
             kind=kind,
             input_format=run.input_format,
         )
@@ -95,12 +97,13 @@ class Columns:
 
     @property
     def _others(self) -> frozenset[str]:
-        return (_ROW_FIELDS | _ONLY_IN[self.kind]) - (_REASONING - self.reasoning)
+        return (_ROW_FIELDS | _ONLY_IN[self.kind]) - ((REASONING | CALLS) - self.marked)
 
     @property
-    def reasoning(self) -> frozenset[str]:
-        """Columns about reasoning that tables may have."""
-        return _REASONING if self.keep_reasoning else frozenset(("reasoning_tokens",))
+    def marked(self) -> frozenset[str]:
+        """Columns about reasoning and tool calls that tables may have."""
+        reasoning = REASONING if self.keep_reasoning else frozenset(("reasoning_tokens",))
+        return reasoning | CALLS if self.parse_tool_calls else reasoning
 
     @property
     def copies(self) -> bool:

@@ -225,10 +225,14 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
         tokens = [position["token"] for position in positions]
         values = _values(positions)
     _, *prompt = sample.prompt_logprobs or [None]
-    if sample.text is None and sample.token_ids is None:
-        raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
     ending = (sample.finish_reason, sample.stop_reason)
-    return ComparedSample(sample.text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), ending)
+    text = sample.text
+    if sample.tool_calls:  # without their ids, which are those of a run
+        calls = [call.get("function", call) for call in sample.tool_calls]
+        text = (text or "") + msgspec.json.encode(calls).decode()
+    if text is None and sample.token_ids is None:
+        raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
+    return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), ending)
 
 
 def _values(positions: list[dict[str, Any]]) -> list[Listed]:

@@ -16,7 +16,7 @@ import msgspec
 from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
-from pagedcli.batch.rows import Row, Rows, reasoning_of
+from pagedcli.batch.rows import Row, Rows, marked_of
 from pagedcli.batch.sinks import write_lines
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
@@ -171,7 +171,7 @@ class CsvLines:
     """
 
     columns: Columns
-    reasoning: frozenset[str] | None = None  # columns about it; None: those that the rows have
+    marked: frozenset[str] | None = None  # columns about reasoning and calls; None: those that the rows have
 
     def write(self, file: BinaryIO, rows: Rows) -> str:
         """See sinks.RowFormat."""
@@ -197,11 +197,11 @@ class CsvLines:
         if self.columns.keep_all:
             names = (name for _, row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
             kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved))
-        reasoning = reasoning_of(rows) if self.reasoning is None else self.reasoning
+        marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if self.columns.metrics else ())]
         answer = ["sample", self.columns.answer, "finish_reason", "stop_reason", "beam_score", *counts]
         lists = ["logprobs", "prompt_logprobs", "token_ids"]
-        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(reasoning)]
+        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(marked)]
 
     def _cells(self, row: Row) -> list[dict[str, Any]]:
         """Values by column, for each sample."""

@@ -184,8 +184,8 @@ class OpenJob:
             stream = stdout if job.output is None else job.output.open("wb")
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
         assert self._tokenizer is not None, "load_tokenizer comes first"
-        if self._tokenizer.reasoning is None and not isinstance(self._format, JsonLines):
-            self._format = replace(self._format, reasoning=frozenset())
+        if not isinstance(self._format, JsonLines) and not self._writer(0)[1].marked_columns:
+            self._format = replace(self._format, marked=frozenset())
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, rows_format=self._format)

@@ -17,7 +17,7 @@ from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
-from pagedcli.batch.rows import Row, Rows, reasoning_of
+from pagedcli.batch.rows import Row, Rows, marked_of
 from pagedcli.errors import PagedcliError, UsageError
 
 _READ_ROWS = 1024  # converted to Python at a time
@@ -148,7 +148,7 @@ class ParquetRows:
 
     carried: ParquetSource | None = None  # None: the rows' index, id and copied columns
     columns: Columns = field(default_factory=Columns)
-    reasoning: frozenset[str] | None = None  # columns about it, in every part of a run; None: as the rows have
+    marked: frozenset[str] | None = None  # columns about reasoning and calls, in every part; None: as the rows have
 
     @property
     def carried_names(self) -> list[str]:
@@ -164,7 +164,7 @@ class ParquetRows:
     def check(self) -> None:
         """Raises: UsageError if a carried column has the name of one that the output adds."""
         for name in self.carried_names:
-            if name in answer_schema(self.columns, self.columns.reasoning).names:
+            if name in answer_schema(self.columns, self.columns.marked).names:
                 assert self.carried is not None, "it has columns"
                 raise UsageError(
                     f"{self.carried.name} has a column {name!r}, which the output adds",
@@ -176,11 +176,11 @@ class ParquetRows:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        reasoning = reasoning_of(rows) if self.reasoning is None else self.reasoning
+        marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         if self.carried is None:
-            groups = self._own_groups(rows, reasoning)
+            groups = self._own_groups(rows, marked)
         else:
-            groups = self._carried_groups(self.carried, iter(rows()), reasoning)
+            groups = self._carried_groups(self.carried, iter(rows()), marked)
         writer = None
         for columns, names in groups:
             table = pa.Table.from_arrays(columns, names=names)
@@ -192,13 +192,13 @@ class ParquetRows:
         file.seek(0)
         return digest_of(file)
 
-    def _own_groups(self, rows: Rows, reasoning: frozenset[str]) -> Iterator[_Group]:
+    def _own_groups(self, rows: Rows, marked: frozenset[str]) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         import pyarrow as pa
 
         schema = pa.schema([("index", pa.int64()), ("id", pa.string())])
         schema = pa.schema(
-            [*schema, *_kept_schema((row for _, row in rows()), self.columns), *answer_schema(self.columns, reasoning)]
+            [*schema, *_kept_schema((row for _, row in rows()), self.columns), *answer_schema(self.columns, marked)]
         )
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
@@ -210,7 +210,7 @@ class ParquetRows:
         return [cells_of(Row.of(row, answer, index), answer) for index, row in rows]
 
     def _carried_groups(
-        self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], reasoning: frozenset[str]
+        self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]
     ) -> Iterator[_Group]:
         import pyarrow as pa
 
@@ -221,12 +221,12 @@ class ParquetRows:
             waiting.append(batch)
             num_rows, num_bytes = sum(each.num_rows for each in waiting), sum(each.nbytes for each in waiting)
             if num_rows >= _ROW_GROUP_ROWS or num_bytes >= _ROW_GROUP_BYTES:
-                yield self._joined(pa.Table.from_batches(waiting), rows, reasoning)
+                yield self._joined(pa.Table.from_batches(waiting), rows, marked)
                 waiting = []
-        yield self._joined(pa.Table.from_batches(waiting, schema), rows, reasoning)
+        yield self._joined(pa.Table.from_batches(waiting, schema), rows, marked)
 
-    def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], reasoning: frozenset[str]) -> _Group:
-        schema = answer_schema(self.columns, reasoning)
+    def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]) -> _Group:
+        schema = answer_schema(self.columns, marked)
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
         return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
@@ -249,8 +249,8 @@ def _kept_schema(rows: Iterable[bytes], columns: Columns) -> Any:
     return pa.schema(list(types.items()))
 
 
-def answer_schema(columns: Columns | None = None, reasoning: frozenset[str] = frozenset()) -> Any:
-    """The columns of an answer, with these about reasoning. All are typed, even if no row has a value."""
+def answer_schema(columns: Columns | None = None, marked: frozenset[str] = frozenset()) -> Any:
+    """The columns of an answer, with these about reasoning and calls. All are typed, even if no row has a value."""
     import pyarrow as pa
 
     columns = columns or Columns()
@@ -260,14 +260,16 @@ def answer_schema(columns: Columns | None = None, reasoning: frozenset[str] = fr
     alternative = pa.struct([("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))])
     position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
     sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string())]
-    if "reasoning_content" in reasoning:
+    if "tool_calls" in marked:
+        sample.insert(1, ("tool_calls", pa.string()))  # JSON: arguments are of any type
+    if "reasoning_content" in marked:
         sample.insert(1, ("reasoning_content", pa.string()))
     sample += [("beam_score", pa.float64()), *token_ids]
     # `logprobs` and `prompt_logprobs` are how many the row asks for
     sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
-    if "reasoning_tokens" in reasoning:
+    if "reasoning_tokens" in marked:
         usage.append(("completion_tokens_details", pa.struct([("reasoning_tokens", pa.int64())])))
     return pa.schema(
         [
@@ -301,6 +303,8 @@ def cells_of(row: Row, answer: str = "text") -> dict[str, Any]:
         cells = sample.cells(answer)
         if sample.stop_reason is not None:
             cells["stop_reason"] = str(sample.stop_reason)
+        if sample.tool_calls is not None:
+            cells["tool_calls"] = msgspec.json.encode(sample.tool_calls).decode()
         logprobs = sample.logprobs
         cells["token_logprobs"] = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
         cells["prompt_token_logprobs"] = sample.prompt_logprobs

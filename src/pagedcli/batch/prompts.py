@@ -313,7 +313,8 @@ class Prompts:
                     each.row.error = each.row.error or ids
                 elif each.request is not None:
                     params = self._final_params(each.request, len(ids), each.row.line.index, place)
-                    each.row.prompts.append(RowPrompt(ids, params, is_chat, is_text=isinstance(prompt, str)))
+                    tools = self._tools_of(each.request) if is_chat else None
+                    each.row.prompts.append(RowPrompt(ids, params, is_chat, isinstance(prompt, str), tools))
             if each.row.error is not None:
                 each.row.prompts = []
             yield each.row
@@ -348,10 +349,13 @@ class Prompts:
             else:
                 yield prompt, False
 
+    def _tools_of(self, request: BatchRequest) -> list[dict[str, Any]] | None:
+        return self._options.run.tools if request.tools is None else request.tools
+
     def _chat_text(self, request: BatchRequest, messages: list[Message]) -> str:
         run = self._options.run
         messages = with_system_prompt(messages, run.system_prompt)
-        tools = run.tools if request.tools is None else request.tools
+        tools = self._tools_of(request)
         if tools and not self.tokenizer.shows_tools:
             raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
         arguments = {"tools": tools, **request.chat_template_kwargs} if tools else request.chat_template_kwargs

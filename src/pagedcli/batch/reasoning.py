@@ -3,7 +3,7 @@
 The format is that of the tokenizer's tokens, whatever the model is called. Used by batch.rows, for answers in chats.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -90,6 +90,14 @@ class Brackets:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelMessage:
+    """A message of an output; its header may have begun in the prompt."""
+
+    header: list[int]  # tokens before the body: role, recipient, channel
+    body: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Channels:
     """Messages with a channel each: harmony. The prompt ends within the first one, mostly within its header."""
 
@@ -101,21 +109,34 @@ class Channels:
 
     def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
         """See Brackets. A message of another channel is a call: part of the answer, with its header."""
-        begun = list(takewhile(lambda each: each != self.start, reversed(prompt_token_ids)))[::-1]
-        ids, shift = [*begun, *output_token_ids], len(begun)
-        if self.channel not in ids:
+        begun = self._begun(prompt_token_ids)
+        if self.channel not in begun and self.channel not in output_token_ids:
             return None
-        spans, first = Spans(), 0
+        spans = Spans()
+        for message in self.messages(prompt_token_ids, output_token_ids):
+            start, end = message.body
+            is_named = self.channel in message.header
+            header = message.header[message.header.index(self.channel) + 1 :] if is_named else []
+            name = self.tokenizer.decode(header).strip()
+            is_call = not name.startswith(("analysis", "final")) and bool(name)
+            if is_call:
+                start = max(0, start - 1 - len(header))
+            (spans.reasoning if name.startswith("analysis") else spans.answer).append((start, end))
+        return spans
+
+    def messages(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Iterator[ChannelMessage]:
+        """The messages of an output that have a body."""
+        begun = self._begun(prompt_token_ids)
+        ids, shift, first = [*begun, *output_token_ids], len(begun), 0
         while self.message in ids[first:]:
             body = ids.index(self.message, first) + 1
             end = next((i for i in range(body, len(ids)) if ids[i] in self.ends), len(ids))
-            header = ids.index(self.channel, first, body) + 1 if self.channel in ids[first:body] else body
-            name = self.tokenizer.decode(ids[header : body - 1]).strip()
-            is_call = not name.startswith(("analysis", "final")) and bool(name)
-            span = max(0, (header if is_call else body) - shift), max(0, end - shift)
-            (spans.reasoning if name.startswith("analysis") else spans.answer).append(span)
+            yield ChannelMessage(ids[first : body - 1], (max(0, body - shift), max(0, end - shift)))
             first = end + 1
-        return spans
+
+    def _begun(self, prompt_token_ids: Ids[int]) -> list[int]:
+        """The tokens of the message in which the prompt ends."""
+        return list(takewhile(lambda each: each != self.start, reversed(prompt_token_ids)))[::-1]
 
 
 ReasoningFormat = Brackets | Channels  # how a chat format marks reasoning

@@ -28,7 +28,7 @@ def request_key(row: BatchRow) -> bytes:
         params = prompt.params
         draws = not params.greedy and params.beam_width is None
         asked = params if draws else msgspec.structs.replace(params, seed=None)
-        prompts.append((prompt.token_ids, prompt.is_chat, asked))
+        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked))
     return xxhash.xxh3_128_digest(msgspec.json.encode((row.cache_salt, prompts)))
 
 

@@ -137,6 +137,7 @@ class RowPrompt:
     params: SamplingParams
     is_chat: bool = False  # written by the chat template
     is_text: bool = False  # tokenized here
+    tools: list[dict[str, Any]] | None = None  # shown by the chat template
     stop_checkers: "StopCheckers | None" = None  # None: no stop strings
     guides: "Guides | None" = None  # None: no grammar
     output: "RequestOutput | None" = None  # None: unfinished

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from pagedcli.batch.columns import METRICS, Columns
+from pagedcli.batch.columns import CALLS, METRICS, REASONING, Columns
+from pagedcli.batch.reasoning import Span
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tool_calls import ToolCall
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ class _Sample:
     text: str
     reasoning: str | None  # apart from the text; None: the output marks none
     num_reasoning_tokens: int
+    calls: list[ToolCall]  # apart from the text, too
     stops: bool  # whether the request has stop strings or stop tokens
     prompt_logprobs: "list[TokenLogprobs | None] | None"  # those of its prompt, on the first sample alone
 
@@ -50,9 +53,10 @@ class RowWriter:
     columns: Columns = field(default_factory=Columns)
 
     @property
-    def reasoning_columns(self) -> frozenset[str]:
-        """Columns about reasoning that tables of its rows may have."""
-        return frozenset() if self.tokenizer.reasoning is None else self.columns.reasoning
+    def marked_columns(self) -> frozenset[str]:
+        """Columns about reasoning and tool calls that tables of its rows may have."""
+        without = REASONING if self.tokenizer.reasoning is None else frozenset[str]()
+        return self.columns.marked - without - (CALLS if self.tokenizer.tool_format is None else frozenset())
 
     def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
         samples = self._samples(answers)
@@ -68,7 +72,9 @@ class RowWriter:
             "object": row.shape,
             "created": self.created_s,
             "model": self.model,
-            "choices": [(self._chat_choice if chat else self._completion_choice)(sample) for sample in samples],
+            "choices": [
+                self._chat_choice(sample, key) if chat else self._completion_choice(sample) for sample in samples
+            ],
             **counts,
         }
         response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
@@ -92,19 +98,36 @@ class RowWriter:
         samples: list[_Sample] = []
         for answer in answers:
             for place, (output, text) in enumerate(zip(answer.result.samples, answer.texts, strict=True)):
-                parts = self._parts(answer, output, text) if answer.has_marks else (text, None, 0)
+                parts = self._parts(answer, output, text) if answer.has_marks else (text, None, 0, [])
                 prompt_logprobs = answer.result.prompt_logprobs if place == 0 else None
                 samples.append(_Sample(len(samples), output, *parts, answer.has_stops, prompt_logprobs))
         return samples
 
-    def _parts(self, answer: RowPrompt, output: "SampleOutput", text: str) -> tuple[str, str | None, int]:
-        """The answer's text, the reasoning, None if there are no marks, and the number of its tokens."""
+    def _parts(
+        self, answer: RowPrompt, output: "SampleOutput", text: str
+    ) -> tuple[str, str | None, int, list[ToolCall]]:
+        """The answer's text, the reasoning, None if there are no marks, the number of its tokens, and the calls."""
         prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
         spans = found.spans(prompt_ids, ids) if found is not None else None
-        if spans is None:
-            return text, None, 0
-        reasoning, rest = spans.texts(text, lambda end: len(self.tokenizer.decode_output(prompt_ids, ids[:end])))
-        return rest, reasoning, spans.num_reasoning_tokens
+        outside, calls = self._calls(answer, ids, [(0, len(ids))] if spans is None else spans.answer)
+
+        def length(end: int) -> int:
+            return len(self.tokenizer.decode_output(prompt_ids, ids[:end]))
+
+        rest, reasoning = text, None
+        if spans is not None:
+            reasoning, rest = spans.texts(text, length)
+        if calls:
+            pieces = (text[length(start) : length(end)].strip() for start, end in outside)
+            rest = "\n".join(piece for piece in pieces if piece)
+        return rest, reasoning, 0 if spans is None else spans.num_reasoning_tokens, calls
+
+    def _calls(self, answer: RowPrompt, ids: list[int], spans: list[Span]) -> tuple[list[Span], list[ToolCall]]:
+        """The spans outside the tool calls, and these."""
+        form = self.tokenizer.tool_format
+        if not answer.tools or form is None or not self.columns.parse_tool_calls:
+            return spans, []
+        return form.find(answer.result.prompt_token_ids, ids, spans, answer.tools)
 
     def _reasoning(self, sample: _Sample) -> dict[str, Any]:
         is_kept = sample.reasoning is not None and self.columns.keep_reasoning
@@ -121,7 +144,10 @@ class RowWriter:
         return fields | counts | {"error": None}
 
     def _plain_sample(self, sample: _Sample) -> dict[str, Any]:
-        fields: dict[str, Any] = {self.columns.answer: sample.text, **self._reasoning(sample), **sample.ending}
+        fields: dict[str, Any] = {self.columns.answer: sample.text, **self._reasoning(sample)}
+        if sample.calls:
+            fields["tool_calls"] = [call.plain for call in sample.calls]
+        fields |= sample.ending
         if self.columns.token_ids:
             fields["token_ids"] = sample.output.token_ids
         if sample.output.logprobs is not None:
@@ -130,12 +156,17 @@ class RowWriter:
 
     # ------------------------------------------------------------------ OpenAI
 
-    def _chat_choice(self, sample: _Sample) -> dict[str, Any]:
+    def _chat_choice(self, sample: _Sample, key: str) -> dict[str, Any]:
         logprobs = None
         if sample.output.logprobs is not None:
             logprobs = {"content": self._chat_logprobs(sample.output.logprobs), "refusal": None}
         message = {"role": "assistant", "content": sample.text, **self._reasoning(sample), "refusal": None}
-        return self._choice(sample, {"index": sample.index, "message": message, "logprobs": logprobs})
+        if sample.calls:
+            calls = [call.openai(f"call_{key}_{sample.index}_{place}") for place, call in enumerate(sample.calls)]
+            message |= {"content": sample.text or None, "tool_calls": calls}
+        choice = self._choice(sample, {"index": sample.index, "message": message, "logprobs": logprobs})
+        is_call = bool(sample.calls) and choice["finish_reason"] == "stop"
+        return choice | {"finish_reason": "tool_calls"} if is_call else choice
 
     def _completion_choice(self, sample: _Sample) -> dict[str, Any]:
         logprobs = self._completion_logprobs(sample.output) if sample.output.logprobs is not None else None
@@ -242,6 +273,7 @@ class Sample(msgspec.Struct, frozen=True):
     stop_reason: Any
     beam_score: float | None
     token_ids: list[int] | None
+    tool_calls: Any  # a list of calls, in a choice in OpenAI's form
     logprobs: Any  # a list of positions, in a choice within an object
     prompt_logprobs: Any
 
@@ -249,8 +281,10 @@ class Sample(msgspec.Struct, frozen=True):
     def of(cls, fields: dict[str, Any], answer: str) -> "Sample":
         text = fields["message"]["content"] if "message" in fields else fields.get(answer)
         reasoning = fields.get("message", fields).get("reasoning_content")
+        calls = fields.get("message", fields).get("tool_calls")
         names = ("stop_reason", "beam_score", "token_ids", "logprobs", "prompt_logprobs")
-        others = (fields.get(name) for name in names)
+        others: list[Any] = [fields.get(name) for name in names]
+        others.insert(3, calls)
         return cls(fields.get("index", 0), text, reasoning, fields["finish_reason"], *others)
 
     def cells(self, answer: str) -> dict[str, Any]:
@@ -301,16 +335,20 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
         return self.custom_id if self.custom_id is not None else self.id
 
 
-def reasoning_of(rows: Rows) -> frozenset[str]:
-    """The columns about reasoning that some row has; tables of other runs have none of them."""
-    found = set()
+def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
+    """The columns about reasoning and tool calls that some row has; tables of other runs have none of them."""
+    found: set[str] = set()
     for _, row in rows():
-        if _REASONING_TOKENS in row and (each := Row.of(row)).usage and "completion_tokens_details" in each.usage:
+        if not any(mark in row for mark in _MARKED):
+            continue
+        each = Row.of(row, columns.answer)
+        if each.usage and "completion_tokens_details" in each.usage:
             found.add("reasoning_tokens")
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
-            if len(found) == 2:
-                break
-    return frozenset(found)
+        found.update("tool_calls" for sample in each.samples if sample.tool_calls)
+        if found >= columns.marked:
+            break
+    return columns.marked & found
 
 
-_REASONING_TOKENS = b'"reasoning_tokens":'
+_MARKED = b'"reasoning_tokens":', b'"tool_calls":['

@@ -15,6 +15,7 @@ import xxhash
 from pagedcli.batch.chat_template import ChatRenderer, read_template
 from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import Message
+from pagedcli.batch.tool_calls import ToolFormat, find_tool_format
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import ModelError, RequestError
 from pagedcli.models.gguf.header import is_gguf, read_header
@@ -67,6 +68,11 @@ class Tokenizer:
     def reasoning(self) -> ReasoningFormat | None:
         """How chats mark reasoning; None: not at all."""
         return find_format(self)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How chats mark tool calls; None: not at all."""
+        return find_tool_format(self)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None: there is none."""

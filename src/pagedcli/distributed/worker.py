@@ -216,8 +216,8 @@ class Worker:
     def _open_sink(self, number: int) -> FileSink:
         rows_format = None
         if self._manifest.suffix == ".parquet":
-            carried, reasoning = self._folder.carried(number, self._columns), self._stream.rows.reasoning_columns
-            rows_format = ParquetRows(carried, self._columns, reasoning)
+            carried, marked = self._folder.carried(number, self._columns), self._stream.rows.marked_columns
+            rows_format = ParquetRows(carried, self._columns, marked)
         return FileSink(self._folder.part(number), self._journal(number), order="input", rows_format=rows_format)
 
     def _journal(self, number: int) -> Journal:

@@ -1,0 +1,281 @@
+"""Tool calls as data: found by the tokens of the chat format, in every form of output."""
+
+import csv
+import json
+
+import openai.types.chat
+import pytest
+from batch_harness import BUILTIN, chain_model, row_of, with_tokens
+from cli_harness import pagedcli, rows_of
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+from transformers.utils.chat_parsing import parse_response
+
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tool_calls import ChannelCalls
+
+NUMBERS = {"days": {"type": "integer"}, "scale": {"type": "number"}, "dry": {"type": "boolean"}}
+PROPERTIES = {"city": {"type": "string"}, "extra": {"anyOf": [{"type": "object"}, {"type": "null"}]}, **NUMBERS}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES}}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+
+TAGS = ("<tool_call>", "</tool_call>")
+GLM = (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>')
+MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+LLAMA = ("<|python_tag|>", "<|eom_id|>")
+HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|constrain|>")
+PARIS = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
+NOW = {"name": "now", "arguments": {}}
+JSON = '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'
+HEADER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+CALLS = [
+    # tokens, output, text outside, calls
+    (TAGS, f"<tool_call>\n{JSON}\n</tool_call>", "", [PARIS]),  # Qwen 2.5 and 3, Hermes
+    (TAGS, f'Let me look.\n<tool_call>\n{JSON}\n</tool_call>\n<tool_call>{{"name":"now"}}</tool_call> So.',
+     "Let me look.\nSo.", [PARIS, NOW]),
+    (TAGS, '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 2}"}</tool_call>', "",
+     [PARIS]),
+    (TAGS, "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+     "</function>\n</tool_call>", "", [PARIS]),  # Qwen3-Coder, Qwen3.5
+    (TAGS, "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW]),
+    (TAGS, "<tool_call><function=weather>\n<parameter=city>\n 2\n\n</parameter>\n<parameter=dry>\nTrue\n</parameter>\n"
+     '<parameter=extra>\n{"a": [1]}\n</parameter><parameter=other>\n7\n</parameter></function></tool_call>', "",
+     [{"name": "weather", "arguments": {"city": " 2\n", "dry": True, "extra": {"a": [1]}, "other": "7"}}]),
+    (GLM, "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>2</arg_value>\n</tool_call>", "", [PARIS]),  # GLM-4.5 and later
+    (GLM, "Now?\n<tool_call>now\n</tool_call>", "Now?", [NOW]),
+    (GEMMA, 'Hm.<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>', "Hm.", [PARIS]),
+    (GEMMA, '<|tool_call>call:weather{city:<|"|>a: "b", {c}\\<|"|>,extra:{on:true,l:[1.5,<|"|>x<|"|>,null]}}'
+     "<tool_call|><|tool_call>call:now{}<tool_call|>", "",
+     [{"name": "weather", "arguments": {"city": 'a: "b", {c}\\', "extra": {"on": True, "l": [1.5, "x", None]}}}, NOW]),
+    (MISTRAL, f'Yes.[TOOL_CALLS][{JSON}, {{"name": "now", "arguments": {{}}, "id": "abcdefghi"}}]', "Yes.",
+     [PARIS, NOW]),
+    (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123xyz[ARGS]{}', "",
+     [PARIS, NOW]),
+    (MISTRAL[:1], '[TOOL_CALLS]weather{"city": "Paris", "days": 2}', "", [PARIS]),
+    (LLAMA, '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris", "days": 2}}; {"name": "now"}<|eom_id|>',
+     "", [PARIS, NOW]),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}', "", [PARIS]),
+    (LLAMA, '[weather(city="Paris", days=2), now()]', "", [PARIS, NOW]),
+    (LLAMA, '<|python_tag|>brave_search.call(query="rain")', "",
+     [{"name": "brave_search", "arguments": {"query": "rain"}}]),
+    (LLAMA, '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', None),  # an answer, not a call
+    (LLAMA, '{"Paris": [2]}', '{"Paris": [2]}', None),
+    (LLAMA, "now (it rains)", "now (it rains)", None),
+    (HARMONY, "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant"
+     f'{HEADER}{{"city":"Paris","days":2}}<|call|>', "", [PARIS]),
+    (HARMONY, "<|channel|>final<|message|>So.<|end|><|start|>assistant to=functions.now"
+     "<|channel|>commentary<|message|>", "So.", [NOW]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with(tmp_path_factory):
+    known = {}
+
+    def tokenizer(tokens, special=True):
+        if (tokens, special) not in known:
+            folder = tmp_path_factory.mktemp("tokens")
+            known[tokens, special] = Tokenizer(with_tokens(folder, list(tokens), special=special))
+        return known[tokens, special]
+
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [True, False])  # special tokens are not in the text
+@pytest.mark.parametrize(("tokens", "output", "text", "calls"), CALLS)
+def test_calls_become_data_and_the_text_is_what_stands_outside(tokenizer_with, tokens, output, text, calls, special):
+    if not special and output.endswith("<|eom_id|>"):
+        output = output.removesuffix("<|eom_id|>")
+    row = row_of(tokenizer_with(tokens, special), "Hi\n<|start|>assistant", output, tools=TOOLS)
+    assert (row["text"], row.get("tool_calls")) == (text, calls)
+    assert row["finish_reason"] == "stop"
+
+
+BROKEN = [
+    (TAGS, '<tool_call>{"name": "weather", "arguments": {"city": </tool_call>', "truncated"),
+    (TAGS, f"<tool_call>{JSON}", "the call has no end"),
+    (TAGS, "<tool_call>{}</tool_call>", "a JSON value without a name"),
+    (TAGS, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "the arguments are not an object"),
+    (TAGS, "<tool_call><function=f><parameter=a>1</function></tool_call>", "is not an argument"),
+    (TAGS, "<tool_call><function=f></tool_call>", "neither JSON nor a name with arguments"),
+    (TAGS, "<tool_call>two words</tool_call>", "neither JSON nor a name with arguments"),
+    (GEMMA, "<|tool_call>weather{}<tool_call|>", "not of the form call:NAME{...}"),
+    (GEMMA, "<|tool_call>call:f{a:b c}<tool_call|>", "JSON is malformed"),
+    (MISTRAL, "[TOOL_CALLS][1]", "a JSON value without a name"),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a"', "truncated"),
+    (LLAMA, "<|python_tag|>import os", "neither JSON nor calls with named arguments"),
+    (LLAMA, "<|python_tag|>f(1)", "neither JSON nor calls with named arguments"),
+    (LLAMA, "<|python_tag|>f(a=1j)", "not a JSON value"),
+    (LLAMA, "<|python_tag|>f(" + "(" * 9999, ""),
+    (TAGS, '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 99999 + "</tool_call>", ""),
+    (HARMONY, f"{HEADER}(1)<|call|>", "JSON is malformed"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "output", "reason"), BROKEN)
+def test_what_is_no_call_stays_as_text_with_the_reason(tokenizer_with, tokens, output, reason):
+    tokenizer = tokenizer_with(tokens)
+    (call,) = row_of(tokenizer, "Hi\n<|start|>assistant", output, tools=TOOLS)["tool_calls"]
+    assert set(call) == {"text", "error"}
+    assert reason in call["error"]
+    assert call["error"]
+    assert call["text"]
+    assert call["text"] in output.replace("[ARGS]", "")
+    choice = row_of(tokenizer, "Hi\n<|start|>assistant", output, tools=TOOLS, shape="chat.completion")
+    (told,) = choice["response"]["body"]["choices"][0]["message"]["tool_calls"]
+    assert (told["function"], told["error"]) == ({"name": "", "arguments": call["text"]}, call["error"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5", "gemma4"])
+def test_the_calls_are_those_that_transformers_reads(tokenizer_with, kind):
+    template = next(each for types, each in _RESPONSE_TEMPLATE_FALLBACKS.items() if kind in types)
+    wanted = {"qwen3": TAGS, "qwen3_5": TAGS, "gemma4": GEMMA}[kind]
+    opening = {"qwen3": "{", "qwen3_5": "<function=weather", "gemma4": "call:weather"}[kind]
+    outputs = [each[1] for each in CALLS if each[0] == wanted and opening in each[1][:60].replace('{"name":"now"', "")]
+    outputs = [each for each in outputs if "other" not in each and '"{' not in each and " 2\n" not in each]
+    assert outputs
+    for output in outputs:
+        reference = parse_response(output, template, prefix="", tools=TOOLS)
+        row = row_of(tokenizer_with(wanted), "Hi\n", output, tools=TOOLS)
+        functions = [call["function"] for call in reference["tool_calls"]]
+        assert row["tool_calls"] == [{"name": f["name"], "arguments": f.get("arguments", {})} for f in functions]
+
+
+def test_an_openai_row_has_openais_calls(tokenizer_with):
+    output = f'Look.<tool_call>{JSON}</tool_call><tool_call>{{"name": "now"}}</tool_call>'
+    row = row_of(tokenizer_with(TAGS), "Hi\n", output, JSON, tools=TOOLS, shape="chat.completion")
+    first, second = openai.types.chat.ChatCompletion.model_validate(row["response"]["body"], strict=True).choices
+    assert (first.finish_reason, first.message.content) == ("tool_calls", "Look.")
+    calls = first.message.tool_calls
+    assert [(each.function.name, json.loads(each.function.arguments)) for each in calls] == [
+        ("weather", PARIS["arguments"]),
+        ("now", {}),
+    ]
+    assert len({each.id for each in calls}) == 2
+    assert (second.finish_reason, second.message.tool_calls, second.message.content) == ("stop", None, JSON)
+    only = row_of(tokenizer_with(TAGS), "Hi\n", f"<tool_call>{JSON}</tool_call>", tools=TOOLS, shape="chat.completion")
+    assert only["response"]["body"]["choices"][0]["message"]["content"] is None
+
+
+def test_nothing_is_read_without_tools_or_marks_or_outside_a_chat(tokenizer_with):
+    output = f"<tool_call>{JSON}</tool_call>"
+    tokenizer = tokenizer_with(TAGS, False)
+    for given in ({"tools": None}, {"tools": []}, {"tools": TOOLS, "has_marks": False}):
+        assert row_of(tokenizer, "Hi\n", output, **given)["text"] == output
+    left = row_of(tokenizer, "Hi\n", output, tools=TOOLS, parse_tool_calls=False)
+    assert (left["text"], left.get("tool_calls")) == (output, None)
+    assert row_of(Tokenizer(BUILTIN), "Hi\n", output, tools=TOOLS)["text"] == output
+    assert Tokenizer(BUILTIN).tool_format is None
+
+
+def test_calls_follow_reasoning_and_a_stop_string_cuts_the_text(tokenizer_with):
+    tokenizer = tokenizer_with(("<think>", "</think>", *TAGS), False)
+    output = f"<think>\n<tool_call>no</tool_call>\n</think>\n\nWell.\n<tool_call>\n{JSON}\n</tool_call>"
+    row = row_of(tokenizer, "Hi\n", output, tools=TOOLS)
+    assert row["reasoning_content"] == "<tool_call>no</tool_call>"
+    assert (row["text"], row["tool_calls"]) == ("Well.", [PARIS])
+    cut = row_of(tokenizer, "Hi\n", f"Oh <tool_call>{JSON}</tool_call> and more", tools=TOOLS, stop=" mo")
+    assert (cut["text"], cut["tool_calls"]) == ("Oh\nand", [PARIS])
+
+
+def test_harmony_needs_its_channels(tokenizer_with):
+    assert isinstance(tokenizer_with(HARMONY).tool_format, ChannelCalls)
+    row = row_of(tokenizer_with(HARMONY), "Hi<|start|>assistant", f"{HEADER}{{}}<|call|>", tools=None)
+    assert row["text"].startswith("commentary to=functions.weather")
+
+
+# ---------------------------------------------------------------------- a model that calls
+
+TEMPLATE = "{% if tools %}Tools{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}Look"
+CHAT = [{"role": "user", "content": "Rain?"}]
+LINES = [
+    {"id": "chat", "messages": CHAT, "tools": TOOLS},
+    {"id": "bare", "messages": CHAT},
+    {"custom_id": "openai", "method": "POST", "url": "/v1/chat/completions",
+     "body": {"messages": CHAT, "tools": TOOLS, "n": 2}},
+    {"id": "short", "messages": CHAT, "tools": TOOLS, "max_tokens": 2},
+    {"id": "none", "messages": CHAT, "tools": TOOLS, "tool_choice": "none"},
+]  # fmt: skip
+FLAGS = ("--max-tokens", "8", "--num-gpu-blocks-override", "128", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A model that answers each prompt, which ends with a word of its own, with a call."""
+    folder = with_tokens(tmp_path_factory.mktemp("caller"), ["Look", *TAGS, JSON], template=TEMPLATE)
+    return chain_model(folder, ["Look", TAGS[0], JSON, TAGS[1]])
+
+
+@pytest.fixture(scope="module")
+def arguments(caller, tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return ("generate", path, "-m", caller, *FLAGS)
+
+
+def test_rows_of_a_model_that_calls(arguments):
+    chat, bare, api, short, none = rows_of(pagedcli(*arguments).stdout)
+    whole = f"<tool_call>{JSON}</tool_call>"
+    assert (chat["text"], chat["tool_calls"], chat["finish_reason"]) == ("", [PARIS], "stop")
+    assert (bare["text"], "tool_calls" in bare) == (whole, False)
+    assert (none["text"], "tool_calls" in none) == (whole, False)
+    assert [choice["finish_reason"] for choice in api["response"]["body"]["choices"]] == ["tool_calls"] * 2
+    assert (short["tool_calls"][0]["error"], short["finish_reason"]) == ("the call has no end", "length")
+    again = rows_of(pagedcli(*arguments, "--tools", json.dumps(TOOLS)).stdout)
+    assert again[1]["tool_calls"] == [PARIS]
+
+
+def test_unparsed_rows_are_those_of_before(arguments):
+    rows = rows_of(pagedcli(*arguments, "--no-parse-tool-calls", "--output-token-ids").stdout)
+    parsed = rows_of(pagedcli(*arguments, "--output-token-ids").stdout)
+    whole = f"<tool_call>{JSON}</tool_call>"
+    for row, other in zip(rows, parsed, strict=True):
+        if "response" in row:
+            choices, others = row["response"]["body"]["choices"], other["response"]["body"]["choices"]
+            assert [each["message"] for each in choices] == [
+                {"role": "assistant", "content": whole, "refusal": None} for _ in choices
+            ]
+            row, other = choices[0], others[0]
+        else:
+            assert whole.startswith(row["text"])
+            assert "tool_calls" not in row
+        assert row["token_ids"] == other["token_ids"]
+        assert row["finish_reason"] in ("stop", "length")
+
+
+def test_tables_have_a_column_for_calls_only_if_a_row_has_them(arguments, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("out.csv", "out.parquet"):
+        pagedcli(*arguments, "-o", tmp_path / name)
+        pagedcli(*arguments, "-o", tmp_path / f"no-{name}", "--no-parse-tool-calls")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [json.loads(line["tool_calls"] or "[]") for line in table[:2]] == [[PARIS], []]
+    first, second, two, *_ = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert (json.loads(first["tool_calls"]), second["tool_calls"]) == ([PARIS], None)
+    assert [json.loads(each["tool_calls"])[0]["function"]["name"] for each in two["outputs"]] == ["weather"] * 2
+    assert "tool_calls" not in (tmp_path / "no-out.csv").read_text().partition("\n")[0]
+    assert "tool_calls" not in parquet.read_table(tmp_path / "no-out.parquet").column_names
+
+
+def test_compared_files_differ_where_a_call_does(arguments, tmp_path):
+    pagedcli(*arguments, "-o", tmp_path / "a.jsonl")
+    pagedcli(*arguments, "-o", tmp_path / "b.jsonl", "--verify", "3")
+    pagedcli("verify", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    changed = (tmp_path / "b.jsonl").read_text().replace('"city":"Paris"', '"city":"Parma"', 1)
+    (tmp_path / "b.jsonl").write_text(changed)
+    said = pagedcli("verify", tmp_path / "a.jsonl", tmp_path / "b.jsonl", expect=1)
+    assert "Par|is" in said.stdout + said.stderr
+
+
+def test_rows_with_other_tools_are_not_equal(arguments, caller, tmp_path):
+    other = [{"type": "function", "function": {"name": "now"}}]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"messages": CHAT, "tools": tools}) + "\n" for tools in (TOOLS, TOOLS, other))
+    )
+    (tmp_path / "t.jinja").write_text("{% if tools %}Rain{% endif %}Look")
+    said = pagedcli("generate", tmp_path / "in.jsonl", *arguments[2:], "--chat-template", tmp_path / "t.jinja",
+                    "--deduplicate").stderr  # fmt: skip
+    assert "1 row" in said
