@@ -14,7 +14,7 @@ from pagedcli.simulation.run import Schedule, SimulatedCore, VirtualClock
 
 MACHINE = StepTime(
     prompts=((1, 0.02), (256, 0.5)), decodes=((1, 0.02), (16, 0.08)), attended_by_prompts_s=1e-6,
-    attended_by_decodes_s=1e-6, chunk_s=0.001,
+    attended_by_decodes_s=1e-6,
 )  # fmt: skip
 
 

@@ -65,18 +65,6 @@ def test_of_decodes_only_those_that_follow_their_like_count_and_the_end_of_seque
     assert measurement.end_s == pytest.approx(0.5 * seconds / 8)
 
 
-def test_prompts_that_join_others_make_mixed_steps(engine):
-    measurement = _Measurement(engine, 1.0, lambda share: None)
-    measurement._run(_Prompts((4,) * 8, 4, joined=True))
-    mixed = [
-        work
-        for steps in measurement.steps.values()
-        for work, _ in steps
-        if work.num_chunks and work.attended_by_decodes
-    ]
-    assert {(work.num_chunks, work.num_sampled) for work in mixed} == {(4, 12)}
-
-
 def test_a_calibration_of_tight_limits_ends():
     """More sequences than tokens of a step, and hardly room for one long sequence."""
     config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=64, max_model_len=48, max_num_batched_tokens=64)
@@ -97,6 +85,4 @@ def test_without_words_nothing_is_tokenized(engine):
     no_words = open_tokenizer(Config(), shape_folder("qwen3-0.6b"))
     builtin = open_tokenizer(Config(), model_folder(EngineConfig(model=BUILTIN_MODEL)))
     without, found = (calibrate(engine, tokenizer, budget_s=0.2) for tokenizer in (no_words, builtin))
-    assert without.text_token_s == without.output_token_s == 0
-    assert found.text_token_s > 0
-    assert without.prompt_token_s < 1e-4
+    assert without.text_token_s == 0 < found.text_token_s

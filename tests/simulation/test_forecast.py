@@ -10,14 +10,13 @@ from pagedcli.config import load_config
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import this_machine
-from pagedcli.planning.step_time import HostWork, StepTime
+from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.forecast import MOST_SIMULATED, forecast, in_prefix_order
 from pagedcli.simulation.sources import PromptRequests, read_prompts
 
 CLOCK = StepTime(
     prompts=((1, 0.01), (512, 0.5)), decodes=((1, 0.01), (64, 0.1)), attended_by_prompts_s=1e-6,
-    attended_by_decodes_s=1e-6, row_s=0.001, between_s=1e-4, prompt_token_s=1e-5, text_token_s=1e-4,
-    output_token_s=1e-5, first_use_s=1e-3,
+    attended_by_decodes_s=1e-6, row_s=0.001, text_token_s=1e-4, first_use_s=1e-3,
 )  # fmt: skip
 
 
@@ -90,8 +89,7 @@ def test_only_texts_take_the_time_of_a_tokenizer(tmp_path):
         path.write_text(json.dumps({"prompt": prompt, "max_tokens": 3, "ignore_eos": True}) + "\n")
         found.append(predicted(path, {}))
     text, ids = (each.parts["rows"] for each in found)
-    num_text, num_ids = (each.num_prompt_tokens for each in found)
-    assert text - ids == pytest.approx(CLOCK.text_token_s * num_text + CLOCK.prompt_token_s * (num_text - num_ids))
+    assert text - ids == pytest.approx(CLOCK.text_token_s * found[0].num_prompt_tokens)
 
 
 def test_of_much_work_the_beginning_is_simulated(tmp_path):
@@ -105,8 +103,7 @@ def test_of_much_work_the_beginning_is_simulated(tmp_path):
 def test_a_slower_machine_takes_longer_by_the_same_factor(tmp_path):
     path = file_of(tmp_path / "prompts.jsonl", 10)
     before = predicted(path, {})
-    rows = HostWork(3, 2, 5, 4, 7)
-    assert CLOCK.scaled(2.0).host_s(rows) == pytest.approx(2 * CLOCK.host_s(rows))
+    assert CLOCK.scaled(2.0).host_s(3, 4) == pytest.approx(2 * CLOCK.host_s(3, 4))
     assert before.num_refused == 0
 
 

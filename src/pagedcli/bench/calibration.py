@@ -17,7 +17,7 @@ from statistics import mean, median
 import msgspec
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.prompts import BatchOptions, Prompts, open_tokenizer
+from pagedcli.batch.prompts import BatchOptions, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
@@ -31,7 +31,6 @@ from pagedcli.native.system import HUGE_PAGE
 from pagedcli.planning.decide import model_folder
 from pagedcli.planning.decision import Decision
 from pagedcli.planning.step_time import (
-    HostWork,
     StepTime,
     StepWork,
     attended_layers,
@@ -50,19 +49,16 @@ NUM_LONG = 4  # sequences of a quarter of that, at least
 MOST_BYTES = 2**30  # bytes of the KV cache for these, at most
 NUM_SHARING = 64  # sequences that begin with the prompt of that length
 REPEATS, QUICK = 10, 0.1  # times that prompts are served again, if that takes at most this share of the budget
-RANDOM = 32  # sequences whose tokens are drawn
 ALIKE = 64  # tokens of context that make no difference to a decode
 _SHORT = 4  # tokens of prompts whose decodes are measured
 _FEW, _MANY, _QUICK_S = 4, 20, 0.005  # tokens that are generated: many, as in a run, if a step takes at most so long
 _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks were striking thirteen. "
-_MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
-_MOST_STEPS, _STEPS_S = 32, 0.3  # steps and seconds of a run that measures the time between steps
+_MOST_STEPS, _STEPS_S = 16, 0.3  # tokens of each row, and seconds of its steps, in a run that measures rows
 _TIMES = 5  # repetitions of what is done outside of steps
 _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
 _SHARE_OF_ONE = 0.05  # share of the budget for decodes of one sequence
 _DISTURBED = 2.0  # times the median of its kind: of a step while the machine did something else
 _FEWER = 8  # times fewer sequences with long contexts
-_JOINED, _JOINING = 48, 4  # sequences that generate while as many prompts come, and those that come in a step
 _SEVERAL = 4  # sequences that end together, at least, to show what the end of one takes
 _SHARE_OF_KNOTS = 0.6  # share of the budget for steps without much attention
 
@@ -140,8 +136,7 @@ def calibrate(
     busy = watch.read()
     if busy is None or not busy.disturbs:
         return found
-    taken = busy.others + busy.steal
-    return replace(found, error=max(found.error, taken), disturbed=taken)
+    return replace(found, disturbed=busy.others + busy.steal)
 
 
 Kind = tuple[int, ...]
@@ -150,7 +145,7 @@ Kind = tuple[int, ...]
 
 def _kind(work: StepWork) -> Kind:
     contexts = (work.attended_by_decodes / work.num_tokens // ALIKE, work.distinct / work.num_tokens // ALIKE)
-    counts = (work.num_tokens, work.num_sampled, work.num_random, work.num_chunks)
+    counts = (work.num_tokens, work.num_sampled, work.num_chunks)
     return (*counts, int(work.attended_by_prompts), *map(int, contexts))
 
 
@@ -166,8 +161,6 @@ class _Prompts:
 
     lengths: tuple[int, ...]  # tokens
     num_tokens: int  # tokens that each generates
-    temperature: float = 0.0
-    joined: bool = False  # by as many short prompts of one token, a few after each step
     alike: bool = False  # as the longest one before up to their last tokens, so that they generate different ones
 
 
@@ -230,11 +223,6 @@ class _Measurement:
             num_tokens = self._num_decodes(self._last(prompts=False) or self._first_s, share)
             self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, num_tokens))
         self._measure_attention(most_tokens)
-        for number in sorted({1, min(RANDOM, limits.max_num_seqs)}):
-            self._run(_Prompts((_SHORT,) * number, self._num_decodes(self._first_s), temperature=1.0))
-        if limits.max_num_seqs > 2 * _JOINING and self._first_s < _QUICK_S:  # else they differ little from other steps
-            number = min(_JOINED, limits.max_num_seqs - 2 * _JOINING)
-            self._run(_Prompts((_SHORT,) * number, number // _JOINING, joined=True))
         self._repeat()
 
     def _measure_attention(self, most_tokens: int) -> None:
@@ -302,19 +290,12 @@ class _Measurement:
     def _run(self, prompts: _Prompts) -> None:
         """Generate for random prompts of these lengths, and time every step."""
         engine, before = self.engine, time.perf_counter()
-        params = SamplingParams(
-            temperature=prompts.temperature, max_tokens=prompts.num_tokens, ignore_eos=True, seed=self._num_requests
-        )
-        self._add(prompts, prompts.lengths, params)
+        self._add(prompts)
         most_tokens = [length + prompts.num_tokens for length in prompts.lengths]
-        num_blocks = sum(map(engine.limits.tables.num_entries, most_tokens))
-        self._provide(2 * num_blocks if prompts.joined else num_blocks)
+        self._provide(sum(map(engine.limits.tables.num_entries, most_tokens)))
         num_decodes = 0  # sequences of the step before, if it was a decode
         last: tuple[Kind, float, int] | None = None  # (kind, seconds, sequences), if it is a decode as the one before
-        joining = list(prompts.lengths) if prompts.joined else []
         for work, seconds in timed_steps(engine):
-            self._add(prompts, joining[:_JOINING], SamplingParams(temperature=0.0, max_tokens=1))
-            del joining[:_JOINING]
             # a decode after another step is slower: caches, tables and the end of sequences
             if work.is_decode and work.num_tokens != num_decodes:
                 num_decodes, last = work.num_tokens, None
@@ -328,8 +309,9 @@ class _Measurement:
         self._took_s[prompts] = time.perf_counter() - before
         self.on_progress(min(1.0, self._used))
 
-    def _add(self, prompts: _Prompts, lengths: Items[int], params: SamplingParams) -> None:
-        for length in lengths:
+    def _add(self, prompts: _Prompts) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=prompts.num_tokens, ignore_eos=True)
+        for length in prompts.lengths:
             self._num_requests += 1
             same = self._longest[: length - _SHORT] if prompts.alike else []
             vocab_size = self.engine.spec.vocab_size
@@ -386,27 +368,14 @@ def _doublings(first: int, last: int) -> list[int]:
 
 
 def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) -> StepTime:
-    """Measure what rows take next to the steps, by texts, by prompts of token ids, and by small batch runs without the
-    time of their steps."""
-    text, clock_ns = _ROW_TEXT * 8, engine.clock_ns
+    """Measure what rows take next to the steps, by a text, and by small batch runs without the time of their steps."""
+    text = _ROW_TEXT * 8
     ids = tokenizer.encode(text)
-    encode_s = _typical_s(lambda: tokenizer.encode(text), clock_ns)
-    decode_s = _typical_s(lambda: tokenizer.decode(ids, skip_special_tokens=True), clock_ns)
-    num_long = min(_MANY_IDS, engine.limits.max_model_len - 2)
-    long_s = _typical_s(lambda: _submit(engine, tokenizer, num_long), clock_ns)
-    short_s = _typical_s(lambda: _submit(engine, tokenizer, 1), clock_ns)
-    each = 1 / len(ids) if ids else 0.0  # a folder without a tokenizer has one of no words
-    found = replace(
-        found,
-        prompt_token_s=max(0.0, long_s - short_s) / max(1, num_long - 1),
-        text_token_s=encode_s * each,
-        output_token_s=decode_s * each,
-    )
-    num_steps = min(_MOST_STEPS, max(2, int(_STEPS_S / found.decodes[0][1])), engine.limits.max_model_len // 2)
-    runs = [_outside_of_steps(engine, tokenizer, found, [_ROW_TEXT[:8]], num_steps) for _ in range(_TIMES)]
-    found = replace(found, between_s=max(0.0, median(runs)) / num_steps)
+    encode_s = _typical_s(lambda: tokenizer.encode(text), engine.clock_ns)
+    found = replace(found, text_token_s=encode_s / len(ids) if ids else 0.0)  # a tokenizer of no words has none
+    num_tokens = min(_MOST_STEPS, max(2, int(_STEPS_S / found.decodes[0][1])), engine.limits.max_model_len // 2)
     texts = [f"{index} {_ROW_TEXT}" for index in range(_NUM_ROWS)]
-    runs = [_outside_of_steps(engine, tokenizer, found, texts, 2) for _ in range(_TIMES)]
+    runs = [_outside_of_steps(engine, tokenizer, found, texts, num_tokens) for _ in range(_TIMES)]
     return replace(found, row_s=max(0.0, median(runs)) / _NUM_ROWS)
 
 
@@ -418,16 +387,6 @@ def _typical_s(call: Callable[[], object], clock_ns: Callable[[], int]) -> float
         call()
         seconds.append(1e-9 * (clock_ns() - started_ns))
     return median(seconds)
-
-
-def _submit(engine: LLMEngine, tokenizer: Tokenizer, num_ids: int) -> None:
-    """Read a row of so many token ids, and submit it; nothing is computed."""
-    line = Line(0, 1, json.dumps({"prompt": [_ID] * num_ids}).encode(), 0)
-    options = BatchOptions(Config(sampling=SamplingParams(max_tokens=1, temperature=0)))
-    for row in Prompts([line], tokenizer, options, engine.limits):
-        assert row is not None, "lines do not wait"
-        engine.add_request("calibration", row.prompts[0].token_ids, row.prompts[0].params)
-        engine.abort("calibration")
 
 
 def _outside_of_steps(
@@ -442,11 +401,4 @@ def _outside_of_steps(
     started_ns = engine.clock_ns()
     run.run()
     elapsed_s = 1e-9 * (engine.clock_ns() - started_ns - engine.stats.steps_ns + before.steps_ns)
-    num_prompt = engine.stats.num_prompt_tokens - before.num_prompt_tokens
-    done = HostWork(
-        num_steps=engine.stats.num_steps - before.num_steps,
-        num_prompt_tokens=num_prompt,
-        num_text_tokens=num_prompt,
-        num_output_tokens=engine.stats.num_generated_tokens - before.num_generated_tokens,
-    )
-    return elapsed_s - known.host_s(done)
+    return elapsed_s - known.host_s(0, engine.stats.num_prompt_tokens - before.num_prompt_tokens)

@@ -19,11 +19,13 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import is_stream, read_own, whole_file
 
-FORM = 4  # version of what a calibration measures: other records are not read
-FIRST_ERROR = 0.1  # share of the time, until a run has confirmed a calibration
+FORM = 5  # version of what a calibration measures: other records are not read
+FIRST_ERROR = 0.1  # mean share of the time, until a run has confirmed a calibration
 _LEAST_ERROR = 0.03
+_IN_RANGE = 2.5  # means of an error within which 19 of 20 are
+_LEAST_RANGE, _LEAST_RANGE_S = 0.25, 0.1  # share of the time, and seconds: runs that are unlike those before
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
-_KNOTS = ("prompts", "decodes", "distincts", "randoms")  # fields of StepTime that are Knots; others in _s are seconds
+_KNOTS = ("prompts", "decodes", "distincts")  # fields of StepTime that are Knots; others in _s are seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,9 @@ class StepWork:
 
     num_tokens: int  # tokens computed by the model
     num_sampled: int  # sequences that get a token
-    num_random: int = 0  # sequences among these whose token is drawn at random
     num_chunks: int = 0  # sequences that compute several tokens
     attended_by_prompts: float = 0.0  # by chunks of several tokens
     attended_by_decodes: float = 0.0  # by single tokens
-    read_by_prompts: float = 0.0  # tokens of the sequences that chunks continue, those before them and their own
     distinct: float = 0.0  # at most so many different tokens are attended to by single tokens
     num_first_used: int = 0  # blocks whose memory the system provides now, as they are used for the first time
 
@@ -76,31 +76,26 @@ class StepWork:
     def of(cls, work: ScheduledStep, scheduler: Scheduler, layers: Items[AttendedLayers] = EVERYTHING) -> "StepWork":
         """The work of a scheduled step that has not been computed yet."""
         starts: list[int] = []  # positions of sequences that compute one token
-        num_tokens = num_sampled = num_random = num_chunks = 0
-        by_prompts = read_by_prompts = 0.0
+        num_tokens = num_sampled = num_chunks = 0
+        by_prompts = 0.0
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             start = seq.num_computed_tokens
             num_tokens += num_new
-            if start + num_new == seq.num_tokens:
-                num_sampled += 1
-                num_random += not seq.is_greedy
+            num_sampled += start + num_new == seq.num_tokens
             if num_new == 1:
                 starts.append(start)
             else:
                 num_chunks += 1
                 by_prompts += sum(each.attended(start, num_new) for each in layers)
-                read_by_prompts += sum(each.read(start, num_new) for each in layers)
         by_decodes = sum(_attended_once(starts, each) for each in layers)
         manager = scheduler.block_manager
         held = (manager.num_blocks - manager.num_free_blocks) * manager.block_size / manager.num_groups
         return cls(
             num_tokens=num_tokens,
             num_sampled=num_sampled,
-            num_random=num_random,
             num_chunks=num_chunks,
             attended_by_prompts=by_prompts,
             attended_by_decodes=by_decodes,
-            read_by_prompts=read_by_prompts,
             distinct=min(held, by_decodes),
             num_first_used=work.num_first_used,
         )
@@ -136,17 +131,6 @@ def between(knots: Knots, number: float) -> float:
     return low_s + (number - low) * (high_s - low_s) / (high - low)
 
 
-@dataclass(frozen=True, slots=True)
-class HostWork:
-    """What the time outside of steps depends on."""
-
-    num_rows: int = 0
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_text_tokens: int = 0  # prompt tokens that are read as text
-    num_output_tokens: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """The time of the steps of one model in one format on one machine. Seconds.
@@ -154,24 +138,17 @@ class StepTime:
     A step is what `EngineCore.step` does: scheduling, building its input, the model, sampling, and reading the tokens.
     """
 
-    prompts: Knots  # by tokens of prompts, one of them sampled; without attention and chunk_s
+    prompts: Knots  # by tokens of prompts, one of them sampled; without attention
     decodes: Knots  # by sequences with one token each; without attention to each token
     attended_by_prompts_s: float  # for each attended token
     attended_by_decodes_s: float
-    read_by_prompts_s: float = 0.0  # for each token that is read once for all queries of a chunk
     distincts: Knots = ((0, 0.0), (1, 0.0))  # more by the number of different tokens of these, which are read: the
     # first ones from the processor's caches
-    mixed_s: float = 0.0  # more for a step that both continues prompts and generates: each has kernels of its own
-    chunk_s: float = 0.0  # for each sequence that starts or continues a prompt
-    randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
     first_use_s: float = 0.0  # for each block that is used for the first time
     row_s: float = 0.0  # reading, submitting and writing a row outside of steps, and the end of its sequence in one
-    between_s: float = 0.0  # from each step to the next one
-    prompt_token_s: float = 0.0  # outside of steps: to read and submit
-    text_token_s: float = 0.0  # outside of steps: more if it is read as text: to tokenize
-    output_token_s: float = 0.0  # outside of steps: to make text of it
+    text_token_s: float = 0.0  # outside of steps: to tokenize each token of a prompt that is given as text
     layers: tuple[AttendedLayers, ...] = EVERYTHING
-    error: float = FIRST_ERROR  # share of a predicted time by which it is off
+    error: float = FIRST_ERROR  # share of a predicted time by which it is off, in the mean
     num_runs: int = 0  # finished runs that it has learned from
     disturbed: float = 0.0  # share of all cores that other work took while it was measured, if that was too much
 
@@ -183,24 +160,17 @@ class StepTime:
         """The time of a step by what it is for."""
         attention = (
             work.attended_by_prompts * self.attended_by_prompts_s
-            + work.read_by_prompts * self.read_by_prompts_s
             + work.attended_by_decodes * self.attended_by_decodes_s
             + between(self.distincts, work.distinct)
         )
-        rest = {
-            "attention": attention,
-            "sampling": between(self.randoms, work.num_random) if work.num_random else 0.0,
-            "memory": work.num_first_used * self.first_use_s,
-        }
+        rest = {"attention": attention, "memory": work.num_first_used * self.first_use_s}
         if work.is_decode:
-            tokens_s = between(self.decodes, work.num_tokens) if work.num_tokens else 0.0
-            return rest | {"generation": tokens_s}
+            return rest | {"generation": between(self.decodes, work.num_tokens) if work.num_tokens else 0.0}
         prompts_s, generating = between(self.prompts, work.num_tokens), work.num_sampled / work.num_tokens
-        both_s = self.mixed_s if work.attended_by_decodes else 0.0
         return rest | {
-            "prompts": prompts_s * (1 - generating) + self.chunk_s * work.num_chunks,
-            "generation": prompts_s * generating + both_s,
-            "sampling": rest["sampling"] + self.sampling_s(work.num_sampled),
+            "prompts": prompts_s * (1 - generating),
+            "generation": prompts_s * generating,
+            "sampling": self.sampling_s(work.num_sampled),
         }
 
     def sampling_s(self, num_sampled: int) -> float:
@@ -212,15 +182,19 @@ class StepTime:
         any_prompt_s = max(0.0, fewest_s - between(self.decodes, fewest))
         return max(0.0, between(self.decodes, num_sampled) - between(self.prompts, num_sampled) + any_prompt_s)
 
-    def host_s(self, rows: "HostWork") -> float:
-        """What rows take outside of steps."""
-        return (
-            rows.num_rows * self.row_s
-            + rows.num_steps * self.between_s
-            + rows.num_prompt_tokens * self.prompt_token_s
-            + rows.num_text_tokens * self.text_token_s
-            + rows.num_output_tokens * self.output_token_s
-        )
+    def host_s(self, num_rows: int, num_text_tokens: int) -> float:
+        """What rows take outside of steps, so many tokens of whose prompts are given as text."""
+        return num_rows * self.row_s + num_text_tokens * self.text_token_s
+
+    def likely(self, seconds: float) -> tuple[float, float]:
+        """The shortest and the longest time of 19 of 20 runs with this prediction. Steps that were timed while other
+        work ran may take far less without it: a program on the core of a thread that the others wait for halves them,
+        and several on each core take their share of it."""
+        error = max(_LEAST_RANGE, _IN_RANGE * self.error)
+        busy_cores = self.disturbed * (os.cpu_count() or 1)
+        slowed = max(min(1.0, busy_cores), self.disturbed / max(0.1, 1 - self.disturbed))
+        low = seconds / (1 + error) / (1 + slowed) - _LEAST_RANGE_S
+        return max(0.0, low), seconds * (1 + error) + _LEAST_RANGE_S
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
         """Nanoseconds of a scheduled step, as simulations ask for them."""
@@ -250,63 +224,29 @@ class StepTime:
 def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers, ...]) -> StepTime:
     """A record from measured steps: (work, seconds). What attention adds comes from steps of one size after different
     contexts; the rest of each size is a knot."""
-    plain = [(work, seconds) for work, seconds in samples if not work.num_random]
-    decodes = [(work, seconds) for work, seconds in plain if work.is_decode]
-    alone = [(work, seconds) for work, seconds in plain if work.num_chunks == 1 and not work.attended_by_decodes]
+    decodes = [(work, seconds) for work, seconds in samples if work.is_decode]
+    alone = [(work, seconds) for work, seconds in samples if work.num_chunks == 1 and not work.attended_by_decodes]
     by_decodes, distincts = _decode_attention(decodes)
     ones = [(work, seconds) for work, seconds in decodes if work.num_tokens == 1]
     short = [step for step in decodes if step[0].attended_by_decodes < _FEW * step[0].num_tokens]
     flat = ((1, _LEAST_S), (2, _LEAST_S))
-
-    def with_costs(chunk_s: float, read_s: float) -> StepTime:
-        own = [(work, seconds - work.read_by_prompts * read_s) for work, seconds in alone]
-        found = StepTime(
-            prompts=flat,
-            decodes=flat,
-            attended_by_prompts_s=_slope(own, "attended_by_prompts"),
-            attended_by_decodes_s=by_decodes,
-            read_by_prompts_s=read_s,
-            distincts=distincts,
-            chunk_s=chunk_s,
-            layers=layers,
-        )
-        return replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, short or decodes))
-
-    found, chunk_s, read_s = with_costs(0.0, 0.0), 0.0, 0.0
-    several = [(work, seconds) for work, seconds in plain if work.num_chunks >= _MANY]
-    most_s = max(0.0, min(seconds for _, seconds in found.prompts[1:]) - found.prompts[0][1])  # time grows with tokens
-    starting = [
-        (work, seconds)
-        for work, seconds in several
-        if not work.attended_by_decodes and work.attended_by_prompts < _SHORT * work.num_tokens
-    ]
-    long = [step for step in several if step[0].attended_by_prompts > _LONG * step[0].num_tokens]
-    for _ in range(_ROUNDS):
-        chunk_s = min(max(0.0, chunk_s + _missing_s(found, starting, "num_chunks")), most_s)
-        read_s = max(0.0, read_s + _missing_s(found, long, "read_by_prompts"))
-        found = with_costs(chunk_s, read_s)
-    mixed = [
-        seconds - found.seconds(work)
-        for work, seconds in plain
-        if work.num_chunks and 0 < work.attended_by_decodes < _FEW * work.num_sampled
-    ]
-    found = replace(found, mixed_s=max(0.0, float(np.median(mixed)))) if mixed else found
-    randoms: dict[int, list[float]] = {}
-    for work, seconds in samples:
-        if work.num_random and work.is_decode:
-            randoms.setdefault(work.num_random, []).append(max(0.0, seconds - found.seconds(work)))
-    return replace(found, randoms=_means(randoms)) if randoms else found
+    found = StepTime(
+        prompts=flat,
+        decodes=flat,
+        attended_by_prompts_s=_slope(alone, "attended_by_prompts"),
+        attended_by_decodes_s=by_decodes,
+        distincts=distincts,
+        layers=layers,
+    )
+    return replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, short or decodes))
 
 
 _LEAST_S = 1e-6  # seconds of a knot, at least
-_MANY = 4  # chunks, whose time differs by more than chance from that of one
-_SHORT, _LONG = 16, 256  # tokens that each of theirs attends to: at most, if they start, and at least, if read long ago
 _FEW = 64  # tokens that each decode attends to: of more, the error of the slopes would be in the knot
-_ROUNDS = 12  # each leaves a quarter of what is missing at most, as the rest of a prompt's knots changes with it
 
 
 def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
-    """What steps of each size take without attention and without what each prompt adds."""
+    """What steps of each size take without attention."""
     assert samples, "a calibration measures steps of each kind"
     rest: dict[int, list[float]] = {}
     least: dict[int, float] = {}  # attended tokens: steps with many would bring the error of the slopes into the knot
@@ -315,7 +255,7 @@ def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
     for work, seconds in samples:
         if work.attended > least[work.num_tokens]:
             continue
-        own = seconds - found.split(work)["attention"] - work.num_chunks * found.chunk_s
+        own = seconds - found.split(work)["attention"]
         rest.setdefault(work.num_tokens, []).append(max(_LEAST_S, own))
     return _means(rest)
 
@@ -333,13 +273,6 @@ def _means(times: dict[int, list[float]]) -> Knots:
         pools.append((numbers, mean))
     knots = [(number, mean) for numbers, mean in pools for number in numbers]
     return tuple(knots) if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
-
-
-def _missing_s(found: StepTime, samples: Items[tuple[StepWork, float]], name: str) -> float:
-    """By how much these steps take longer than predicted, for each unit of this field: the median."""
-    return float(
-        np.median([(seconds - found.seconds(work)) / getattr(work, name) for work, seconds in samples] or [0.0])
-    )
 
 
 def _slope(samples: Items[tuple[StepWork, float]], name: str) -> float:

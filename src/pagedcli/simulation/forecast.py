@@ -11,7 +11,7 @@ import numpy as np
 from pagedcli.batch.run import PrefixWindow
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.planning.step_time import HostWork, StepTime, StepWork
+from pagedcli.planning.step_time import StepTime, StepWork
 from pagedcli.simulation.caches import Bools
 from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
@@ -112,13 +112,11 @@ def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _
     if step_time is not None and timer is not None:
         num_rows = run.num_requests - run.num_refused
         num_text = int(run.prompt_tokens[served & texts].sum())
-        rows_s = step_time.host_s(HostWork(num_rows, run.num_steps, num_prompt, 0, run.num_generated_tokens))
-        text_s = step_time.host_s(HostWork(num_text_tokens=num_text))
+        rows_s, text_s = step_time.host_s(num_rows, 0), step_time.host_s(0, num_text)
         parts = {**timer.parts, "rows": rows_s + text_s}
         as_tokens_s = (run.total_s + rows_s) / share
         seconds = as_tokens_s + text_s / share
-        each = max(1, num_rows)
-        first_row_s = run.first_s + step_time.host_s(HostWork(1, 0, num_prompt // each, num_text // each))
+        first_row_s = run.first_s + step_time.host_s(1, num_text // max(1, num_rows))
         parts = {name: each / share for name, each in parts.items()}
 
     def whole(count: int) -> int:

@@ -43,10 +43,8 @@ def forecast_row(found: Forecast, step_time: StepTime | None) -> dict[str, Any]:
 
 
 def time_range(found: Forecast, step_time: StepTime | None) -> tuple[float | None, float | None]:
-    """The shortest and the longest time that is likely."""
-    if found.seconds is None or step_time is None:
-        return None, None
-    return found.seconds / (1 + step_time.error), found.seconds * (1 + step_time.error)
+    """The shortest and the longest time of 19 of 20 such runs."""
+    return (None, None) if found.seconds is None or step_time is None else step_time.likely(found.seconds)
 
 
 def forecast_table(
