@@ -58,6 +58,18 @@ def test_a_calibration_among_other_work_says_so_and_is_made_again_when_that_has_
     assert warns == [True, True, False, False]
 
 
+def test_a_run_among_other_work_teaches_a_calibration_nothing(many, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    monkeypatch.setattr("pagedcli.batch.end_time._LEAST_S", 0.0)
+    monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
+    pagedcli("plan", many)
+    [kept] = (tmp_path / "times").iterdir()
+    for others, num_runs in ((0.4, 0), (0.0, 1)):
+        monkeypatch.setattr(BusyWatch, "read", lambda _, others=others: Busy(others, steal=0.0))
+        pagedcli("generate", many, "-o", tmp_path / f"{others}.jsonl")
+        assert json.loads(kept.read_text())["time"]["num_runs"] == num_runs
+
+
 def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     result = pagedcli("plan", many, "--no-calibrate", *TIGHT)

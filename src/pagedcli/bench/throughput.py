@@ -139,11 +139,13 @@ def _refined_calibration(engine: LLMEngine) -> Iterator[Callable[[], None]]:
     if known is None:
         yield lambda: None
         return
-    watch = EndTime(engine, known)
+    watch, others = EndTime(engine, known), BusyWatch()
     engine.observe_work = watch.observe_work
     yield partial(watch.update, BatchStats(facts=engine.stats))
     engine.observe_work = None
-    learn(key, watch.ratio)
+    busy = others.read()
+    if busy is None or not busy.disturbs:
+        learn(key, watch.ratio)
 
 
 def measure(

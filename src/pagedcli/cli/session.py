@@ -49,6 +49,8 @@ def run_job(
     the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
+    from pagedcli.bench.spread import BusyWatch
+
     work = OpenJob(job)
     metrics = MetricsFile(job.metrics) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
@@ -70,12 +72,13 @@ def run_job(
         quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
         key = engine.decision.time_key
         end_time = EndTime(engine, load_step_time(key))
-        served = ServedRequests(engine.plan)
+        served, watch = ServedRequests(engine.plan), BusyWatch()
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
         say_summary(result, findings, predicted=end_time.first)
-        if result.outcome == "complete":
+        busy = watch.read()
+        if result.outcome == "complete" and (busy is None or not busy.disturbs):
             learn(key, end_time.ratio)
         advice = _advice(job, served, result, load_step_time(key))
         if work.lines.has_grown:
