@@ -20,6 +20,7 @@ from pagedcli.attention.base import AttentionSpec
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import NativeLibrary, build, load_library
+from pagedcli.native.processor import processor_features
 
 X86 = platform.machine() == "x86_64"
 needs_compiler = pytest.mark.skipif(
@@ -29,8 +30,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture
-def fresh_outcome():
-    """The loader keeps its answer for the process; forget it before and after."""
+def fresh_outcome(monkeypatch):
+    """The loader keeps its answer for the process; forget it before and after. It builds, whatever is installed."""
+    monkeypatch.setenv(build.NATIVE, "build")
     build._outcome.cache_clear()
     yield
     build._outcome.cache_clear()
@@ -210,7 +212,7 @@ def test_key_depends_on_compiler_flags_and_processor(monkeypatch):
         patch.setattr(build, "compile_flags", lambda: ("-O0",))
         assert build.build_key(compiler) != key
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_processor_features", lambda: "another machine")
+        patch.setattr(build, "processor_features", lambda: "another machine")
         assert build.build_key(compiler) != key
     assert build.build_key(compiler) == key
 
@@ -244,7 +246,7 @@ def library_for(flags, directory):
 TARGETS = {"here": None}
 if X86:
     TARGETS |= {"baseline": ["-march=x86-64"], "avx2": ["-march=x86-64-v3"]}
-    if "avx512f" in build._processor_features():
+    if "avx512f" in processor_features():
         TARGETS["avx512 without bf16"] = ["-march=x86-64-v4"]
 
 

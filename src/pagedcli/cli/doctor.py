@@ -197,15 +197,17 @@ def _paths_table() -> Table:
 def _instruction_notes() -> list[str]:
     """The instructions that the native kernels use, and the others that the processor has."""
     from pagedcli.native import load_library, paths
-    from pagedcli.native.build import processor_flags
+    from pagedcli.native.processor import processor_flags
 
     flags = processor_flags()
     found = sorted(flag for flag in flags if flag.startswith("amx") or flag in _FLAGS)
     notes = [f"matrix instructions of the processor: {', '.join(found) or 'none known'}"]
     try:
-        library = load_library().functions
+        loaded = load_library()
     except BackendError:
         return notes
+    notes.append(f"native library: {loaded.origin}")
+    library = loaded.functions
     bf16, int8 = paths.bf16_path(library), paths.int8_path(library)
     names = f"bfloat16 by {paths.NAMES[bf16]}, int8 by {paths.NAMES[int8]}, other types by float32 multiply-adds"
     unused: list[str] = [flag for flag in ("avx512_fp16", "amx_fp16") if flag in flags]

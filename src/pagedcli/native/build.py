@@ -1,8 +1,8 @@
-"""Finds a C++ compiler, builds the sources in this folder once per machine and loads the result.
+"""Loads the native library: the one that the wheel brought along for this processor, else one that is built from the
+sources in this folder, once per machine.
 
-A build takes seconds and is reported to the logger "pagedcli" before and after, which the command line shows.
-
-The library lives in the user's cache directory under a name that hashes sources, compiler, flags and processor, so an
+A build takes seconds and is reported to the logger "pagedcli" before and after, which the command line shows. Its
+library lives in the user's cache directory under a name that hashes sources, compiler, flags and processor, so an
 update of any of them triggers a new build, and different machines can share a home directory.
 """
 
@@ -27,22 +27,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedcli.errors import BackendError
+from pagedcli.native import prebuilt
 from pagedcli.native.paths import NAMES, bf16_path, int8_path, path_notes
+from pagedcli.native.prebuilt import SOURCE_DIR, source_digest
+from pagedcli.native.processor import processor_features, processor_flags
 
-SOURCE_DIR = Path(__file__).parent
 BUILD_TIMEOUT_S = 300
+# "build": the sources are compiled although the wheel brought a library along.
+NATIVE = "PAGEDCLI_NATIVE"
 # Set and not empty: kernels for tile registers (AMX) run in plain C++, slowly, on any processor. For tests.
 EMULATE_TILES = "PAGEDCLI_EMULATE_TILES"
 _SCRATCH = "building-"  # folders of builds, with all their temporary files
+_TEMPORARY = "pagedcli-native-"  # a folder of one process, where the cache folder cannot be written
 log = logging.getLogger("pagedcli")
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded library and how it was built."""
+    """The loaded library and where it comes from."""
 
     functions: ctypes.CDLL  # calls release the GIL
     notes: tuple[str, ...]
+    target: str | None = None  # name of a library that was installed, see prebuilt.TARGETS
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        return "compiled on this machine" if self.target is None else f"{self.target}, installed with the package"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +65,9 @@ class Compiler:
 
 
 def load_library() -> NativeLibrary:
-    """The native library, built if this machine has not built it yet (seconds, once).
+    """The native library: the installed one, else built if this machine has not built it yet (seconds, once).
 
-    Raises: BackendError if there is no compiler or it fails, with its last error line. Both results are cached.
+    Raises: BackendError if there is neither, with the compiler's last error line. Both results are cached.
     """
     outcome = _outcome()
     if isinstance(outcome, BackendError):
@@ -73,24 +84,43 @@ def loaded_library() -> NativeLibrary | None:
 @functools.cache
 def _outcome() -> NativeLibrary | BackendError:
     try:
-        compiler = find_compiler()
-        directory, notes = cache_directory()
-        is_kept = not notes
+        target, path = _installed() or (None, None)
+        path, notes = _built() if path is None else (path, ())
         try:
-            path = directory / f"kernels-{build_key(compiler)}.so"
-            if not is_whole(path):
-                notes += (_build_alone(compiler, path, is_kept=is_kept),)
             functions = ctypes.CDLL(str(path))
         finally:
-            if not is_kept:
-                shutil.rmtree(directory, ignore_errors=True)  # a loaded library needs no name
+            if path.parent.name.startswith(_TEMPORARY):
+                shutil.rmtree(path.parent, ignore_errors=True)  # a loaded library needs no name
     except BackendError as error:
         return error
     except OSError as error:
         return BackendError(f"the native library cannot be loaded: {error}")
     functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     functions.native_read_all.restype = ctypes.c_double
-    return NativeLibrary(functions, notes + path_notes(functions))
+    return NativeLibrary(functions, notes + path_notes(functions), target)
+
+
+def _installed() -> tuple[str, Path] | None:
+    """Name and path of the wheel's library for this processor, unless it has none or a build is asked for."""
+    asked = os.environ.get(NATIVE, "")
+    if asked not in ("", "build"):
+        raise BackendError(f"{NATIVE} is {asked!r}", hint=f"{NATIVE}=build compiles the kernels here; or unset it")
+    return None if asked or os.environ.get(EMULATE_TILES) else prebuilt.library()
+
+
+def _built() -> tuple[Path, tuple[str, ...]]:
+    """The library that this machine has compiled, or compiles now."""
+    compiler = find_compiler()
+    directory, notes = cache_directory()
+    path = directory / f"kernels-{build_key(compiler)}.so"
+    try:
+        if not is_whole(path):
+            notes += (_build_alone(compiler, path, is_kept=not notes),)
+    except BaseException:
+        if notes:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return path, notes
 
 
 def is_whole(path: Path) -> bool:
@@ -133,21 +163,40 @@ def find_compiler() -> Compiler:
     )
 
 
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fno-math-errno",
+    "-w",
+)  # masking relies on infinities: no fast-math
+
+
 def compile_flags() -> tuple[str, ...]:
-    """The flags of every build: for this processor, without fast-math (masking relies on infinities)."""
+    """The flags of every build on this machine."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     emulated = ("-DEMULATE_TILES",) if os.environ.get(EMULATE_TILES) else ()
-    return ("-std=c++17", "-O3", native, "-fPIC", "-pthread", "-fno-math-errno", "-w", *emulated)
+    return (*FLAGS, native, *emulated)
 
 
 def build_key(compiler: Compiler) -> str:
     """Twenty hexadecimal digits that identify everything that affects the built library."""
-    digest = hashlib.sha256()
-    for part in (compiler.identity, *compile_flags(), platform.machine(), _processor_features()):
-        digest.update(part.encode() + b"\0")
-    for source in sorted(SOURCE_DIR.glob("*.[ch]*")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()[:20]
+    return _key(compiler.identity, *compile_flags())
+
+
+def library_key() -> str:
+    """The same for the library that load_library gives, without loading or building it.
+
+    Raises: BackendError if there is neither an installed library nor a compiler.
+    """
+    installed = _installed()
+    return build_key(find_compiler()) if installed is None else _key(installed[0])
+
+
+def _key(*parts: str) -> str:
+    whole = "\0".join((*parts, source_digest(), platform.machine(), processor_features()))
+    return hashlib.sha256(whole.encode()).hexdigest()[:20]
 
 
 def cache_directory() -> tuple[Path, tuple[str, ...]]:
@@ -164,7 +213,7 @@ def cache_directory() -> tuple[Path, tuple[str, ...]]:
         writable = False
     if not writable:
         note = f"{directory} is not writable: the native kernels are built again in each process"
-        return Path(tempfile.mkdtemp(prefix="pagedcli-native-")), (note,)
+        return Path(tempfile.mkdtemp(prefix=_TEMPORARY)), (note,)
     about = directory.stat()
     if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BackendError(
@@ -200,17 +249,8 @@ def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
     command = " ".join(compiler.command)
     log.info("compiling the native CPU kernels with %s, 10 to 40 seconds, %s", command, how_often)
     started = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        folder = Path(scratch)
-        sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the slowest first
-        objects = [str(folder / f"{source.stem}.o") for source in sources]
-        jobs = [["-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
-        list(pool.map(lambda job: _run_compiler(compiler, job, folder), jobs))
-        library = folder / path.name
-        _run_compiler(compiler, ["-shared", *objects, "-o", str(library)], folder)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
+        library = compile_sources(compiler, compile_flags(), Path(scratch) / path.name)
         digest = _digest_file(library)
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         for made in (library, digest):
@@ -222,8 +262,23 @@ def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
     return f"compiled the native CPU kernels in {seconds:.1f} s ({f'kept in {path.parent}' if is_kept else 'not kept'})"
 
 
+def compile_sources(compiler: Compiler, flags: tuple[str, ...], library: Path) -> Path:
+    """Compile the sources in parallel, in the library's folder; returns the library.
+
+    Raises: BackendError with the compiler's first error line.
+    """
+    folder = library.parent
+    sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the slowest first
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    jobs = [[*flags, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: _run_compiler(compiler, job, folder), jobs))
+    _run_compiler(compiler, [*flags, "-shared", *objects, "-o", str(library)], folder)
+    return library
+
+
 def _run_compiler(compiler: Compiler, arguments: list[str], scratch: Path) -> None:
-    command = [*compiler.command, *compile_flags(), *arguments]
+    command = [*compiler.command, *arguments]
     try:
         done = subprocess.run(
             command,
@@ -241,24 +296,9 @@ def _run_compiler(compiler: Compiler, arguments: list[str], scratch: Path) -> No
         raise BackendError(f"the C++ compiler {compiler.command[0]} failed: {errors[0]}")
 
 
-def processor_flags() -> frozenset[str]:
-    """The processor's features by the system's names for them; empty if the system reports none."""
-    lines = [line for line in _processor_features().splitlines() if line.startswith(("flags", "Features"))]
-    return frozenset(lines[0].split(":", 1)[1].split()) if lines else frozenset()
-
-
 def instructions(library: NativeLibrary) -> str:
-    """What the bits of a result depend on besides the input, e.g. "bfloat16 tiles, int8 tiles, avx512f"."""
+    """What the bits of a result depend on besides the input, e.g. "bfloat16 tiles, int8 tiles, avx512f, avx512-bf16
+    library". Compilers fuse other multiplications and additions, so a library that was compiled here is named apart."""
     vectors = next((name for name in ("avx512f", "avx2") if name in processor_flags()), platform.machine())
-    return f"{NAMES[bf16_path(library.functions)]}, {NAMES[int8_path(library.functions)]}, {vectors}"
-
-
-def _processor_features() -> str:
-    """What determines -march=native, as far as the system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    found = {line.split(":", 1)[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join(found[name] for name in names if name in found)
+    parts = [NAMES[bf16_path(library.functions)], NAMES[int8_path(library.functions)], vectors]
+    return ", ".join([*parts, f"{library.target} library"] if library.target else parts)

@@ -25,7 +25,7 @@ from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.hub import weight_files
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
-from pagedcli.native.build import build_key, find_compiler
+from pagedcli.native.build import library_key
 from pagedcli.native.system import usable_cores
 from pagedcli.planning.machine import Machine, processor_name
 from pagedcli.planning.step_time import FORM, TimeKey
@@ -193,7 +193,7 @@ class Decision:
 
 def _kernels_version() -> str:
     try:
-        return build_key(find_compiler())
+        return library_key()
     except BackendError:
         return "no native kernels"
 

@@ -1,0 +1,114 @@
+"""Libraries that a wheel brings along: the right one for a processor, and never another version's."""
+
+import platform
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from pagedcli.errors import BackendError
+from pagedcli.native import build, load_library, prebuilt
+
+ZEN4 = frozenset(next(each.needs for each in prebuilt.TARGETS if each.name == "avx512-bf16"))
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    def pretend(flags, machine="x86_64", system="linux"):
+        monkeypatch.setattr(prebuilt, "processor_flags", lambda: frozenset(flags))
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(sys, "platform", system)
+
+    return pretend
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """A folder of libraries, one for each target, that do next to nothing; no compiler is on the path."""
+    source = tmp_path / "small.cpp"
+    names = ["native_read_all", "native_has_tiles", "native_may_use_tiles", "native_bf16_path", "native_int8_path"]
+    source.write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in names))
+    folder = tmp_path / "libraries"
+    folder.mkdir()
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", tmp_path / "small.so", source], check=True)
+    for target in prebuilt.TARGETS:
+        shutil.copy(tmp_path / "small.so", folder / target.file_name)
+    monkeypatch.setattr(prebuilt, "LIBRARIES", folder)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    build._outcome.cache_clear()
+    yield folder
+    build._outcome.cache_clear()
+
+
+@pytest.mark.parametrize("target", prebuilt.TARGETS, ids=lambda target: target.name)
+def test_a_processor_gets_the_best_library_and_none_that_needs_more_than_it_has(processor, target):
+    processor(target.needs, target.machine, target.system)
+    assert prebuilt.runnable() is target
+    for missing in target.needs:
+        processor(set(target.needs) - {missing}, target.machine, target.system)
+        found = prebuilt.runnable()
+        assert found is None or missing not in found.needs
+
+
+def test_a_processor_or_system_without_a_library_gets_none(processor):
+    processor({"sse2"})
+    assert prebuilt.runnable() is None
+    processor(ZEN4, "riscv64")
+    assert prebuilt.runnable() is None
+    processor(ZEN4, system="win32")
+    assert prebuilt.runnable() is None
+
+
+@pytest.mark.parametrize("target", prebuilt.TARGETS, ids=lambda target: target.name)
+def test_what_the_compiler_may_use_is_what_the_processor_is_asked_for(target):
+    named = {part.replace("_", "") for part in target.cpu.split("+")[1:]}
+    asked = {{"asimddp": "dotprod"}.get(need, need).replace("_", "") for need in target.needs}
+    assert named <= asked
+
+
+@needs_compiler
+def test_an_installed_library_is_loaded_without_a_compiler_or_a_cache(installed, processor, tmp_path):
+    processor(ZEN4)
+    library = load_library()
+    assert library.notes == ()
+    assert library.origin == "avx512-bf16, installed with the package"
+    assert build.instructions(library).endswith("avx512-bf16 library")
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_never_loaded(installed, processor):
+    processor(ZEN4)
+    [path] = installed.glob("avx512-bf16-*.so")
+    path.rename(installed / "avx512-bf16-0123456789ab.so")
+    with pytest.raises(BackendError, match="no C\\+\\+ compiler found"):
+        load_library()
+
+
+@needs_compiler
+def test_a_build_can_be_asked_for_and_other_values_are_refused(installed, processor, monkeypatch):
+    processor(ZEN4)
+    monkeypatch.setenv(build.NATIVE, "build")
+    with pytest.raises(BackendError, match="no C\\+\\+ compiler found"):
+        load_library()
+    build._outcome.cache_clear()
+    monkeypatch.setenv(build.NATIVE, "installed")
+    with pytest.raises(BackendError, match="PAGEDCLI_NATIVE is 'installed'"):
+        load_library()
+
+
+@needs_compiler
+def test_kept_measurements_are_those_of_one_library(installed, processor, monkeypatch):
+    processor(ZEN4)
+    key = build.library_key()
+    processor(set(ZEN4) - {"avx512_bf16"})
+    assert build.library_key() != key
+    processor(ZEN4)
+    assert build.library_key() == key
+    monkeypatch.setattr(build, "source_digest", lambda: "0" * 12)
+    assert build.library_key() != key
