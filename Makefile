@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all test-machine test-ray check lint wheel wheels clean
+.PHONY: demo test test-all test-machine test-ray test-tools check lint wheel wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -11,11 +11,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@echo "about 6 minutes on two cores; make test-all also runs the slow tests"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not machine"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not machine and not tools"
 
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
 test-all: $(VENV)/.installed-dev test-ray test-machine
-	$(BIN)/python -m pytest -n 2 -m "not machine" $(addprefix --ignore=,$(RAY_TESTS))
+	$(BIN)/python -m pytest -n 2 -m "not machine and not tools" $(addprefix --ignore=,$(RAY_TESTS))
 
 # What compares with this machine's speed and memory: one test after another, on a quiet machine.
 test-machine: $(VENV)/.installed-dev
@@ -25,6 +25,13 @@ test-machine: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev
 	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	$(BIN)/python -m pytest $(RAY_TESTS)
+
+# lm-evaluation-harness and Inspect are installed into an environment of their own; without them their tests are skipped.
+TOOLS_VENV ?= .venv-tools
+test-tools: $(VENV)/.installed-dev
+	test -x $(TOOLS_VENV)/bin/python || $(PYTHON) -m venv $(TOOLS_VENV)
+	-$(TOOLS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,inspect]'
+	$(TOOLS_VENV)/bin/python -m pytest -m tools tests/tools
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -126,12 +126,13 @@ def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, tools=None, s
     return json.loads(writer.encode_success(BatchRow(Line(0, 1, b"", 0), shape=shape), [prompt_of_row]))
 
 
-def chain_model(folder, words):
-    """A model, in the folder of its tokenizer, whose next token depends on the last one alone: these words, then the
-    end."""
+def chain_model(folder, *chains):
+    """A model, in the folder of its tokenizer, whose next token depends on the last one alone: the words of each chain,
+    then the end."""
     tokenizer = Tokenizer(folder)
-    chain = [id_ for text in words for id_ in tokenizer.encode(text)]
-    assert len(set(chain)) == len(chain)
+    chains = [[id_ for text in words for id_ in tokenizer.encode(text)] for words in chains]
+    words = [token_id for chain in chains for token_id in chain]
+    assert len(set(words)) == len(words)
     size = len(transformers.AutoTokenizer.from_pretrained(folder))
     config = transformers.LlamaConfig(
         vocab_size=size, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
@@ -145,7 +146,7 @@ def chain_model(folder, words):
             tensors[name].zero_()
     tensors["model.embed_tokens.weight"] = embedding = torch.randn(size, 256)
     tensors["lm_head.weight"] = head = torch.zeros(size, 256)
-    for this, following in zip(chain, [*chain[1:], 0], strict=True):
-        head[following] = embedding[this]
+    for this, following in (pair for chain in chains for pair in zip(chain, [*chain[1:], 0], strict=True)):
+        head[following] += embedding[this]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -47,6 +47,7 @@ ALLOWED = {
     "app": {*LOW, "trace", "views", "show", "kvevents"},
     "audit": {"errors", "files", "interrupt", "printable", "records", "remote", "show"},
     "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords"},
+    "inspect_ai": {*LOW, "batch", "llm_keywords"},
     "distributed": {*BATCH, "batch", "llm_keywords"},
 }
 TORCH_FREE = (

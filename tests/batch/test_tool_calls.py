@@ -260,6 +260,20 @@ def test_tables_have_a_column_for_calls_only_if_a_row_has_them(arguments, tmp_pa
     assert "tool_calls" not in parquet.read_table(tmp_path / "no-out.parquet").column_names
 
 
+def test_templates_get_the_arguments_of_earlier_calls_as_objects(arguments, caller, tmp_path):
+    def messages(given):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}
+        return [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    objects, texts = messages({"city": "Paris"}), messages('{"city": "Paris"}')
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in (objects, texts)))
+    (tmp_path / "t.jinja").write_text("{{ messages[-1].tool_calls[0].function.arguments | tojson }}Look")
+    rows = rows_of(pagedcli("generate", tmp_path / "in.jsonl", *arguments[2:], "--chat-template", tmp_path / "t.jinja",
+                            "--reorder", "none").stdout)  # fmt: skip
+    counts = [row["usage"]["prompt_tokens"] for row in rows]
+    assert counts == [len(Tokenizer(caller).encode('{"city": "Paris"}Look', add_special_tokens=False))] * 2
+
+
 def test_compared_files_differ_where_a_call_does(arguments, tmp_path):
     pagedcli(*arguments, "-o", tmp_path / "a.jsonl")
     pagedcli(*arguments, "-o", tmp_path / "b.jsonl", "--verify", "3")

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from pagedcli.batch.stream import RowStream
 from pagedcli.distributed import PagedBatchGenerator
-from pagedcli.distributed.worker import RowStream
 from pagedcli.errors import PagedcliError, UsageError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")

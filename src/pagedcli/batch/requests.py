@@ -50,8 +50,22 @@ def _read_message(message: Any, place: int) -> Message:
         raise _invalid(f"{where}.role is {str(role)[:40]!r}, known: {', '.join(ROLES)}")
     content = _read_content(message.get("content"), where, may_be_absent=bool(message.get("tool_calls")))
     extras = {name: message[name] for name in _OPTIONAL if message.get(name) is not None}
+    if isinstance(calls := extras.get("tool_calls"), list):
+        extras["tool_calls"] = [_with_arguments(call) for call in calls]
     # templates expect 'system'; 'developer' is OpenAI's newer name for it
     return {"role": "system" if role == "developer" else role, "content": content, **extras}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call with arguments as chat templates expect them: an object, not its JSON as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _read_content(content: Any, where: str, *, may_be_absent: bool) -> str:

@@ -15,8 +15,8 @@ from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, colu
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.batch.rows import Row, RowWriter
+from pagedcli.batch.stream import RowStream
 from pagedcli.config import Config, EngineConfig, RunConfig
-from pagedcli.distributed.worker import RowStream
 from pagedcli.errors import UsageError
 from pagedcli.llm_keywords import engine_config
 from pagedcli.sampling_params import SamplingParams, seed_for
