@@ -2,7 +2,7 @@
 
 Records a run of the built-in model on a pool that is too small for it, opens the application on the trace at a step
 with hits, waiting and preempted requests, and exports its screen. Where Chromium is installed, it also photographs the
-top of the report.
+top of the report. The pictures of docs/pictures.md are drawn by the commands that it names.
 """
 
 import asyncio
@@ -26,6 +26,15 @@ PICTURES = {  # name: size, keys
     "app-120x40.svg": ((120, 40), ("3", "6", "enter", "down", "down")),
     "app-200x60.svg": ((200, 60), ("3", "6", "enter", "down", "down")),
     "app-story.svg": ((100, 30), ("9", "0", "enter", "s", "s", "enter")),
+}
+
+
+DRAWN = {  # name: command and arguments
+    "pool.svg": ("replay", "--step", "9"),
+    "life.svg": ("replay", "--of", "request", "--follow", "story-2.3"),
+    "tree.svg": ("replay", "--of", "prefixes"),
+    "waste.svg": ("replay", "--step", "60", "--of", "waste"),
+    "hits.svg": ("simulate", "--pool", "15,20,30,40,60", "--policy", "lru,next-use"),
 }
 
 
@@ -63,6 +72,12 @@ async def picture(trace: Path, size: tuple[int, int], keys: tuple[str, ...]) -> 
         return app.export_screenshot(title="pagedcli replay run.jsonl", simplify=True)
 
 
+def draw(trace: Path, target: Path, command: str, *arguments: str) -> None:
+    """A picture of the run, as a user draws it."""
+    command_line = [sys.executable, "-m", "pagedcli", command, str(trace), *arguments, "--picture", str(target)]
+    subprocess.run([*command_line, "--overwrite"], check=True, stdout=subprocess.DEVNULL)
+
+
 def report_picture(trace: Path, target: Path) -> None:
     """The top of the report at the step with the most blocks in use, as PNG."""
     page = trace.with_suffix(".html")
@@ -80,6 +95,8 @@ def main() -> None:
             svg = asyncio.run(picture(trace, size, keys))
             (target / name).write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
             print(target / name)
+        for name, (command, *arguments) in DRAWN.items():
+            draw(trace, target / name, command, *arguments)
         if shutil.which("chromium"):
             report_picture(trace, target / "report.png")
             print(target / "report.png")

@@ -23,6 +23,7 @@ from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import alike, group_of, layers_words, window_words
 from pagedcli.views.moment import Moment
+from pagedcli.views.rows import block_kind
 
 # block state: glyph, style, meaning
 _GLYPHS = {
@@ -317,13 +318,9 @@ def _values(of_blocks: list[T], ids: Sequence[int]) -> list[T]:
 
 
 def _kind(state: PoolState, block_id: int) -> Look:
-    count = state.ref_counts[block_id]
-    if count > 1:
-        return "shared", str(count) if count < 10 else "+"
-    if count:
-        kind = "partial" if state.hashes[block_id] is None else "full"
-    else:
-        kind = "empty" if state.hashes[block_id] is None else "cached"
+    kind, count = block_kind(state, block_id), state.ref_counts[block_id]
+    if kind == "shared":
+        return kind, str(count) if count < 10 else "+"
     return kind, _GLYPHS[kind][0]
 
 

@@ -11,6 +11,7 @@ import typer
 from pagedcli.cli.block import replay_block
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
+from pagedcli.cli.picture import Of, PictureFile, PictureOptions, ShapeOption, ThemeOption, draw_run
 from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
@@ -62,6 +63,10 @@ def replay(
     dump_kv: DumpKv = None,
     steps: Steps = None,
     every: Every = 1,
+    picture: PictureFile = None,
+    of: Of = None,
+    shape: ShapeOption = None,
+    theme: ThemeOption = None,
     check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False,
     export: Annotated[Export | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None,
     output_file: Annotated[
@@ -87,6 +92,9 @@ def replay(
       pagedcli replay run.jsonl --dump-kv --steps 100-120 | less -S
       pagedcli replay run.jsonl --dump-kv kv.parquet    (every step as data: sequences, blocks, lookups, hit rates)
       pagedcli replay run.jsonl --dump-kv --format json | jq .blocks
+      pagedcli replay run.jsonl --step 75 --picture pool.svg
+      pagedcli replay run.jsonl --steps 0-80 --picture pool.gif
+      pagedcli replay run.jsonl --picture life.svg --of request --follow code-Mirano
 
     Exit codes: 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
@@ -95,11 +103,25 @@ def replay(
     if check and format_ is StepFormat.MD:
         raise UsageError("--check does not print --format md", hint="use table or json")
     dump = Dump.of(dump_kv, steps, every, step=step)
-    if is_recording(trace, check=check, follow=follow, export=export, dump_kv=dump_kv, steps=steps, block=block):
+    drawing = PictureOptions.of_flags(picture, of, shape, theme)
+    if is_recording(
+        trace, check=check, follow=follow, export=export, dump_kv=dump_kv, steps=steps, block=block, picture=picture
+    ):
         replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
         return
     request = None if follow is None else find_request(TraceReader(trace), follow, str(trace))
-    if block is not None:
+    if drawing is not None:
+        if (
+            check
+            or export is not None
+            or block is not None
+            or dump_kv is not None
+            or no_live
+            or format_ is not StepFormat.TABLE
+        ):
+            raise UsageError("--picture is combined with --step, --steps, --every and --follow only")
+        draw_run(trace, drawing, dump.chosen, request, overwrite=overwrite)
+    elif block is not None:
         if check or export is not None or follow is not None or dump_kv is not None or steps is not None or no_live:
             raise UsageError("--block is combined with --step and --format only")
         replay_block(trace, block, step, Format(format_))

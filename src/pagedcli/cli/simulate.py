@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from pagedcli.cli.options import Flags, config_flags
+from pagedcli.cli.picture import PictureOptions
 from pagedcli.cli.prompt_scan import PROMPT_KEYS
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import load_config
@@ -31,6 +32,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     Examples:
       pagedcli simulate conversation_trace.jsonl
       pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 -o page.html
+      pagedcli simulate conversation_trace.jsonl --picture hits.svg
       pagedcli simulate conversation_trace.jsonl --no-schedule --warmup 0.5 --partial-blocks
       pagedcli simulate conversation_trace.jsonl --pool 10% --speed 1 --gpu h200 -m ./Qwen3-8B/config.json
       pagedcli simulate prompts.jsonl --pool 100,200 --calibrated
@@ -44,8 +46,11 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     if options.no_schedule and timed:
         raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
-    writes = {"--record": options.record, "the page": options.output_file}
+    drawing = PictureOptions.of_flags(options.picture, None, options.shape, options.theme)
+    if drawing is not None and drawing.file.suffix == ".gif":
+        raise UsageError("--picture draws one picture", hint="write .svg or .png")
+    writes = {"--record": options.record, "the page": options.output_file, "--picture": options.picture}
     check_files(reads, writes, overwrite=options.overwrite, kinds={"--record": TRACE})
     from pagedcli.cli.simulate_job import run_simulation
 
-    raise typer.Exit(run_simulation(load_config(options.config, flags), options))
+    raise typer.Exit(run_simulation(load_config(options.config, flags), options, drawing))

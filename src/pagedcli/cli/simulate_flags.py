@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pagedcli.cli.options import ConfigFile, FormatOption, option
+from pagedcli.cli.picture import ShapeOption, ThemeOption
 from pagedcli.core.eviction import POLICIES
 from pagedcli.show.tables import Format
 from pagedcli.simulation.formats import format_names
@@ -23,6 +24,7 @@ _PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulat
 _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."
 _GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a forecast, and a bound."
 _CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
+_PICTURE_HELP = "Also draw the hit rate by pool size, as .svg or .png."
 _RECORD_HELP = "Record the run's events, for replay, explain and report (one pool and policy)."
 _POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}. Default: lru, or that of the recorded run."
 
@@ -57,6 +59,9 @@ class SimulateOptions:
     output_file: Annotated[
         Path | None, _output("-o", "--output-file", help="Also write an HTML page.", metavar="PAGE.html")
     ] = None
+    picture: Annotated[Path | None, _output("--picture", help=_PICTURE_HELP, metavar="FILE")] = None
+    shape: ShapeOption = None
+    theme: ThemeOption = None
     record: Annotated[Path | None, _output(help=_RECORD_HELP, metavar="TRACE.jsonl[.zst]")] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False
     config: ConfigFile = None

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.cli.picture import PictureOptions, write_file
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig
@@ -42,8 +43,8 @@ EXIT_BAD_ROWS = 3
 _LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
 
 
-def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
-    """Simulate, and print the tables. Returns the exit code. Raises: PagedcliError."""
+def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: PictureOptions | None = None) -> int:
+    """Simulate, and print the tables and draw. Returns the exit code. Raises: PagedcliError."""
     policies = [] if options.policy is None else parse_policies(options.policy)
     workload, recorded = _read(loaded, options)
     policies = policies or parse_policies("lru" if recorded is None else recorded.started.eviction)
@@ -96,6 +97,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
         on_page = [table for table in shown if table.key != "answers"]  # those are a list there
         page = tables.render_page(options.traces, sweep, found, sentences, on_page, block_bytes)
         _write_page(options.output_file, page)
+    if drawing is not None:
+        write_file(drawing, iter([tables.hit_rate_picture(sweep, found, block_bytes, drawing.shape)]), overwrite=True)
     facts = tables.facts(sweep, block_size, block_bytes)
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]

@@ -14,6 +14,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
 from pagedcli.records import LEFT, RIGHT, Bytes, columns_of, count, percent, size
 from pagedcli.show import pages
+from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
 from pagedcli.show.tables import Format, Table, table
 from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import PARTS, LruCurve
@@ -301,7 +302,7 @@ def render_page(
     body = [
         f"<p>{plural(len(sweep.workload.requests), 'request')}, {sweep.workload.num_prompt_tokens:,} prompt tokens,"
         f" {sweep.num_unique_blocks:,} unique blocks of {plural(sweep.accesses.block_size, 'token')}</p>",
-        pages.section("Hit rate by pool size", _chart(sweep, points, block_bytes), _chart_legend(points)),
+        pages.section("Hit rate by pool size", _chart(sweep, points, block_bytes), pages.legend(_chart_items(points))),
         pages.section("Where the prompts' tokens went", _bars(points), _part_legend()),
         pages.section("Answers", f"<ul>{items}</ul>"),
         *map(pages.as_html, tables),
@@ -310,7 +311,37 @@ def render_page(
     return pages.html_page(title, "\n".join(body))
 
 
-def _chart(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> str:
+def hit_rate_picture(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None, shape: Shape) -> Picture:
+    """The chart of the page as a picture of its own."""
+
+    def body(area: Area) -> Drawn:
+        items = [(_swatch(drawing), meaning) for drawing, meaning in _chart_items(points)]
+        key_height = legend(area, items)[1] + area.font
+        height = 0.7 * area.width if area.height is None else area.height - key_height
+        scale = area.font / 14  # the chart's labels are drawn for this size
+        known_bytes = None if shape is Shape.COLUMN else block_bytes  # no room for these labels
+        svg = _chart(sweep, points, known_bytes, width=round(area.width / scale), height=round(height / scale))
+        place = f'<svg x="{area.x}" y="{area.y}" width="{area.width}" height="{height:.1f}" '
+        chart = f'<g class="muted" font-size="13">{svg.replace("<svg ", place, 1)}</g>'
+        key, _ = legend(Area(area.x, area.y + height, area.width, None, area.font), items)
+        return [chart, *key], height + key_height
+
+    caption = (
+        f"Share of the {sweep.curve.num_tokens:,} prompt tokens of {plural(len(sweep.workload.requests), 'request')}"
+        f" that a cache of so many blocks of {plural(sweep.accesses.block_size, 'token')} finds; they have"
+        f" {sweep.num_unique_blocks:,} different blocks."
+    )
+    return draw("Hit rate by pool size", caption, body, shape)
+
+
+def _swatch(drawing: str) -> Swatch:
+    """A drawing of pages.legend as a swatch."""
+    return lambda x, y, size: f'<g transform="translate({x:.1f} {y:.1f}) scale({size / 18:.2f})">{drawing}</g>'
+
+
+def _chart(
+    sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None, *, width: int = 1000, height: int = 380
+) -> str:
     """Pool size on a logarithmic axis against the share of the prompts' tokens that hit."""
     sizes = sorted({point.num_blocks for point in points})
     first = min([*sizes, max(1, sweep.num_unique_blocks // 200)])
@@ -318,7 +349,7 @@ def _chart(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) 
     num_tokens = max(1, sweep.curve.num_tokens)
     ceiling = sweep.curve.ceiling[1] / num_tokens
     top = max(0.1, math.ceil(max([ceiling, *(point.hit_rate for point in points)]) * 10 + 0.2) / 10)
-    chart = pages.LineChart((first, last), top, log_x=True)
+    chart = pages.LineChart((first, last), top, log_x=True, width=width, height=height)
     step = 0.05 if top <= 0.4 else 0.1
     y_ticks = [(place * step, f"{place * step:.0%}") for place in range(round(top / step) + 1)]
     memory = (lambda tick: ()) if block_bytes is None else (lambda tick: (size(tick * block_bytes),))
@@ -357,16 +388,14 @@ def _bars(points: Sequence[SweepPoint]) -> str:
     return pages.bars(rows, "Shares of the prompts' tokens by cause; the figures are in the table below")
 
 
-def _chart_legend(points: Sequence[SweepPoint]) -> str:
+def _chart_items(points: Sequence[SweepPoint]) -> list[tuple[str, str]]:
     policies = [policy for policy in POLICIES if any(point.policy == policy for point in points)]
     run = "" if points[0].run is None else ", simulated run"
-    return pages.legend(
-        [
-            (pages.legend_line("curve"), "LRU without running requests"),
-            (pages.legend_line("best"), "clairvoyant (Belady's rule), without running requests"),
-            *((pages.legend_marker(list(POLICIES).index(policy)), f"{policy}{run}") for policy in policies),
-        ]
-    )
+    return [
+        (pages.legend_line("curve"), "LRU without running requests"),
+        (pages.legend_line("best"), "clairvoyant (Belady's rule), without running requests"),
+        *((pages.legend_marker(list(POLICIES).index(policy)), f"{policy}{run}") for policy in policies),
+    ]
 
 
 def _part_legend() -> str:

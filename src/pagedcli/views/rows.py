@@ -208,6 +208,19 @@ def block_rows(state: PoolState) -> Iterator[BlockRow]:
         )  # fmt: skip
 
 
+BlockKind = Literal["empty", "cached", "partial", "full", "shared"]
+
+
+def block_kind(state: PoolState, block_id: int) -> BlockKind:
+    """What a map of the pool shows of a block."""
+    count, has_content = state.ref_counts[block_id], state.hashes[block_id] is not None
+    if count > 1:
+        return "shared"
+    if count:
+        return "full" if has_content else "partial"
+    return "cached" if has_content else "empty"
+
+
 def block_owners(state: PoolState) -> dict[int, list[tuple[SeqState, int]]]:
     """Block in use -> the sequences that hold it, each with the place of the block in its table."""
     owners: dict[int, list[tuple[SeqState, int]]] = {}

@@ -1,0 +1,146 @@
+"""`replay --picture`: what a recorded run looked like at a step, or as a whole, as a file for slides and papers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pagedcli.cli.options import option
+from pagedcli.errors import UsageError
+from pagedcli.events import StepScheduled
+from pagedcli.files import check_files, whole_file
+from pagedcli.printable import plural
+from pagedcli.show.drawing import Picture, Shape, Theme
+from pagedcli.show.pool_picture import PrefixLetters, pool_picture
+from pagedcli.show.raster import check_ending, write_picture
+from pagedcli.show.run_pictures import life_picture, tree_picture, waste_picture
+from pagedcli.show.tables import size
+from pagedcli.show.terminal import say
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import fold, pool_fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.names import NamedRequest
+from pagedcli.views.prefix_tree import PrefixTree
+from pagedcli.views.request_life import RequestLife
+from pagedcli.views.step_rows import StepChoice
+
+
+class Subject(StrEnum):
+    """The values of --of."""
+
+    POOL = "pool"
+    REQUEST = "request"
+    PREFIXES = "prefixes"
+    WASTE = "waste"
+
+
+_PANEL = "Pictures"
+_PICTURE_HELP = (
+    "Draw a picture: .svg or .png of --step, .gif of --steps. With --follow, the block tables of that request."
+)
+_OF_HELP = (
+    "pool: blocks and block tables; request: the life of the one to --follow; prefixes: their tree with its hits;"
+    " waste: contiguous against paged. Default: pool."
+)
+PictureFile = Annotated[Path | None, option("--picture", metavar="FILE", help=_PICTURE_HELP, panel=_PANEL)]
+Of = Annotated[Subject | None, option("--of", help=_OF_HELP, panel=_PANEL)]
+ShapeOption = Annotated[
+    Shape | None,
+    option("--shape", help="slide: 16:9; column: as wide as a column of a paper. Default: slide.", panel=_PANEL),
+]
+ThemeOption = Annotated[
+    Theme | None,
+    option("--theme", help="Colours; auto: as the viewer's, light in .png and .gif. Default: auto.", panel=_PANEL),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PictureOptions:
+    """What --picture, --of, --shape and --theme ask for."""
+
+    file: Path
+    of: Subject
+    shape: Shape
+    theme: Theme
+
+    @classmethod
+    def of_flags(
+        cls, file: Path | None, of: Subject | None, shape: Shape | None, theme: Theme | None
+    ) -> "PictureOptions | None":
+        """None without --picture. Raises: UsageError."""
+        if file is None:
+            for name, given in (("--of", of), ("--shape", shape), ("--theme", theme)):
+                if given is not None:
+                    raise UsageError(f"{name} needs --picture", hint="for example --picture pool.svg")
+            return None
+        check_ending(file)
+        return cls(file, of or Subject.POOL, shape or Shape.SLIDE, theme or Theme.AUTO)
+
+
+def draw_run(
+    trace: Path, options: PictureOptions, steps: StepChoice, follow: NamedRequest | None, *, overwrite: bool
+) -> None:
+    """Write the picture of a recorded run. Raises: UsageError for a subject without its step or request."""
+    is_film = options.file.suffix == ".gif"
+    of_step = options.of in (Subject.POOL, Subject.WASTE)
+    if options.of is Subject.REQUEST and follow is None:
+        raise UsageError("--of request needs --follow", hint="for example --follow code-Mirano")
+    if not of_step and (is_film or steps != StepChoice()):
+        raise UsageError(
+            f"--of {options.of} shows the whole run", hint="leave out --step and --steps, and write .svg or .png"
+        )
+    if of_step and not is_film and steps.last != steps.first:
+        raise UsageError(f"{options.file.suffix} shows one step", hint="--step N chooses it; --steps A-B needs a .gif")
+    check_files({"the trace": trace}, {"--picture": options.file}, overwrite=overwrite)
+    reader = TraceReader(trace)
+    frames = _of_steps(reader, options, steps, follow) if of_step else iter([_of_run(reader, options, follow)])
+    write_file(options, frames, overwrite=overwrite)
+    for note in reader.notes:
+        say(f"note: {note}")
+
+
+def write_file(options: PictureOptions, frames: Iterator[Picture], *, overwrite: bool) -> None:
+    """Write the picture, or the frames of a film. Raises: UsageError."""
+    path = options.file
+    try:
+        with whole_file(path, overwrite=overwrite) as file:
+            num_frames = write_picture(file, path.suffix, frames, options.theme)
+            num_bytes = file.tell()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    steps = f"{plural(num_frames, 'step')}, " if path.suffix == ".gif" else ""
+    say(f"{path}: {steps}{size(num_bytes)}")
+
+
+def _of_steps(
+    reader: TraceReader, options: PictureOptions, steps: StepChoice, follow: NamedRequest | None
+) -> Iterator[Picture]:
+    folding, letters, last = pool_fold(), PrefixLetters(), None
+    for event in folding.steps(reader):
+        if not isinstance(event, StepScheduled):
+            continue
+        last = event.step
+        if steps.shows(event.step):
+            yield _of_step(folding.state, options, letters, follow)
+        if steps.is_over(event.step):
+            return
+    if last is None or last < steps.first:
+        raise UsageError(f"{reader.path} has no step {steps.first}: the last one is {last}")
+
+
+def _of_step(state: PoolState, options: PictureOptions, letters: PrefixLetters, follow: NamedRequest | None) -> Picture:
+    if options.of is Subject.WASTE:
+        return waste_picture(state, shape=options.shape)
+    seq_ids = None if follow is None else follow.seq_ids
+    return pool_picture(state, follow=seq_ids, shape=options.shape, letters=letters)
+
+
+def _of_run(reader: TraceReader, options: PictureOptions, follow: NamedRequest | None) -> Picture:
+    if follow is None:
+        tree = PrefixTree()
+        state = fold(reader, tree)
+        return tree_picture(tree, state.block_size, shape=options.shape)
+    life = RequestLife(follow)
+    state = fold(reader, life)
+    return life_picture(follow.name, life.finish(state), shape=options.shape)
