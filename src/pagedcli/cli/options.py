@@ -84,6 +84,7 @@ ConfigFile = Annotated[
 
 def config_flags(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the flags of these keys to a command, whose keyword `flags: Flags` receives those that were given.
+    Without keys it needs none.
 
     A parameter that is a dataclass becomes a flag for each of its fields.
     """
@@ -108,7 +109,7 @@ def config_flags(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             flags = {key: value for key, value in given.items() if value is not None and value != []}
             for name, group in groups.items():
                 values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
-            return command(*args, flags=flags, **values)
+            return command(*args, **({"flags": flags} if keys else {}), **values)
 
         with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

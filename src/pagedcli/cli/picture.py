@@ -56,8 +56,18 @@ ThemeOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
+class PictureFlags:
+    """The flags of a command that draws."""
+
+    picture: PictureFile = None
+    of: Of = None
+    shape: ShapeOption = None
+    theme: ThemeOption = None
+
+
+@dataclass(frozen=True, slots=True)
 class PictureOptions:
-    """What --picture, --of, --shape and --theme ask for."""
+    """What they ask for."""
 
     file: Path
     of: Subject

@@ -1,6 +1,7 @@
 """`pagedcli replay`: step through a recorded run, in either direction."""
 
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
@@ -10,8 +11,8 @@ import typer
 
 from pagedcli.cli.block import replay_block
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
-from pagedcli.cli.options import option
-from pagedcli.cli.picture import Of, PictureFile, PictureOptions, ShapeOption, ThemeOption, draw_run
+from pagedcli.cli.options import config_flags, option
+from pagedcli.cli.picture import PictureFlags, PictureOptions, draw_run
 from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
@@ -53,28 +54,40 @@ _FOLLOW_HELP = (
 Follow = Annotated[str | None, option(metavar="ID", help=_FOLLOW_HELP)]
 
 
-def replay(
-    trace: TraceFile,
-    *,
-    step: Annotated[int | None, option(metavar="N", help="Print the tables of step N and exit.")] = None,
-    block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
-    follow: Follow = None,
-    no_live: Annotated[bool, typer.Option("--no-live", help="The same as --dump-kv without a file.")] = False,
-    dump_kv: DumpKv = None,
-    steps: Steps = None,
-    every: Every = 1,
-    picture: PictureFile = None,
-    of: Of = None,
-    shape: ShapeOption = None,
-    theme: ThemeOption = None,
-    check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False,
-    export: Annotated[Export | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None,
+@dataclass(frozen=True, slots=True)
+class ReplayFlags:
+    """The flags of `replay`, apart from those of pictures."""
+
+    step: Annotated[int | None, option(metavar="N", help="Print the tables of step N and exit.")] = None
+    block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None
+    follow: Follow = None
+    no_live: Annotated[bool, typer.Option("--no-live", help="The same as --dump-kv without a file.")] = False
+    dump_kv: DumpKv = None
+    steps: Steps = None
+    every: Every = 1
+    check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False
+    export: Annotated[Export | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None
     output_file: Annotated[
         str | None, option("-o", "--output-file", help="Output file of --export. Default: stdout.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
-    format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = StepFormat.TABLE,
-) -> None:
+    ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False
+    format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = StepFormat.TABLE
+
+    def check_together(self, picture: PictureOptions | None) -> None:
+        """Raises: UsageError for flags that exclude each other."""
+        others = self.check or self.export is not None or self.dump_kv is not None or self.no_live
+        if self.output_file is not None and self.export is None:
+            raise UsageError("-o needs --export")
+        if self.check and self.format_ is StepFormat.MD:
+            raise UsageError("--check does not print --format md", hint="use table or json")
+        if picture is not None and (others or self.block is not None or self.format_ is not StepFormat.TABLE):
+            raise UsageError("--picture is combined with --step, --steps, --every and --follow only")
+        if self.block is not None and (others or self.follow is not None or self.steps is not None):
+            raise UsageError("--block is combined with --step and --format only")
+
+
+@config_flags()
+def replay(trace: TraceFile, *, flags: ReplayFlags, drawn: PictureFlags) -> None:
     """Step through a recorded run, forward and backward. Needs no model and no GPU.
 
     On a terminal it opens an application: . and , step, space plays, p / e / m jump to the next preemption, eviction or
@@ -98,41 +111,26 @@ def replay(
 
     Exit codes: 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
-    if output_file is not None and export is None:
-        raise UsageError("-o needs --export")
-    if check and format_ is StepFormat.MD:
-        raise UsageError("--check does not print --format md", hint="use table or json")
-    dump = Dump.of(dump_kv, steps, every, step=step)
-    drawing = PictureOptions.of_flags(picture, of, shape, theme)
-    if is_recording(
-        trace, check=check, follow=follow, export=export, dump_kv=dump_kv, steps=steps, block=block, picture=picture
-    ):
-        replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
+    dump = Dump.of(flags.dump_kv, flags.steps, flags.every, step=flags.step)
+    picture = PictureOptions.of_flags(drawn.picture, drawn.of, drawn.shape, drawn.theme)
+    flags.check_together(picture)
+    given = {name: getattr(flags, name) for name in ("check", "follow", "export", "dump_kv", "steps", "block")}
+    if is_recording(trace, **given, picture=drawn.picture):
+        replay_capture(trace, flags.step, as_json=flags.format_ is StepFormat.JSON, every_step=flags.no_live)
         return
-    request = None if follow is None else find_request(TraceReader(trace), follow, str(trace))
-    if drawing is not None:
-        if (
-            check
-            or export is not None
-            or block is not None
-            or dump_kv is not None
-            or no_live
-            or format_ is not StepFormat.TABLE
-        ):
-            raise UsageError("--picture is combined with --step, --steps, --every and --follow only")
-        draw_run(trace, drawing, dump.chosen, request, overwrite=overwrite)
-    elif block is not None:
-        if check or export is not None or follow is not None or dump_kv is not None or steps is not None or no_live:
-            raise UsageError("--block is combined with --step and --format only")
-        replay_block(trace, block, step, Format(format_))
-    elif check:
-        _check(trace, format_)
-    elif export is not None:
-        _export(trace, output_file, overwrite=overwrite)
+    request = None if flags.follow is None else find_request(TraceReader(trace), flags.follow, str(trace))
+    if picture is not None:
+        draw_run(trace, picture, dump.chosen, request, overwrite=flags.overwrite)
+    elif flags.block is not None:
+        replay_block(trace, flags.block, flags.step, Format(flags.format_))
+    elif flags.check:
+        _check(trace, flags.format_)
+    elif flags.export is not None:
+        _export(trace, flags.output_file, overwrite=flags.overwrite)
     elif dump.file is not None:
-        _write_tables(trace, dump, overwrite=overwrite)
-    elif dump.as_tables or dump.chooses or no_live or format_ is not StepFormat.TABLE:
-        _print_steps(trace, dump.chosen, request, format_)
+        _write_tables(trace, dump, overwrite=flags.overwrite)
+    elif dump.as_tables or dump.chooses or flags.no_live or flags.format_ is not StepFormat.TABLE:
+        _print_steps(trace, dump.chosen, request, flags.format_)
     elif is_interactive():
         _play(trace, request)
     else:
