@@ -1,9 +1,12 @@
 """`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
 import gc
+import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +15,7 @@ import typer
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
 from pagedcli.errors import UsageError
-from pagedcli.files import KV_RECORDING, check_files
+from pagedcli.files import KV_RECORDING, check_files, read_whole
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
@@ -31,6 +34,7 @@ _WAIT_S = 0.1
 _LINE_S = 10.0
 _ENDPOINTS_HELP = "tcp://HOST:PORT of each publisher, or a recording."
 _REPLAY_HELP = "Replay endpoint for missed messages; one per publisher."
+_KEY_HELP = "Make the digests with the secret in this file, which is made if it does not exist: for pagedcli diff."
 Endpoints = Annotated[list[str], typer.Argument(metavar="ENDPOINT...", help=_ENDPOINTS_HELP, show_default=False)]
 
 
@@ -47,6 +51,7 @@ def attach(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Include token ids in the recording; by default only digests.")
     ] = False,
+    key: Annotated[Path | None, option(metavar="FILE", help=_KEY_HELP)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     duration: Annotated[float | None, option(metavar="SECONDS", min=0, help="Stop after this time.")] = None,
     idle: Annotated[
@@ -73,19 +78,24 @@ def attach(
     """  # fmt: skip
     if tokens and record is None:
         raise UsageError("--tokens needs --record")
+    if key is not None and (record is None or tokens):
+        raise UsageError("--key is for recordings without tokens", hint="use --record without --tokens")
     decode = None if model is None else kv_decoder(model)
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
         print_capture(Path(endpoints[0]), model, format_)
         return
-    check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
+    check_files({"--key": key}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
+    secret = None if key is None else _secret(key)
     with as_exceptions(), ExitStack() as stack:
         from pagedcli.kvevents.sockets import Subscriber
 
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
         scraper = None if metrics is None else _scraper(stack, metrics)
-        writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
+        writer = None
+        if record is not None:
+            writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens, key=secret))
         session = _Session(subscriber, writer, scraper, keep_tokens=decode is not None)
         if is_interactive(with_stdout=False) and not no_live:
             _watch(session, duration, idle, f"pagedcli attach {' '.join(endpoints)}", decode, scraper)
@@ -94,16 +104,20 @@ def attach(
                 session.follow(duration, idle)
             except KeyboardInterrupt:
                 say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
-    gc.freeze()  # the collector would walk over all blocks several times while the tables are made
-    tables = summary_tables(session.state, decode)
-    if scraper is not None:
-        tables.append(metrics_table(scraper))
-    print_summary(tables, session.state, format_)
-    if not session.state.num_messages:
-        unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
-        say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
+    _summarize(session.state, scraper, decode, format_)
     if record is not None:
         say(f"recording: {record}; view it with: pagedcli replay {record}")
+
+
+def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:
+    gc.freeze()  # the collector would walk over all blocks several times while the tables are made
+    tables = summary_tables(state, decode)
+    if scraper is not None:
+        tables.append(metrics_table(scraper))
+    print_summary(tables, state, format_)
+    if not state.num_messages:
+        unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
+        say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
 
 
 def _watch(
@@ -126,6 +140,27 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
     from pagedcli.kvevents.scrape import Scraper
 
     return stack.enter_context(Scraper(url))
+
+
+_LEAST_KEY_BYTES, _MOST_KEY_BYTES = 16, 4096
+
+
+def _secret(path: Path) -> bytes:
+    """The key in a file, which is made if it does not exist."""
+    try:
+        if not path.exists():
+            with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+                file.write(secrets.token_hex(32).encode())
+            say(f"{path}: a new key; recordings made with it can be compared")
+        key = read_whole(path, _MOST_KEY_BYTES).strip()
+    except OSError as error:
+        raise UsageError(f"--key: cannot use {path}: {error.strerror}") from error
+    if len(key) < _LEAST_KEY_BYTES:
+        raise UsageError(
+            f"--key: {path} has {len(key)} bytes, too few for a secret",
+            hint=f"at least {_LEAST_KEY_BYTES}; a file that does not exist is made",
+        )
+    return key
 
 
 class _Session:

@@ -437,7 +437,8 @@ class TensorRTEvents:
                 kept = redactor.fields({name: value for name, value in block.items() if name != "tokens"})
                 if isinstance(tokens := block.get("tokens"), list):
                     ids = [token.get("token_id") if isinstance(token, dict) else None for token in tokens]
-                    kept["tokens"] = [{"token_id": digest} for digest in redactor.tokens_after(parent, ids)]
+                    digests = redactor.tokens_after(parent, ids, block.get("block_hash"))
+                    kept["tokens"] = [{"token_id": digest} for digest in digests]
                 redacted["blocks"].append(kept)
                 parent = block.get("block_hash")
         return redacted

@@ -33,6 +33,12 @@ class TraceRequest:
     cache_salt: str | None = None
     is_random: bool = False  # tokens are drawn at random, which takes longer than the likeliest one
     is_text: bool = False  # the prompt is given as text, which has to be tokenized
+    row_id: str | None = None  # the user's own id
+
+    @property
+    def label(self) -> str:
+        """What a person calls it, as SeqState.label."""
+        return self.request_id if self.row_id is None else self.row_id
 
 
 class Chains:

@@ -21,6 +21,7 @@ from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
     BlocksReused,
+    EngineStarted,
     PrefixLookedUp,
     RequestAdded,
     RequestFinished,
@@ -51,11 +52,12 @@ def read_recorded_run(path: Path) -> tuple[Workload, PoolState]:
 
 class RecordedRequests(View[PoolState]):
     """Collects the requests of a recorded run, in order of arrival. With recorded tokens they are exact; without, the
-    hashes of their blocks stand for them."""
+    hashes of their blocks stand for them. Two runs that are compared share `chains`."""
 
-    def __init__(self) -> None:
+    def __init__(self, chains: Chains | None = None) -> None:
         self.workload = Workload(format="pagedcli")
-        self._chains = Chains()
+        self.restarts: list[int] = []  # places in the workload at which a resumed run began with an empty cache
+        self._chains = Chains() if chains is None else chains
         self._by_id: dict[str, TraceRequest] = {}
         self._links = _Links()
         self._ends: dict[int, int | None] = {}  # seq_id -> hash of the last full block in its table
@@ -64,6 +66,10 @@ class RecordedRequests(View[PoolState]):
         # request id -> sample -> tokens of finished sequences, and whether they stopped by themselves
         self._samples: dict[str, dict[int, tuple[array[int], bool]]] = {}
         self._now_ns = 0
+
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        if event.part > 1:
+            self.restarts.append(len(self.workload.requests))
 
     def on_step_started(self, event: StepStarted, state: PoolState) -> None:
         self._now_ns = event.time_ns
@@ -86,6 +92,7 @@ class RecordedRequests(View[PoolState]):
             None,
             token_ids=tokens,
             max_new_tokens=event.max_new_tokens,
+            row_id=event.row_id,
         )
         self._by_id[event.request_id] = request
         if event.beam_width is None:
@@ -134,6 +141,8 @@ class RecordedRequests(View[PoolState]):
             workload.notes.append(
                 f"{plural(len(workload.requests) - len(finished), 'request')} did not finish: left out"
             )
+        have_finished = [request.num_output_tokens is not None for request in workload.requests]
+        self.restarts = [sum(have_finished[:place]) for place in self.restarts]
         workload.requests = finished
         for request in finished:
             samples = self._samples[request.request_id]
@@ -249,6 +258,7 @@ class PromptRequests:
             own = None if share is None else share[place]
             is_kept = self.work <= self._most_tokens
             request = _request(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
+            request.row_id = None if row.id is None else str(row.id)
             if self._expected_tokens is not None:
                 request.num_output_tokens = min(self._expected_tokens, largest_output(request))
             if is_kept:

@@ -1,0 +1,181 @@
+"""The requests that a recording of KV events shows: chains of blocks, of which the beginning was found in the cache.
+
+Events contain no hits, but a run of blocks stored after a parent shows one: whatever comes before was there. A request
+that was found in whole leaves no event. Used by `pagedcli diff`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from pagedcli.kvevents import wire
+from pagedcli.kvevents.capture import CaptureReader
+from pagedcli.kvevents.fold import SequenceCheck
+from pagedcli.kvevents.formats import decode_batch
+
+Content = int | str
+
+
+@dataclass(slots=True)
+class SeenRequest:
+    """A request that stored at least one block."""
+
+    source: int  # publisher
+    num_hit: int  # blocks that were there
+    end: int  # node of its last block
+    num_prompt: int = 0  # blocks, found ones included; those after them were generated
+
+
+@dataclass(slots=True)
+class Lookups:
+    """What a recording shows of requests and caches. Nodes are blocks after the same earlier blocks; node -1 is the
+    root."""
+
+    requests: list[SeenRequest] = field(default_factory=list)
+    clears: list[tuple[int, int]] = field(default_factory=list)  # publisher, requests seen before
+    block_size: int | None = None
+    sources: list[tuple[int, bytes]] = field(default_factory=list)  # endpoint and topic of each publisher
+    peak_blocks: int = 0  # most that one publisher held
+    evicting_blocks: int | None = None  # most that one held when a block was removed; None: none was
+    capacity: int | None = None  # blocks of a cache, where the events say so
+    first_s: float | None = None
+    last_s: float | None = None
+    num_other_blocks: int = 0  # of another size, another cache group or medium: left out
+    _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
+    _parents: list[int] = field(default_factory=list)
+    _contents: list[Content] = field(default_factory=list)
+
+    def chain(self, request: SeenRequest) -> list[Content]:
+        """The contents of the blocks of a request, the first one first."""
+        found, node = [], request.end
+        while node >= 0:
+            found.append(self._contents[node])
+            node = self._parents[node]
+        return found[::-1]
+
+    def add(self, parent: int, content: Content) -> int:
+        """The node of a block after another one."""
+        node = self._nodes.setdefault((parent, content), len(self._parents))
+        if node == len(self._parents):
+            self._parents.append(parent)
+            self._contents.append(content)
+        return node
+
+    def depth(self, node: int) -> int:
+        """Blocks up to this one."""
+        count = 0
+        while node >= 0:
+            count, node = count + 1, self._parents[node]
+        return count
+
+
+def read_lookups(reader: CaptureReader) -> Lookups:
+    """The requests of a recording, in the order in which they began to store blocks."""
+    found = Lookups()
+    publishers: dict[tuple[int, bytes], _Publisher] = {}
+    for frames, time_s, source in reader:
+        try:
+            message = wire.split_frames(frames)
+            batch = decode_batch(message.payload)
+        except wire.WireError:
+            continue
+        key = (source, message.topic)
+        if key not in publishers:
+            publishers[key] = _Publisher(found, len(found.sources))
+            found.sources.append(key)
+        if time_s is not None:
+            found.first_s = time_s if found.first_s is None else found.first_s
+            found.last_s = time_s
+        publishers[key].take(message, batch)
+    return found
+
+
+class _Publisher:
+    """Follows the cache of one publisher."""
+
+    def __init__(self, found: Lookups, source: int) -> None:
+        self._found, self._source = found, source
+        self._check = SequenceCheck()
+        self._place: tuple[str | None, str] | None = None  # cache group and medium that are followed
+        self._node_of: dict[wire.BlockHash, int] = {}
+        self._resident: set[wire.BlockHash] = set()
+        self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
+        self._just_stored: set[wire.BlockHash] = set()  # by the message before
+
+    def take(self, message: wire.Message, batch: wire.Batch) -> None:
+        if message.seq is not None:
+            verdict = self._check.take(message.seq, message.seq, batch.time_s)
+            if verdict == "repeated":
+                return
+            if verdict == "restarted":
+                self._clear()
+        before, self._just_stored = self._just_stored, set()
+        for event in batch.events:
+            match event:
+                case wire.Stored():
+                    self._store(event, before)
+                case wire.Removed():
+                    self._remove(event)
+                case wire.Cleared():
+                    self._clear()
+                case wire.Created():
+                    self._found.capacity = max(event.num_blocks.values(), default=self._found.capacity)
+
+    def _store(self, event: wire.Stored, before: set[wire.BlockHash]) -> None:
+        found = self._found
+        self._place = self._place or (event.group, event.medium)
+        found.block_size = found.block_size or event.block_size
+        if (event.group, event.medium) != self._place or event.block_size != found.block_size or not event.hashes:
+            found.num_other_blocks += len(event.hashes)
+            return
+        node = self._node_before(event)
+        request = None if event.parent is None else self._open.pop(event.parent, None)
+        # A block alone is generated text; several ones are the next chunk of a prompt only right after the last one.
+        is_chunk = event.parent in self._just_stored or (len(event.hashes) > 1 and event.parent in before)
+        if request is None or not (is_chunk or len(event.hashes) == 1):
+            num_hit = found.depth(node)
+            request = SeenRequest(self._source, num_hit, node, num_hit + len(event.hashes))
+            found.requests.append(request)
+        elif is_chunk:
+            request.num_prompt += len(event.hashes)
+        for block_hash, content in zip(event.hashes, _contents(event), strict=True):
+            node = self._node_of[block_hash] = found.add(node, content)
+        request.end = node
+        self._open[event.hashes[-1]] = request
+        self._just_stored.update(event.hashes)
+        self._resident.update(event.hashes)
+        found.peak_blocks = max(found.peak_blocks, len(self._resident))
+
+    def _node_before(self, event: wire.Stored) -> int:
+        if event.parent is None:
+            return -1 if event.lora is None else self._found.add(-1, f"lora {event.lora}")
+        if event.parent not in self._node_of:  # stored before the recording began
+            self._node_of[event.parent] = self._found.add(-1, f"unknown {event.parent!r}")
+        return self._node_of[event.parent]
+
+    def _remove(self, event: wire.Removed) -> None:
+        gone = self._resident.intersection(event.hashes)
+        if gone and (event.group, event.medium or self._medium) == self._place:
+            self._found.evicting_blocks = max(self._found.evicting_blocks or 0, len(self._resident))
+            self._resident -= gone
+
+    @property
+    def _medium(self) -> str | None:
+        return None if self._place is None else self._place[1]
+
+    def _clear(self) -> None:
+        if self._resident:
+            self._found.clears.append((self._source, len(self._found.requests)))
+        self._resident.clear()
+        self._open.clear()
+
+
+def _contents(event: wire.Stored) -> Iterator[Content]:
+    """What each block holds: a digest of its tokens, or its hash where there are none."""
+    ids, size = event.token_ids, event.block_size
+    if ids is None or len(ids) != size * len(event.hashes):
+        yield from (str(each) for each in event.hashes)
+        return
+    for start in range(0, len(ids), size):
+        yield xxhash.xxh64_intdigest(ids[start : start + size].tobytes())

@@ -1,0 +1,166 @@
+"""Reads the two runs that `pagedcli diff` compares: recorded runs, or recordings of KV events, in pairs."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import pagedcli.events as ev
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
+from pagedcli.errors import UsageError
+from pagedcli.kvevents.capture import CaptureReader
+from pagedcli.kvevents.lookups import Lookups, read_lookups
+from pagedcli.printable import plural
+from pagedcli.simulation.advice import recorded_plan, timed_of
+from pagedcli.simulation.causes import Measures
+from pagedcli.simulation.difference import Restart, Side
+from pagedcli.simulation.requests import Chains, TraceRequest, Workload
+from pagedcli.simulation.sources import RecordedRequests
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.explain import Decode, Explainer, divergence_text
+from pagedcli.views.stats import RunStats
+
+_REQUESTS = ("prompts", "outputs", "order")  # causes that comparing prompts shows
+_NO_ENGINE = "KV events show no scheduler"
+
+
+class Evictions(View[PoolState]):
+    """Whose request took the block that a lookup missed."""
+
+    def __init__(self) -> None:
+        self.takers: dict[str, str] = {}  # request whose lookup missed evicted content -> request that took the block
+        self._evicted: dict[int, int] = {}  # block -> hash, until it is allocated
+        self._taken: dict[int, str] = {}  # hash -> request that took its block, the last time
+
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        self._evicted[event.block_id] = event.hash
+
+    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
+        for block_id in self._evicted.keys() & set(event.block_ids):
+            self._taken[self._evicted.pop(block_id)] = state.seqs[event.seq_id].label
+
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        seq = state.seqs[event.seq_id]
+        if event.missing_hash is not None and not seq.repeats and (taker := self._taken.get(event.missing_hash)):
+            self.takers.setdefault(seq.request_id, taker)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Why the lookups of a recorded run ended where they did."""
+
+    explainer: Explainer
+    evictions: Evictions
+
+    def of_requests(self, decode: Decode | None) -> dict[str, tuple[str, str | None]]:
+        """For each request why it found no more, and where it parted from the most similar earlier prompt."""
+        found = {}
+        for lookup in self.explainer.lookups:
+            if lookup.own:
+                continue
+            words, taker = lookup.why(), self.evictions.takers.get(lookup.request_id)
+            if lookup.reason == "evicted" and taker is not None:
+                words += f"; its block went to request {taker}"
+            split = None if lookup.divergence is None else divergence_text(lookup.divergence, decode)
+            found[lookup.request_id] = words, split
+        return found
+
+
+def recorded_sides(paths: tuple[Path, Path]) -> tuple[tuple[Side, Side], Outcomes]:
+    """Two recorded runs, and why the lookups of the later one hit or missed. Raises: UsageError or TraceError."""
+    chains = Chains()
+    (before, _), (after, outcomes) = (_recorded_side(path, chains) for path in paths)
+    sizes = [side.workload.hash_size for side in (before, after)]
+    if sizes != [None, None]:  # not all tokens are recorded: prompts are compared by the hashes of their blocks
+        if before.limits.block_size != after.limits.block_size:
+            why = "one run was recorded without tokens, and hashes of blocks of two sizes cannot be compared"
+            before.hidden |= dict.fromkeys(_REQUESTS, why)
+        for side in (before, after):
+            side.workload.hash_size = side.limits.block_size
+            for request in side.requests:
+                request.token_ids = request.output_ids = request.stopped = None
+    return (before, after), outcomes
+
+
+def _recorded_side(path: Path, chains: Chains) -> tuple[Side, Outcomes]:
+    reader, view, stats = TraceReader(path), RecordedRequests(chains), RunStats()
+    explainer, evictions = Explainer(), Evictions()
+    state = fold(reader, view, stats, explainer, evictions)
+    explainer.finish()
+    workload, facts = view.finish(), stats.facts
+    workload.notes += reader.notes
+    if not workload.requests:
+        raise UsageError(f"{path}: no request finished in this run")
+    recorded = {
+        "hit_rate": Fraction(facts.num_cached_tokens, max(1, facts.num_prompt_tokens)),
+        "computed_tokens": Fraction(facts.num_computed_tokens),
+        "preemptions": Fraction(facts.num_preemptions),
+        "peak_used_blocks": Fraction(facts.peak_used_blocks),
+        "steps": Fraction(facts.num_steps),
+        "seconds": Fraction(facts.steps_ns, 10**9),
+    }
+    side = Side(path.name, workload, recorded_plan(state), recorded, step_time=timed_of(state))
+    side.restarts = [Restart(place) for place in view.restarts]
+    hits = {lookup.request_id: lookup.tokens_hit for lookup in explainer.lookups if not lookup.own}
+    side.hits = {
+        place: hits[each.request_id] for place, each in enumerate(workload.requests) if each.request_id in hits
+    }
+    return side, Outcomes(explainer, evictions)
+
+
+def captured_sides(paths: tuple[Path, Path]) -> tuple[Side, Side]:
+    """Two recordings of KV events. Raises: UsageError or TraceError."""
+    readers = [CaptureReader(path) for path in paths]
+    chains = Chains()
+    before, after = (_captured_side(reader, chains) for reader in readers)
+    keys = ["tokens" if reader.has_tokens else reader.key for reader in readers]
+    if keys[0] != keys[1] or keys[0] is None:
+        why = "the recordings have no tokens, and were not made with the same --key"
+        before.hidden |= dict.fromkeys([*_REQUESTS, "routing"], why)
+    return before, after
+
+
+def _captured_side(reader: CaptureReader, chains: Chains) -> Side:
+    found = read_lookups(reader)
+    if not found.requests or found.block_size is None:
+        raise UsageError(f"{reader.path}: no block was stored in this recording")
+    workload, recorded = _captured_workload(found, chains)
+    workload.notes += reader.notes
+    workload.notes.append(
+        "KV events contain no hits: a request is seen by the blocks that it stored, and what comes before was found"
+    )
+    if found.num_other_blocks:
+        workload.notes.append(
+            f"{plural(found.num_other_blocks, 'block')} of other sizes, cache groups or media are left out"
+        )
+    pool = found.capacity or found.evicting_blocks
+    side = Side(reader.path.name, workload, Plan(limits=Limits(block_size=found.block_size, num_blocks=pool), model=""))
+    side.recorded, side.scheduled, side.exact_pool = recorded, False, found.capacity is not None
+    side.peak_blocks = found.peak_blocks
+    side.restarts = [Restart(place, source) for source, place in found.clears]
+    side.sources = [request.source for request in found.requests]
+    side.hits = {place: request.num_hit * found.block_size for place, request in enumerate(found.requests)}
+    side.hidden = dict.fromkeys(("sequences", "checkpoints", "engine"), _NO_ENGINE)
+    return side
+
+
+def _captured_workload(found: Lookups, chains: Chains) -> tuple[Workload, Measures]:
+    size, num_hit, num_blocks, num_looked_up = found.block_size or 1, 0, 0, 0
+    workload = Workload(format="kv-events", hash_size=size)
+    for number, request in enumerate(found.requests):
+        hashes = chains.numbers(found.chain(request))
+        num_hit += request.num_hit
+        num_blocks += len(hashes)
+        num_looked_up += request.num_prompt
+        num_generated = (len(hashes) - request.num_prompt) * size
+        workload.requests.append(
+            TraceRequest(str(number), None, request.num_prompt * size, max(1, num_generated), hashes)
+        )
+    computed = (num_blocks - num_hit) * size
+    recorded = {"hit_rate": Fraction(num_hit, num_looked_up), "computed_tokens": Fraction(computed)}
+    if found.first_s is not None and found.last_s is not None:
+        recorded["seconds"] = Fraction(found.last_s - found.first_s)
+    return workload, recorded
