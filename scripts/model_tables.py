@@ -27,7 +27,7 @@ from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.fallback_spec import spec_of, text_alone
-from pagedcli.models.families import FAMILIES
+from pagedcli.models.families.registry import FAMILIES
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS
 from pagedcli.models.gguf.description import EXCEPTIONS as GGUF_EXCEPTIONS
@@ -51,15 +51,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "full_attn_idxs": [1],  # LFM2 attends in all layers by default, which no published model does
-}
-_WINDOWS = {
-    "never": "none",
-    "all": "every layer, if config.json names one",
-    "by layer": "some layers, if switched on",
-    "as listed": "the layers of layer_types, if switched on",
-    "if used": "every layer, if switched on",
-    "alternating": "alternating layers",
-    "alternating, full first": "alternating layers",
+    "hybrid_override_pattern": "M-*-",
 }
 # Where published checkpoints differ from their class's defaults in what decides whether they run
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -81,12 +73,11 @@ def native() -> str:
     """Families that the project's own decoders run."""
     rows = []
     for model_type, family in FAMILIES.items():
-        config = {**_SMALL, "hybrid_override_pattern": "M-*-"} if family.layer_letters else _SMALL
-        spec = native_spec(Path("."), {"text_config": config} if family.nested else config, model_type)
+        spec = native_spec(Path("."), {"text_config": _SMALL} if family.text is not None else _SMALL, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
         state = next((layer.mixer.name for layer in spec.layers if layer.mixer.state), "none")
-        facts = (on_cpu, _WINDOWS[family.sliding], state, _split(spec))
+        facts = (on_cpu, family.config.windows, state, _split(spec))
         rows.append((f"`{model_type}`", family.architecture, *facts))
     head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
     return _table(head, rows)

@@ -50,6 +50,11 @@ def test_families_and_formats_of_the_models_page_are_those_of_the_code(model_tab
         assert models_page[name] == make(), f"{name}: run python scripts/model_tables.py --write"
 
 
+def test_defaults_of_the_families_are_those_of_transformers():
+    defaults = script("family_defaults")
+    assert defaults.DOCUMENT.read_text(encoding="utf-8") == defaults.text(), "python scripts/family_defaults.py --write"
+
+
 def test_backends_of_the_models_page_are_those_of_the_code(model_tables, models_page):
     pytest.importorskip("triton")
     assert models_page["attention_backends"] == model_tables.attention_backends()

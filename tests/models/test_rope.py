@@ -38,7 +38,7 @@ def both(parameters, tmp_path):
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(parameters)
     )
-    return LlamaRotaryEmbedding(config), read_rope_spec({"rope_parameters": parameters}, 512, tmp_path / "config.json")
+    return LlamaRotaryEmbedding(config), read_rope_spec({"rope_parameters": parameters}, 512)
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -16,7 +16,7 @@ from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, NATIVE_FAMILIES, cached_
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
-from pagedcli.models.families import FAMILIES
+from pagedcli.models.families.registry import FAMILIES
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.parameters import decoder_parameters
@@ -84,7 +84,7 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path,
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == head_dim
     assert max((mixer.window for mixer in ours.attentions if mixer.window), default=None) == sliding
-    names = {meaning: name for name, meaning in FAMILIES[ours.model_type].renamed.items()}
+    names = {meaning: name for name, meaning in FAMILIES[ours.model_type].config.renamed.items()}
     assert ours.norm.eps == getattr(theirs, names.get("rms_norm_eps", "rms_norm_eps"))
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
@@ -93,6 +93,14 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path,
     eos = [] if theirs.eos_token_id is None else theirs.eos_token_id
     assert list(ours.eos_token_ids) == (eos if isinstance(eos, list) else [eos])
     assert ours.bos_token_id == theirs.bos_token_id
+
+
+def test_gemma_3_as_published_leaves_out_what_equals_a_default(tmp_path):
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    architectures = ["Gemma3ForConditionalGeneration"]
+    spec = read_spec(write(tmp_path, {"architectures": architectures, "model_type": "gemma3", "text_config": text}))
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262208, 8, 4, 256)
 
 
 BIASES = ("attention_bias", "attention_out_bias", "use_qkv_bias", "mlp_bias", "use_bias")
@@ -111,7 +119,7 @@ def test_a_field_about_biases_means_what_transformers_takes_it_for(family, value
     config = json.loads((cached_model(family, tmp_path_factory) / "config.json").read_text())
     for field in BIASES:
         write(tmp_path, {**config, field: value})
-        if FAMILIES[config["model_type"]].through_transformers({**config, field: value}):
+        if FAMILIES[config["model_type"]].config.through_transformers({**config, field: value}):
             continue
         with torch.device("meta"):
             theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))

@@ -1,4 +1,6 @@
-"""To add a model family, touch its entry in models/families.py: data only. All commands then plan, list and run it."""
+"""To add a model family, touch its class in models/families/ and its line in the registry there.
+
+All commands then plan, list and run it."""
 
 import json
 import shutil
@@ -7,21 +9,24 @@ import pytest
 from cli_harness import FAST, pagedcli, rows_of
 from model_zoo import tiny_model
 
-from pagedcli.models.families import FAMILIES
-from pagedcli.models.family import Family
+from pagedcli.models.families.dense import SmolLM3
+from pagedcli.models.families.registry import FAMILIES, Family
 from pagedcli.models.hub import resolve_model
 
-ENTRY = Family(
-    "LuckyForCausalLM",
-    2,
-    32,
-    512,
-    (1, 2),
-    "as listed",
-    ropes="as listed",
-    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
-    traits=lambda _: {"qk_norm": True},
-)
+
+class Lucky(SmolLM3):
+    num_key_value_heads = 2
+    head_dim = 32
+    rms_norm_eps = 1e-5
+    rope_theta = 1e4
+    max_position_embeddings = 512
+    tie_word_embeddings = False
+    bos_token_id, eos_token_id = 1, 2
+    biases = ("attention_bias", "attention_bias", False)
+    qk_norm = "heads"
+
+
+ENTRY = Family("LuckyForCausalLM", Lucky)
 LINES = [{"prompt": "Once upon a time"}, {"prompt": "The fox", "n": 2, "temperature": 1}, {"prompt": "Hello"}]
 
 

@@ -11,7 +11,7 @@ import msgspec
 from pagedcli.errors import MissingModelError, ModelError
 
 _T = TypeVar("_T")
-Ids = int | list[int] | None
+Ids = int | tuple[int, ...] | None
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 _BOUND = re.compile(r"Expected `(int|float)` [<>]=? \S+ - at `\$\.(\w+)(\[\d+\])?`")
@@ -92,4 +92,4 @@ def convert(content: dict[str, Any], kind: type[_T], where: Path) -> _T:
 
 
 def _as_list(ids: Ids) -> list[int]:
-    return [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -5,7 +5,6 @@ Free of torch. blocks.py turns a RopeSpec into cosines and sines.
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -96,36 +95,34 @@ class _ConfigJson(msgspec.Struct):
 def read_rope_spec(
     config: dict[str, Any],
     max_position_embeddings: int,
-    where: Path,
     *,
     may_be_partial: bool = False,
     may_have_alpha: bool = False,
 ) -> RopeSpec:
     """The RopeSpec of a config.json, whichever of the two forms it uses.
 
-    Raises: ModelError for an unknown type, a missing parameter or an unexpected partial rotary embedding; `where` names
-            the file.
+    Raises: ModelError for an unknown type, a missing parameter or an unexpected partial rotary embedding.
     """
     try:
         fields = msgspec.convert(config, _ConfigJson)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{where}: {error}", hint="compare the file with the original on the Hub") from error
-    _check_positive(fields, where)
+        raise ModelError(str(error), hint="compare the file with the original on the Hub") from error
+    _check_positive(fields)
     for form in ("rope_parameters", "rope_scaling"):
         if any(isinstance(value, dict) for value in (config.get(form) or {}).values()):
-            raise ModelError(f"{where}: {form} differs between layers, which is not supported for this family")
+            raise ModelError(f"{form} differs between layers, which is not supported for this family")
     rope = fields.rope_scaling or fields.rope_parameters or _RopeJson()  # transformers prefers rope_scaling, too
     rope_type, alpha = _type_and_alpha(rope, may_have_alpha)
     if rope_type not in _TYPES:
-        raise ModelError(f"{where}: rope type {rope_type!r} is not supported (supported: {', '.join(_TYPES)})")
+        raise ModelError(f"rope type {rope_type!r} is not supported (supported: {', '.join(_TYPES)})")
     partial = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
     if partial > 1 or (partial < 1 and not may_be_partial and rope_type != "proportional"):
-        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported for this family (only 1.0)")
+        raise ModelError(f"partial_rotary_factor {partial} is not supported for this family (only 1.0)")
     theta = rope.rope_theta or fields.rope_theta or 10000.0
     original = fields.original_max_position_embeddings or rope.original_max_position_embeddings
     original = original or max_position_embeddings
     if rope_type == "linear":
-        factor = _required(rope.factor, "factor", rope_type, where)
+        factor = _required(rope.factor, "factor", rope_type)
         return RopeSpec(type="linear", theta=theta, partial=partial, factor=factor)
     if rope_type == "proportional":
         return RopeSpec(type="proportional", theta=theta, partial=partial, factor=rope.factor or 1.0)
@@ -134,10 +131,10 @@ def read_rope_spec(
             type="llama3",
             theta=theta,
             partial=partial,
-            factor=_required(rope.factor, "factor", rope_type, where),
+            factor=_required(rope.factor, "factor", rope_type),
             original_max_position_embeddings=original,
-            low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor", rope_type, where),
-            high_freq_factor=_required(rope.high_freq_factor, "high_freq_factor", rope_type, where),
+            low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor", rope_type),
+            high_freq_factor=_required(rope.high_freq_factor, "high_freq_factor", rope_type),
         )
     if rope_type == "yarn":
         factor = rope.factor or max_position_embeddings / original
@@ -154,14 +151,14 @@ def read_rope_spec(
             attention_factor=_attention_factor(rope, factor),
         )
     if rope_type == "longrope":
-        found = _longrope(rope, original, max_position_embeddings, where)
+        found = _longrope(rope, original, max_position_embeddings)
         return replace(found, theta=theta, partial=partial)
     return RopeSpec(theta=theta, partial=partial, alpha=alpha)
 
 
-def _longrope(rope: _RopeJson, original: int, max_position_embeddings: int, where: Path) -> RopeSpec:
+def _longrope(rope: _RopeJson, original: int, max_position_embeddings: int) -> RopeSpec:
     if not rope.short_factor:
-        raise ModelError(f"{where}: rope type 'longrope' needs 'short_factor'")
+        raise ModelError("rope type 'longrope' needs 'short_factor'")
     factor = rope.factor or max_position_embeddings / original
     by_length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(
@@ -181,7 +178,7 @@ def _type_and_alpha(rope: _RopeJson, may_have_alpha: bool) -> tuple[str, float]:
     return rope_type, 1.0
 
 
-def _check_positive(fields: _ConfigJson, where: Path) -> None:
+def _check_positive(fields: _ConfigJson) -> None:
     for part in (fields, fields.rope_parameters, fields.rope_scaling):
         for name, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if (
@@ -189,7 +186,7 @@ def _check_positive(fields: _ConfigJson, where: Path) -> None:
                 and name not in ("truncate", "mscale", "mscale_all_dim")
                 and not 0 < value < math.inf
             ):
-                raise ModelError(f"{where}: {name} is {value}, but must be positive and finite")
+                raise ModelError(f"{name} is {value}, but must be positive and finite")
 
 
 def _attention_factor(rope: _RopeJson, factor: float) -> float:
@@ -205,7 +202,7 @@ def _attention_factor(rope: _RopeJson, factor: float) -> float:
     return mscale(1.0)
 
 
-def _required(value: float | None, name: str, rope_type: str, where: Path) -> float:
+def _required(value: float | None, name: str, rope_type: str) -> float:
     if value is None:
-        raise ModelError(f"{where}: rope type {rope_type!r} needs {name!r}")
+        raise ModelError(f"rope type {rope_type!r} needs {name!r}")
     return value

@@ -20,7 +20,8 @@ from pagedcli.models.rope import RopeSpec
 from pagedcli.models.stored_quantization import Quantization
 from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
-Mixer = Attention | GatedDelta | Mamba2 | ShortConv
+Recurrent = GatedDelta | Mamba2 | ShortConv
+Mixer = Attention | Recurrent
 # where the mixer and the MLP are normed; shared: one norm is before both, whose results are added together
 NormPlaces = Literal["before", "after", "around", "shared"]
 

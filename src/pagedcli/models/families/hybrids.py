@@ -1,0 +1,277 @@
+"""Families in which some layers keep a state of fixed size. Free of torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from pagedcli.errors import ModelError
+from pagedcli.models.config_json import Size
+from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED
+from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture
+from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture
+from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mlps import ExpertNames, Experts
+from pagedcli.models.rope import RopeSpec
+from pagedcli.models.spec import LayerSpec
+from pagedcli.models.tensors import TensorNames
+
+StepLimit = float | dict[str, str]  # {"__float__": "Infinity"} is transformers' infinity
+
+
+class Qwen3_5(Hybrid):
+    """Gated delta nets, and attention with an output gate."""
+
+    partial_rotary_factor = 0.25
+    full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
+    linear_conv_kernel_dim: Size = 4
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+
+    biases = ATTENTION_BIAS
+    partial_rope = True
+    qk_norm = "heads"
+    norm_style = OFFSET_NORMS
+    names = TensorNames(skipped=("mtp.",))
+
+    def attending(self) -> Sequence[int]:
+        interval = max(1, self.full_attention_interval)
+        return range(interval - 1, self.num_hidden_layers, interval)
+
+    def attention(self, i: int) -> Attention:
+        return replace(super().attention(i), output_gate=True)
+
+    def recurrent(self) -> GatedDelta:
+        return GatedDelta(
+            num_key_heads=self.linear_num_key_heads,
+            num_value_heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            kernel=self.linear_conv_kernel_dim,
+        )
+
+
+class Qwen3_5Moe(Qwen3_5, QwenMixture):
+    intermediate_size = 512  # no layer has an ordinary MLP
+    norm_topk_prob = True
+
+
+class Qwen3Next(Qwen3_5, QwenMixture):
+    norm_topk_prob = True
+
+    def recurrent(self) -> GatedDelta:
+        return replace(super().recurrent(), interleaved=True)
+
+
+class Lfm2(Hybrid):
+    """Short convolutions."""
+
+    conv_L_cache: Size = 3
+    conv_bias: bool = False
+    full_attn_idxs: list[int] | None = None
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_multiple_of: Size = 256
+
+    renamed = {
+        "norm_eps": "rms_norm_eps",
+        "block_ff_dim": "intermediate_size",
+        "tie_embedding": "tie_word_embeddings",
+    }
+    biases = UNBIASED
+    qk_norm = "heads"
+    names = TensorNames(
+        final_norm="embedding_norm",
+        branch_norms=("operator_norm", "ffn_norm"),
+        attention_out="out_proj",
+        head_norms=("q_layernorm", "k_layernorm"),
+        recurrent="conv",
+        mlp="feed_forward",
+        projections=("w1", "w3", "w2"),
+    )
+
+    @property
+    def mlp_width(self) -> int:
+        """As in the first Llama: 2/3 of it, times a factor, rounded up to a multiple."""
+        if not self.block_auto_adjust_ff_dim:
+            return self.intermediate_size
+        width = int((self.block_ffn_dim_multiplier or 1.0) * int(2 * self.intermediate_size / 3))
+        return -(-width // self.block_multiple_of) * self.block_multiple_of
+
+    def attending(self) -> Sequence[int]:
+        return range(self.num_hidden_layers) if self.full_attn_idxs is None else self.full_attn_idxs
+
+    def recurrent(self) -> ShortConv:
+        return ShortConv(channels=self.hidden_size, kernel=self.conv_L_cache, bias=self.conv_bias)
+
+
+class Lfm2Moe(Lfm2, Mixture):
+    block_auto_adjust_ff_dim = False  # intermediate_size is what it says
+    norm_topk_prob = True
+    num_dense_layers: int = 2
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
+
+    renamed = Mixture.renamed | Lfm2.renamed
+    expert_names = ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))
+
+    def is_dense(self, i: int) -> bool:
+        return i < self.num_dense_layers
+
+    def experts(self) -> Experts:
+        return replace(
+            super().experts(),
+            sigmoid=True,
+            least_sum=1e-6,
+            prefers=self.use_expert_bias,
+            scale=self.routed_scaling_factor,
+        )
+
+
+class Bamba(Hybrid):
+    """Mamba-2."""
+
+    partial_rotary_factor: Any = 0.5
+    attn_layer_indices: list[int] | None = None
+    mamba_n_heads: Size = 128
+    mamba_d_head: Size | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
+    mamba_n_groups: Size = 1
+    mamba_d_state: Size = 256
+    mamba_d_conv: Size = 4
+    mamba_expand: Size = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[StepLimit, StepLimit] | None = None
+
+    partial_rope = True
+    names = TensorNames(
+        final_norm="final_layernorm",
+        branch_norms=("input_layernorm", "pre_ff_layernorm"),
+        recurrent="mamba",
+        mlp="feed_forward",
+    )
+
+    def attending(self) -> Sequence[int]:
+        return self.attn_layer_indices or ()
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        limits = self.time_step_limit or (0.0, math.inf)
+        low, high = (float(each["__float__"]) if isinstance(each, dict) else each for each in limits)
+        return low, high
+
+    def recurrent(self) -> Mamba2:
+        heads, given = self.mamba_n_heads, self.mamba_d_head
+        head_dim = given if isinstance(given, int) else self.mamba_expand * self.hidden_size // heads
+        return Mamba2(
+            num_heads=heads,
+            head_dim=head_dim,
+            num_groups=self.mamba_n_groups,
+            state_size=self.mamba_d_state,
+            kernel=self.mamba_d_conv,
+            conv_bias=self.mamba_conv_bias,
+            proj_bias=self.mamba_proj_bias,
+            step_limits=self.step_limits,
+            norm_group=heads * head_dim // self.mamba_n_groups,
+        )
+
+
+class RotatesIfNamed(Llama):
+    """Attention has no rotary embedding if position_embedding_type does not say so."""
+
+    position_embedding_type: str | None = None
+
+    def ropes(self) -> Sequence[RopeSpec | None]:
+        ropes = super().ropes()
+        return ropes if self.position_embedding_type == "rope" else [None] * len(ropes)
+
+
+class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
+    """Its MLP is the shared expert, alone where there are no others."""
+
+    partial_rotary_factor = None
+
+    biases = ATTENTION_BIAS
+    partial_rope = False
+    names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=("input_linear", "output_linear"))
+
+    @property
+    def mlp_width(self) -> int:
+        return self.intermediate_size if self.num_experts else self.shared_intermediate_size
+
+    def is_dense(self, i: int) -> bool:
+        return not self.num_experts
+
+
+class NemotronH(RotatesIfNamed, Bamba):
+    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
+
+    num_hidden_layers: int = 0  # as many as are listed
+    use_bias: bool = False
+    time_step_min: float = 0.001
+    hybrid_override_pattern: str | None = None
+
+    renamed = {
+        "layers_block_type": "layer_types",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "mlp_hidden_act": "hidden_act",
+        "ssm_state_size": "mamba_d_state",
+        "mamba_num_heads": "mamba_n_heads",
+        "mamba_head_dim": "mamba_d_head",
+        "n_groups": "mamba_n_groups",
+        "conv_kernel": "mamba_d_conv",
+        "use_conv_bias": "mamba_conv_bias",
+    }
+    activations = ("relu2",)
+    known_layer_types = ATTENDS | RECURS | {"mlp"}
+    biases = (False, False, "mlp_bias")
+    norm_style = FLOAT_NORMS
+    gated_mlp = False
+    names = replace(
+        UNGATED,
+        body="backbone",
+        embedding="embeddings",
+        final_norm="norm_f",
+        branch_norms=("norm", "norm"),
+        attention="mixer",
+        recurrent="mixer",
+        mlp="mixer",
+        skipped=("mtp.",),
+    )
+    _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+    def __post_init__(self) -> None:
+        if self.layer_types is None and self.hybrid_override_pattern is not None:
+            self.layer_types = [self._LETTERS.get(letter, letter) for letter in self.hybrid_override_pattern]
+        self.num_hidden_layers = len(self.layer_types or ())
+
+    def check(self) -> None:
+        kinds = self.layer_types
+        if not kinds:
+            raise ModelError("it does not list its layers", hint="download the file again")
+        if any(before == after == "mlp" for before, after in pairwise(["mlp", *kinds])):
+            raise ModelError("an MLP comes first or follows another one, which is not supported")
+        super().check()
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        """As in transformers, time_step_limit has no effect."""
+        return self.time_step_min, math.inf
+
+    def recurrent(self) -> Mamba2:
+        return replace(super().recurrent(), proj_bias=self.use_bias)
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        kinds, layers = self.layer_types or [], super().layers()
+        found = []
+        for i, layer in enumerate(layers):
+            has_mlp = kinds[i + 1 : i + 2] == ["mlp"]
+            if kinds[i] != "mlp":
+                found.append(replace(layer, mlp=layer.mlp if has_mlp else None, mlp_number=i + 1 if has_mlp else None))
+        return tuple(found)

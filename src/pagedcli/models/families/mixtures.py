@@ -1,0 +1,220 @@
+"""Families with experts and attention in every layer. Free of torch."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pagedcli.errors import ModelError
+from pagedcli.models.config_json import Size
+from pagedcli.models.families.dense import FLOAT_NORMS, Granite, listed
+from pagedcli.models.family import (
+    ATTENTION_BIAS,
+    UNBIASED,
+    Alternating,
+    Biases,
+    Mixture,
+    QkNorm,
+    RotatesByTheta,
+    RotatesByWindow,
+    Windowed,
+)
+from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mlps import ExpertNames, Experts, Mlp
+from pagedcli.models.tensors import TensorNames
+
+
+class QwenMixture(Mixture):
+    """Some layers have an ordinary MLP."""
+
+    shared_expert_intermediate_size: Size | None = None
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    mlp_layer_types: list[str] | None = None
+
+    def is_dense(self, i: int) -> bool:
+        named = i in (self.mlp_only_layers or ())
+        if self.mlp_layer_types is not None:
+            named = self.mlp_layer_types[i : i + 1] == ["dense"]
+        return named or bool((i + 1) % max(1, self.decoder_sparse_step))
+
+    def experts(self) -> Experts:
+        width = self.shared_expert_intermediate_size
+        shared = None if width is None else Mlp(width=width, activation=self.activation)
+        return replace(super().experts(), shared=shared)
+
+
+class Qwen3Moe(Windowed, QwenMixture):
+    use_sliding_window: bool = False
+
+    windows = "every layer, if switched on"
+    biases: ClassVar[Biases] = ATTENTION_BIAS
+    qk_norm: ClassVar[QkNorm] = "heads"
+
+    def slides(self) -> list[bool]:
+        return [self.use_sliding_window] * self.num_hidden_layers
+
+
+class Qwen2Moe(Qwen3Moe):
+    qkv_bias: bool = True
+
+    windows = "the layers of layer_types, if switched on"
+    biases = ("qkv_bias", False, False)
+    qk_norm = "none"
+
+    def slides(self) -> list[bool]:
+        return listed(self.layer_types, self.num_hidden_layers, uses=self.use_sliding_window and self.sliding_window)
+
+
+class Mellum(RotatesByWindow, QwenMixture):
+    rope_theta = 5e5
+    sliding_window_pattern = 1
+    norm_topk_prob = True
+
+    biases = ATTENTION_BIAS
+    local_theta = 1e4
+    qk_norm = "heads"
+    names = TensorNames(skipped=("mtp.",))
+
+
+class Mixtral(Windowed, Mixture):
+    norm_topk_prob = True
+
+    biases = UNBIASED
+    expert_names = ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+class Olmoe(Mixture):
+    biases = ATTENTION_BIAS
+    qk_norm = "all"
+
+
+class GptOss(Alternating, Mixture):
+    norm_topk_prob = True
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    own_activation = "clamped_silu"
+    biases = ATTENTION_BIAS
+    norm_style = FLOAT_NORMS
+    expert_names = ExpertNames(router="router")
+    default_rope = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+
+    def check(self) -> None:
+        super().check()
+        if (self.swiglu_alpha, self.swiglu_limit) != (1.702, 7.0):
+            found = f"swiglu_alpha {self.swiglu_alpha} with swiglu_limit {self.swiglu_limit}"
+            raise ModelError(f"{found} is not supported (only 1.702 with 7.0)")
+
+    def attention(self, i: int) -> Attention:
+        return replace(super().attention(i), sinks=True)
+
+    def experts(self) -> Experts:
+        experts = super().experts()
+        return replace(experts, each=replace(experts.each, bias=True), has_biases=True, alternating=True)
+
+
+class GraniteMoe(Granite, Mixture):
+    shared_intermediate_size: int = 0
+
+    biases = ATTENTION_BIAS
+    expert_names = ExpertNames(
+        block="block_sparse_moe",
+        router="router.layer",
+        shared="shared_mlp",
+        shared_projections=("input_linear", "output_linear"),
+    )
+
+    def experts(self) -> Experts:
+        """The softmax is over the picked experts alone."""
+        width = self.shared_intermediate_size
+        shared = Mlp(width=width, activation=self.activation) if width else None
+        return replace(super().experts(), renormalize=True, shared=shared, gates_shared=False)
+
+
+class GraniteMoeSwa(RotatesByTheta, GraniteMoe):
+    sliding_window_pattern = 4
+
+    full_first = True
+    expert_names = replace(GraniteMoe.expert_names, router="router")
+
+    def attention(self, i: int) -> Attention:
+        return replace(super().attention(i), sinks=True)
+
+
+class AlwaysMixture(Mixture):
+    """Experts of which some serve every token: those are together one of their summed width."""
+
+    n_shared_experts: int | None = 0
+
+    def experts(self) -> Experts:
+        width = (self.n_shared_experts or 0) * (self.moe_intermediate_size or self.intermediate_size)
+        shared = Mlp(width=width, activation=self.activation) if width else None
+        return replace(super().experts(), prefers=True, shared=shared, gates_shared=False)
+
+
+class Glm4Moe(AlwaysMixture):
+    """GLM-4.5, whose experts are DeepSeek's without groups."""
+
+    partial_rotary_factor = 0.5
+    norm_topk_prob = True
+    num_dense_layers: int = 1
+    routed_scaling_factor: float = 1.0
+    use_qk_norm: bool = False
+
+    renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
+    biases = ("attention_bias", False, False)
+    partial_rope = True
+    expert_names = ExpertNames(preference="gate.e_score_correction_bias", shared="mlp.shared_experts")
+
+    @staticmethod
+    def through_transformers(config: dict[str, Any]) -> bool:
+        return config.get("n_group") not in (None, 1)
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        """Layers after the last one only predict further tokens."""
+        return TensorNames(skipped=(f"model.layers.{self.num_hidden_layers}.",))
+
+    def attention(self, i: int) -> Attention:
+        return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
+
+    def is_dense(self, i: int) -> bool:
+        return i < self.num_dense_layers
+
+    def experts(self) -> Experts:
+        return replace(super().experts(), sigmoid=True, least_sum=1e-20, scale=self.routed_scaling_factor)
+
+
+class Ernie4_5Moe(AlwaysMixture):
+    moe_layer_start_index: int = 1
+    moe_layer_end_index: int = -1  # the last layer
+    moe_layer_interval: int = 1
+
+    renamed = Mixture.renamed | {
+        "moe_num_experts": "num_experts",
+        "moe_k": "num_experts_per_tok",
+        "moe_num_shared_experts": "n_shared_experts",
+    }
+    biases = UNBIASED
+    neighbours = True
+    names = TensorNames(skipped=("model.mtp",))
+    expert_names = ExpertNames(preference="moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
+
+    @staticmethod
+    def through_transformers(config: dict[str, Any]) -> bool:
+        """Its output layer has a bias, too."""
+        return bool(config.get("use_bias"))
+
+    def is_dense(self, i: int) -> bool:
+        last = self.moe_layer_end_index if self.moe_layer_end_index >= 0 else self.num_hidden_layers - 1
+        is_within = max(0, self.moe_layer_start_index) <= i <= last
+        return not is_within or bool((i + 1) % max(1, self.moe_layer_interval))
+
+    def experts(self) -> Experts:
+        return replace(super().experts(), renormalize=True)
