@@ -8,7 +8,6 @@ from cli_harness import pagedcli
 
 from pagedcli.cli.prompt_scan import ReadingLine
 from pagedcli.planning.prompt_survey import PromptSurvey
-from pagedcli.simulation.forecast import MOST_IN_FULL
 from pagedcli.simulation.requests import TraceRequest, work_of
 
 
@@ -52,8 +51,8 @@ def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream
 
 def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
     tried = []
-    monkeypatch.setattr("pagedcli.simulation.forecast.MOST_IN_FULL", 600)
-    monkeypatch.setattr("pagedcli.simulation.forecast.SAMPLED", 200)
+    monkeypatch.setattr("pagedcli.simulation.forecast.MOST_IN_FULL", 6000)
+    monkeypatch.setattr("pagedcli.simulation.forecast.SAMPLED", 2000)
     from pagedcli.simulation import advice
 
     real = advice.advise
@@ -64,25 +63,24 @@ def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pagedcli.simulation.advice.advise", watched)
     found = json.loads(
-        pagedcli("plan", write_rows(tmp_path / "in.jsonl", 80), "--no-calibrate", "--format", "json").stdout
+        pagedcli("plan", write_rows(tmp_path / "in.jsonl", 800), "--no-calibrate", "--format", "json").stdout
     )
     [(num_requests, left_out)] = tried
-    assert num_requests < 20 < found["forecast"]["requests"] == 80
-    each = work_of(TraceRequest("0", None, found["num_prompt_tokens"] // 80, 4))
-    assert num_requests * each + left_out == pytest.approx(80 * each, rel=0.1)
-    assert MOST_IN_FULL > 2**20
+    assert num_requests < 200 < found["forecast"]["requests"] == 800
+    each = work_of(TraceRequest("0", None, found["num_prompt_tokens"] // 800, 4))
+    assert num_requests * each + left_out == pytest.approx(800 * each, rel=0.1)
 
 
 def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
     """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
     monkeypatch.setattr("pagedcli.simulation.forecast.MOST_SIMULATED", 100)
-    path = write_rows(tmp_path / "in.jsonl", 60, max_tokens=200)
+    path = write_rows(tmp_path / "in.jsonl", 600, max_tokens=200)
     found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
         "forecast"
     ]
     assert found["simulated_share"] < 0.2
-    assert found["requests"] == pytest.approx(60, abs=3)
-    assert found["generated_tokens"] == pytest.approx(120, abs=6)
+    assert found["requests"] == pytest.approx(600, abs=30)
+    assert found["generated_tokens"] == pytest.approx(1200, abs=60)
 
 
 def test_block_sizes_of_rows_that_share_nothing_are_counted_without_looking_at_each_again():

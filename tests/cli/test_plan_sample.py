@@ -56,8 +56,8 @@ def test_sample_reads_only_the_sample(long_file, monkeypatch):
 def test_the_first_answer_goes_to_stderr_before_the_file_is_read_and_the_rest_is_exact(long_file):
     shown = pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3)
     first = shown.stderr.splitlines()[0]
-    assert first.startswith("about 1")
-    assert " rows spread over the file; reading all of them" in first
+    assert re.match(r"about .*1[12],\d00 rows, .* prompt tokens, at least .* 1.8 % of the rows bad; from ", first)
+    assert first.endswith(" rows spread over the file; reading all of them")
     assert shown.stderr.count("spread over the file") == 1
     assert "estimate from" not in shown.stderr
     assert json.loads(shown.stdout)["num_rows"] == 12_000

@@ -1,17 +1,22 @@
 """A forecast has the counts of the run, and its time is the sum of the steps' times."""
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
 from cli_harness import pagedcli, rows_of
 
-from pagedcli.batch.prompts import open_prompts
+from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.config import load_config
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime
-from pagedcli.simulation.forecast import MOST_SIMULATED, forecast, in_prefix_order
+from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
+from pagedcli.simulation.forecast import MOST_SIMULATED, forecast, in_prefix_order, with_hits_of_all
+from pagedcli.simulation.forecast_tables import time_range
+from pagedcli.simulation.requests import work_of
 from pagedcli.simulation.sources import PromptRequests, read_prompts
 
 CLOCK = StepTime(
@@ -41,7 +46,14 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED):
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
     reorder = loaded.config.run.reorder
-    return forecast(requests.finish(), plan, CLOCK, reorder=reorder, left_out=requests.left_out)
+    found = forecast(requests.finish(), plan, CLOCK, reorder=reorder, left_out=requests.left_out)
+    if not requests.left_out:
+        return found
+    whole = PromptRequests(str(path))
+    for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
+        whole.add(row, max_tokens)
+    ideals = (ideal_hit_rate(accesses_of(each.workload, plan.limits.block_size)) for each in (requests, whole))
+    return with_hits_of_all(found, ideal_of_sample=next(ideals), ideal_of_all=next(ideals))
 
 
 POOLS = [  # flags, samples of some rows, least preemptions
@@ -92,12 +104,54 @@ def test_only_texts_take_the_time_of_a_tokenizer(tmp_path):
     assert text - ids == pytest.approx(CLOCK.text_token_s * found[0].num_prompt_tokens)
 
 
-def test_of_much_work_the_beginning_is_simulated(tmp_path):
+def test_of_much_work_rows_from_all_over_the_file_are_simulated(tmp_path):
     path = file_of(tmp_path / "prompts.jsonl", 240)
-    whole, part = predicted(path, {}), predicted(path, {}, most_tokens=1500)
-    assert whole.share == 1.0
+    whole, part = predicted(path, {}), predicted(path, {}, most_tokens=3000)
+    assert (whole.share, whole.sample_error) == (1.0, 0.0)
     assert part.share < 0.8
     assert part.num_generated_tokens == pytest.approx(whole.num_generated_tokens, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["longer and longer", "at random", "alike"])
+def test_the_time_of_a_sampled_file_lies_in_its_interval(kind, tmp_path):
+    """Rows that are like those at the beginning only at the beginning: the first rows would tell little."""
+    rng = random.Random(kind)
+    lengths = {
+        "longer and longer": [4 + n // 20 for n in range(3000)],
+        "at random": [rng.choice([4, 250]) for _ in range(3000)],
+        "alike": [40] * 3000,
+    }[kind]
+    path = tmp_path / "prompts.jsonl"
+    rows = ({"prompt": [5 + n % 90] * length, "max_tokens": 2 + length // 40} for n, length in enumerate(lengths))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = {"engine.max_num_seqs": 16}
+    whole, part = predicted(path, few), predicted(path, few, most_tokens=20_000)
+    assert 0.1 < part.share < 0.5
+    assert 0.0 < part.sample_error < 0.5
+    low, high = time_range(part, replace(CLOCK, error=0.0))
+    assert low <= whole.seconds <= high < 6 * low
+
+
+def test_the_kept_part_of_a_file_is_spread_over_it_and_bounded(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": [5] * 8, "max_tokens": 4}) + "\n" for _ in range(20_000)))
+    loaded = load_config(None, {})
+    folder = model_folder(loaded.config.engine)
+    limits = limits_without_pool(loaded.config.engine, read_spec(folder))
+    requests, most = PromptRequests(str(path), most_tokens=50_000), 0
+    for row, max_tokens in open_prompts(loaded, str(path), folder, limits).admitted():
+        requests.add(row, max_tokens)
+        most = max(most, len(requests.workload.requests))
+    each = work_of(requests.workload.requests[0])
+    kept = [int(request.request_id) for request in requests.workload.requests]
+    assert most * each <= 50_000 + each
+    assert 25_000 - 64 * each <= requests.work == len(kept) * each
+    assert requests.work + requests.left_out == pytest.approx(20_000 * each)
+    assert kept[-1] > 18_000
+    part, left_out = requests.part(10_000)
+    assert 5_000 - 64 * each <= sum(map(work_of, part.requests)) <= 10_000
+    assert sum(map(work_of, part.requests)) + left_out == pytest.approx(20_000 * each)
+    assert int(part.requests[-1].request_id) > 15_000
 
 
 def test_a_slower_machine_takes_longer_by_the_same_factor(tmp_path):

@@ -13,6 +13,7 @@ from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, con
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
+from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.errors import BackendError, UsageError
@@ -131,7 +132,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         subject, budget_s = run.subject, ADVICE_S
         base: Forecast | None = run.found
         if survey.requests.work + survey.requests.left_out > MOST_IN_FULL:
-            workload, left_out = survey.requests.first_part(SAMPLED)
+            workload, left_out = survey.requests.part(SAMPLED)
             subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
         advice = advise(subject, base=base, budget_s=budget_s)
         enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
@@ -267,7 +268,7 @@ def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptR
     from pagedcli.simulation.forecast import SAMPLED, forecast
     from pagedcli.simulation.forecast_tables import time_range
 
-    workload, left_out = requests.first_part(SAMPLED)
+    workload, left_out = requests.part(SAMPLED)
     step_time = load_step_time(decision.time_key)
     if step_time is not None and step_time.disturbed:
         step_time = None  # It is measured again once the file has been read.
@@ -295,7 +296,8 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
     from pagedcli.bench.calibration import step_time_here
     from pagedcli.cli.tuning import smaller_kv, time_in_turns
     from pagedcli.simulation.advice import Subject
-    from pagedcli.simulation.forecast import forecast
+    from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
+    from pagedcli.simulation.forecast import forecast, with_hits_of_all
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
 
     decision, run, requests = survey.decision, loaded.config.run, survey.requests
@@ -322,6 +324,10 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         observe=partial(show, ("simulating: {:,} of " + num_requests).format),
         left_out=requests.left_out,
     )
+    if found.share < 1 and plan.limits.block_size in BLOCK_SIZES and plan.limits.enable_prefix_caching:
+        ideal = ideal_hit_rate(accesses_of(workload, plan.limits.block_size))
+        of_all = survey.scan.plan.ideal_hit_rate(plan.limits.block_size)
+        found = with_hits_of_all(found, ideal_of_sample=ideal, ideal_of_all=of_all)
     notes = [options.lengths, *workload.notes]
     if requests.num_beam_searches:
         notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")

@@ -179,6 +179,10 @@ class PromptSurvey:
         """Prompt and output of one sequence."""
         return self._by(lambda shape: shape.num_prompt + shape.max_tokens)
 
+    def ideal_hit_rate(self, block_size: int) -> float:
+        """Share of the prompts' tokens that an unlimited cache has, in blocks of a size in BLOCK_SIZES."""
+        return self._total(_Shape.hit_tokens, block_size) / max(1, self.prompt_tokens)
+
     def block_size_rows(self) -> list[Row]:
         """Each block size with its hit rate and waste.
 

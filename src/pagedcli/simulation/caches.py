@@ -90,6 +90,13 @@ def accesses_of(workload: Workload, block_size: int, *, partial_blocks: bool = F
     return Accesses(_as_ints(blocks), ends, weights, prompt_tokens, total[ends[1:]] - total[ends[:-1]], block_size)
 
 
+def ideal_hit_rate(accesses: Accesses) -> float:
+    """Share of the prompts' tokens that a cache without limit has."""
+    is_first = np.zeros(len(accesses.blocks), dtype=np.bool_)
+    is_first[np.unique(accesses.blocks, return_index=True)[1]] = True
+    return float(accesses.tokens[~is_first].sum() / max(1, accesses.prompt_tokens.sum()))
+
+
 def _as_ints(values: "array[int]") -> Ints:
     return np.frombuffer(values, dtype=np.int64) if values else np.zeros(0, dtype=np.int64)
 

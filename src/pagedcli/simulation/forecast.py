@@ -17,8 +17,9 @@ from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
 MOST_SIMULATED = 2**20  # work that is simulated of a file, see requests.work_of: some 5 seconds
-SAMPLED = 2**18  # work that each trial of another setting simulates of a file with more than MOST_IN_FULL
-MOST_IN_FULL = 2**23
+MOST_IN_FULL = 2**18  # work that each trial of another setting simulates in full: about a second
+SAMPLED = 2**17  # work that it simulates of a file with more
+_FEWEST_PARTS, _MOST_PARTS = 4, 16  # of a sample, whose differences say how far off it may be
 PARTS = ("prompts", "generation", "attention", "sampling", "memory", "rows")
 
 
@@ -40,6 +41,9 @@ class Forecast:
     first_row_s: float | None  # seconds until the first row is complete
     parts: dict[str, float] = field(default_factory=dict)  # seconds, see PARTS
     share: float = 1.0  # share of the work that was simulated; the rest is assumed to be like it
+    sample_error: float = 0.0  # share of the time by which that may be off, in 19 of 20 files
+    fewer_s: float = 0.0  # seconds that hits save at most, besides, if the rest hits more than was simulated
+    more_s: float = 0.0  # seconds that they cost, if it hits no more than that
     as_tokens_s: float | None = None  # `seconds` if no prompt had to be tokenized
 
     @property
@@ -73,7 +77,7 @@ def forecast(
     engine with this plan.
 
     `reorder` and `read_ahead` are those of the run. `observe` receives the number of finished requests after each
-    step. `left_out`: work of requests like these that the run has after them (see requests.work_of).
+    step. `left_out`: work of requests like these that the run has among them (see requests.work_of).
     """
     requests = in_prefix_order(workload.requests) if reorder == "prefix" else workload.requests
     simulated = sum(map(work_of, requests))
@@ -82,7 +86,49 @@ def forecast(
     schedule = arrivals or Schedule(step_time=timer, read_ahead=read_ahead)
     run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
     texts = np.fromiter((request.is_text for request in requests), np.bool_, len(requests))
-    return _forecast(run, texts, step_time, timer, share)
+    found = _forecast(run, texts, step_time, timer, share)
+    return replace(found, sample_error=_sample_error(run, requests, share))
+
+
+def with_hits_of_all(found: Forecast, *, ideal_of_sample: float, ideal_of_all: float) -> Forecast:
+    """The forecast of a sample, where fewer earlier prompts begin as each does than among all rows. `ideal_*`: their
+    hit rates with an unlimited cache. All rows are taken to reach as much of theirs as the sample does of its own."""
+    low, most = found.hit_rate, max(ideal_of_all, found.hit_rate)
+    likely = min(most, max(low, ideal_of_all * low / ideal_of_sample if ideal_of_sample else ideal_of_all))
+    prompts_s = found.parts.get("prompts", 0.0)
+
+    def computed_s(rate: float) -> float:
+        """What the computed tokens of the prompts take at a hit rate."""
+        return prompts_s * (1 - rate) / max(1 - low, 1e-9)
+
+    saved_s, more = prompts_s - computed_s(likely), round((likely - low) * found.num_prompt_tokens)
+    return replace(
+        found,
+        num_cached_tokens=found.num_cached_tokens + more,
+        num_computed_tokens=found.num_computed_tokens - more,
+        seconds=None if found.seconds is None else found.seconds - saved_s,
+        as_tokens_s=None if found.as_tokens_s is None else found.as_tokens_s - saved_s,
+        parts=found.parts | ({"prompts": computed_s(likely)} if found.parts else {}),
+        fewer_s=computed_s(likely) - computed_s(most),
+        more_s=saved_s,
+    )
+
+
+def _sample_error(run: RunResult, requests: Sequence[TraceRequest], share: float) -> float:
+    """How far the whole may be from a sample with this share of its work: by the time that each part of the sample took
+    for its work, from when its first requests started to when those of the next part did."""
+    served = np.flatnonzero(run.served())
+    if share == 1.0 or len(served) < 2 * _FEWEST_PARTS or not run.total_s:
+        return 0.0
+    at_once = min(run.plan.limits.max_num_seqs, len(served) // (2 * _FEWEST_PARTS))  # these start together
+    num = min(_MOST_PARTS, max(_FEWEST_PARTS, len(served) // (2 * at_once)))
+    starts = np.arange(num + 1) * (len(served) - at_once) // num
+    all_work = np.array([work_of(request) for request in requests])[served]
+    work = np.add.reduceat(all_work, starts)[:-1]
+    times = np.diff([np.asarray(run.waited_s)[served[start : start + at_once]].mean() for start in starts])
+    off = times - times.sum() / work.sum() * work
+    quantile = 2 + 4 / (num - 1)  # nearly that of Student's distribution
+    return float(quantile * np.sqrt(num / (num - 1) * (off**2).sum() * (1 - share)) / times.sum())
 
 
 def counts_of(run: RunResult) -> Forecast:

@@ -1,6 +1,7 @@
 """A forecast as tables: what a run will take, and what for. Used by `plan`."""
 
 from collections.abc import Sequence
+from math import hypot
 from typing import Any
 
 from pagedcli.planning.step_time import StepTime
@@ -44,7 +45,12 @@ def forecast_row(found: Forecast, step_time: StepTime | None) -> dict[str, Any]:
 
 def time_range(found: Forecast, step_time: StepTime | None) -> tuple[float | None, float | None]:
     """The shortest and the longest time of 19 of 20 such runs."""
-    return (None, None) if found.seconds is None or step_time is None else step_time.likely(found.seconds)
+    if found.seconds is None or step_time is None:
+        return None, None
+    least_s, most_s, error = found.seconds - found.fewer_s, found.seconds + found.more_s, found.sample_error
+    low_s, high_s = step_time.likely(least_s)[0], step_time.likely(most_s)[1]
+    low_s = least_s - hypot(least_s - low_s, least_s * error / (1 + error))
+    return max(0.0, low_s), most_s + hypot(high_s - most_s, most_s * error)
 
 
 def forecast_table(
@@ -78,7 +84,8 @@ def forecast_table(
     if found.num_refused:
         notes.append(f"{plural(found.num_refused, 'request')} that the pool cannot hold: left out")
     if found.share < 1:
-        notes.append(f"simulated: the first {percent_text(found.share)} of the work; the rest is assumed to be like it")
+        simulated = percent_text(found.share)
+        notes.append(f"simulated: {simulated} of the work, from all over the file; the rest is assumed to be like it")
     rows = [{"what": what, "value": value} for what, value in values]
     return Table("expected_run", "Expected run", [Column("what", "what"), Column("value", "expected")], rows, notes)
 

@@ -218,10 +218,28 @@ def read_kv_events(path: Path) -> Workload:
     return workload
 
 
+_SPAN = 64  # rows that follow each other, as they may have a beginning in common
+
+
+def _span(row: int) -> int:
+    return row // _SPAN
+
+
+def _row_of(request: TraceRequest) -> int:
+    return int(request.request_id.partition("/")[0])
+
+
+def _one_span_of(every: int, requests: list[TraceRequest]) -> tuple[list[TraceRequest], float]:
+    """Those in one of so many spans, and their work."""
+    found = [request for request in requests if _span(_row_of(request)) % every == 0]
+    return found, sum(map(work_of, found))
+
+
 class PromptRequests:
     """Collects the requests of a prompt file's rows, with the outputs of an earlier run where it has them.
 
-    Of more than `most_tokens` tokens of work only the first requests are kept, and `left_out` is the work of others.
+    Of more than `most_tokens` tokens of work only spans of rows from all over the file are kept, each as far from the
+    next: at least half as much. `left_out` is the work of the others.
     """
 
     def __init__(
@@ -241,6 +259,7 @@ class PromptRequests:
         self._expected_tokens = expected_tokens
         self._most_tokens = most_tokens
         self.work = 0.0  # work of requests that were kept
+        self._every = 1  # of so many spans one is kept
         self._num_without = 0  # rows without an output in the earlier run
 
     def add(self, row: BatchRow, max_tokens: list[int]) -> None:
@@ -253,10 +272,10 @@ class PromptRequests:
         output = None if outputs is None else outputs.get(line.index)
         self._num_without += outputs is not None and output is None
         share = None if output is None else output.shares(len(row.prompts))
+        is_kept = _span(line.index) % self._every == 0
         for place, prompt in enumerate(row.prompts):
             request_id = f"{line.index}/{place}" if place else str(line.index)
             own = None if share is None else share[place]
-            is_kept = self.work <= self._most_tokens
             request = _request(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
             request.row_id = None if row.id is None else str(row.id)
             if self._expected_tokens is not None:
@@ -266,17 +285,19 @@ class PromptRequests:
                 self.workload.requests.append(request)
             else:
                 self.left_out += work_of(request)
+        while self.work > self._most_tokens and _span(line.index) >= self._every:  # so that two spans are kept
+            self._every *= 2
+            self.workload.requests, work = _one_span_of(self._every, self.workload.requests)
+            self.left_out += self.work - work
+            self.work = work
 
-    def first_part(self, most_tokens: float) -> tuple[Workload, float]:
-        """The first requests, of so much work, and the work of the others."""
-        first: list[TraceRequest] = []
-        work = 0.0
-        for request in self.workload.requests:
-            if work > most_tokens:
-                break
-            work += work_of(request)
-            first.append(request)
-        return replace(self.workload, requests=first), self.work - work + self.left_out
+    def part(self, most_tokens: float) -> tuple[Workload, float]:
+        """Spans of the requests, of about so much work, and the work of the others."""
+        every, found, work = self._every, self.workload.requests, self.work
+        while work > most_tokens and _span(_row_of(found[-1])) >= every:
+            every *= 2
+            found, work = _one_span_of(every, found)
+        return replace(self.workload, requests=found), self.work - work + self.left_out
 
     def refuse(self, row: BatchRow, error: RequestError) -> None:
         self.workload.add_bad(f"{self._name}:{row.line.number}", error.message)
