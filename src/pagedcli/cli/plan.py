@@ -16,7 +16,7 @@ from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.distributed.partition import facts as share_facts
-from pagedcli.errors import BackendError, UsageError
+from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.records import LEFT, Bytes, Share, count, decimal, size
@@ -26,6 +26,7 @@ from pagedcli.show.terminal import ProgressLine, say
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
     from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.cli.plan_models import ModelRow
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.simulation.advice import Advice, Subject
@@ -37,6 +38,9 @@ _INPUT_HELP = "Input file (also .gz); - reads stdin."
 _WORKERS_HELP = "Also predict the distribution over N workers (generate --ray)."
 _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
+_MODEL_HELP = (
+    "Model folder, hub id, or builtin: the demo model. Several: one table says which is fastest here. Default: builtin."
+)
 _SAMPLE_HELP = "End with the first answer: what some 2,000 rows from all over a long file let expect."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
 _ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
@@ -52,6 +56,7 @@ class PlanOptions:
     """The flags of `plan` itself; `generate --dry-run` and `generate --tune` set some of them."""
 
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP)]
+    models: Annotated[list[str] | None, option("-m", "--model", metavar="MODEL", help=_MODEL_HELP)] = None
     tokenizer: Annotated[Path | None, option(metavar="DIR", help="Tokenizer folder, instead of the model's own.")] = (
         None
     )
@@ -75,7 +80,10 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
+_KEYS = tuple(key for key in PLAN_KEYS if key != "engine.model")  # may be given several times
+
+
+@config_flags(*_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
@@ -90,6 +98,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     Examples:
       pagedcli plan prompts.jsonl
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
+      pagedcli plan prompts.jsonl -m ./qwen -m ./llama -m builtin (which is fastest here?)
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
       pagedcli plan million.jsonl --sample                        (within seconds, about)
@@ -102,7 +111,60 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
     if options.sample and (options.outputs is not None or options.tune or options.workers is not None):
         raise UsageError("--sample reads a few rows; --outputs, --tune and --workers need all of them")
+    several = list(dict.fromkeys(options.models or ()))
+    if len(several) > 1:
+        raise typer.Exit(_compare(several, flags, options))
+    if several:
+        flags = {**flags, "engine.model": several[0]}
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
+
+
+def _compare(models: list[str], flags: Flags, options: PlanOptions) -> int:
+    """Print which of these models is fastest. Returns the exit code."""
+    from pagedcli.batch.lines import is_live
+    from pagedcli.cli.plan_models import ModelRow, print_models
+
+    if options.tokenizer is not None or options.tune or options.workers is not None:
+        raise UsageError("--tokenizer, --tune and --workers take one model", hint="name one with -m")
+    if is_live(options.prompts):
+        raise UsageError("several models read the prompts one after the other", hint="write them to a file first")
+    rows = []
+    for number, model in enumerate(models, 1):
+        say(f"model {number} of {len(models)}: {model}")
+        loaded = load_config(options.config, {**flags, "engine.model": model})
+        try:
+            rows.append(_row_of(model, loaded, options))
+        except MissingModelError:
+            raise
+        except (ModelError, ConfigError) as error:
+            rows.append(ModelRow(model, fits=False, reason=error.message))
+    print_models(rows, options.prompts, options.format_)
+    return EXIT_BAD_ROWS if any(row.num_bad_rows for row in rows) else 0
+
+
+def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow":
+    """What the file takes with a model. Raises: PagedcliError."""
+    from pagedcli.cli.plan_models import ModelRow, memory_of
+    from pagedcli.planning.step_time import load_seconds
+
+    survey = _survey(loaded, options)
+    decision, num_bad = survey.decision, survey.scan.num_bad
+    if decision is None or decision.pool is None:
+        reason = survey.refusal or "it runs through transformers: neither its memory nor its time is predicted"
+        return ModelRow(model, fits=None if decision else False, num_bad_rows=num_bad, reason=reason)
+    if not has_pool(decision):
+        return ModelRow(model, fits=False, num_bad_rows=num_bad, reason=decision.pool.reason)
+    row = ModelRow(model, fits=True, memory_bytes=memory_of(decision), num_bad_rows=num_bad)
+    if isinstance(survey, FirstAnswer):
+        found = survey.run
+    elif survey.is_of_a_run:
+        run = _expected_run(loaded, survey, options)
+        found = run.facts
+    else:
+        return replace(row, reason="the file has no valid row")
+    times = {name: found[name] for name in ("seconds", "seconds_low", "seconds_high", "tokens_per_s")}
+    why = None if times["seconds"] is not None else found["time_source"]
+    return replace(row, **times, load_s=load_seconds(decision.time_key), reason=why)
 
 
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
@@ -220,7 +282,7 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
         own = PromptRequests(input_name, expected_tokens=options.expected_output)
         first = first_answer(loaded, sample, folder, spec, decision if has_pool(decision) else None, own)
     if first is not None and options.sample:
-        return first
+        return replace(first, decision=decision, refusal=refusal)
     if first is not None:
         say(f"{first.in_words}; reading all of them")
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pagedcli.simulation.sources import PromptRequests
 
 
+NO_TIME = "no time: the first plan without --sample measures this machine"
+
+
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
     """What a sample lets expect of a file."""
@@ -27,6 +30,8 @@ class FirstAnswer:
     generated_tokens: About
     hit_rate: float | None = None  # at least, as more rows have more beginnings in common; None: there is no engine
     seconds: About | None = None  # of the run; None: there is no calibration
+    decision: "Decision | None" = None
+    refusal: str | None = None  # why there is no engine
 
     @property
     def in_words(self) -> str:
@@ -39,6 +44,14 @@ class FirstAnswer:
         if self.seconds is not None:
             found.insert(0, f"{duration_text(self.seconds.value)} ({_times(self.seconds)})")
         return f"about {', '.join(found)}; from {plural(self.scan.num_rows, 'row')} spread over the file"
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The expected run, as forecast_row has it."""
+        if self.seconds is None:
+            return dict.fromkeys(("seconds", "seconds_low", "seconds_high", "tokens_per_s")) | {"time_source": NO_TIME}
+        seconds = {"seconds": self.seconds.value, "seconds_low": self.seconds.low, "seconds_high": self.seconds.high}
+        return seconds | {"tokens_per_s": self.generated_tokens.value / max(self.seconds.value, 1e-9)}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -65,7 +78,7 @@ class FirstAnswer:
         rows.append(Fact("bad rows", percent_text(self.scan.num_bad / self.scan.num_rows)))
         notes = [f"bad row in the sample: {row['message']}" for row in self.scan.bad_rows[:1]]
         if self.seconds is None and self.hit_rate is not None:
-            notes.append("no time: the first plan without --sample measures this machine")
+            notes.append(NO_TIME)
         title = f"From {self.scan.num_rows:,} of about {_count(self.rows)} rows"
         tables = [] if format_ is Format.JSON else [table(Fact, "sample", title, rows, notes=notes)]
         print_tables(tables, format_, facts={"sample": self.facts})
