@@ -108,6 +108,9 @@ class RequestAdded(Event, frozen=True, gc=False):
     token_ids: tuple[TokenId, ...] | None = None  # the prompt, only if the user asked for tokens
     row_id: str | None = None  # the id that the user gave the row; None: there is none, or ids are private
     beam_width: int | None = None  # sequences of a beam search, for which the first one needs room
+    salt: int | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # number of its cache_salt, as they appear; the salt itself is private
 
 
 class RequestRefused(Event, frozen=True, gc=False):

@@ -10,6 +10,8 @@ from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.run import PrefixWindow
+from pagedcli.batch.stats import LogHistogram
+from pagedcli.config import EngineConfig
 
 
 @pytest.fixture
@@ -95,6 +97,48 @@ def test_metrics_and_summary_say_what_the_rows_say(prompts, tmp_path):
     typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     assert all(any(name.startswith(each) for each in typed) for name in metrics)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_metrics_have_the_names_of_opentelemetry(prompts, tmp_path):
+    """Counters are those of our own names; buckets grow up to the number of rows, and quantiles lie where they say."""
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST, "--metrics", tmp_path / "run.prom", expect=3)
+    lines = (tmp_path / "run.prom").read_text().splitlines()
+    metrics = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    model = EngineConfig().model
+    labels = f'{{gen_ai_operation_name="text_completion",gen_ai_request_model="{model}"}}'
+    for otel, ours in (
+        ("gen_ai_usage_input_tokens_total", "pagedcli_prompt_tokens_total"),
+        ("gen_ai_usage_cache_read_input_tokens_total", "pagedcli_prompt_tokens_cached_total"),
+        ("gen_ai_usage_output_tokens_total", "pagedcli_generated_tokens_total"),
+    ):
+        assert metrics[otel + labels] == metrics[ours]
+    for name, ours in (
+        ("gen_ai_server_time_to_first_token_seconds", "pagedcli_time_to_first_token_seconds"),
+        ("gen_ai_server_time_per_output_token_seconds", "pagedcli_time_per_output_token_seconds"),
+        ("gen_ai_server_request_duration_seconds", None),
+    ):
+        found = {key.split('le="')[1][:-2]: int(value) for key, value in metrics.items() if key.startswith(name + "_b")}
+        assert list(found.values()) == sorted(found.values())
+        assert found["+Inf"] == int(metrics[f"{name}_count{labels}"]) == 3
+        assert 0 < float(metrics[f"{name}_sum{labels}"]) < 600
+        if ours is not None:
+            median = float(metrics[ours + '{quantile="0.5"}'])
+            assert all(count >= 2 for bound, count in found.items() if float(bound) > 1.02 * median)
+            assert all(count < 2 for bound, count in found.items() if float(bound) < median / 1.02)
+    assert "# TYPE gen_ai_server_time_to_first_token_seconds histogram" in lines
+    assert any(
+        line.startswith("# HELP gen_ai_usage_cache_read_input_tokens_total gen_ai.usage.cache_read.") for line in lines
+    )
+
+
+def test_a_bucket_counts_the_values_up_to_its_bound():
+    histogram = LogHistogram()
+    for value in (0.001, 0.01, 0.011, 0.02, 5.0):
+        histogram.add(value)
+    assert [histogram.num_up_to(bound) for bound in (0.0005, 0.001, 0.005, 0.01, 0.015, 0.02, 1, 10)] == [
+        0, 1, 1, 2, 3, 4, 4, 5
+    ]  # fmt: skip
+    assert histogram.total == pytest.approx(5.042, rel=0.01)
 
 
 def test_places_for_metrics_and_summary_are_checked_before_the_run(prompts, tmp_path):

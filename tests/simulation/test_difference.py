@@ -1,5 +1,6 @@
 """The change between two runs: planted causes are named with their exact shares, and equal runs show nothing."""
 
+import json
 import random
 from array import array
 from dataclasses import replace
@@ -8,6 +9,7 @@ from itertools import combinations, permutations
 
 import msgspec
 import pytest
+from cli_harness import pagedcli
 
 import pagedcli.events as ev
 from pagedcli.simulation.causes import CAUSES, num_runs, shares
@@ -120,8 +122,8 @@ def outcome(requests, settings, emit=None):
     }
 
 
-def record(path, requests, settings):
-    """The run as a trace with tokens, in two parts where it restarts."""
+def record(path, requests, settings, *, tokens=True):
+    """The run as a trace, in two parts where it restarts."""
 
     def emit(part, chosen):
         writer = TraceWriter(path, resume=part > 1)
@@ -130,6 +132,9 @@ def record(path, requests, settings):
         of_seq, num_sampled = {}, {}
 
         def with_tokens(event):
+            if not tokens:
+                writer(event)
+                return
             if isinstance(event, ev.RequestAdded):
                 of_seq[event.seq_id] = event.request_id
                 event = msgspec.structs.replace(event, token_ids=tuple(prompts[event.request_id]))
@@ -150,8 +155,10 @@ def record(path, requests, settings):
     return found
 
 
-def compared(tmp_path, before, after):
-    facts = [record(tmp_path / f"{name}.jsonl", *run) for name, run in (("before", before), ("after", after))]
+def compared(tmp_path, before, after, **options):
+    facts = [
+        record(tmp_path / f"{name}.jsonl", *run, **options) for name, run in (("before", before), ("after", after))
+    ]
     sides, outcomes = recorded_sides((tmp_path / "before.jsonl", tmp_path / "after.jsonl"))
     return Difference(*sides), facts, outcomes
 
@@ -244,3 +251,61 @@ def test_more_than_five_causes_are_swapped_in_a_named_order():
     assert {cause: part["hits"] for cause, part in parts.items()} == {**effects, "f": 132}
     assert len(set(measured)) == num_runs(6) == 7
     assert shares(list("af"), measure)["a"]["hits"] == 51
+
+
+@pytest.mark.parametrize("plants", [("small pool",), ("order",), ("text",), ("order", "small pool", "sequences")])
+def test_traces_without_tokens_are_compared_by_the_hashes_of_their_blocks(tmp_path, plants):
+    base = [(name, prompt, output[:1]) for name, prompt, output in requests_of(random.Random(5))]
+    found, facts, _ = compared(tmp_path, planted(base, ()), planted(base, plants), tokens=False)
+    assert set(found.differing) == {PLANTS[name][0] for name in plants}
+    assert found.parts == expected_parts(base, plants)
+    assert found.change["hit_rate"] == facts[1]["hit_rate"] - facts[0]["hit_rate"]
+
+
+def test_hashes_of_blocks_of_two_sizes_are_not_compared(tmp_path):
+    base = requests_of(random.Random(6))
+    found, _, _ = compared(tmp_path, planted(base, ()), planted(base, ("block size",)), tokens=False)
+    rows = {row.cause: row for row in cause_rows(found)}
+    assert {cause for cause, row in rows.items() if not row.visible} == {"prompts", "outputs", "order"}
+    assert "recorded without tokens" in rows["prompts"].detail
+    assert sum(row.change or 0 for row in rows.values()) == pytest.approx(float(found.change["hit_rate"]))
+
+
+def prompt_file(path, rows):
+    path.write_text(
+        "".join(json.dumps({"id": name, "prompt": prompt, "max_tokens": 3}) + "\n" for name, prompt in rows)
+    )
+    return path
+
+
+def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
+    rows = [(f"r{n}", [n % 4 + 5] * 48 + [n + 20] * (n % 5 + 1)) for n in range(24)]
+    before = prompt_file(tmp_path / "a.jsonl", rows)
+    after = prompt_file(
+        tmp_path / "b.jsonl", [(name, [9, *prompt] if n % 2 else prompt) for n, (name, prompt) in enumerate(rows)]
+    )
+    flags = ("--num-gpu-blocks-override", "60", "--max-num-seqs", "2", "--format", "json")
+    document = json.loads(pagedcli("diff", before, after, *flags).stdout)
+    causes = {row["cause"]: row["change"] for row in document["causes"]}
+    assert list(causes) == [*CAUSES, "unexplained"]
+    assert causes["prompts"] == pytest.approx(document["change"])
+    assert document["change"] < 0
+    assert {row["parted_at"] for row in document["prompts"]} == {0}
+    assert len(document["prompts"]) == 12
+    shuffled = prompt_file(tmp_path / "c.jsonl", rows[::-1])
+    document = json.loads(pagedcli("diff", before, shuffled, *flags).stdout)
+    assert [
+        row["cause"] for row in document["causes"] if row["detail"] not in ("the same", "recorded, less simulated")
+    ] == ["order"]
+    same = pagedcli("diff", before, before, *flags[:-2]).stdout
+    assert "in both: nothing differs." in same.splitlines()[0]
+    bad = tmp_path / "d.jsonl"
+    bad.write_text(before.read_text() + "{}\n")
+    assert pagedcli("diff", before, bad, *flags, expect=3)
+
+
+def test_csv_has_the_causes(tmp_path):
+    record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
+    lines = pagedcli("diff", tmp_path / "a.jsonl", tmp_path / "a.jsonl", "--format", "csv").stdout.splitlines()
+    assert lines[0].split(",")[:3] == ["cause", "change", "computed_tokens"]
+    assert len(lines) == 2 + len(CAUSES)

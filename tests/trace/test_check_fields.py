@@ -38,6 +38,7 @@ NOT_CHECKABLE = {
         "max_new_tokens": "only a sequence that ends by length shows it",
         "beam_width": "a search that ends with its first token is forked like a sample",
         "salted": "the salt is not recorded; the first block shows it if the tokens are",
+        "salt": "the salt is not recorded: that it was another of the earlier ones shows nowhere else",
         "token_ids": "no hash covers the tokens of a last partial block, or of a salted first one",
     },
     "RequestRefused": dict.fromkeys(("request_id", "code", "message", "row_id"), "said nowhere else"),
@@ -175,6 +176,15 @@ def test_samples_and_beams_of_a_request_agree(name):
     num_made, silent = unnoticed(of_several_sequences(), "RequestAdded", name, most=40)
     assert num_made >= 20
     assert silent == []
+
+
+@pytest.mark.parametrize("salt", [0, 2, 7])
+def test_salts_are_numbered_as_they_appear(salt):
+    place = next(i for i, event in enumerate(EVENTS) if getattr(event, "salted", False))
+    assert EVENTS[place].salt == 1
+    changed = msgspec.structs.replace(EVENTS[place], salt=salt)
+    with pytest.raises(TraceError, match=f"salt {salt} of a request, after 0 earlier ones"):
+        check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])
 
 
 @pytest.mark.parametrize("kind", ["StepScheduled", "TokensSampled"])

@@ -7,7 +7,7 @@ from scripted import Simulation
 
 from pagedcli.events import PrefixLookedUp
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.explain import Explainer, divergence_text
+from pagedcli.views.explain import Explainer, divergence_text, hits_by_salt
 
 
 class Explained:
@@ -321,3 +321,16 @@ def test_what_a_preempted_sequence_lost_is_named_and_what_only_part_of_a_block_s
     assert [lookup.num_shared_tokens for lookup in first] == [0, 3, 3]
     assert [lookup.num_lost_tokens() - (lookup.num_evicted + lookup.num_in_flight) * 2 for lookup in first] == [0, 0, 0]
     assert any(lookup.own and lookup.num_lost_tokens() for lookup in lookups)
+
+
+def test_each_salt_has_a_hit_rate_of_its_own():
+    explained = Explained()
+    explained.run(A + B + C, cache_salt="first")
+    explained.run(A + B + C, A + B + C, cache_salt="second")
+    explained.run(A + B + D)
+    rows = {
+        row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in hits_by_salt(explained.explainer.lookups)
+    }
+    assert rows == {"1": (1, 12, 0), "2": (2, 24, 11), "none": (1, 12, 0)}
+    assert next(row.salt for row in hits_by_salt(explained.explainer.lookups)) == "2"
+    assert hits_by_salt(Explained().run(A + B, A + B)) == []

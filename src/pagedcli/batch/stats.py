@@ -34,6 +34,16 @@ class LogHistogram:
         self._counts.update(other._counts)
         self.num_values += other.num_values
 
+    def num_up_to(self, bound: float) -> int:
+        """How many values are at most this."""
+        last = math.floor(math.log(bound, _GROWTH) + 0.5)
+        return sum(count for bucket, count in self._counts.items() if bucket <= last)
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        return sum(count * _GROWTH**bucket for bucket, count in self._counts.items())
+
     def percentile(self, percent: float) -> float | None:
         wanted = percent / 100 * self.num_values
         num_seen = 0
@@ -63,6 +73,7 @@ class BatchStats:
     ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from when the engine took the row
     queued: LogHistogram = field(default_factory=LogHistogram)  # seconds, the part of it before the first step
     tpot: LogHistogram = field(default_factory=LogHistogram)  # seconds
+    duration: LogHistogram = field(default_factory=LogHistogram)  # seconds, until its last token
     facts: RunFacts = field(default_factory=RunFacts)  # the engine's counters
 
     def fail(self, line_number: int, error: RequestError) -> None:
@@ -77,6 +88,7 @@ class BatchStats:
         self.num_stopped += sum(sample.finish_reason == "stop" for sample in output.samples)
         self.ttft.add(output.metrics.ttft_s)
         self.queued.add(output.metrics.queued_s)
+        self.duration.add(output.metrics.total_s)
         if output.metrics.tpot_s is not None:
             self.tpot.add(output.metrics.tpot_s)
 
@@ -106,7 +118,7 @@ def total(all_stats: Iterable[BatchStats]) -> BatchStats:
                 setattr(result, each.name, (getattr(result, each.name) or 0) + value)
         result.error_codes.update(stats.error_codes)
         result.name_failed(stats.first_failed)
-        for name in ("ttft", "queued", "tpot"):
+        for name in ("ttft", "queued", "tpot", "duration"):
             getattr(result, name).add_all(getattr(stats, name))
         result.facts.add(stats.facts, same_pool=False)
     return result

@@ -26,8 +26,10 @@ from pagedcli.views.explain import (
     ExplainedLookup,
     Explainer,
     Lookup,
+    SaltRow,
     Totals,
     explain_trace,
+    hits_by_salt,
 )
 from pagedcli.views.names import find_request
 from pagedcli.views.rows import chosen, values_of
@@ -37,6 +39,7 @@ _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 _MOST_CHECKPOINTS = 20
+_MOST_SALTS = 20
 
 
 def explain(
@@ -90,6 +93,9 @@ def explain(
         title = "Lookups"
     if request is None and explainer.checkpoints:
         tables.append(_checkpoints_table(explainer.checkpoints))
+    salts = hits_by_salt(explainer.lookups)
+    if request is None and salts:
+        tables.append(_salts_table(salts))
     tables.append(_lookups_table(chosen, title, decode))
     facts = _facts(explainer, state)
     if adviser is not None:
@@ -200,6 +206,14 @@ def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:
     title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
     notes = [f"the {len(rows)} of most use are shown"] if len(rows) < len(checkpoints) else []
     return Table("checkpoints", title, chosen(CheckpointRow, "table"), rows, notes)
+
+
+def _salts_table(salts: list[SaltRow]) -> Table:
+    """Hit rates of requests that share blocks only among themselves."""
+    rows = [values_of(row, "table") for row in salts]
+    notes = [f"the {_MOST_SALTS} with the most tokens are shown"] if len(rows) > _MOST_SALTS else []
+    title = "Hit rate by cache_salt: salts are numbered as they appear, and never recorded"
+    return Table("salts", title, chosen(SaltRow, "table"), rows, notes, max_shown=_MOST_SALTS)
 
 
 def _lookups_table(lookups: list[Lookup], title: str, decode: Decode | None) -> Table:

@@ -52,7 +52,7 @@ def run_job(
     from pagedcli.bench.spread import BusyWatch
 
     work = OpenJob(job)
-    metrics = MetricsFile(job.metrics) if job.metrics is not None else None
+    metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
     work.load_tokenizer()
     record = work.finished()

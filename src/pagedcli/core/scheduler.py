@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
@@ -85,6 +87,7 @@ class Scheduler:
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_grouped = 0  # running
+        self._salts: dict[str, int] = {}  # cache_salt -> its number in the events
         self._num_held = 0  # steps since new prompts were held back the first time
 
     @property
@@ -432,6 +435,7 @@ class Scheduler:
         self._num_grouped -= seq.has_group
 
     def _report_added(self, seq: Sequence) -> None:
+        salt = seq.cache_salt
         if self._emit is not None:
             self._emit(
                 ev.RequestAdded(
@@ -441,9 +445,10 @@ class Scheduler:
                     sample_index=seq.sample_index,
                     num_prompt_tokens=seq.num_prompt_tokens,
                     max_new_tokens=seq.max_new_tokens,
-                    salted=seq.cache_salt is not None,
+                    salted=salt is not None,
                     token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]) if self._trace_tokens else None,
                     beam_width=seq.params.beam_width,
+                    salt=UNSET if salt is None else self._salts.setdefault(salt, len(self._salts) + 1),
                 )
             )
 

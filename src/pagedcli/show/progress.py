@@ -168,8 +168,9 @@ class MetricsFile:
     Raises: UsageError if the first write fails; later failures are reported once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, model: str) -> None:
         self._path = path
+        self._model = model
         self._next_s = 0.0
         self._failed = False
         try:
@@ -189,11 +190,11 @@ class MetricsFile:
 
     def _replace(self, stats: BatchStats) -> None:
         with whole_file(self._path, overwrite=True, durable=False) as file:
-            file.write(metrics_text(stats).encode())
+            file.write(metrics_text(stats, self._model).encode())
 
 
-def metrics_text(stats: BatchStats) -> str:
-    """The counters in Prometheus' text format, version 0.0.4."""
+def metrics_text(stats: BatchStats, model: str) -> str:
+    """The counters in Prometheus' text format, version 0.0.4; once more under the names of OpenTelemetry."""
     num_failed = stats.num_finished_failed
     rows = {'{status="ok"}': stats.num_finished - num_failed, '{status="failed"}': num_failed}
     errors = {f'{{code="{code}"}}': count for code, count in sorted(stats.error_codes.items())}
@@ -211,7 +212,39 @@ def metrics_text(stats: BatchStats) -> str:
     lines += _summary("time_to_first_token_seconds", "From admission of a row to its first token.", stats.ttft)
     lines += _summary("time_in_queue_seconds", "The part of TTFT before the row's first step.", stats.queued)
     lines += _summary("time_per_output_token_seconds", "Mean time between a row's output tokens.", stats.tpot)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_otel_lines(stats, model)]) + "\n"
+
+
+# Names and bounds of the OpenTelemetry conventions for generative AI: their dots are underscores in Prometheus.
+# https://github.com/open-telemetry/semantic-conventions-genai
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_REQUEST_S = tuple(0.01 * 2**place for place in range(14))
+
+
+def _otel_lines(stats: BatchStats, model: str) -> list[str]:
+    name = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    labels = f'gen_ai_operation_name="text_completion",gen_ai_request_model="{name}"'
+    facts, lines = stats.facts, []
+    for attribute, help_, value in (
+        ("gen_ai.usage.input_tokens", "Prompt tokens of started requests.", facts.num_prompt_tokens),
+        ("gen_ai.usage.output_tokens", "Tokens generated.", facts.num_generated_tokens),
+        ("gen_ai.usage.cache_read.input_tokens", "Prompt tokens found in the prefix cache.", facts.num_cached_tokens),
+    ):
+        metric = attribute.replace(".", "_") + "_total"
+        lines += [f"# HELP {metric} {attribute}: {help_}", f"# TYPE {metric} counter", f"{metric}{{{labels}}} {value}"]
+    for attribute, help_, histogram, bounds in (
+        ("gen_ai.server.request.duration", "From admission to the last token.", stats.duration, _REQUEST_S),
+        ("gen_ai.server.time_to_first_token", "From admission to the first token.", stats.ttft, _FIRST_TOKEN_S),
+        ("gen_ai.server.time_per_output_token", "Mean time between output tokens.", stats.tpot, _TOKEN_S),
+    ):
+        metric = attribute.replace(".", "_") + "_seconds"
+        lines += [f"# HELP {metric} {attribute}: {help_}", f"# TYPE {metric} histogram"]
+        lines += [f'{metric}_bucket{{{labels},le="{bound:g}"}} {histogram.num_up_to(bound)}' for bound in bounds]
+        lines.append(f'{metric}_bucket{{{labels},le="+Inf"}} {histogram.num_values}')
+        lines.append(f"{metric}_sum{{{labels}}} {histogram.total:.6f}")
+        lines.append(f"{metric}_count{{{labels}}} {histogram.num_values}")
+    return lines
 
 
 def _family(kind: str, name: str, help_: str, values: dict[str, int] | float) -> list[str]:

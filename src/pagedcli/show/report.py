@@ -16,14 +16,24 @@ import msgspec
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
-from pagedcli.printable import id_ranges
+from pagedcli.printable import id_ranges, percent_text
 from pagedcli.show.pages import palette
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_uses, group_words
-from pagedcli.views.explain import REASON_WORDS, CheckpointRow, Decode, ExplainedLookup, Explainer, Lookup, Totals
+from pagedcli.views.explain import (
+    REASON_WORDS,
+    CheckpointRow,
+    Decode,
+    ExplainedLookup,
+    Explainer,
+    Lookup,
+    SaltRow,
+    Totals,
+    hits_by_salt,
+)
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import Row, chosen, values_of
 from pagedcli.views.stats import StepSeries
@@ -260,6 +270,11 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
         },
         "checkpointColumns": _headers(CheckpointRow),
         "checkpoints": [_values(use, "table") for use in explainer.checkpoints[:MAX_LOOKUPS]],
+        "saltColumns": _headers(SaltRow),
+        "salts": [
+            [*_values(row, "table")[:-1], percent_text(row.hit_rate)]
+            for row in hits_by_salt(explainer.lookups)[:MAX_LOOKUPS]
+        ],
         "lookupColumns": _headers(ExplainedLookup, "page"),
         "lookups": [_values(ExplainedLookup(lookup, decode)) for lookup in lookups],
     }  # fmt: skip

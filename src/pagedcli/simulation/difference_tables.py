@@ -27,7 +27,7 @@ _WORDS = {
     "preemptions": "preemptions",
     "peak_used_blocks": "peak of used blocks",
     "steps": "steps",
-    "seconds": "time in steps",
+    "seconds": "time",
 }
 
 

@@ -297,11 +297,16 @@ class SequenceLaws(LawBook):
     """Samples and beams of a request belong together, and each sequence keeps its place in the order of a step."""
 
     def start(self) -> None:
+        self._num_salts = 0
         self._requests: dict[str, list[ev.RequestAdded]] = {}  # the sequences so far of each request, by its id
         self._starts: dict[int, int] = {}  # running sequences in the order in which they were started
         self._num_starts = 0
 
     def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        if event.salt is not UNSET:
+            if not event.salted or not 1 <= event.salt <= self._num_salts + 1:
+                refuse(event, f"salt {event.salt} of a request, after {self._num_salts} earlier ones")
+            self._num_salts = max(self._num_salts, event.salt)
         if not event.sample_index:
             earlier = self._requests.get(event.request_id, ())
             if any(each.seq_id in state.seqs for each in earlier):
@@ -311,7 +316,7 @@ class SequenceLaws(LawBook):
         samples = self._requests.get(event.request_id, [])
         if event.sample_index != len(samples) or samples[0].salted != event.salted:
             refuse(event, f"sample {event.sample_index} of a request with {len(samples)} earlier ones")
-        same = ("row_id", "num_prompt_tokens", "max_new_tokens", "beam_width", "token_ids")
+        same = ("salt", "row_id", "num_prompt_tokens", "max_new_tokens", "beam_width", "token_ids")
         for name in same:
             if getattr(event, name) != getattr(samples[0], name):
                 refuse(event, f"{name} is {getattr(event, name)!r}, of its first sample {getattr(samples[0], name)!r}")

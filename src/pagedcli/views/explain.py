@@ -16,7 +16,7 @@ import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
 from pagedcli.events import PrefixLookedUp
 from pagedcli.printable import plural
-from pagedcli.records import computed
+from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
 from pagedcli.trace.state import PoolState, SeqState
@@ -82,6 +82,7 @@ class Lookup:
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
+    salt: str | None = None  # number of its cache_salt; None: it has none, or the trace does not name it
 
     @property
     def label(self) -> str:
@@ -281,6 +282,41 @@ class CheckpointRow(Row):
         self.dropped_step: int | None = None  # None: it was never dropped
 
 
+class SaltRow(Row):
+    """The first lookups of the requests of one cache_salt."""
+
+    USES: ClassVar = {"table": "salt label num_lookups num_tokens tokens_hit hit_rate"}
+
+    salt: Annotated[str, "cache_salt"]
+    label: Annotated[str, "first request"]
+    num_lookups: int
+    num_tokens: int
+    tokens_hit: int
+    hit_rate: Annotated[Share, "hit rate"] = computed(lambda row: row.tokens_hit / max(1, row.num_tokens))
+
+    def __init__(self, salt: str, label: str) -> None:
+        super().__init__()
+        self.salt, self.label = salt, label
+        self.num_lookups = self.num_tokens = self.tokens_hit = 0
+
+
+def hits_by_salt(lookups: list[Lookup]) -> list[SaltRow]:
+    """The hit rate of each cache_salt, that of the most tokens first; empty if no request has one."""
+    rows: dict[str | None, SaltRow] = {}
+    for lookup in lookups:
+        if lookup.own:
+            continue
+        row = rows.get(lookup.salt)
+        if row is None:
+            name = lookup.salt or ("not named in this trace" if lookup.salted else "none")
+            row = rows[lookup.salt] = SaltRow(name, lookup.label)
+        row.num_lookups += 1
+        row.num_tokens += lookup.event.num_tokens
+        row.tokens_hit += lookup.tokens_hit
+    salted = any(salt is not None for salt in rows)
+    return sorted(rows.values(), key=lambda row: -row.num_tokens) if salted else []
+
+
 class Explainer(View[PoolState]):
     """Collects every lookup, and every checkpoint of recurrent state. Call `finish` after the last event."""
 
@@ -291,6 +327,8 @@ class Explainer(View[PoolState]):
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
         self._token_ids: dict[int, list[int]] = {}  # the tokens of live sequences, if recorded
+        self._salts: dict[int, str] = {}  # seq_id -> its salt
+        self._part = ""  # of a resumed run, whose salts are numbered on their own
         self._forget_cache()
 
     def _forget_cache(self) -> None:
@@ -326,11 +364,14 @@ class Explainer(View[PoolState]):
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         """Another part of a resumed run: it starts with an empty cache."""
+        self._part = f" of part {event.part}" if event.part > 1 else ""
         self.finish()
         self._forget_cache()
 
     def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         self.block_size = state.block_size
+        if event.salt is not UNSET:
+            self._salts[event.seq_id] = f"{event.salt}{self._part}"
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
@@ -359,6 +400,7 @@ class Explainer(View[PoolState]):
         seq = state.seqs[event.seq_id]
         own, ids = seq.repeats, (seq.seq_id, seq.request_id, seq.row_id)
         lookup = Lookup(state.step_number, *ids, seq.salted, own, event, state.block_size)
+        lookup.salt = self._salts.get(event.seq_id)
         if state.slots is not None and state.slots.lookup is not None:
             lookup.kv_tokens = state.slots.lookup.cached_tokens
         self.lookups.append(lookup)
@@ -453,6 +495,7 @@ class Explainer(View[PoolState]):
 
     def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         self._settle(event.seq_id)
+        self._salts.pop(event.seq_id, None)
         token_ids = self._token_ids.pop(event.seq_id, None)
         if token_ids is not None:
             seq = state.finished[event.seq_id]

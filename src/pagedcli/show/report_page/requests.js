@@ -63,6 +63,10 @@ if (data.explain.checkpoints.length) {
   $("checkpoints-section").hidden = false;
   table("checkpoints", data.explain.checkpointColumns.map(([, words, kind]) => [words, kind !== "text"]), data.explain.checkpoints);
 }
+if (data.explain.salts.length) {
+  $("salts-section").hidden = false;
+  table("salts", data.explain.saltColumns.map(([, words, kind]) => [words, kind !== "text"]), data.explain.salts);
+}
 const lookupText = lookup => [lookup[10], lookup[11]].filter(Boolean).join(". ");
 const lookupColumns = data.explain.lookupColumns.map(([name, words, kind], place) => ({ name, words, number: kind !== "text", value: lookup => lookup[place] }));
 pagedTable("lookups", data.explain.lookups, [
