@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from pagedcli.audit.answers import Answer, Choice
-from pagedcli.audit.plan import CHECKS, MAX_NEW, Ask, Prompts, Target, plan, shared_length
+from pagedcli.audit.answers import Answer, AnswerChoice
+from pagedcli.audit.plan import CHECKS, MAX_NEW, Ask, ProbePrompts, Target, plan, shared_length
 from pagedcli.audit.run import Seen, _whole_words
 
 TARGET = Target(38, unit=16, smallest=16, bypass="salt", isolates=True)
 
 
 def prompts(**changes):
-    return Prompts(Target(**{**{"num_words": 38, "unit": 16, "smallest": 16}, **changes}), 1)
+    return ProbePrompts(Target(**{**{"num_words": 38, "unit": 16, "smallest": 16}, **changes}), 1)
 
 
 def test_boundaries_are_whole_blocks_from_the_shortest_cached_prefix():
@@ -59,7 +59,7 @@ def test_prompts_part_exactly_where_they_should(shared):
 @pytest.mark.parametrize("concurrency", [2, 8])
 def test_a_plan_leaves_room_for_the_survey_within_its_limits(max_requests, unit, concurrency):
     target = Target(38, unit=unit, smallest=unit or 0, bypass="salt", isolates=True, concurrency=concurrency)
-    probes = plan(Prompts(target, 0), max_requests=max_requests, max_tokens=200_000)
+    probes = plan(ProbePrompts(target, 0), max_requests=max_requests, max_tokens=200_000)
     assert {probe.check for probe in probes} == set(CHECKS)
     asks = [ask for probe in probes for ask in probe.asks()]
     assert len(asks) <= 0.92 * max_requests + 12
@@ -71,20 +71,20 @@ def test_a_plan_leaves_room_for_the_survey_within_its_limits(max_requests, unit,
 @pytest.mark.parametrize("max_length", [120, 250, 512])
 def test_short_contexts_are_kept(max_length):
     target = Target(38, 1, max_length, 16, 16, "salt", True)
-    for probe in plan(Prompts(target, 0), max_requests=300, max_tokens=100_000):
+    for probe in plan(ProbePrompts(target, 0), max_requests=300, max_tokens=100_000):
         for ask in probe.asks():
             after = 0 if ask.after is None else ask.after[1]
             assert 1 + len(ask.words) + after + ask.max_new <= max_length
 
 
 def test_all_prompts_of_a_plan_begin_differently():
-    probes = plan(Prompts(TARGET, 0), max_requests=300, max_tokens=200_000)
+    probes = plan(ProbePrompts(TARGET, 0), max_requests=300, max_tokens=200_000)
     firsts = [probe.asks()[0].words[:MAX_NEW] for probe in probes]
     assert len(set(firsts)) == len(firsts)
 
 
 def test_each_wave_of_pressure_is_twice_the_one_before():
-    (probe,) = plan(Prompts(TARGET, 0), max_requests=300, max_tokens=200_000, checks=["evict"])
+    (probe,) = plan(ProbePrompts(TARGET, 0), max_requests=300, max_tokens=200_000, checks=["evict"])
     numbers = [pair.warm for pair in probe.pairs]
     waves = [later - earlier - 1 for earlier, later in itertools.pairwise(numbers)]
     assert waves == sorted(waves)
@@ -105,5 +105,5 @@ def test_each_wave_of_pressure_is_twice_the_one_before():
     ],
 )
 def test_only_whole_words_of_an_answer_become_part_of_a_prompt(tokens, taken):
-    first = Seen("resume", Ask((0,)), 0, True, Answer((Choice("", tokens),), 1, 0, None, None, 1.0))
+    first = Seen("resume", Ask((0,)), 0, True, Answer((AnswerChoice("", tokens),), 1, 0, None, None, 1.0))
     assert _whole_words(Ask((0,), after=(0, 2)), [first]) == taken

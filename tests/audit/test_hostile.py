@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from pagedcli.audit.answers import Choice
+from pagedcli.audit.answers import AnswerChoice
 from pagedcli.audit.client import Budget, Client, LimitReached
 from pagedcli.errors import UsageError
 from pagedcli.remote import MAX_BYTES, RefusedError, ServerError
@@ -228,7 +228,7 @@ def test_an_answer_that_spells_the_key_token_by_token_has_none_of_it(stream):
     streamed = STREAM + b"".join(f"data: {json.dumps({'choices': [each]})}\n\n".encode() for each in events)
     with listening(sending(streamed + b"data: [DONE]\n\n" if stream else whole_answer)) as (url, _):
         (choice,) = ask(url, key=KEY, stream=stream).choices
-    assert choice == Choice("***")
+    assert choice == AnswerChoice("***")
 
 
 @pytest.mark.parametrize("key", ["x", "EMPTY", KEY])

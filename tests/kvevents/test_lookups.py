@@ -17,7 +17,7 @@ from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, stored_runs
 from pagedcli.kvevents.lookups import read_lookups
 from pagedcli.kvevents.publisher import KVEventPublisher
-from pagedcli.simulation.difference import Difference
+from pagedcli.simulation.difference import Comparison
 from pagedcli.simulation.difference_tables import cause_rows, sentence
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import plan_for, simulate
@@ -45,7 +45,7 @@ def chains(path):
 
 
 def difference(*paths):
-    return Difference(*captured_sides(paths))
+    return Comparison(*captured_sides(paths))
 
 
 def test_what_comes_before_a_stored_run_was_found(tmp_path):

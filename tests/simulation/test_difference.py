@@ -13,7 +13,7 @@ from cli_harness import pagedcli
 
 import pagedcli.events as ev
 from pagedcli.simulation.causes import CAUSES, num_runs, shares
-from pagedcli.simulation.difference import Difference
+from pagedcli.simulation.difference import Comparison
 from pagedcli.simulation.difference_tables import cause_rows, sentence
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import plan_for, simulate
@@ -160,7 +160,7 @@ def compared(tmp_path, before, after, **options):
         record(tmp_path / f"{name}.jsonl", *run, **options) for name, run in (("before", before), ("after", after))
     ]
     sides, outcomes = recorded_sides((tmp_path / "before.jsonl", tmp_path / "after.jsonl"))
-    return Difference(*sides), facts, outcomes
+    return Comparison(*sides), facts, outcomes
 
 
 def expected_parts(base, plants):

@@ -23,7 +23,7 @@ _CACHED_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AnswerChoice:
     """One generated text. `logprobs` and `top` are empty if the server gave none."""
 
     text: str
@@ -36,7 +36,7 @@ class Choice:
 class Answer:
     """What a request gave."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[AnswerChoice, ...]
     num_prompt: int | None  # tokens, as the server counts
     num_cached: int | None  # tokens of the prompt from the cache, as the server says
     cached_field: str | None  # path of num_cached in the answer
@@ -98,11 +98,11 @@ class Pieces:
         return {**self._rest, "choices": choices}
 
 
-def _choice(choice: Any) -> Choice:
+def _choice(choice: Any) -> AnswerChoice:
     text = _text(choice)[:_MAX_TEXT]
     rows = [_row(*position) for position in _positions(choice.get("logprobs"))]
     tokens, values, top = zip(*filter(None, rows), strict=True) if rows and all(rows) else ((), (), ())
-    return Choice(text, tokens, values, top)
+    return AnswerChoice(text, tokens, values, top)
 
 
 def _text(choice: Any) -> str:

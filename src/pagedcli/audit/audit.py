@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagedcli.audit.client import Client, LimitReached
 from pagedcli.audit.compare import Noise
-from pagedcli.audit.plan import CHECKS, Probe, Prompts, plan
+from pagedcli.audit.plan import CHECKS, Probe, ProbePrompts, plan
 from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, save_case, shrink
 from pagedcli.audit.survey import Survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
@@ -56,13 +56,13 @@ class Audit:
         await survey.find_all(options.model, seed)
         self.evidence = evidence = Evidence(survey, options.checks)
         probes = plan(
-            Prompts(survey.target, seed + 3), checks=options.checks,
+            ProbePrompts(survey.target, seed + 3), checks=options.checks,
             max_requests=budget.max_requests, max_tokens=budget.max_tokens - budget.num_tokens,
         )  # fmt: skip
         evidence.not_run = dict.fromkeys((probe.check for probe in probes), _STOPPED)
         try:
             await self._send(evidence, probes)
-            await self._confirm(evidence, Prompts(survey.target, seed + 4))
+            await self._confirm(evidence, ProbePrompts(survey.target, seed + 4))
             await self._shrink(evidence, seed + 5)
         except LimitReached as limit:
             for check, why in evidence.not_run.items():
@@ -89,7 +89,7 @@ class Audit:
         self._num_failures = 0
         return True
 
-    async def _confirm(self, evidence: Evidence, prompts: Prompts) -> None:
+    async def _confirm(self, evidence: Evidence, prompts: ProbePrompts) -> None:
         """Where a few pairs differ by little, more of the same length tell a fault from noise."""
         for check in dict.fromkeys(outcome.probe.check for outcome in evidence.outcomes):
             noise = evidence.noise()
@@ -103,7 +103,7 @@ class Audit:
                 self.progress(f"{check} again, {i + 1} of {_MOST_CONFIRMED}")
                 await self._send_one(evidence, CHECKS[check].build(prompts, length))
 
-    async def _time_again(self, evidence: Evidence, prompts: Prompts) -> None:
+    async def _time_again(self, evidence: Evidence, prompts: ProbePrompts) -> None:
         """More times until they are clear, with at most half of what is left of the limits."""
         budget = self.client.budget
         most_requests = (budget.num_requests + budget.max_requests) // 2
@@ -163,7 +163,7 @@ async def send_again(client: Client, case: Case, *, model: str | None, concurren
     runner.endpoint = replace(runner.endpoint, bypass=case.bypass)
     target = replace(survey.target, unit=case.unit, smallest=case.smallest, bypass=case.bypass, isolates=case.isolates)
     noise = Noise(0, 0, case.distance, case.tolerance)
-    prompts, num_failing, distances = Prompts(target, secrets.randbits(60)), 0, [0.0]
+    prompts, num_failing, distances = ProbePrompts(target, secrets.randbits(60)), 0, [0.0]
     for _ in range(_REPLAYS):
         outcome = await runner.run(case.probe(prompts))
         num_failing += fails(outcome, noise, case.unit)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from pagedcli.audit.answers import Answer, Choice, Pieces, parse_answer
+from pagedcli.audit.answers import Answer, AnswerChoice, Pieces, parse_answer
 from pagedcli.printable import one_line
 from pagedcli.remote import RefusedError, Remote, ServerError, checked_url
 
@@ -113,9 +113,9 @@ class Client(Remote):
                 raise LimitReached(f"the limit of {budget.max_seconds:,.0f} seconds is reached") from None
             raise
 
-    def _without_secrets(self, choice: Choice) -> Choice:
+    def _without_secrets(self, choice: AnswerChoice) -> AnswerChoice:
         spelled = "".join(choice.tokens)
-        named = choice if self.secrets.without(spelled) == spelled else Choice(choice.text)
+        named = choice if self.secrets.without(spelled) == spelled else AnswerChoice(choice.text)
         return replace(named, text=self.secrets.without(choice.text), top=self.secrets.without(named.top))
 
     async def _whole(self, response: "httpx.Response") -> tuple[Any, None]:

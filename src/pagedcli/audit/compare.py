@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pagedcli.audit.answers import Choice
+from pagedcli.audit.answers import AnswerChoice
 
 _LEAST_LOGPROB = -12.0  # less likely tokens are all the same
 ROUNDED = 2e-6  # answers closer than this are the same computation, rounded for JSON
@@ -19,7 +19,7 @@ FACTOR_ALONE, _FACTOR_MEDIAN = 2.5, 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class AnswerDifference:
     """Two answers compared."""
 
     distance: float | None  # largest difference of log-probabilities; None without them
@@ -30,23 +30,23 @@ class Difference:
         """Whether noise up to `tolerance` does not explain it."""
         return not self.is_same if self.distance is None else self.distance > tolerance
 
-    def __lt__(self, other: "Difference") -> bool:
+    def __lt__(self, other: "AnswerDifference") -> bool:
         """Whether the other one is the worse."""
         return (self.distance or 0.0, not self.is_same) < (other.distance or 0.0, not other.is_same)
 
 
-def compare(cold: Choice, warm: Choice, *, skip: int = 0) -> Difference:
+def compare(cold: AnswerChoice, warm: AnswerChoice, *, skip: int = 0) -> AnswerDifference:
     """The difference of two answers; the first `skip` tokens of the cold one were part of the warm prompt."""
     if not (cold.top and warm.top):
         place = _first_difference(cold.text, warm.text) if skip == 0 else None
-        return Difference(None, place is None, place)
+        return AnswerDifference(None, place is None, place)
     distance, place = 0.0, None
     for i, (old, new) in enumerate(zip(cold.top[skip:], warm.top, strict=False)):
         distance = max(distance, _distance(old, new))
         if cold.tokens[skip + i] != warm.tokens[i]:
             place = i
             break
-    return Difference(distance, place is None, place)
+    return AnswerDifference(distance, place is None, place)
 
 
 def _distance(old: Mapping[str, float], new: Mapping[str, float]) -> float:
@@ -95,7 +95,7 @@ class Noise:
         )
 
 
-def measure_noise(same: Sequence[Difference], cold_warm: Sequence[Difference]) -> Noise:
+def measure_noise(same: Sequence[AnswerDifference], cold_warm: Sequence[AnswerDifference]) -> Noise:
     """The noise of equal requests, and a tolerance that covers other batch shapes.
 
     `same` are requests repeated with nothing different. The median of all cold and warm pairs shows what a different

@@ -112,7 +112,7 @@ class Target:
         return fitting or [self.max_length // 2]
 
 
-class Prompts:
+class ProbePrompts:
     """Random prompts; none begins as another one, by design or by any likely chance."""
 
     def __init__(self, target: Target, seed: int) -> None:
@@ -153,7 +153,7 @@ def _series(check: str, length: int, first: Ask, *others: Ask) -> Probe:
     return Probe(check, length, tuple((ask,) for ask in (first, *others)), pairs)
 
 
-def _noise(prompts: Prompts, length: int) -> Probe:
+def _noise(prompts: ProbePrompts, length: int) -> Probe:
     """Past the cache, so that no fault of a cache passes for noise; if it cannot be bypassed, three times warm."""
     ask = Ask(prompts.new(length))
     if prompts.target.bypass is None:
@@ -162,28 +162,28 @@ def _noise(prompts: Prompts, length: int) -> Probe:
     return Probe("noise", length, ((ask,), (cold,), (cold,)), (Pair(0, 1), Pair(1, 2)))
 
 
-def _repeat(prompts: Prompts, length: int) -> Probe:
+def _repeat(prompts: ProbePrompts, length: int) -> Probe:
     ask = Ask(prompts.new(length))
     return _series("repeat", length, ask, ask, ask)
 
 
-def _resume(prompts: Prompts, length: int) -> Probe:
+def _resume(prompts: ProbePrompts, length: int) -> Probe:
     ask = Ask(prompts.new(length))
     skip = 1 + prompts.number(MAX_NEW // 2)
     return _series("resume", length, ask, replace(ask, after=(0, skip), max_new=MAX_NEW - skip))
 
 
-def _stream(prompts: Prompts, length: int) -> Probe:
+def _stream(prompts: ProbePrompts, length: int) -> Probe:
     ask = Ask(prompts.new(length))
     return _series("stream", length, ask, replace(ask, stream=True))
 
 
-def _samples(prompts: Prompts, length: int) -> Probe:
+def _samples(prompts: ProbePrompts, length: int) -> Probe:
     ask = Ask(prompts.new(length))
     return _series("samples", length, ask, replace(ask, n=2))
 
 
-def _crowd(prompts: Prompts, length: int) -> Probe:
+def _crowd(prompts: ProbePrompts, length: int) -> Probe:
     """Prompts alone when cold, all together when warm, among cold ones; these are then repeated alone."""
     half = max(1, prompts.target.concurrency // 2)
     early, late = ([Ask(prompts.new(length)) for _ in range(half)] for _ in range(2))
@@ -192,7 +192,7 @@ def _crowd(prompts: Prompts, length: int) -> Probe:
     return Probe("crowd", length, steps, tuple(pairs))
 
 
-def _twins(prompts: Prompts, length: int) -> Probe:
+def _twins(prompts: ProbePrompts, length: int) -> Probe:
     target, words = prompts.target, prompts.new(length + _FRESH)
     other = Ask(prompts.changed(words, length - 1))
     if target.bypass is None:
@@ -202,7 +202,7 @@ def _twins(prompts: Prompts, length: int) -> Probe:
     return Probe("twins", length, ((Ask(words),), (other,), (replace(other, is_cold=True),)), (Pair(2, 1),))
 
 
-def _moved(prompts: Prompts, length: int) -> Probe:
+def _moved(prompts: ProbePrompts, length: int) -> Probe:
     """A block that is cached at one place comes again at another place, after the same first block."""
     target = prompts.target
     first, skipped, block = prompts.new(length), prompts.words(target.step), prompts.words(target.step)
@@ -213,19 +213,19 @@ def _moved(prompts: Prompts, length: int) -> Probe:
     return Probe("moved", length, ((before,), (after,), (replace(after, is_cold=True),)), (Pair(2, 1),))
 
 
-def _salts(prompts: Prompts, length: int) -> Probe:
+def _salts(prompts: ProbePrompts, length: int) -> Probe:
     salt = prompts.tenant()
     ask = Ask(prompts.new(length), salt=salt)
     return _series("salts", length, ask, ask, replace(ask, salt=salt + 1))
 
 
-def _users(prompts: Prompts, length: int) -> Probe:
+def _users(prompts: ProbePrompts, length: int) -> Probe:
     user = prompts.tenant()
     ask = Ask(prompts.new(length), user=user)
     return _series("users", length, ask, ask, replace(ask, user=user + 1))
 
 
-def _speed(prompts: Prompts, length: int) -> Probe:
+def _speed(prompts: ProbePrompts, length: int) -> Probe:
     """A short cold prompt, a long one cold, then warm, and with another salt if there are salts."""
     target = prompts.target
     salt = prompts.tenant() if target.isolates is not None else None
@@ -235,7 +235,7 @@ def _speed(prompts: Prompts, length: int) -> Probe:
     return Probe("speed", length, tuple((ask,) for ask in (short, long, long, *others)))
 
 
-def evict(prompts: Prompts, length: int, num_tokens: int) -> Probe:
+def evict(prompts: ProbePrompts, length: int, num_tokens: int) -> Probe:
     """Prompts that are sent again after more and more pressure from others."""
     target = prompts.target
     long = min(target.max_length - MAX_NEW - 2, _LONGEST_PRESSURE)
@@ -302,7 +302,9 @@ CHECKS = {
 }  # fmt: skip
 
 
-def plan(prompts: Prompts, *, max_requests: int, max_tokens: int, checks: Sequence[str] = tuple(CHECKS)) -> list[Probe]:
+def plan(
+    prompts: ProbePrompts, *, max_requests: int, max_tokens: int, checks: Sequence[str] = tuple(CHECKS)
+) -> list[Probe]:
     """All probes of a run, within most of its requests and tokens; the rest is for the survey and for shrinking."""
     share = min(4.0, max_requests / 300)
     probes = _probes(prompts, share, checks)
@@ -321,7 +323,7 @@ def _num_tokens(probes: Sequence[Probe]) -> int:
     return sum(probe.num_tokens() for probe in probes)
 
 
-def _probes(prompts: Prompts, share: float, checks: Sequence[str]) -> list[Probe]:
+def _probes(prompts: ProbePrompts, share: float, checks: Sequence[str]) -> list[Probe]:
     """All probes but the pressure; their numbers are multiplied by `share`."""
     target = prompts.target
     boundaries = target.boundaries()

@@ -13,7 +13,7 @@ from typing import Any
 
 from pagedcli.audit.answers import Answer
 from pagedcli.audit.client import Client
-from pagedcli.audit.compare import Difference, compare
+from pagedcli.audit.compare import AnswerDifference, compare
 from pagedcli.audit.plan import Ask, Pair, Probe, Target, Words, shared_length
 from pagedcli.remote import ServerError
 
@@ -107,9 +107,9 @@ class Outcome:
     number: int
     probe: Probe
     seen: tuple[Seen, ...]
-    differences: tuple[Difference | None, ...]  # per pair; None if the two cannot be compared
+    differences: tuple[AnswerDifference | None, ...]  # per pair; None if the two cannot be compared
 
-    def compared(self) -> list[tuple[Pair, Difference]]:
+    def compared(self) -> list[tuple[Pair, AnswerDifference]]:
         """The pairs that could be compared."""
         pairs = zip(self.probe.pairs, self.differences, strict=True)
         return [(pair, found) for pair, found in pairs if found is not None]
@@ -168,7 +168,7 @@ class Runner:
         others = [each.words for i, each in enumerate(step) if i != place and each.salt == ask.salt]
         return max(earlier, shared_length(ask.words, others)) + self.endpoint.num_extra
 
-    def _difference(self, seen: list[Seen], pair: Pair) -> Difference | None:
+    def _difference(self, seen: list[Seen], pair: Pair) -> AnswerDifference | None:
         """The worst difference over the answers of a pair; None if the server saw other prompts than we think."""
         cold, warm = seen[pair.cold], seen[pair.warm]
         for each in (cold, warm):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from pagedcli.audit.compare import Noise
-from pagedcli.audit.plan import CHECKS, Probe, Prompts, Target
+from pagedcli.audit.plan import CHECKS, Probe, ProbePrompts, Target
 from pagedcli.audit.run import Outcome, Runner
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole, whole_file
@@ -38,7 +38,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str
     requests: list[dict[str, Any]]  # what was sent and received
 
-    def probe(self, prompts: Prompts) -> Probe:
+    def probe(self, prompts: ProbePrompts) -> Probe:
         """The probe with fresh prompts."""
         pressure = (self.pressure_tokens,) if self.check == "evict" else ()
         return CHECKS[self.check].build(prompts, self.length, *pressure)
@@ -70,7 +70,7 @@ async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise,
     check, length = failing.probe.check, failing.probe.length
     if check == "evict":
         return failing
-    prompts, shortest = Prompts(target, seed), failing
+    prompts, shortest = ProbePrompts(target, seed), failing
     lengths = [n for n in range(length % target.step, length, target.step) if n >= target.num_extra + 4]
     low, high = 0, len(lengths)  # lengths[high] fails; of high = len(lengths) that is `failing` itself
     while low < high:

@@ -8,7 +8,7 @@ from typing import Literal
 from pagedcli.audit.answers import Answer
 from pagedcli.audit.client import Client
 from pagedcli.audit.compare import FACTOR_ALONE, LARGEST_TOLERANCE, USUAL_TOLERANCE, compare
-from pagedcli.audit.plan import MAX_NEW, Ask, Probe, Prompts, Target
+from pagedcli.audit.plan import MAX_NEW, Ask, Probe, ProbePrompts, Target
 from pagedcli.audit.run import Endpoint, Runner
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line
@@ -53,12 +53,12 @@ class Survey:
     async def find_all(self, model: str | None, seed: int) -> None:
         """Ask the server about itself. Raises: ServerError, UsageError, LimitReached."""
         is_length_known = await self.find_words(model)
-        await self._find_unit(Prompts(self.target, seed), is_length_known=is_length_known)
+        await self._find_unit(ProbePrompts(self.target, seed), is_length_known=is_length_known)
         if not is_length_known:
-            await self._find_length(Prompts(self.target, seed + 2))
-        await self._find_bypass(Prompts(self.target, seed + 1))
+            await self._find_length(ProbePrompts(self.target, seed + 2))
+        await self._find_bypass(ProbePrompts(self.target, seed + 1))
 
-    async def _find_unit(self, prompts: Prompts, *, is_length_known: bool) -> None:
+    async def _find_unit(self, prompts: ProbePrompts, *, is_length_known: bool) -> None:
         """The match unit, by repeating prompts and by sharing prefixes of chosen lengths; None if it stays unknown."""
         longest, length = self.target.max_length - MAX_NEW, 0
         for tried in sorted({min(tried, longest) for tried in _LENGTHS}):
@@ -78,7 +78,7 @@ class Survey:
                 break
         self.target = replace(self.target, reports=self.runner.reports)
 
-    async def _find_length(self, prompts: Prompts) -> None:
+    async def _find_length(self, prompts: ProbePrompts) -> None:
         """The longest prompt to use, of a server that does not say what it takes."""
         for length in (length for length in _TRIED_LENGTHS if length < self.target.max_length):
             try:
@@ -93,13 +93,13 @@ class Survey:
         outcome = await self.runner.run(Probe(check, length, tuple((ask,) for ask in asks)))
         return outcome.seen[-1].answer
 
-    async def _hit(self, prompts: Prompts, length: int, shared: int) -> Answer:
+    async def _hit(self, prompts: ProbePrompts, length: int, shared: int) -> Answer:
         """The second of two answers whose prompts share the first `shared` tokens."""
         words, extra = prompts.new(length), prompts.target.num_extra
         other = words if shared == length else prompts.parting(words, shared - extra, length - extra)
         return await self._send("unit", length, Ask(words, max_new=1), Ask(other, max_new=1))
 
-    async def _narrow(self, prompts: Prompts, length: int, full_hit: int) -> tuple[int | None, int]:
+    async def _narrow(self, prompts: ProbePrompts, length: int, full_hit: int) -> tuple[int | None, int]:
         """The block size and the shortest prefix that is cached, from prefixes at which possible sizes disagree most.
 
         full_hit: cached tokens of a repeated prompt.
@@ -132,7 +132,7 @@ class Survey:
                 low = middle
         return unit, high
 
-    async def _find_bypass(self, prompts: Prompts) -> None:
+    async def _find_bypass(self, prompts: ProbePrompts) -> None:
         """Whether salts are offered, and a way to compute a prompt again without the cache."""
         runner, offered = self.runner, False
         body = {**runner.endpoint.body(Ask((0, 1, 2, 3), max_new=1)), "cache_salt": ""}

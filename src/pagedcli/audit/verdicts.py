@@ -10,7 +10,7 @@ from math import ceil, comb
 from statistics import median
 from typing import Annotated, Any
 
-from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, Difference, Noise, measure_noise
+from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, AnswerDifference, Noise, measure_noise
 from pagedcli.audit.plan import CHECKS, Target
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.survey import Survey
@@ -84,8 +84,8 @@ class Evidence:
 class Counted:
     """The pairs of a check whose answers must be equal."""
 
-    known: tuple[Difference, ...]
-    different: tuple[tuple[Outcome, Difference], ...]
+    known: tuple[AnswerDifference, ...]
+    different: tuple[tuple[Outcome, AnswerDifference], ...]
     lengths: tuple[int, ...]  # tokens of the prompts of the different pairs
     num_hits: int  # pairs whose warm request was a hit, as the server says
 

@@ -66,7 +66,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RowDifference:
     """The first difference of two rows."""
 
     label: Annotated[str, "row"]
@@ -79,11 +79,11 @@ class Difference:
     logprob_delta: float | None = None  # the largest of the row
 
 
-def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> Difference | None:
+def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDifference | None:
     """The first difference; None if there is none. `tolerance`: of log-probabilities."""
 
-    def differ(kind: Kind, first: object, second: object) -> Difference:
-        return Difference(a.label, kind, a=str(first), b=str(second))
+    def differ(kind: Kind, first: object, second: object) -> RowDifference:
+        return RowDifference(a.label, kind, a=str(first), b=str(second))
 
     if a.error != b.error:
         return differ("error", a.error or "no error", b.error or "no error")
@@ -100,7 +100,7 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> Differ
 
 def _compare_samples(
     label: str, index: int | None, a: ComparedSample, b: ComparedSample, tolerance: float
-) -> Difference | None:
+) -> RowDifference | None:
     texts = (a.reasoning, b.reasoning)
     character = None if a.reasoning is None or b.reasoning is None else _parting(a.reasoning, b.reasoning)
     if character is None:
@@ -112,11 +112,11 @@ def _compare_samples(
         if token is not None and first is not None and second is not None:
             if character is None:
                 around = (_tokens_around(first, token), _tokens_around(second, token))
-            return Difference(label, "tokens", index, token, character, *around)
+            return RowDifference(label, "tokens", index, token, character, *around)
     if character is not None:
-        return Difference(label, "text", index, None, character, *around)
+        return RowDifference(label, "text", index, None, character, *around)
     if a.ending != b.ending:
-        return Difference(label, "ending", index, None, None, _ending(a), _ending(b))
+        return RowDifference(label, "ending", index, None, None, _ending(a), _ending(b))
     return _compare_logprobs(label, "logprobs", index, a.logprobs, b.logprobs, tolerance) or _compare_logprobs(
         label, "prompt_logprobs", index, a.prompt_logprobs, b.prompt_logprobs, tolerance
     )
@@ -129,19 +129,19 @@ def _compare_logprobs(
     a: list[Listed] | None,
     b: list[Listed] | None,
     tolerance: float,
-) -> Difference | None:
+) -> RowDifference | None:
     if a is None or b is None:
         return None
     deltas = [_largest_delta(first, second) for (first, _), (second, _) in zip(a, b, strict=True)]
     token = next((place for place, delta in enumerate(deltas) if not delta <= tolerance), None)
     if token is not None:
         texts = repr(a[token][0][0]), repr(b[token][0][0])
-        return Difference(label, kind, index, token, None, *texts, logprob_delta=max(deltas))
+        return RowDifference(label, kind, index, token, None, *texts, logprob_delta=max(deltas))
     # within a tolerance above 0 neighbours in the list may change places
     token = next((place for place, (x, y) in enumerate(zip(a, b, strict=True)) if x[1] != y[1] and not tolerance), None)
     if token is None:
         return None
-    return Difference(label, kind, index, token, None, str(a[token][1]), str(b[token][1]), logprob_delta=0.0)
+    return RowDifference(label, kind, index, token, None, str(a[token][1]), str(b[token][1]), logprob_delta=0.0)
 
 
 def _parting(a: Any, b: Any) -> int | None:
@@ -287,7 +287,7 @@ class RowSample:
 
 def run_again(
     engine: "LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
-) -> list[Difference]:
+) -> list[RowDifference]:
     """Generate the rows of a sample again, one after the other. Returns the first difference of each that has one."""
     with_tokens = replace(rows, columns=Columns(token_ids=True))
 
@@ -303,7 +303,7 @@ def run_again(
         alone = replace(alone, shard=(0, 1), check_ids=False, cache_namespace=name)
         BatchRun(engine, tokenizer, [row.line], sink, rows, alone, observe_row=again.add).run()
         if not again.rows:
-            differences.append(Difference(f"row {row.line.index}", "error", a="no error", b="an error"))
+            differences.append(RowDifference(f"row {row.line.index}", "error", a="no error", b="an error"))
         elif (difference := compare(compared(row, answers), compared(*again.rows[0]))) is not None:
             differences.append(difference)
     return differences

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from pagedcli.batch.columns import Columns, kind_of
-from pagedcli.batch.compare import Difference, RowSample, run_again
+from pagedcli.batch.compare import RowDifference, RowSample, run_again
 from pagedcli.batch.delimited import CsvLines
 from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.journal import (
@@ -227,7 +227,7 @@ class OpenJob:
             stop_requested=stop_requested,
         )
 
-    def verify(self, engine: "LLMEngine") -> list[Difference]:
+    def verify(self, engine: "LLMEngine") -> list[RowDifference]:
         """Generate some rows again, each alone. Returns the differences."""
         return run_again(engine, *self._writer(0), self._options, self.sample)
 

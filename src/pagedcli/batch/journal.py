@@ -36,7 +36,7 @@ _ROW = b',"row":'
 _MOST_FAILURES = 3  # kept in memory
 
 
-class Header(msgspec.Struct, frozen=True):
+class JournalHeader(msgspec.Struct, frozen=True):
     """First line of a journal."""
 
     pagedcli_journal: int  # schema version
@@ -55,7 +55,7 @@ class _Record(msgspec.Struct, frozen=True, gc=False):
 class Journal:
     """The finished rows of a run. Open it with `Journal.create` or `Journal.resume`."""
 
-    def __init__(self, path: Path, file_descriptor: int, header: Header) -> None:
+    def __init__(self, path: Path, file_descriptor: int, header: JournalHeader) -> None:
         self.path = path
         self.header = header
         self.num_rows = 0
@@ -71,7 +71,7 @@ class Journal:
     @classmethod
     def create(cls, path: Path, fingerprint: dict[str, str], *, overwrite: bool = False) -> "Journal":
         """A new journal, replacing any old one. Raises: UsageError, PagedcliError."""
-        header = Header(SCHEMA_VERSION, int(time.time()), fingerprint, overwrite)
+        header = JournalHeader(SCHEMA_VERSION, int(time.time()), fingerprint, overwrite)
         journal = cls(path, _open_locked(path), header)
         os.ftruncate(journal._fd, 0)
         journal._end = 0
@@ -256,7 +256,7 @@ def _open_locked(path: Path) -> int:
     return fd
 
 
-def read_header(path: Path) -> Header | None:
+def read_header(path: Path) -> JournalHeader | None:
     """The header of a journal; None if there is no file, or only an incomplete header. Raises: UsageError."""
     if not path.is_file():
         return None
@@ -264,12 +264,12 @@ def read_header(path: Path) -> Header | None:
         return _decode_header(path, file.readline())
 
 
-def _decode_header(path: Path, line: bytes) -> Header | None:
+def _decode_header(path: Path, line: bytes) -> JournalHeader | None:
     """None if the header is incomplete."""
     if not line.endswith(b"\n"):
         return None
     try:
-        header = msgspec.json.decode(line, type=Header)
+        header = msgspec.json.decode(line, type=JournalHeader)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not the journal of a run", hint="move it away, or use --overwrite") from error
     if header.pagedcli_journal != SCHEMA_VERSION:

@@ -19,7 +19,7 @@ from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.stats import BatchStats
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
-from pagedcli.bench.workloads import Workload, within, workload_floor
+from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.requests import RequestOutput
 from pagedcli.planning.step_time import learn, load_step_time
@@ -72,7 +72,7 @@ def shape_folder(name: str) -> Path:
     return Path(str(files("pagedcli.assets"))) / "shapes" / name
 
 
-def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
+def workload_config(config: EngineConfig, workload: BenchWorkload) -> EngineConfig:
     """The configuration, with model, limits and prefix caching from the workload unless the user set them."""
     changes: dict[str, object] = {"enable_prefix_caching": workload.prefix_caching and config.enable_prefix_caching}
     if config.model == BUILTIN_MODEL:
@@ -85,7 +85,7 @@ def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
 
 def run_workload(
     config: EngineConfig,
-    workloads: list[Workload],
+    workloads: list[BenchWorkload],
     *,
     on_progress: Callable[[float], None] = lambda share: None,
     on_pass: Callable[[Run], None] = lambda run: None,
@@ -219,7 +219,7 @@ class WorkloadRow:
     machine: MachineRates | UnsetType = UNSET
 
 
-def throughput_row(result: Throughput, workload: Workload, **names: int) -> WorkloadRow:
+def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) -> WorkloadRow:
     """The share of the floor is None where other work disturbed the passes so much that it would exceed 1."""
     runs, machine = result.runs, result.median_machine
     floor = UNSET if machine is None else _floor_s(result, workload, machine)
@@ -252,7 +252,7 @@ def throughput_row(result: Throughput, workload: Workload, **names: int) -> Work
     )
 
 
-def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
+def _floor_s(result: Throughput, workload: BenchWorkload, machine: MachineRates) -> float:
     decision = result.engine.decision
     kv_dtype = decision.plan.kv_dtype
     return workload_floor(decision.own, decision.footprint, workload, machine.limits, kv_dtype=kv_dtype).total_s

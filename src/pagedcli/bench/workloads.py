@@ -18,7 +18,7 @@ FIRST_ID, LAST_ID = 10, 10000  # token ids are drawn from [FIRST_ID, LAST_ID)
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BenchWorkload:
     """Requests that all arrive at once. Lengths in tokens."""
 
     name: str
@@ -54,14 +54,14 @@ class Draw:
     shape: str = "qwen3-0.6b"
     seed: int = 0
 
-    def workload(self, name: str, salt: int = 0) -> Workload:
+    def workload(self, name: str, salt: int = 0) -> BenchWorkload:
         """`salt` changes the tokens, not the lengths."""
         lengths, source = random.Random(self.seed), random.Random(1000 + self.seed + salt)
         inputs = _lengths(lengths, self.num_prompts, self.input_len)
         outputs = _lengths(lengths, self.num_prompts, self.output_len)
         prefix = _tokens(source, self.prefix_len)
         prompts = [prefix + _tokens(source, count) for count in inputs]
-        return Workload(name, self.about, prompts, outputs, self.prefix_len > 0, self.shape)
+        return BenchWorkload(name, self.about, prompts, outputs, self.prefix_len > 0, self.shape)
 
 
 def _lengths(source: random.Random, count: int, bounds: tuple[int, int]) -> list[int]:
@@ -87,7 +87,7 @@ PRESETS = {
 }
 
 
-def preset_workload(name: str, salt: int = 0) -> Workload:
+def preset_workload(name: str, salt: int = 0) -> BenchWorkload:
     """A preset by name. `salt` changes the tokens, not the lengths. Raises: UsageError for an unknown name."""
     preset = PRESETS.get(name)
     if preset is None:
@@ -97,7 +97,7 @@ def preset_workload(name: str, salt: int = 0) -> Workload:
     lengths = random.Random(0)  # its bench.py draws a prompt's length and its tokens in turn, then the output lengths
     prompts = [[lengths.randint(0, 10000) for _ in range(lengths.randint(100, 1024))] for _ in range(256)]
     outputs = [lengths.randint(100, 1024) for _ in range(256)]
-    return Workload(name, preset.about, prompts, outputs, True, preset.shape)
+    return BenchWorkload(name, preset.about, prompts, outputs, True, preset.shape)
 
 
 def random_draw(
@@ -133,7 +133,7 @@ class Floor:
 
 
 def workload_floor(
-    spec: ModelSpec, weights: Footprint, workload: Workload, roofline: Roofline, *, kv_dtype: str = "bfloat16"
+    spec: ModelSpec, weights: Footprint, workload: BenchWorkload, roofline: Roofline, *, kv_dtype: str = "bfloat16"
 ) -> Floor:
     """The floor of a workload whose requests all start at once, all prompts in one packed step."""
     floor = StepFloor.of(spec, weights, roofline, kv_dtype=kv_dtype)

@@ -197,13 +197,13 @@ def _run_self_test(format_: Format) -> None:
 
 
 def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
-    from pagedcli.audit.plan import Prompts, Target, plan
+    from pagedcli.audit.plan import ProbePrompts, Target, plan
     from pagedcli.audit.report import plan_table
     from pagedcli.audit.survey import WORDS
 
     target = Target(len(WORDS), unit=_ASSUMED_UNIT, isolates=True, bypass="salt", concurrency=options.concurrency)
     probes = plan(
-        Prompts(target, 0), max_requests=options.max_requests, max_tokens=options.max_tokens, checks=checks
+        ProbePrompts(target, 0), max_requests=options.max_requests, max_tokens=options.max_tokens, checks=checks
     )  # fmt: skip
     limits = (
         f"to {url} only; at most {options.max_requests:,} requests, {options.max_tokens:,} "

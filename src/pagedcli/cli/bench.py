@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from pagedcli.bench.spread import Busy, ComparedRow, Earlier, SpreadRow, compared_rows, spread_rows, worst
-from pagedcli.bench.workloads import PRESETS, Workload, preset_workload, random_draw
+from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
@@ -113,7 +113,7 @@ bench = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _WINDOW_HELP = "Also decode 8 sequences of 16,384 tokens that see N of them (repeatable). Default: the model's windows."
-_workload = partial(option, panel="Workload", metavar="N", show_default=True)
+_workload = partial(option, panel="BenchWorkload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
@@ -205,7 +205,7 @@ def _bench_passes(
     key: str,
     columns: str,
     config: EngineConfig,
-    kinds: Sequence[Callable[[int], Workload]],
+    kinds: Sequence[Callable[[int], BenchWorkload]],
     repeat: int | None,
     compare: Path | None,
     format_: Format,
@@ -360,8 +360,8 @@ _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roug
 
 
 def _run_all(
-    config: EngineConfig, kinds: Sequence[Callable[[int], Workload]], salts: Sequence[int], *, within_minute: bool
-) -> Iterator[tuple[Workload, "Throughput"]]:
+    config: EngineConfig, kinds: Sequence[Callable[[int], BenchWorkload]], salts: Sequence[int], *, within_minute: bool
+) -> Iterator[tuple[BenchWorkload, "Throughput"]]:
     """Run workloads, each with its passes, one after the other. On stderr: the share that is done, the time left, and a
     line for each pass as it ends."""
     import gc
@@ -378,7 +378,7 @@ def _run_all(
         progress = BenchProgress(first.name, before=before, part=part)
         left_s = _MINUTE_S - (time.monotonic() - start_s)
 
-        def on_pass(run: Run, first: Workload = first, progress: BenchProgress = progress) -> None:
+        def on_pass(run: Run, first: BenchWorkload = first, progress: BenchProgress = progress) -> None:
             progress.close()
             tpot = "-" if run.tpot_s is None else f"{1000 * run.tpot_s:,.1f} ms"
             rate = first.num_output_tokens / run.wall_s

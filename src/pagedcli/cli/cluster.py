@@ -21,7 +21,7 @@ from pagedcli.show.terminal import say
 if TYPE_CHECKING:
     from pagedcli.distributed.partition import Snapshot
     from pagedcli.distributed.parts import PartFolder
-    from pagedcli.distributed.ray_job import Pool, RayRun
+    from pagedcli.distributed.ray_job import RayRun, WorkerPool
 
 _POLL_S = 0.25
 
@@ -197,12 +197,12 @@ def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
     return num_rows
 
 
-def _pool(job: Job, address: str | None, num_workers: int) -> "Pool":
-    from pagedcli.distributed.ray_job import Pool
+def _pool(job: Job, address: str | None, num_workers: int) -> "WorkerPool":
+    from pagedcli.distributed.ray_job import WorkerPool
     from pagedcli.native.system import usable_cores
 
     cores = usable_cores() if address is None else 1
-    return Pool(num_workers, max(1, cores // num_workers), _num_gpus(job.loaded.config.engine))
+    return WorkerPool(num_workers, max(1, cores // num_workers), _num_gpus(job.loaded.config.engine))
 
 
 def _num_gpus(engine: EngineConfig) -> int:

@@ -79,7 +79,7 @@ def _compare(
 ) -> int:
     """Compare two of a kind, and print what differs. Returns the exit code."""
     from pagedcli.simulation import difference_tables as tables
-    from pagedcli.simulation.difference import Difference
+    from pagedcli.simulation.difference import Comparison
     from pagedcli.simulation.sides import captured_sides, recorded_sides
 
     why, decode = {}, None
@@ -93,7 +93,7 @@ def _compare(
         for note in side.workload.notes:
             say(f"note: {side.name}: {note}")
     progress = ProgressLine(line_every_s=5.0)
-    found = Difference(*sides, lambda done, runs: progress.show(lambda _: f"simulated {done} of {plural(runs, 'run')}"))
+    found = Comparison(*sides, lambda done, runs: progress.show(lambda _: f"simulated {done} of {plural(runs, 'run')}"))
     progress.close()
     shown = [tables.causes_table(found), tables.measures_table(found)]
     if found.details["prompts"] and "prompts" not in found.hidden:

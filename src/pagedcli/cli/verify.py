@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagedcli.batch.compare import ComparedRow, Difference, compare, pairs, read_rows
+from pagedcli.batch.compare import ComparedRow, RowDifference, compare, pairs, read_rows
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
 from pagedcli.show.tables import Format, Table, print_tables, table
@@ -91,7 +91,7 @@ class _Comparison:
     num_with_ids: int = 0  # rows compared by token ids
     num_with_logprobs: int = 0
     largest_delta: float = 0.0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RowDifference] = field(default_factory=list)
 
     def add(self, a: ComparedRow | None, b: ComparedRow | None) -> None:
         self.num_rows += 1
@@ -99,7 +99,7 @@ class _Comparison:
             only = a or b
             assert only is not None, "one file has the row"
             here, there = ("missing" if row is None else "present" for row in (a, b))
-            difference: Difference | None = Difference(only.label, "missing", a=here, b=there)
+            difference: RowDifference | None = RowDifference(only.label, "missing", a=here, b=there)
         else:
             difference = compare(a, b, tolerance=self.tolerance)
             samples = list(zip(a.samples, b.samples, strict=False))
@@ -133,7 +133,7 @@ class _Comparison:
             notes = [f"and {more:,} more; --format json lists the first {_MAX_LISTED:,}"] if more else []
             columns, listed = "label kind sample token a b", self.differences
             title = ("differences", "Differences")
-            tables.append(table(Difference, *title, listed, columns, notes=notes, max_shown=_MAX_SHOWN))
+            tables.append(table(RowDifference, *title, listed, columns, notes=notes, max_shown=_MAX_SHOWN))
         return tables
 
     def _notes(self) -> list[str]:

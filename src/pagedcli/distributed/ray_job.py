@@ -29,7 +29,7 @@ _OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only tickets go
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class WorkerPool:
     """The workers of a run."""
 
     num_workers: int
@@ -38,7 +38,7 @@ class Pool:
 
 
 @contextmanager
-def cluster(address: str | None, pool: Pool) -> Iterator[None]:
+def cluster(address: str | None, pool: WorkerPool) -> Iterator[None]:
     """A connection to a cluster; without an address a local one, for this run alone."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # on stderr; all of it is in the session's folder
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are also raised
@@ -79,7 +79,9 @@ def _silent_stderr() -> Iterator[None]:
 class RayRun:
     """Runs the remaining parts on the connected cluster."""
 
-    def __init__(self, folder: Path, loaded: LoadedConfig, parts: list[int], costs: list[int], pool: Pool) -> None:
+    def __init__(
+        self, folder: Path, loaded: LoadedConfig, parts: list[int], costs: list[int], pool: WorkerPool
+    ) -> None:
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
         self._coordinator = actor.remote(parts, costs, pool.num_workers)
         self._dataset = _tickets(len(parts)).map_batches(

@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 _FLUSH_S = 0.5
 
 
-class Header(msgspec.Struct, omit_defaults=True):
+class RecordingHeader(msgspec.Struct, omit_defaults=True):
     """The first line."""
 
     kv_events: int  # format version
@@ -38,7 +38,7 @@ class Header(msgspec.Struct, omit_defaults=True):
     key: str | None = None  # digest of the key of a redacted recording that others were made with, too
 
 
-class Row(msgspec.Struct, omit_defaults=True):
+class RecordedMessage(msgspec.Struct, omit_defaults=True):
     """One message."""
 
     t: float  # seconds since the recording began
@@ -60,7 +60,7 @@ class CaptureWriter:
         self._encoder = msgspec.json.Encoder()
         self._flushed_s = 0.0
         key_digest = None if self._redactor is None else self._redactor.key_digest
-        self._line(Header(FORMAT_VERSION, __version__, time.time(), list(sources), tokens, key_digest))
+        self._line(RecordingHeader(FORMAT_VERSION, __version__, time.time(), list(sources), tokens, key_digest))
         self._lines.flush()
 
     def write(self, frames: Sequence[bytes], time_s: float, source: int = 0) -> None:
@@ -68,7 +68,7 @@ class CaptureWriter:
         if self._redactor is not None:
             frames = self._redactor.redacted(frames)
         encoded = [base64.b64encode(frame).decode() for frame in frames]
-        self._line(Row(round(time_s, 6), encoded, source))
+        self._line(RecordedMessage(round(time_s, 6), encoded, source))
         if time_s >= self._flushed_s + _FLUSH_S:
             self._lines.flush()
             self._flushed_s = time_s
@@ -125,7 +125,7 @@ class CaptureReader:
                 continue
             yield self._message(line)
 
-    def _read_header(self) -> Header | None:
+    def _read_header(self) -> RecordingHeader | None:
         first = next(iter(LineReader(self.path, "recording")), None)
         if first is None:
             raise TraceError(f"{self.path}: the file is empty, not a recording")
@@ -134,7 +134,7 @@ class CaptureReader:
         if b'"kv_events"' not in first:
             return None
         try:
-            header = msgspec.json.decode(first, type=Header)
+            header = msgspec.json.decode(first, type=RecordingHeader)
         except msgspec.DecodeError as error:
             raise TraceError(f"{self.path}:1: not a recording of KV events ({error})") from error
         if header.kv_events != FORMAT_VERSION:
@@ -149,7 +149,7 @@ class CaptureReader:
             if b'"frames"' not in line:  # events of TensorRT-LLM
                 msgspec.json.decode(line)
                 return [line], None, 0
-            row = msgspec.json.decode(line, type=Row)
+            row = msgspec.json.decode(line, type=RecordedMessage)
             if not math.isfinite(row.t) or row.source < 0:
                 raise TraceError(f"{self.place}: a message without a time or a source")
             return [base64.b64decode(frame, validate=True) for frame in row.frames], row.t, row.source

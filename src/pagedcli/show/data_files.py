@@ -56,7 +56,7 @@ def next_part(path: Path) -> Path:
     return part
 
 
-class RowWriter(Protocol):
+class DataRowWriter(Protocol):
     """Writes the rows of one table to an open file. Raises: OSError, in every method."""
 
     def write(self, rows: Iterable[Row]) -> None: ...
@@ -101,7 +101,7 @@ class JsonRows:
     def close(self) -> None: ...
 
 
-class ParquetRows:
+class ParquetData:
     """Parquet with typed columns, one row group per 65,536 rows."""
 
     def __init__(self, file: BinaryIO, columns: Sequence[Column]) -> None:
@@ -135,7 +135,7 @@ class ParquetRows:
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
 
 
-_WRITERS: dict[str, Any] = {".csv": CsvRows, ".jsonl": JsonRows, ".parquet": ParquetRows}
+_WRITERS: dict[str, Any] = {".csv": CsvRows, ".jsonl": JsonRows, ".parquet": ParquetData}
 
 
 class DataFiles:
@@ -152,7 +152,7 @@ class DataFiles:
         self._path = path
         self._overwrite = overwrite
         self._files: dict[str, PendingFile] = {}
-        self._rows: dict[str, RowWriter] = {}  # empty before the first rows, and after a problem
+        self._rows: dict[str, DataRowWriter] = {}  # empty before the first rows, and after a problem
         self._problem: OSError | None = None
 
     @property

@@ -179,7 +179,7 @@ class Pairs:
         return replace(request, **changes)
 
 
-class Difference:
+class Comparison:
     """The change between two runs, and the part of each cause. `observe` is called before each simulated run."""
 
     def __init__(

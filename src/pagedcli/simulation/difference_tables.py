@@ -13,7 +13,7 @@ from pagedcli.records import RIGHT, Means, number
 from pagedcli.show import pages
 from pagedcli.show.tables import Table, table
 from pagedcli.simulation.causes import CAUSES, MOST_AVERAGED, Measures
-from pagedcli.simulation.difference import Difference, parted_at
+from pagedcli.simulation.difference import Comparison, parted_at
 from pagedcli.simulation.requests import TraceRequest
 from pagedcli.views.explain import Decode
 
@@ -86,7 +86,7 @@ class LossRow:
     parted: Annotated[str | None, "where it parted"] | UnsetType = UNSET
 
 
-def sentence(found: Difference) -> str:
+def sentence(found: Comparison) -> str:
     """The answer: how the hit rate changed, and why."""
     before, after = (float(each["hit_rate"]) for each in found.measured)
     change = found.change["hit_rate"]
@@ -109,7 +109,7 @@ def sentence(found: Difference) -> str:
     return f"{begin}: {what}."
 
 
-def cause_rows(found: Difference) -> list[CauseRow]:
+def cause_rows(found: Comparison) -> list[CauseRow]:
     """Every cause that was looked at, and what no cause explains."""
     none = dict.fromkeys(found.simulated[0], Fraction(0))
     rows = []
@@ -121,7 +121,7 @@ def cause_rows(found: Difference) -> list[CauseRow]:
     return [*rows, _cause_row(UNEXPLAINED, "recorded, less simulated", found.unexplained, found)]
 
 
-def _cause_row(cause: str, detail: str, part: Measures | None, found: Difference) -> CauseRow:
+def _cause_row(cause: str, detail: str, part: Measures | None, found: Comparison) -> CauseRow:
     def value(name: str) -> Any:
         if name not in found.simulated[0]:
             return UNSET
@@ -131,7 +131,7 @@ def _cause_row(cause: str, detail: str, part: Measures | None, found: Difference
     return CauseRow(cause, detail, part is not None, value("hit_rate"), **others)
 
 
-def causes_table(found: Difference) -> Table:
+def causes_table(found: Comparison) -> Table:
     rows = cause_rows(found)
     averaged = len(found.differing) <= MOST_AVERAGED
     how = "means over all orders of swapping them" if averaged else "in this order, one after the other"
@@ -152,7 +152,7 @@ class _Shown:
     change: Annotated[str, RIGHT]
 
 
-def measures_table(found: Difference) -> Table:
+def measures_table(found: Comparison) -> Table:
     """What both runs did."""
     rows = []
     for name, change in found.change.items():
@@ -166,7 +166,7 @@ def measures_table(found: Difference) -> Table:
     return table(_Shown, "measures", "What changed", rows)
 
 
-def prompts_table(found: Difference, decode: Decode | None) -> Table:
+def prompts_table(found: Comparison, decode: Decode | None) -> Table:
     """Prompts that differ."""
     pairs, size = found.pairs, found.sides[0].limits.block_size
     rows = []
@@ -194,7 +194,7 @@ def _parted_text(before: TraceRequest, after: TraceRequest, place: int | None, d
     return " | ".join(shown)
 
 
-def losses_table(found: Difference, why: Mapping[str, tuple[str, str | None]]) -> Table:
+def losses_table(found: Comparison, why: Mapping[str, tuple[str, str | None]]) -> Table:
     """The prompts that lost most. `why`: for requests of the later run the lookup's outcome, and where it parted."""
     rows = []
     for place, partner in enumerate(found.pairs.partners[0]):
@@ -215,7 +215,7 @@ def losses_table(found: Difference, why: Mapping[str, tuple[str, str | None]]) -
     return table(LossRow, "requests", title, rows, columns, notes=notes, wrapped_at=140)
 
 
-def facts(found: Difference) -> dict[str, Any]:
+def facts(found: Comparison) -> dict[str, Any]:
     """What JSON says about the whole."""
     return {
         "answer": sentence(found),
@@ -233,7 +233,7 @@ def _floats(measures: Measures) -> dict[str, float]:
     return {name: float(value) for name, value in measures.items()}
 
 
-def page(found: Difference, tables: list[Table]) -> bytes:
+def page(found: Comparison, tables: list[Table]) -> bytes:
     """The page: the answer, a bar for each cause, and the tables."""
     names = " and ".join(one_line(side.name) for side in found.sides)
     parts = [(CAUSES.get(row.cause, row.cause), row.change or 0.0) for row in cause_rows(found) if row.change]

@@ -47,7 +47,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do not name
 
 
-class Row(Protocol):
+class TraceRow(Protocol):
     """A decoded line of one format. A new format is a struct with these members and its entry in FORMATS."""
 
     keys: ClassVar[frozenset[str]]  # a line with these is of this format
@@ -200,7 +200,7 @@ class LMCache(Plain):
 
 
 # the first whose keys a line has
-FORMATS: dict[str, type[Row]] = {
+FORMATS: dict[str, type[TraceRow]] = {
     "dynamo": Dynamo,
     "lmcache": LMCache,
     "bailian": Bailian,
@@ -271,7 +271,7 @@ class _Reader:
         record = kind.record(document)
         return self._made(msgspec.convert(record, kind), kind.default_hash_size) if kind.is_request(record) else None
 
-    def _made(self, row: Row, default_hash_size: int | None) -> TraceRequest:
+    def _made(self, row: TraceRow, default_hash_size: int | None) -> TraceRequest:
         num_prompt, num_output = row.lengths()
         size = self.given_hash_size or row.hash_size() or default_hash_size
         if size is None:

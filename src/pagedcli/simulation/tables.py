@@ -86,7 +86,7 @@ class Checkpoints:
     hit_rate: Hits
 
 
-class Answer:
+class AnswerRow:
     """A sentence."""
 
     answer: str
@@ -223,8 +223,8 @@ def answer_table(sentences: Sequence[str], format: Format) -> Table:
     """What it means: lines of text, in CSV rows."""
     rows = [{"answer": sentence} for sentence in sentences]
     if format is Format.CSV:
-        return table(Answer, "answers", "Answers", rows)
-    return table(Answer, "answers", "Answers", [], notes=sentences)
+        return table(AnswerRow, "answers", "Answers", rows)
+    return table(AnswerRow, "answers", "Answers", [], notes=sentences)
 
 
 def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | None, block_bytes: int | None) -> Table:

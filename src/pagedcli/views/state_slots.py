@@ -11,7 +11,7 @@ from pagedcli.trace.state import PoolState, SeqState
 
 
 @dataclass(frozen=True, slots=True)
-class StateSlot:
+class SlotRow:
     """A slot that is not empty."""
 
     slot_id: Annotated[int, Means("number of the slot of recurrent state, from 0")]
@@ -27,7 +27,7 @@ class StateSlot:
     hash: Annotated[int | None, hash_text, Means("of a checkpoint: the blocks before it, 16 hexadecimal digits")]
 
 
-def state_slots(state: PoolState) -> Iterator[StateSlot]:
+def state_slots(state: PoolState) -> Iterator[SlotRow]:
     """The slots that are not empty, in order; none for a model without recurrent state."""
     ledger = state.slots
     if ledger is None:
@@ -40,11 +40,9 @@ def state_slots(state: PoolState) -> Iterator[StateSlot]:
         found, seq_ids = ledger.checkpoints[slot_id], tuple(holders.get(slot_id, ()))
         if found is not None:
             made = (found.num_tokens, found.seq_id, found.reason, found.step, found.hash)
-            yield StateSlot(slot_id, "checkpoint", ref_count, seq_ids, *made)
+            yield SlotRow(slot_id, "checkpoint", ref_count, seq_ids, *made)
         elif ref_count:
-            yield StateSlot(
-                slot_id, "state", ref_count, seq_ids, _tokens_before(state, slot_id), None, None, None, None
-            )
+            yield SlotRow(slot_id, "state", ref_count, seq_ids, _tokens_before(state, slot_id), None, None, None, None)
 
 
 def _tokens_before(state: PoolState, slot_id: int) -> int:
@@ -85,7 +83,7 @@ def slots_line(state: PoolState) -> str | None:
     )
 
 
-def slot_words(slot: StateSlot) -> str:
+def slot_words(slot: SlotRow) -> str:
     """What a slot holds, and for whom."""
     held = f"held by seq {', '.join(map(str, slot.seq_ids))}" if slot.seq_ids else "held by nobody"
     after = f"the state after {plural(slot.num_tokens, 'token')}"

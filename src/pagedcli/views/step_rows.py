@@ -16,7 +16,7 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import GroupUse, group_uses
 from pagedcli.views.rows import BlockRow, LookupRow, Now, SequenceRow, StepRow, block_rows, chosen, step_row
-from pagedcli.views.state_slots import StateSlot, state_slots
+from pagedcli.views.state_slots import SlotRow, state_slots
 from pagedcli.views.stats import RunStats
 
 Row = tuple[Any, ...]
@@ -56,7 +56,7 @@ class StepChoice:
 
 TABLES: dict[str, type] = {
     "steps": StepRow, "sequences": SequenceRow, "blocks": BlockRow, "lookups": LookupRow, "groups": GroupUse,
-    "slots": StateSlot,
+    "slots": SlotRow,
 }  # fmt: skip
 _STEP = Column("step", "step", count, kind="int", meaning="number of the step, from 0")
 
