@@ -15,7 +15,7 @@ import pagedcli.events as ev
 from pagedcli.cli.attach import _secret
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, stored_runs
-from pagedcli.kvevents.lookups import read_lookups
+from pagedcli.kvevents.lookups import hits_by_salt, read_lookups
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.simulation.difference import Comparison
 from pagedcli.simulation.difference_tables import cause_rows, sentence
@@ -248,6 +248,29 @@ def test_the_command_compares_recordings_and_refuses_two_kinds(tmp_path):
     assert "a recording of KV events" in refused
     assert "compare two of the same kind" in refused
     assert "only for prompt files" in pagedcli("diff", one, other, "--block-size", "8", expect=2).stderr
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_salts_keep_requests_apart_and_have_hit_rates_of_their_own(tmp_path, tokens):
+    """The same three blocks for tenant a, twice for tenant b, and without a salt."""
+    one, other = ({"extra_keys": [[salt], None, None]} for salt in ("tenant-a", "tenant-b"))
+    same = [7, 7, 8, 8, 9, 9]
+    batches = [
+        [stored(1, 2, 3, tokens=same, **one)],
+        [stored(11, 12, 13, tokens=same, **other)],
+        [stored(14, parent=13, tokens=[5, 5]), stored(15, 16, parent=13, tokens=[6, 6, 7, 7])],
+        [stored(21, 22, 23, tokens=same)],
+    ]
+    path = record(tmp_path / "a.jsonl", batches, tokens=tokens)
+    found = read_lookups(CaptureReader(path))
+    assert [request.num_hit for request in found.requests] == [0, 0, 3, 0]
+    rows = {row.salt: (row.num_requests, row.num_tokens, row.tokens_hit) for row in hits_by_salt(found)}
+    assert rows == {"1": (1, 6, 0), "2": (2, 16, 6), "none": (1, 6, 0)}
+    assert hits_by_salt(read_lookups(CaptureReader(record(tmp_path / "b.jsonl", [[stored(1, 2)]])))) == []
+    document = msgspec.json.decode(pagedcli("explain", path, "--format", "json").stdout)
+    assert [row["salt"] for row in document["salts"]] == ["2", "1", "none"]
+    assert "tenant" not in pagedcli("attach", path).stdout
+    assert {row.change for row in cause_rows(difference(path, path)) if row.visible} <= {0}
 
 
 def test_a_key_is_made_once_for_its_owner_alone_and_a_short_one_is_refused(tmp_path):

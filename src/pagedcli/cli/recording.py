@@ -9,12 +9,13 @@ import msgspec
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.lookups import SaltRow, hits_by_salt, read_lookups
 from pagedcli.kvevents.tables import facts, print_summary, summary_tables
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
-from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import is_interactive, say
 
 
@@ -67,7 +68,19 @@ def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bo
     """What `attach` prints at its end; `in_full`: also why blocks were recomputed, and what would have helped."""
     state, watchers = fold_with_curve(open_capture(path, model))
     decode = None if model is None else kv_decoder(model)
-    print_summary(summary_tables(state, decode, curve(watchers), in_full=in_full), state, format_)
+    tables = _with_salts(path, summary_tables(state, decode, curve(watchers), in_full=in_full))
+    print_summary(tables, state, format_)
+
+
+_MOST_SALTS = 20
+
+
+def _with_salts(path: Path, tables: list[Table]) -> list[Table]:
+    """With the hit rates of salts before the verdict, if a request has one."""
+    title = "Hit rate by cache_salt or adapter, of requests that stored a block"
+    rows = hits_by_salt(read_lookups(CaptureReader(path)))
+    salts = table(SaltRow, "salts", title, rows, max_shown=_MOST_SALTS)
+    return [*tables[:-1], *([salts] if rows else []), tables[-1]]
 
 
 def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
@@ -150,7 +163,7 @@ def capture_page(path: Path, model: str | None) -> bytes:
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    tables = summary_tables(state, decode, curve(watchers), in_full=True)
+    tables = _with_salts(path, summary_tables(state, decode, curve(watchers), in_full=True))
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
     body = "\n".join([chart, *(pages.as_html(table) for table in tables if table.rows)])

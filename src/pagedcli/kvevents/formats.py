@@ -31,11 +31,12 @@ _TRT_LEVELS = ("GPU", "CPU")  # by cache_level; further levels are storage
 Fields = Mapping[str, Any]
 
 # what a recording without tokens keeps of a field; of any other field only a digest
-Redaction = Literal["kept", "hash", "tokens", "media"]
+Redaction = Literal["kept", "hash", "tokens", "media", "each"]
 FIELDS: dict[str, Redaction] = {
     **dict.fromkeys(("block_hashes", "parent_block_hash", "block_hash", "parent_hash", "mooncake_key"), "hash"),
     "token_ids": "tokens",
     "replicas": "media",  # the medium, without the address
+    "extra_keys": "each",  # salts, adapters and media of each block
     **dict.fromkeys(("type", "block_size", "lora_id", "lora_name", "medium", "group_idx", "kv_cache_spec_kind",
                      "kv_cache_spec_sliding_window", "locality", "ownership", "model_name", "event_id", "window_size",
                      "attention_dp_rank", "layer_group_id", "hash_algo", "cache_level", "priority",

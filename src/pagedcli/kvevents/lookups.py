@@ -6,6 +6,7 @@ that was found in whole leaves no event. Used by `pagedcli diff`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import xxhash
 
@@ -13,6 +14,7 @@ from pagedcli.kvevents import wire
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import SequenceCheck
 from pagedcli.kvevents.formats import decode_batch
+from pagedcli.records import Share
 
 Content = int | str
 
@@ -25,6 +27,7 @@ class SeenRequest:
     num_hit: int  # blocks that were there
     end: int  # node of its last block
     num_prompt: int = 0  # blocks, found ones included; those after them were generated
+    salt: str | None = None  # cache_salt, adapter or media of its first block; None: it has none
 
 
 @dataclass(slots=True)
@@ -91,6 +94,33 @@ def read_lookups(reader: CaptureReader) -> Lookups:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class SaltRow:
+    """The requests seen of one salt. Salts are numbered as they appear."""
+
+    salt: Annotated[str, "cache_salt or adapter"]
+    num_requests: Annotated[int, "requests seen"]
+    num_tokens: Annotated[int, "tokens looked up"]
+    tokens_hit: Annotated[int, "found"]
+    hit_rate: Share
+
+
+def hits_by_salt(found: Lookups) -> list[SaltRow]:
+    """The hit rate of each salt, that of the most tokens first; empty if no request has one."""
+    of_salt: dict[str | None, list[SeenRequest]] = {}
+    for request in found.requests:
+        of_salt.setdefault(request.salt, []).append(request)
+    rows, size = [], found.block_size or 0
+    named = [salt for salt in of_salt if salt is not None]
+    for salt, requests in of_salt.items():
+        num_blocks, num_hit = (
+            sum(counts) for counts in zip(*((r.num_prompt, r.num_hit) for r in requests), strict=True)
+        )
+        name = "none" if salt is None else str(named.index(salt) + 1)
+        rows.append(SaltRow(name, len(requests), num_blocks * size, num_hit * size, num_hit / num_blocks))
+    return sorted(rows, key=lambda row: -row.num_tokens) if named else []
+
+
 class _Publisher:
     """Follows the cache of one publisher."""
 
@@ -100,6 +130,7 @@ class _Publisher:
         self._place: tuple[str | None, str] | None = None  # cache group and medium that are followed
         self._node_of: dict[wire.BlockHash, int] = {}
         self._resident: set[wire.BlockHash] = set()
+        self._salts: dict[wire.BlockHash, str] = {}  # of the blocks of requests that have one
         self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
         self._just_stored: set[wire.BlockHash] = set()  # by the message before
 
@@ -135,12 +166,17 @@ class _Publisher:
         is_chunk = event.parent in self._just_stored or (len(event.hashes) > 1 and event.parent in before)
         if request is None or not (is_chunk or len(event.hashes) == 1):
             num_hit = found.depth(node)
-            request = SeenRequest(self._source, num_hit, node, num_hit + len(event.hashes))
+            salt = _salt_of(event) if event.parent is None else self._salts.get(event.parent)
+            request = SeenRequest(self._source, num_hit, node, num_hit + len(event.hashes), salt)
             found.requests.append(request)
         elif is_chunk:
             request.num_prompt += len(event.hashes)
         for block_hash, content in zip(event.hashes, _contents(event), strict=True):
+            if node == -1 and request.salt is not None:
+                content = f"{request.salt} {content}"
             node = self._node_of[block_hash] = found.add(node, content)
+        if request.salt is not None:
+            self._salts |= dict.fromkeys(event.hashes, request.salt)
         request.end = node
         self._open[event.hashes[-1]] = request
         self._just_stored.update(event.hashes)
@@ -149,7 +185,7 @@ class _Publisher:
 
     def _node_before(self, event: wire.Stored) -> int:
         if event.parent is None:
-            return -1 if event.lora is None else self._found.add(-1, f"lora {event.lora}")
+            return -1
         if event.parent not in self._node_of:  # stored before the recording began
             self._node_of[event.parent] = self._found.add(-1, f"unknown {event.parent!r}")
         return self._node_of[event.parent]
@@ -169,6 +205,14 @@ class _Publisher:
             self._found.clears.append((self._source, len(self._found.requests)))
         self._resident.clear()
         self._open.clear()
+
+
+def _salt_of(event: wire.Stored) -> str | None:
+    """What keeps blocks of equal tokens apart: requests of another one share none."""
+    keys = event.extra.get("extra_keys")
+    first = keys[0] if isinstance(keys, list) and keys else None
+    parts = (first, event.extra.get("cache_salt"), event.lora)
+    return None if parts == (None, None, None) else repr(parts)
 
 
 def _contents(event: wire.Stored) -> Iterator[Content]:

@@ -65,6 +65,8 @@ class Redactor:
                     redacted[name] = self._token_ids(value, fields)
                 case "media":
                     redacted[name] = [r[:1] for r in value if isinstance(r, list)] if isinstance(value, list) else []
+                case "each":
+                    redacted[name] = [self.other(item) for item in value] if isinstance(value, list) else None
                 case None:
                     redacted[name] = self.other(value)
         return redacted
