@@ -280,7 +280,9 @@ def test_what_does_not_go_together_is_refused(trace, tmp_path, monkeypatch, argu
     assert not list(tmp_path.iterdir())
 
 
-COMMANDS = re.findall(r"^pagedcli (replay run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+COMMANDS = re.findall(
+    r"^pagedcli (replay run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
