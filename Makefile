@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all test-machine test-ray test-tools check lint wheel wheels clean
+.PHONY: demo test test-all test-machine test-ray test-tools check lint wheel wheels release-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -55,20 +55,25 @@ wheel: $(VENV)/.installed
 # A wheel for each platform, with the kernels of all its processors inside, and the sdist, in dist/. The same sources
 # give the same bytes. The one compiler is ziglang of constraints.txt, in an environment of its own.
 PLATFORMS = linux-x86_64=manylinux_2_28_x86_64 linux-aarch64=manylinux_2_28_aarch64 darwin-arm64=macosx_11_0_arm64
-export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 wheels: $(VENV)/.installed
-	test -x build/compiler/bin/python || $(PYTHON) -m venv --system-site-packages build/compiler
-	build/compiler/bin/pip install --quiet --constraint constraints.txt ziglang
-	rm -rf dist build/lib
-	for platform in $(PLATFORMS); do \
-	  name=$${platform%=*}; libraries=$(CURDIR)/build/libraries/$$name; \
-	  PYTHONPATH=src $(BIN)/python scripts/build_libraries.py $$libraries --platform $$name \
-	    --compiler build/compiler/bin/python && rm -rf build/lib build/bdist.* && \
+	test -x build/tools/bin/python || $(PYTHON) -m venv build/tools
+	build/tools/bin/pip install --quiet --constraint constraints.txt build setuptools ziglang
+	rm -rf dist
+	umask 022; for platform in $(PLATFORMS); do \
+	  libraries=$(CURDIR)/build/libraries/$${platform%=*}; \
+	  $(BIN)/python scripts/build_libraries.py $$libraries --platform $${platform%=*} \
+	    --compiler build/tools/bin/python && rm -rf build/lib build/bdist.* && \
 	  PAGEDCLI_LIBRARIES=$$libraries PAGEDCLI_WHEEL_PLATFORM=$${platform#*=} \
-	    $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . || exit 1; \
+	    build/tools/bin/python -m build --no-isolation --wheel > build/wheel.log || exit 1; \
 	done
 	rm -rf build/lib build/bdist.*
+	umask 022; build/tools/bin/python -m build --no-isolation --sdist > build/sdist.log
 	ls -l dist
+
+# What `make wheels` makes is what a release should hold, and each wheel of this machine runs without a compiler.
+release-check: wheels
+	$(BIN)/python scripts/check_release.py dist
 
 # The constraints pin torch, whose newest build would bring gigabytes of CUDA packages. On a GPU machine install
 # torch first, as pytorch.org says, and then: pip install '.[cuda]'.

@@ -36,7 +36,11 @@ def long_description() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     repository = project.get("urls", {}).get("Repository")
-    return readme if repository is None else with_absolute_links(readme, repository, project["version"])
+    if repository is None:
+        return readme
+    package = (ROOT / "src" / "pagedcli" / "__init__.py").read_text(encoding="utf-8")
+    [version] = re.findall(r'^__version__ = "(.+)"', package, re.MULTILINE)
+    return with_absolute_links(readme, repository, version)
 
 
 class BuildWithLibraries(build_py):

@@ -50,3 +50,20 @@ def test_skipped_tests_take_one_line():
     assert skipped_line(reasons) == (
         "35 skipped: 30 needs a GPU; 2 no compiler; 1 a; 2 for other reasons (pytest -rs lists them)"
     )
+
+
+def test_the_version_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "pagedcli.__version__"}
+
+
+def test_links_of_a_release_lead_to_its_tag(monkeypatch, tmp_path):
+    script = setup_script()
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("[a](docs/a.md)")
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://host/o/n"\n')
+    package = tmp_path / "src" / "pagedcli"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('"""Text."""\n\n__version__ = "1.2.3"\n')
+    assert script.long_description() == "[a](https://host/o/n/blob/v1.2.3/docs/a.md)"

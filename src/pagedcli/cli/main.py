@@ -44,6 +44,9 @@ COMMANDS = {
 }
 
 
+BEGIN = ("generate", "plan", "trace", "explain", "profile-memory")  # what most people need, in this order
+
+
 class _Commands(TyperGroup):
     """Loads commands lazily and turns errors into messages and exit codes."""
 
@@ -57,9 +60,11 @@ class _Commands(TyperGroup):
         return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Unlike typer's, without shortening what the commands do."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """Unlike typer's, without shortening what the commands do, and with those to begin with first."""
+        rest = [name for name in COMMANDS if name not in BEGIN]
+        for title, names in (("Commands to begin with", BEGIN), ("Other commands", rest)):
+            with formatter.section(title):
+                formatter.write_dl([(name, COMMANDS[name]) for name in names])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
@@ -174,16 +179,31 @@ def _debug() -> bool:
     return os.environ.get("PAGEDCLI_DEBUG", "") not in ("", "0")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"pagedcli {__version__}")
-        raise typer.Exit
+def _about_installation() -> Iterator[tuple[str, str]]:
+    """What a report of a bug needs, without loading torch."""
+    import platform
+    from importlib import metadata
+
+    from pagedcli.native.prebuilt import library, runnable
+
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", platform.platform()
+    found, target = library(), runnable()
+    instructions = "none of those that wheels have kernels for" if target is None else target.name
+    yield "processor", f"{platform.machine()}, best instructions: {instructions}"
+    yield "kernels", "compiled on first use" if found is None else f"{found[0]}, installed with the package"
+    for name in ("torch", "triton", "transformers", "tokenizers", "safetensors", "llguidance"):
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield name, "not installed"
 
 
 app = typer.Typer(
     name="pagedcli",
     cls=_Commands,
     no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -192,14 +212,23 @@ app = typer.Typer(
 
 @app.callback()
 def pagedcli(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
-    ] = False,
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --version: what a report of a bug needs.")] = False,
 ) -> None:
     """LLM batch generation and KV-cache inspection.
 
+    Begin: echo '{"prompt": "Once upon a time"}' | pagedcli generate -
+
     pagedcli generate prompts.jsonl -o out.jsonl
     """
+    if version:
+        print(f"pagedcli {__version__}")
+        for name, value in _about_installation() if verbose else ():
+            print(f"{name:<12} {value}")
+        raise typer.Exit
+    if verbose or context.invoked_subcommand is None:
+        context.fail("Missing command." if not verbose else "--verbose goes with --version.")
 
 
 def _is_of_stream(error: Exception) -> bool:

@@ -1,0 +1,100 @@
+"""Check what `make wheels` left in dist/: names and metadata, contents, licences, and that each wheel of this machine
+runs when it is installed without a compiler.
+
+    python scripts/check_release.py DIST
+
+The dependencies come from the environment that runs this script. Exits with 1 and the first finding.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pagedcli
+from pagedcli.native.prebuilt import TARGETS
+
+MOST_BYTES = 25_000_000  # of one wheel
+TAGS = {"linux": "manylinux_2_28", "darwin": "macosx_11_0"}
+PROGRAM = "from pagedcli.native import load_library; print(load_library().origin)"
+
+
+def require(holds: object, finding: str) -> None:
+    if not holds:
+        sys.exit(f"not ready: {finding}")
+
+
+def check_metadata(about: Message, name: str) -> None:
+    require(about["Version"] == pagedcli.__version__, f"{name} has version {about['Version']}")
+    require(about["License-Expression"] == "Apache-2.0", f"{name} has no licence expression")
+    require("](docs/" not in str(about.get_payload()) or not about.get_all("Project-URL"), f"{name}: relative links")
+
+
+def check_wheel(path: Path) -> None:
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        check_metadata(message_from_bytes(wheel.read(metadata)), path.name)
+        stray = [name for name in names if not name.startswith(("pagedcli/", "pagedcli-"))]
+        require(not stray, f"{path.name} holds {stray}")
+        require(any(name.endswith("licenses/LICENSE") for name in names), f"{path.name} has no licence")
+    require(path.stat().st_size <= MOST_BYTES, f"{path.name} is larger than {MOST_BYTES / 1e6:.0f} MB")
+    expected = {
+        f"pagedcli/native/libraries/{target.file_name}"
+        for target in TARGETS
+        if path.stem.endswith(f"{TAGS[target.system]}_{target.machine}")
+    }
+    found = {name for name in names if name.startswith("pagedcli/native/libraries/")}
+    require(found == expected, f"{path.name} has the libraries {sorted(found)}, not {sorted(expected)}")
+
+
+def check_sdist(path: Path) -> None:
+    with tarfile.open(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    for wanted in ("LICENSE", "README.md", "src/pagedcli/native/decoder.cpp", "src/pagedcli/py.typed"):
+        require(wanted in names, f"{path.name} has no {wanted}")
+
+
+def check_install(path: Path) -> None:
+    """Installed alone, without a compiler on the path: its kernels are loaded, and a row comes out."""
+    with tempfile.TemporaryDirectory(prefix="a folder with spaces ") as folder:
+        home = Path(folder)
+        venv.create(home / "env", symlinks=True)
+        python = home / "env" / "bin" / "python"
+        site = next((home / "env" / "lib").glob("python3*/site-packages"))
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(site)
+        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        bare = {"HOME": str(home), "PATH": str(home)}
+        origin = subprocess.run([python, "-c", PROGRAM], env=bare, capture_output=True, text=True, check=False)
+        require("installed with the package" in origin.stdout, f"{path.name}: {origin.stdout}{origin.stderr}")
+        command = [python, "-m", "pagedcli", "generate", "-", "--max-tokens", "8"]
+        prompt = '{"prompt": "Once upon a time"}\n'
+        row = subprocess.run(command, env=bare, input=prompt, capture_output=True, text=True, check=False)
+        require(row.returncode == 0 and '"error":null' in row.stdout, f"{path.name}: {row.stderr}")
+        print(f"{path.name}: {origin.stdout.strip()}; a row without a compiler: ok")
+
+
+def main() -> None:
+    dist = Path(sys.argv[1])
+    wheels, sdists = sorted(dist.glob("*.whl")), sorted(dist.glob("*.tar.gz"))
+    require(wheels and len(sdists) == 1, f"{dist} holds {sorted(os.listdir(dist))}; run: make wheels")
+    for path in wheels:
+        check_wheel(path)
+    check_sdist(sdists[0])
+    for path in wheels:
+        if path.stem.endswith(f"{TAGS.get(sys.platform)}_{platform.machine()}"):
+            check_install(path)
+    print(f"{len(wheels)} wheels and the sdist of {pagedcli.__version__}: ready")
+
+
+if __name__ == "__main__":
+    main()
