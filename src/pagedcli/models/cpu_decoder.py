@@ -61,6 +61,7 @@ _GATES = {
     "relu2": RELU2,
     "ungated_gelu": GELU,
 }
+_MIXERS = {Attention, GatedDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
 
 
@@ -403,6 +404,8 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if unknown := [activation for activation in spec.activations if activation not in _GATES]:
         return f"has no activation {unknown[0]}"
+    if unknown_mixers := [layer.mixer.name for layer in spec.layers if type(layer.mixer) not in _MIXERS]:
+        return f"has no kernel for {unknown_mixers[0]}"
     if not has_cpu_kernels(spec, backend):
         return "packs no odd sizes of layers"
     return None

@@ -39,13 +39,10 @@ from pagedcli.models.blocks import (
 )
 from pagedcli.models.formats import AS_STORED, VECTOR, LayerFormat, Modules
 from pagedcli.models.mixers.attention import Attention as AttentionMixer
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import Experts as ExpertsSpec
 from pagedcli.models.mlps import Mlp as MlpSpec
 from pagedcli.models.parameters import decoder_parameters, unread_tensors
-from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
+from pagedcli.models.recurrent_blocks import BODIES
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import Mixer, ModelSpec
@@ -180,6 +177,19 @@ class Parts:
         """The modules of a linear layer that is never quantized, AS_STORED, and its bias."""
         return [{"weight": self._tensors.pop(key)}], self._tensors.pop(f"{key}.bias", None)
 
+    @property
+    def eps(self) -> float:
+        """The epsilon of norms."""
+        return self._spec.norm.eps
+
+    @property
+    def device(self) -> torch.device:
+        return self._request.device
+
+    def small(self, key: str) -> Tensor | None:
+        """A small tensor; None if the model does not have it."""
+        return self._tensors.pop(key, None)
+
     def conv(self, key: str) -> Tensor:
         """The weight [K, C] of a depthwise convolution."""
         return self._tensors.pop(f"{key}.conv").flatten(1).t().contiguous()
@@ -263,7 +273,7 @@ class _Builder(Parts):
             return None
         self.linear_bytes += table.nbytes
         rows = VocabularyEmbedding(table, inputs.vocab_size, self._request.parallel)
-        return LayerInputs(rows, self._unquantized("layer_projection"), norm, self._spec.norm.eps)
+        return LayerInputs(rows, self.plain_linear("layer_projection"), norm, self._spec.norm.eps)
 
     def branches(self) -> tuple[list[Branch], Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
@@ -294,7 +304,7 @@ class _Builder(Parts):
         return attends.count(attends[-1]) - 1
 
     def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> LayerInput:
-        gate, out = self._unquantized(f"{key}.input_gate"), self._unquantized(f"{key}.input_out")
+        gate, out = self.plain_linear(f"{key}.input_gate"), self.plain_linear(f"{key}.input_out")
         return LayerInput(index, gate, activation, out)
 
     def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
@@ -305,7 +315,7 @@ class _Builder(Parts):
         match mixer:
             case AttentionMixer():
                 return (self._varied_attention if mixer.value_norm else self._attention)(mixer, place, key)
-        return self._recurrent(mixer, place, key)
+        return BODIES[type(mixer)](self, mixer, place, key)
 
     def _attention(self, mixer: AttentionMixer, place: int, key: str) -> Attention:
         weight, rope = self._head_norms(mixer, key), mixer.rope
@@ -318,7 +328,7 @@ class _Builder(Parts):
             num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads,
             head_dim=mixer.head_dim,
-            qkv=self._linear(f"{key}.qkv"),
+            qkv=self.linear(f"{key}.qkv"),
             norm=None if weight is None else (weight, self._spec.norm.eps),
             norms_all=mixer.qk_norm == "all",
             norms_last=mixer.norms_last,
@@ -341,7 +351,7 @@ class _Builder(Parts):
             num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads if mixer.keeps else 0,
             head_dim=mixer.head_dim,
-            projected=self._linear(f"{key}.qkv"),
+            projected=self.linear(f"{key}.qkv"),
             norm=norm,
             value_norm=torch.ones(mixer.head_dim, device=norm.device),
             eps=self._spec.norm.eps,
@@ -358,27 +368,13 @@ class _Builder(Parts):
         rows = [of_queries.expand(mixer.num_heads, -1), *(each.expand(mixer.num_kv_heads, -1) for each in of_keys)]
         return torch.cat(rows)
 
-    def _recurrent(self, shape: GatedDelta | Mamba2 | ShortConv, place: int, key: str) -> Body:
-        take, eps = self._tensors.pop, self._spec.norm.eps
-        inner, out, conv = self._linear(f"{key}.inner"), self._linear(f"{key}.out"), self.conv(key)
-        conv_bias = take(f"{key}.conv_bias", None)
-        if isinstance(shape, ShortConv):
-            return ShortConvolution(place, inner, conv, conv_bias, out)
-        decay, step_bias, norm = self.decay(key), take(f"{key}.step_bias"), take(f"{key}.gated_norm")
-        if isinstance(shape, Mamba2):
-            skip = take(f"{key}.skip")
-            return MambaMixer(place, shape, inner, conv, conv_bias, decay, step_bias, skip, norm, eps, out)
-        columns = interleaved_columns(shape, self._request.device) if shape.interleaved else None
-        gates = self._unquantized(f"{key}.gates")
-        return GatedDeltaNet(place, shape, inner, gates, conv, decay, step_bias, norm, eps, out, columns)
-
     def _mlp(self, spec: MlpSpec | ExpertsSpec, key: str) -> Mlp | Experts | ExpertsBesideMlp:
         experts = spec if isinstance(spec, ExpertsSpec) else None
         dense = spec.beside if isinstance(spec, ExpertsSpec) else spec
         if dense is None:
             assert experts is not None, "a layer has an MLP or experts"
             return self._experts(experts, key)
-        first = self._linear(f"{key}.{dense.input_name}")
+        first = self.linear(f"{key}.{dense.input_name}")
         mlp = GatedMlp(first, ACTIVATIONS[dense.activation], self._summed_linear(f"{key}.down"))
         if experts is None:
             return Mlp(mlp)
@@ -396,10 +392,10 @@ class _Builder(Parts):
     def _experts(self, experts: ExpertsSpec, key: str) -> Experts:
         shared = experts.shared
         return Experts(
-            router=self._unquantized(f"{key}.router"),
+            router=self.plain_linear(f"{key}.router"),
             mixture=self._mixture(key, experts),
             shared=None if shared is None else self._expert(f"{key}.shared_expert", shared.activation),
-            shared_gate=self._unquantized(f"{key}.shared_gate") if shared and experts.gates_shared else None,
+            shared_gate=self.plain_linear(f"{key}.shared_gate") if shared and experts.gates_shared else None,
             parallel=self._request.parallel,
         )
 
@@ -441,14 +437,14 @@ class _Builder(Parts):
     def _expert(self, key: str, activation: str) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
         in_gate = self.uses_cpu_kernels and activation in ("silu", "swish")
-        gate_up = self._linear(f"{key}.gate_up", gated=in_gate)
-        down = self._linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
+        gate_up = self.linear(f"{key}.gate_up", gated=in_gate)
+        down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
         return GatedMlp(gate_up, None if in_gate else ACTIVATIONS[activation], down)
 
-    def _unquantized(self, key: str) -> LinearLayer:
+    def plain_linear(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))
 
-    def _linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
+    def linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
         layer_format, modules, bias = self.stored(key)
         if not with_bias:
             bias = None
@@ -470,7 +466,7 @@ class _Builder(Parts):
     def _summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
         """A layer with its inputs split over the ranks: only rank 0 adds the bias."""
         parallel = self._request.parallel
-        linear = self._linear(key, with_bias=parallel.rank == 0)
+        linear = self.linear(key, with_bias=parallel.rank == 0)
         return linear if parallel.size == 1 else SummedLinear(linear, parallel)
 
 

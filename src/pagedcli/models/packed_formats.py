@@ -34,9 +34,11 @@ from pagedcli.models.formats import (
     StoredTensor,
     padded_rows,
 )
-from pagedcli.models.stored_quantization import Layout, Quantization, StoredQuantization
+from pagedcli.models.stored_quantization import Quantization, StoredQuantization
 from pagedcli.native import load_library
 
+_Stores = Callable[[StoredQuantization], tuple[StoredTensor, ...]]
+_Reads = Callable[[Mapping[str, Tensor], StoredQuantization], CodedWeight]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output feature of each four bits of a word, lowest first
 
 
@@ -99,7 +101,8 @@ class Packed(CodedLayer):
 
     def __init__(self, quantization: StoredQuantization) -> None:
         self.quantization, self.name = quantization, quantization.description
-        self.stored = _TENSORS[quantization.layout](quantization)
+        stores, self._read = LAYOUTS[quantization.layout]
+        self.stored = stores(quantization)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str:
         """See WeightFormat.note."""
@@ -144,8 +147,7 @@ class Packed(CodedLayer):
         return -(-num_columns // chunk) * (chunk * stored.bits // 8 + header)
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
-        read = _READERS[self.quantization.layout]
-        weight = stacked([read(tensors, self.quantization) for tensors in modules])
+        weight = stacked([self._read(tensors, self.quantization) for tensors in modules])
         return weight if self.kernel_refusal(kernels) is None else weight.dequantized(dtype)
 
 
@@ -230,16 +232,6 @@ def _repeated(number: int, bits: int) -> float:
     return word - (1 << 32) if word >> 31 else word
 
 
-_TENSORS: Mapping[Layout, Callable[[StoredQuantization], tuple[StoredTensor, ...]]] = {
-    "gptq": _gptq_tensors,
-    "awq": _awq_tensors,
-    "pack-quantized": _pack_quantized_tensors,
-    "int-quantized": _int_quantized_tensors,
-    "float8": _float8_tensors,
-    "mxfp4": _mxfp4_tensors,
-}
-
-
 # ---------------------------------------------------------------------- their packings
 
 
@@ -309,11 +301,12 @@ def _weight(
     return CodedWeight(codes, q.bits, scales, zeros.to(torch.uint8), q.group_size or codes.shape[1], groups)
 
 
-_READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], CodedWeight]] = {
-    "gptq": _read_gptq,
-    "awq": _read_awq,
-    "pack-quantized": _read_pack_quantized,
-    "int-quantized": _read_int_quantized,
-    "float8": _read_float8,
-    "mxfp4": _read_mxfp4,
+# layout -> the tensors that it stores, and their packing
+LAYOUTS: dict[str, tuple[_Stores, _Reads]] = {
+    "gptq": (_gptq_tensors, _read_gptq),
+    "awq": (_awq_tensors, _read_awq),
+    "pack-quantized": (_pack_quantized_tensors, _read_pack_quantized),
+    "int-quantized": (_int_quantized_tensors, _read_int_quantized),
+    "float8": (_float8_tensors, _read_float8),
+    "mxfp4": (_mxfp4_tensors, _read_mxfp4),
 }

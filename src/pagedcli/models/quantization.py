@@ -1,6 +1,6 @@
 """Reads `quantization_config` of a checkpoint's config.json. Free of torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ def read_quantization(config: dict[str, Any], where: Path) -> Quantization | Non
     if not isinstance(content, dict) or not isinstance(content.get("quant_method"), str):
         raise ModelError(f"{where}: quantization_config has no quant_method", hint="download the file again")
     method = content["quant_method"]
-    if method not in _READERS:
+    if method not in READERS:
         raise refusal(where, method, REFUSED.get(method, "an unknown method"))
-    quantization = Quantization(_READERS[method](content, where))
+    quantization = Quantization(READERS[method](content, where))
     for stored in quantization.formats:
         for pattern in (*stored.targets, *stored.skipped):
             _check_pattern(pattern, where)
@@ -353,7 +353,8 @@ def _ct_weights(
     )
 
 
-_READERS: Mapping[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ...]]] = {
+# quant_method -> what its part of config.json says
+READERS: dict[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ...]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,

@@ -3,7 +3,7 @@ in torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from pagedcli.layers.recurrent import (
 from pagedcli.models.blocks import Step
 from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.recurrent import RecurrentMixer
+from pagedcli.models.mixers.short_conv import ShortConv
 
 
 def triton_kernels(x: Tensor) -> Any:
@@ -184,3 +186,68 @@ def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor
 
     values = repeats * shape.value_dim
     return flat(shape.key_dim, shape.key_dim, values, values), flat(repeats, repeats)
+
+
+class Parts(Protocol):
+    """What a decoder hands to a body: the parts of its layer, each once."""
+
+    @property
+    def eps(self) -> float: ...
+    @property
+    def device(self) -> torch.device: ...
+    def linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
+    def plain_linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
+    def small(self, key: str) -> Tensor | None: ...
+    def conv(self, key: str) -> Tensor: ...
+    def decay(self, key: str) -> Tensor: ...
+
+
+def _gated_delta_net(parts: Parts, shape: Any, place: int, key: str) -> GatedDeltaNet:
+    return GatedDeltaNet(
+        place=place,
+        shape=shape,
+        inner=parts.linear(f"{key}.inner"),
+        gates=parts.plain_linear(f"{key}.gates"),
+        conv=parts.conv(key),
+        decay=parts.decay(key),
+        step_bias=_needed(parts, f"{key}.step_bias"),
+        norm=_needed(parts, f"{key}.gated_norm"),
+        eps=parts.eps,
+        out=parts.linear(f"{key}.out"),
+        columns=interleaved_columns(shape, parts.device) if shape.interleaved else None,
+    )
+
+
+def _mamba_mixer(parts: Parts, shape: Any, place: int, key: str) -> MambaMixer:
+    return MambaMixer(
+        place=place,
+        shape=shape,
+        inner=parts.linear(f"{key}.inner"),
+        conv=parts.conv(key),
+        conv_bias=parts.small(f"{key}.conv_bias"),
+        decay=parts.decay(key),
+        step_bias=_needed(parts, f"{key}.step_bias"),
+        skip=_needed(parts, f"{key}.skip"),
+        norm=_needed(parts, f"{key}.gated_norm"),
+        eps=parts.eps,
+        out=parts.linear(f"{key}.out"),
+    )
+
+
+def _short_convolution(parts: Parts, shape: Any, place: int, key: str) -> ShortConvolution:
+    inner, conv, conv_bias = parts.linear(f"{key}.inner"), parts.conv(key), parts.small(f"{key}.conv_bias")
+    return ShortConvolution(place, inner, conv, conv_bias, parts.linear(f"{key}.out"))
+
+
+def _needed(parts: Parts, key: str) -> Tensor:
+    tensor = parts.small(key)
+    assert tensor is not None, f"{key} is a parameter"
+    return tensor
+
+
+# The body of each kind of mixer: from the parts of its layer, the mixer, its place among those with a state, its key.
+BODIES: dict[type[RecurrentMixer], Callable[[Parts, Any, int, str], Callable[[Tensor, Step], Tensor]]] = {
+    GatedDelta: _gated_delta_net,
+    Mamba2: _mamba_mixer,
+    ShortConv: _short_convolution,
+}
