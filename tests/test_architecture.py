@@ -46,7 +46,7 @@ ALLOWED = {
     "simulation": {*LOW, "core", "planning", "models", "batch", "trace", "views", "show", "kvevents"},
     "app": {*LOW, "trace", "views", "show", "kvevents"},
     "audit": {"errors", "files", "interrupt", "printable", "records", "remote", "show"},
-    "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords"},
+    "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords", "trace", "show"},
     "inspect_ai": {*LOW, "batch", "llm_keywords"},
     "distributed": {*BATCH, "batch", "llm_keywords"},
 }

@@ -1,6 +1,6 @@
 """LLM batch generation with a paged KV cache that can be inspected.
 
-from pagedcli import LLM, SamplingParams
+from pagedcli import LLM, SamplingParams, open_trace
 """
 
 import os
@@ -14,9 +14,10 @@ TYPE_CHECKING = False  # typing's own takes too long to import before Ctrl-C has
 if TYPE_CHECKING:
     from pagedcli.llm import LLM
     from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
+    from pagedcli.show.notebook import open_trace
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__", "open_trace"]
 
 
 def __getattr__(name: str) -> object:
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> object:
         from pagedcli import sampling_params
 
         return getattr(sampling_params, name)
+    if name == "open_trace":
+        from pagedcli.show.notebook import open_trace
+
+        return open_trace
     raise AttributeError(f"module 'pagedcli' has no attribute {name!r}")
 
 

@@ -17,13 +17,15 @@ from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import SampleOutput, TokenLogprobs
-from pagedcli.errors import ConfigError
-from pagedcli.events import Emit
+from pagedcli.errors import ConfigError, UsageError
+from pagedcli.events import Emit, Event
 from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
 from pagedcli.models.config_json import read_json
 from pagedcli.models.hub import resolve_model
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
+from pagedcli.show.notebook import Trace
+from pagedcli.trace.fold import EventList
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -89,8 +91,8 @@ class LLM:
 
     `model` is a folder, a hub id or 'builtin', and `tokenizer` another folder or hub id; further keywords are the
     fields of EngineConfig (those of vLLM and nano-vllm). `emit` receives every change of the KV cache as an event, see
-    pagedcli.events. Calls from several threads are served one after the other. `with LLM(...) as llm:` or close() ends
-    the processes of a tensor-parallel group before the program does.
+    pagedcli.events; `record` keeps them, with the tokens, for `trace`. Calls from several threads are served one after
+    the other. `with LLM(...) as llm:` or close() ends the processes of a tensor-parallel group before the program does.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
@@ -100,10 +102,12 @@ class LLM:
         *,
         tokenizer: str | None = None,
         emit: Emit | None = None,
+        record: bool = False,
         **engine_options: Any,
     ) -> None:
         config = engine_config(str(model), engine_options)
-        self.llm_engine = LLMEngine(config, emit=emit)
+        self._recorded = EventList() if record else None
+        self.llm_engine = LLMEngine(config, emit=_both(emit, self._recorded), trace_tokens=record)
         self._tokenizer_name = tokenizer
         self._num_resets = 0  # resets of the prefix cache
         self._num_requests = 0
@@ -123,6 +127,15 @@ class LLM:
     def close(self) -> None:
         """End the processes of a tensor-parallel group; generate() and chat() fail afterwards."""
         self.llm_engine.close()
+
+    @property
+    def trace(self) -> Trace:
+        """What the KV cache did so far, as of a recorded run. Raises: UsageError without `record=True`."""
+        if self._recorded is None:
+            raise UsageError("this LLM records nothing", hint="create it with LLM(..., record=True)")
+        with self._turn:
+            events = EventList(self._recorded.events)
+        return Trace(lambda: events, "this run", decode=lambda token_ids: self.tokenizer.decode(token_ids))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -333,6 +346,18 @@ class LLM:
         }
         sampled = position.token_id
         return {sampled: Logprob(position.logprob, None, text_of(sampled))} | found
+
+
+def _both(emit: Emit | None, recorded: EventList | None) -> Emit | None:
+    """An observer that passes each event on and records it; None: nobody is interested."""
+    if emit is None or recorded is None:
+        return emit if recorded is None else recorded
+
+    def emit_both(event: Event) -> None:
+        recorded(event)
+        emit(event)
+
+    return emit_both
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

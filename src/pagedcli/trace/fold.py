@@ -4,7 +4,7 @@ Used by every command that reads events. To add a view, write a View (dispatch.p
 source, write an EventSource, with its own state if its events carry less than our engine's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from pagedcli.errors import TraceError
@@ -25,6 +25,27 @@ class EventSource(Protocol):
     def place(self) -> str:
         """Location of the last event, for messages: `run.jsonl:12`."""
         ...
+
+
+class EventList:
+    """Events in memory as a source; a running engine takes it as `emit`."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.notes: list[str] = []
+        self.events = list(events)
+        self._number = 0
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def __iter__(self) -> Iterator[Event]:
+        for number, event in enumerate(self.events, 1):
+            self._number = number
+            yield event
+
+    @property
+    def place(self) -> str:
+        return f"event {self._number}"
 
 
 class State(Protocol):
