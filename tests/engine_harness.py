@@ -28,5 +28,6 @@ def run(engine, prompts, params):
     return [[sample.token_ids for sample in outputs[str(i)].samples] for i in range(len(prompts))]
 
 
-def make_engine(path, **config):
-    return LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **{"max_num_seqs": 16, **config}))
+def make_engine(path, *, emit=None, trace_tokens=False, **config):
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", **{"max_num_seqs": 16, **config})
+    return LLMEngine(config, emit=emit, trace_tokens=trace_tokens)

@@ -21,6 +21,7 @@ def make_seq(token_ids, seq_id=0, cache_salt=None):
         num_computed_tokens=0,
         num_cached_tokens=0,
         num_preemptions=0,
+        num_context_tokens=None,
     )
 
 

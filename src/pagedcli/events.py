@@ -14,7 +14,7 @@ OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
 ]
@@ -111,6 +111,9 @@ class RequestAdded(Event, frozen=True, gc=False):
     salt: int | msgspec.UnsetType = (
         msgspec.UNSET
     )  # number of its cache_salt, as they appear; the salt itself is private
+    # It scores given tokens and generates nothing: so many tokens of its prompt are the context, which alone is looked
+    # up. One whose prompt is all context keeps its blocks until the continuations have forked from it.
+    num_context_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class RequestRefused(Event, frozen=True, gc=False):

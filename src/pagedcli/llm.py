@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Number
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ import msgspec
 from pagedcli.batch.chat_template import read_template
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.requests import Message, read_messages
+from pagedcli.batch.scoring import Continuation, Score, best_of, encode_pair
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
@@ -77,13 +78,32 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The scores of what may follow one prompt."""
+
+    request_id: str
+    prompt: str | None  # None if the prompt was given as token ids
+    prompt_token_ids: list[int]
+    scores: list[Score]  # one per continuation; empty after an error
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    metrics: engine_outputs.RequestMetrics
+    error: str | None = None  # why there are none, such as NaN logits; also issued as a warning
+
+    @property
+    def best(self) -> dict[str, int | None]:
+        """The index of the best continuation by "logprob", "per_token" and "per_byte"; the smallest if tied."""
+        return best_of(self.scores)
+
+
+@dataclass(frozen=True, slots=True)
 class _Request:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str | None
-    stop_checkers: StopCheckers | None
-    guides: Guides | None
+    stop_checkers: StopCheckers | None = None
+    guides: Guides | None = None
+    continuations: list[list[int]] | None = None  # None: it generates
 
 
 class LLM:
@@ -193,7 +213,33 @@ class LLM:
         prompts = _as_list(prompts if prompts is not None else prompt_token_ids)
         with self._turn:
             all_params = self._per_prompt(sampling_params, len(prompts))
-            return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+            return self._generate([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Sequence[Continuation] | Sequence[Sequence[Continuation]],
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """How likely each of the given continuations of a prompt is; the results are in the order of the prompts.
+
+        Prompts are those of generate(), one or many; `continuations` has a list for each, or is the list of the single
+        one: texts, or token ids. Texts after a text are tokenized together with it: whitespace at its end belongs to
+        the continuations. Prompts are computed in the order of their tokens, so that what they share is computed once,
+        and each once for all its continuations.
+        Raises: RequestError, before anything is computed, if a prompt or continuation is empty or too long; ValueError.
+        """
+        of_each: Any = [continuations] if _is_one(prompts) else continuations
+        pairs: list[tuple[Prompt, list[Continuation]]] = [
+            (prompt, list(given)) for prompt, given in zip(_as_list(prompts), of_each, strict=True)
+        ]
+        with self._turn:
+            requests = [self._score_request(*pair) for pair in pairs]
+            keys = [(request.cache_salt or "", request.prompt_token_ids) for request in requests]
+            order = sorted(range(len(requests)), key=keys.__getitem__)
+            outputs = self._run([requests[i] for i in order], use_tqdm)
+        found = dict(zip(order, outputs, strict=True))
+        return [self._score_output(found[i], requests[i], given) for i, (_, given) in enumerate(pairs)]
 
     def chat(
         self,
@@ -228,9 +274,32 @@ class LLM:
         with self._turn:
             prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
             all_params = self._per_prompt(sampling_params, len(prompts))
-            return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+            return self._generate([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
+        given, cache_salt = self._read_prompt(prompt)
+        text = given if isinstance(given, str) else None
+        token_ids = self.tokenizer.encode(text) if text is not None else token_ids_of(given)
+        checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
+        guides = self._grammars.guides(params) if params.guided else None
+        return _Request(text, token_ids, params, cache_salt, checkers, guides)
+
+    def _score_request(self, prompt: Prompt, given: list[Continuation]) -> _Request:
+        context, cache_salt = self._read_prompt(prompt)
+        texts = [each for each in given if isinstance(each, str)]
+        if texts and len(texts) < len(given):
+            raise ValueError("continuations of one prompt are all texts or all token ids")
+        if isinstance(context, str) and texts:
+            token_ids, continuations = encode_pair(self.tokenizer, context, texts)
+        else:
+            encode = partial(self.tokenizer.encode, add_special_tokens=False) if texts else token_ids_of
+            token_ids = self.tokenizer.encode(context) if isinstance(context, str) else token_ids_of(context)
+            continuations = [encode(each) for each in given]
+        text = context if isinstance(context, str) else None
+        return _Request(text, token_ids, SamplingParams(), cache_salt, continuations=continuations)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[Any, str | None]:
+        """A prompt's text or token ids, and its cache salt."""
         cache_salt = None
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt")
@@ -241,13 +310,9 @@ class LLM:
                 raise ValueError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
             given = prompt.get("prompt_token_ids")
             prompt = prompt["prompt"] if given is None else given
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(text) if text is not None else token_ids_of(prompt)
-        checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
-        guides = self._grammars.guides(params) if params.guided else None
         if self._num_resets:
             cache_salt = f"reset {self._num_resets} {cache_salt or ''}"
-        return _Request(text, token_ids, params, cache_salt, checkers, guides)
+        return prompt, cache_salt
 
     def _per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -265,14 +330,20 @@ class LLM:
         spec = self.llm_engine.spec
         return Grammars(self.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
 
-    def _run(self, requests: list[_Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _generate(self, requests: list[_Request], use_tqdm: bool) -> list[RequestOutput]:
+        outputs = self._run(requests, use_tqdm)
+        return [self._output(output, request) for output, request in zip(outputs, requests, strict=True)]
+
+    def _run(self, requests: list[_Request], use_tqdm: bool) -> list[engine_outputs.RequestOutput]:
         from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         engine = self.llm_engine
         request_ids = [str(self._num_requests + place) for place in range(len(requests))]
         self._num_requests += len(requests)
         finished: dict[str, engine_outputs.RequestOutput] = {}
-        bar, num_generated = tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm), 0
+        scores = bool(requests) and requests[0].continuations is not None
+        what = "Scoring" if scores else "Generating"
+        bar, num_generated = tqdm(total=len(requests), desc=what, unit="req", disable=not use_tqdm), 0
         try:
             for request_id, request in zip(request_ids, requests, strict=True):
                 engine.add_request(
@@ -282,13 +353,15 @@ class LLM:
                     cache_salt=request.cache_salt,
                     make_stop_checker=request.stop_checkers,
                     make_guide=request.guides,
+                    continuations=request.continuations,
                 )
             while len(finished) < len(requests):
                 for output in engine.step():
                     finished[output.request_id] = output
                     num_generated += sum(len(sample.token_ids) for sample in output.samples)
                     elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"{num_generated / elapsed_s:,.0f} tok/s", refresh=False)
+                    if not scores:
+                        bar.set_postfix_str(f"{num_generated / elapsed_s:,.0f} tok/s", refresh=False)
                     bar.update()
         except BaseException:
             for request_id in request_ids:  # leave the engine clean, also after Ctrl-C
@@ -296,7 +369,23 @@ class LLM:
             raise
         finally:
             bar.close()
-        return [self._output(finished[each], request) for each, request in zip(request_ids, requests, strict=True)]
+        return [finished[request_id] for request_id in request_ids]
+
+    def _score_output(
+        self, output: engine_outputs.RequestOutput, request: _Request, given: list[Continuation]
+    ) -> ScoreOutput:
+        if output.error is not None:
+            warnings.warn(f"request {output.request_id}: {output.error.message}", stacklevel=3)
+        num_bytes = [len(each.encode()) if isinstance(each, str) else None for each in given]
+        return ScoreOutput(
+            request_id=output.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=output.prompt_token_ids,
+            scores=[Score.of(i, found, num_bytes[i]) for i, found in enumerate(output.scores or ())],
+            num_cached_tokens=output.num_cached_tokens,
+            metrics=output.metrics,
+            error=None if output.error is None else output.error.message,
+        )
 
     def _output(self, output: engine_outputs.RequestOutput, request: _Request) -> RequestOutput:
         if output.error is not None:
@@ -367,8 +456,23 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, bytes | bytearray):
         raise TypeError(f"a prompt is text or token ids, not {type(prompts).__name__}")
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    is_one = bool(prompts) and (isinstance(prompts[0], Number) or getattr(prompts[0], "ndim", None) == 0)
-    return [prompts] if is_one else prompts
+    return [prompts] if _is_one(prompts) else prompts
 
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+def _is_one(prompts: Any) -> bool:
+    """Whether it is one prompt, and not a list of them."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return len(prompts) > 0 and (isinstance(prompts[0], Number) or getattr(prompts[0], "ndim", None) == 0)
+
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "ScoreOutput",
+    "StructuredOutputsParams",
+]

@@ -68,7 +68,7 @@ CHANGED = {
 }
 WORDS = {
     "reason": ("new", "resumed", "continued", "max_num_seqs", "token_budget", "free_blocks", "preemption", "stop",
-               "length", "abort"),
+               "length", "score", "abort"),
     "eviction": ("lru", "fifo", "lfu", "prefix-lru", "next-use"),
     "miss_reason": ("caching_off", "no_full_block", "no_match", None),
 }  # fmt: skip
@@ -85,7 +85,8 @@ def mutations(event, name):
         return [msgspec.structs.replace(event, **{name: word}) for word in allowed]
     if value == ():
         return []
-    return [msgspec.structs.replace(event, **{name: other(value)})]
+    changed = 1 if name == "num_context_tokens" and value is msgspec.UNSET else other(value)
+    return [msgspec.structs.replace(event, **{name: changed})]
 
 
 def word_fits(event, name, word):

@@ -53,6 +53,7 @@ class User:
         self.prefixes: list[Prefix] = []
         self.cache_salt = cache_salt
         self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
+        self.num_context_tokens: int | None = None
 
 
 def assert_same_ledgers(manager: BlockManager, state: PoolState, users: list[User]) -> None:

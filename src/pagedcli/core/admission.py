@@ -49,6 +49,37 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
     return max_new_tokens
 
 
+def admit_scores(limits: Limits, context_token_ids: Ids[int], continuations: Ids[Ids[int]]) -> None:
+    """Check a request for scores of continuations. Raises: RequestError if it can never be served."""
+    num_context = len(context_token_ids)
+    if num_context == 0:
+        raise RequestError("empty_prompt", "the context has no tokens")
+    if not continuations:
+        raise RequestError("empty_continuation", "there are no continuations")
+    _check_ids(limits, context_token_ids, SamplingParams())
+    for index, token_ids in enumerate(continuations):
+        if not token_ids:
+            raise RequestError("empty_continuation", f"continuation {index} has no tokens")
+        _check_ids(limits, token_ids, SamplingParams())
+    index, longest = max(enumerate(map(len, continuations)), key=lambda each: each[1])
+    num_tokens = num_context + longest - 1  # nothing follows the last token, so it is not computed
+    if num_tokens > limits.max_model_len:
+        raise RequestError(
+            "context_length_exceeded",
+            f"{plural(num_context, 'context token')} and {longest:,} of continuation {index} are over the model length "
+            f"of {limits.max_model_len:,} and 1",
+            hint="shorten the context or raise --max-model-len",
+        )
+    needed = limits.tables.most_blocks(num_tokens, limits.chunk_size)
+    if limits.num_blocks is not None and needed > limits.num_blocks:
+        raise RequestError(
+            "kv_cache_exceeded",
+            f"needs {plural(needed, 'block')} of {plural(limits.block_size, 'token')}, "
+            f"the pool has {limits.num_blocks:,}",
+            hint="enlarge the pool with --kv-cache-memory or --num-gpu-blocks-override",
+        )
+
+
 def room_for(limits: Limits, num_prompt: int, width: int) -> int:
     """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
     room = limits.max_model_len - num_prompt

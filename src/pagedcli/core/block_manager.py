@@ -30,6 +30,7 @@ class CacheUser(Protocol):
     num_writable_tokens: int  # leading tokens that can be computed without a new block or a copy; 0: not known
     num_preemptions: int
     num_prompt_tokens: int
+    num_context_tokens: int | None  # lookups end before the last of so many tokens; None: before its last one
     state_read: int | None  # slots of recurrent state, see core.states
     state_write: int | None
 
@@ -135,12 +136,19 @@ class BlockManager:
     def lookup(self, seq: CacheUser) -> PrefixHit:
         """The longest cached beginning of the sequence: in each group the blocks that later tokens see. May hash more
         of the sequence; changes nothing else."""
-        num_asked = len(seq.token_ids) // self.block_size
+        num_asked = self._num_asked(seq)
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, 0, num_asked, 0)
         self._extend_prefixes(seq, num_asked)
         block_ids = self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
         return self._hit(block_ids, num_asked)
+
+    def _num_asked(self, seq: CacheUser) -> int:
+        """Full spans that a lookup of the sequence may find: those of a context end before its last token, which is
+        computed and written."""
+        if seq.num_context_tokens is None:
+            return len(seq.token_ids) // self.block_size
+        return (seq.num_context_tokens - 1) // self.block_size
 
     def shortened(self, seq: CacheUser, hit: PrefixHit, ends: Collection[int]) -> PrefixHit:
         """The longest part of a hit of one of these numbers of spans. With windows later tokens see other blocks."""
@@ -159,7 +167,7 @@ class BlockManager:
         """A sequence joined the waiting queue at its back, or as its first one: next-use keeps what it will ask for."""
         if self._queue is not None:
             self.extend_prefixes(seq)
-            self._queue.expect(seq.seq_id, seq.prefixes, first=first)
+            self._queue.expect(seq.seq_id, seq.prefixes[: self._num_asked(seq) * self.num_groups], first=first)
 
     def forget(self, seq: CacheUser) -> None:
         """A sequence left the waiting queue."""
@@ -190,7 +198,7 @@ class BlockManager:
         """Share blocks that others have filled since this sequence's prefill began, replacing its partial one.
         Returns how many tokens no longer need computing."""
         first = seq.num_computed_tokens // self.block_size
-        num_full_spans = len(seq.token_ids) // self.block_size
+        num_full_spans = self._num_asked(seq)
         if not self.enable_prefix_caching or first >= num_full_spans or self._must_copy(seq):
             return 0
         self._extend_prefixes(seq, num_full_spans)
@@ -415,7 +423,7 @@ class BlockManager:
     def _leading_blocks(self, seq: CacheUser, first: int) -> list[int | None]:
         """The cached blocks equal to the sequence's full spans from number `first` on, up to the first miss."""
         block_ids: list[int | None] = []
-        for index in range(first * self.num_groups, len(seq.prefixes)):
+        for index in range(first * self.num_groups, min(len(seq.prefixes), self._num_asked(seq) * self.num_groups)):
             block_id = self._cached_block_id(seq, index)
             if block_id is None:
                 break
@@ -438,7 +446,7 @@ class BlockManager:
         found: list[int | None] = []  # entries of the table, None: not cached
         in_a_row = [0] * self.num_groups
         num_spans, first_seen = 0, [0] * self.num_groups  # the hit so far
-        for span in range(len(seq.prefixes) // self.num_groups):
+        for span in range(min(len(seq.prefixes) // self.num_groups, self._num_asked(seq))):
             found += [self._cached_block_id(seq, span * self.num_groups + group) for group in groups]
             in_a_row = [0 if found[span * self.num_groups + group] is None else in_a_row[group] + 1 for group in groups]
             num_computed = min((span + 1) * self.block_size, most)

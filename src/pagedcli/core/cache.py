@@ -47,6 +47,9 @@ class Kind(Protocol):
     def can_grow(self, seqs: Sequence[CacheUser]) -> bool:
         """Whether there is room for the next step of all these sequences."""
 
+    def can_fork(self, parent: CacheUser, *, is_last: bool) -> bool:
+        """Whether there is room for the next step of a fork. `is_last`: the parent ends then."""
+
     def allocate(self, seq: CacheUser, hit: PrefixHit) -> None:
         """A sequence starts after its hit. Its blocks come next."""
 
@@ -112,6 +115,10 @@ class Cache:
     def can_grow(self, seqs: Sequence[CacheUser]) -> bool:
         """Whether there is room for the next step of all these sequences, blocks apart."""
         return not self.others or all(kind.can_grow(seqs) for kind in self.others)
+
+    def can_fork(self, parent: CacheUser, *, is_last: bool) -> bool:
+        """Whether there is room for the next step of a fork, blocks apart. `is_last`: the parent ends then."""
+        return all(kind.can_fork(parent, is_last=is_last) for kind in self.others)
 
     def next_chunk(self, seq: CacheUser, num_computed: int, num_new_tokens: int) -> int:
         """How many of the next tokens to compute in one step, so that it ends where a kind has to keep something."""

@@ -11,18 +11,20 @@ from operator import attrgetter
 from typing import Any
 
 import pagedcli.events as ev
-from pagedcli.core.admission import admit
+from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.cache import make_cache
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import Forks, Request, RequestOutput
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scoring import Targets
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
+_SCORING = SamplingParams(temperature=0)  # parameters of requests that generate nothing
 _block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
 _num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
@@ -94,30 +96,41 @@ class EngineCore:
         make_stop_checker: Callable[[], StopChecker] | None = None,
         make_guide: Callable[[], Guide] | None = None,
         make_prefixes: Callable[[], list[Prefix]] | None = None,
+        continuations: Ids[Ids[int]] | None = None,
     ) -> None:
         """Queue a request. May be called between any two steps.
 
         `row_id` is the user's own id, which the events carry. `cache_salt`: the request shares cached blocks only with
         requests of the same salt. `make_stop_checker` is called once per sample and returns a function that receives
         each new token and detects stop strings; `make_guide` returns the guide that restricts the next token;
-        `make_prefixes` the chain of the prompt's full blocks, if only that is known, and not the prompt's tokens.
+        `make_prefixes` the chain of the prompt's full blocks, if only that is known, and not the prompt's tokens. With
+        `continuations` nothing is generated: the prompt is the context of each of them, and RequestOutput.scores says
+        how likely they are; of `params` nothing counts.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
             if request_id in self._requests:
                 raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
-            max_new_tokens = admit(self.limits, prompt_token_ids, params)
+            if continuations is None:
+                max_new_tokens = admit(self.limits, prompt_token_ids, params)
+            else:
+                admit_scores(self.limits, prompt_token_ids, continuations)
         except RequestError as error:
             if self._emit is not None:
                 self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
             raise
         self._num_added += 1
+        token_ids, targets = list(prompt_token_ids), None
+        if continuations is not None:
+            max_new_tokens, params, targets = 0, _SCORING, Targets.of_context(len(token_ids), continuations)
+            token_ids += [] if targets.together else continuations[0][:-1]
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f"{cache_salt or ''} prompt_logprobs {self._next_seq_id}"
         request = Request(make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes)
+        request.continuations = continuations
         seq = self._new_sequence(
             request_id,
-            list(prompt_token_ids),
+            token_ids,
             params,
             **request.parts(),
             max_new_tokens=max_new_tokens,
@@ -126,11 +139,14 @@ class EngineCore:
             cache_salt=cache_salt,
             arrived_s=self._now_s(),
             row_id=row_id,
+            targets=targets,
         )
         request.seqs.append(seq)
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
         self._requests[request_id] = request
         self._forks.expect(seq)
+        if targets is not None and continuations is not None and targets.of_forks(continuations):
+            self._forks.expect_continuations(seq)
         self.scheduler.add(seq)
 
     def has_unfinished_requests(self) -> bool:
@@ -181,6 +197,7 @@ class EngineCore:
         if self._emit is not None:
             self._emit(ev.StepStarted(step, self.clock_ns()))
         self.cache.begin_step()
+        self._forks.start_continuations(self._requests, self._new_sequence)
         work = self._step_ahead(step, clock) if self.runs_ahead else self._step_now(step, clock)
         self._count(work, clock)
         if self._emit is not None:
@@ -264,7 +281,11 @@ class EngineCore:
         seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
         tokens = self.executor.launch(step, self._builder.sampling(seqs, logits_rows))
         scored = {} if step.prompt_rows is None else {seq.seq_id: seq for seq in work.seqs}
-        return LaunchedStep(seqs, tokens, scored)
+        computed = []
+        if work.scores_targets:
+            computed = [seq for seq in work.seqs if seq.targets and seq.num_computed_tokens == len(seq.token_ids)]
+            self._forks.count_computed(computed)
+        return LaunchedStep(seqs, tokens, scored, computed)
 
     def _read(self, step: "LaunchedStep", *, is_latest: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
@@ -276,14 +297,34 @@ class EngineCore:
                 seq.num_pending_tokens -= 1
         for found in tokens.prompt_logprobs:
             step.scored[found.seq_id].add_prompt_logprobs(found.first, found.logprobs)
+        for each in tokens.target_scores:
+            targets = step.scored[each.seq_id].targets
+            assert targets is not None, "the sequence has targets"
+            targets.add(each.first, each.scores)
         sampled: list[Sequence] = []
-        ended: list[Sequence] = []
+        ended = self._take_scores(step.computed)
         try:
             self._append(step.seqs, tokens, sampled, ended)
         finally:  # a stop checker or a guide may raise: what came before it counts
             self.stats.num_generated_tokens += len(sampled)
             self.scheduler.report_sampled(sampled)
             self._end(ended)
+
+    def _take_scores(self, computed: list[Sequence]) -> list[Sequence]:
+        """Note that these sequences have all their scores. Returns those that end with them."""
+        now_s, ended = self._now_s(), []
+        for seq in computed:
+            if seq.finish_reason in ("abort", "error"):
+                continue
+            assert seq.targets is not None, "the sequence has targets"
+            seq.targets.is_done = True
+            seq.first_token_s = seq.finished_s = now_s
+            if any(score.logprob != score.logprob for score in seq.targets.found):
+                ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
+            elif seq.finish_reason is None and not self._forks.is_kept(seq):
+                seq.finish_reason = "score"
+                ended.append(seq)
+        return ended
 
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
@@ -336,11 +377,13 @@ class EngineCore:
         self.scheduler.finish(ended)
         for seq in ended:
             if self._seen is not None:
-                self._seen.add(seq.token_ids[:-1], seq.cache_salt)  # the last token was never written
-            request = self._requests[seq.request_id]
-            request.num_unfinished -= 1
-            if not request.num_unfinished:
-                self._complete(seq.request_id)
+                # the last generated token was never written
+                self._seen.add(seq.token_ids if seq.targets else seq.token_ids[:-1], seq.cache_salt)
+            request = self._requests.get(seq.request_id)
+            if request is not None:
+                request.num_unfinished -= 1
+                if request.has_ended:
+                    self._complete(seq.request_id)
 
     def _complete(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
@@ -354,17 +397,21 @@ class EngineCore:
         self._in_flight = None
         seqs = [seq for request in self._requests.values() for seq in request.seqs]
         unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
-        cached_block_ids = self.cache.recover(self.scheduler.running)
+        self._forks.recover()
+        cached_block_ids = self.cache.recover([*self.scheduler.running, *self.scheduler.contexts])
         requeued = self.scheduler.requeue(unfinished)
         self.stats.count_failed_step()
         self.cache.count(self.stats)
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)
             self._emit(ev.StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
+        for seq in unfinished:
+            if seq.targets and seq.targets.is_done and not self._forks.is_kept(seq):  # a context whose forks wait
+                seq.finish_reason = seq.finish_reason or "score"
         self.scheduler.finish([seq for seq in unfinished if seq.finish_reason is not None])
         for request_id, request in list(self._requests.items()):
             request.count_unfinished()
-            if not request.num_unfinished:
+            if request.has_ended:
                 self._complete(request_id)
 
     def _new_sequence(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> Sequence:
@@ -390,7 +437,7 @@ class EngineCore:
 
     def _num_unfilled_slots(self) -> int:
         """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""
-        manager, running = self.block_manager, self.scheduler.running
+        manager, running = self.block_manager, [*self.scheduler.running, *self.scheduler.contexts]
         num_groups, size = manager.num_groups, manager.block_size
         if manager.has_forks:  # several sequences may share their last blocks
             last = {seq.block_table[-1]: seq.num_computed_tokens for seq in running if seq.block_table}
@@ -426,7 +473,8 @@ class LaunchedStep:
 
     seqs: list[Sequence]  # each gets a token
     tokens: TokensToRead
-    scored: dict[int, Sequence]  # seq_id -> a sequence with prompt log-probabilities in this step
+    scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
+    computed: list[Sequence]  # sequences with targets of which it computes the last token
 
     @property
     def has_beams(self) -> bool:

@@ -91,15 +91,15 @@ class RunFacts:
 
     # ------------------------------------------------------------------ counting
 
-    def count_lookup(self, num_tokens: int, num_cached: int, num_shared: int | None) -> None:
-        """Count the first lookup of a request. `num_shared`: how much of its beginning an earlier sequence has, cached
-        or not; None: unknown."""
+    def count_lookup(self, num_tokens: int, num_asked: int, num_cached: int, num_shared: int | None) -> None:
+        """Count the first lookup of a request. `num_asked`: full blocks that it asks for. `num_shared`: how much of its
+        beginning an earlier sequence has, cached or not; None: unknown."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
         if num_shared is not None:
             self.longest_shared = max(self.longest_shared, num_shared)
             self.num_partial_tokens += num_shared % self.block_size
-            self.num_ideal += min(num_shared // self.block_size * self.block_size, num_tokens - 1)
+            self.num_ideal += min(min(num_shared // self.block_size, num_asked) * self.block_size, num_tokens - 1)
 
     def count_scheduled(
         self,

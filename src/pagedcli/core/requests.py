@@ -4,12 +4,14 @@ Used by EngineCore; needs no torch. Samples fork after the prompt and share its 
 """
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedcli.core.beams import BeamSearch
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import Scheduler
+from pagedcli.core.scoring import ContinuationScore, Targets
 from pagedcli.core.sequence import Guide, SampleOutput, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
 
@@ -39,6 +41,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
+    scores: list[ContinuationScore] | None = None  # one per continuation, if they were given; it then has no samples
 
 
 # ---------------------------------------------------------------------- a request and its forks
@@ -55,11 +58,27 @@ class Request:
     make_prefixes: Callable[[], list[Prefix]] | None = None  # set where the prompt's tokens are not known
     error: RequestError | None = None
     search: BeamSearch | None = None  # once the prompt of a beam search is computed
+    continuations: Items[Items[int]] | None = None  # tokens to score; None: it generates
 
     def parts(self) -> dict[str, Any]:
         """What each further sequence has of its own, as arguments of Sequence."""
         makers = {"stop_checker": self.make_stop_checker, "guide": self.make_guide, "prefixes": self.make_prefixes}
         return {name: make() for name, make in makers.items() if make is not None}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its sequences have ended, those not yet started included; of a context, whether it is scored."""
+        if self.continuations is None:
+            return not self.num_unfinished
+        if self.error is not None:
+            return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
+        context, *forks = self.targets
+        return len(forks) == len(context.of_forks(self.continuations)) and all(each.is_done for each in self.targets)
+
+    @property
+    def targets(self) -> list[Targets]:
+        """What its sequences score, the context first; empty if it generates."""
+        return [seq.targets for seq in self.seqs if seq.targets is not None]
 
     def count_unfinished(self) -> None:
         """Set num_unfinished from the samples, those not yet started included."""
@@ -72,16 +91,25 @@ class Request:
         first = self.seqs[0]
         return RequestOutput(
             request_id=first.request_id,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            prompt_token_ids=first.token_ids[: first.num_context_tokens or first.num_prompt_tokens],
             num_cached_tokens=first.num_cached_prompt_tokens,
             samples=self._samples(),
             metrics=self._metrics(),
             prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
             error=self.error,
+            scores=self._scores(),
         )
+
+    def _scores(self) -> list[ContinuationScore] | None:
+        if self.continuations is None or self.error is not None:
+            return None
+        context, *forks = self.targets
+        return context.scores(self.continuations, forks)
 
     def _samples(self) -> list[SampleOutput]:
         search, params = self.search, self.seqs[0].params
+        if self.continuations is not None:
+            return []
         if search is None or self.error is not None:
             return [SampleOutput.of(seq) for seq in self.seqs[: params.n]]
         return [replace(found, index=index) for index, found in enumerate(search.finished[: params.n])]
@@ -89,6 +117,8 @@ class Request:
     def _metrics(self) -> RequestMetrics:
         first = self.seqs[0]
         finished_s = first.finished_s if first.finished_s is not None else first.arrived_s
+        if self.continuations is not None:
+            finished_s = max(seq.finished_s or finished_s for seq in self.seqs)
         first_token_s = first.first_token_s if first.first_token_s is not None else finished_s
         admitted_s = first.admitted_s if first.admitted_s is not None else finished_s
         later_tokens = first.num_output_tokens - 1
@@ -111,15 +141,24 @@ class Forks:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._parents: set[int] = set()  # seq_ids
+        self._contexts: set[int] = set()  # seq_ids, of contexts from which continuations will fork
+        self._computed: list[Sequence] = []  # such contexts whose last token a launched step computes
 
     def expect(self, seq: Sequence) -> None:
-        """Remember the first sample of a request if others start once its prompt is computed."""
+        """Remember the first sequence of a request if others start once its prompt is computed."""
         if seq.params.n > 1 and not seq.is_beam:
             self._parents.add(seq.seq_id)
 
+    def expect_continuations(self, context: Sequence) -> None:
+        """Remember a context from which continuations fork once it is computed."""
+        self._contexts.add(context.seq_id)
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        self._parents.discard(request.seqs[0].seq_id)
+        first = request.seqs[0]
+        self._parents.discard(first.seq_id)
+        self._contexts.discard(first.seq_id)
+        self._computed = [seq for seq in self._computed if seq is not first]  # a new list: it may be looped over
 
     def will_fork(self, seq: Sequence) -> bool:
         """Whether more samples of the sequence's request start once its prompt is computed."""
@@ -146,6 +185,27 @@ class Forks:
             self.forget(request)
         return sampled, rows
 
+    def count_computed(self, seqs: list[Sequence]) -> None:
+        """A step has been launched that computes the last tokens of these sequences."""
+        self._computed += [seq for seq in seqs if seq.seq_id in self._contexts]
+
+    def is_kept(self, seq: Sequence) -> bool:
+        """Whether continuations will fork from this computed context."""
+        return any(each is seq for each in self._computed)
+
+    def start_continuations(self, requests: Mapping[str, Request], new_sequence: NewSequence) -> None:
+        """Queue the continuations of the contexts that have been computed and have their scores."""
+        for context in self._computed:
+            request, targets = requests[context.request_id], context.targets
+            if targets is not None and targets.is_done:
+                forks = targets.of_forks(request.continuations or ())[::-1]
+                self._scheduler.keep_context(context, [_new_fork(request, each, new_sequence) for each in forks])
+                self.forget(request)
+
+    def recover(self) -> None:
+        """The steps in flight have failed: contexts without scores are computed again."""
+        self._computed = [seq for seq in self._computed if seq.targets is not None and seq.targets.is_done]
+
     def advance_beams(self, request: Request, now_s: float, new_sequence: NewSequence) -> list[Sequence]:
         """Continue the beams of a request, which all have candidates, with the tokens that its search chooses.
         Returns them, best first, with a finish reason if the search has ended."""
@@ -162,13 +222,23 @@ class Forks:
         return search.step(now_s, start=start, replace=self._scheduler.replace)
 
 
-def _new_sample(request: Request, new_sequence: NewSequence) -> Sequence:
-    """A further sequence of a request, with its prompt alone."""
+def _new_fork(request: Request, targets: Targets, new_sequence: NewSequence) -> Sequence:
+    """A sequence that scores a continuation after its first token."""
+    assert request.continuations is not None, "continuations are scored"
+    token_ids = [*request.seqs[0].token_ids, *request.continuations[targets.index][:-1]]
+    return _new_sample(request, new_sequence, token_ids, targets=targets)
+
+
+def _new_sample(
+    request: Request, new_sequence: NewSequence, token_ids: list[int] | None = None, **fields: Any
+) -> Sequence:
+    """A further sequence of a request, with these tokens, by default its prompt alone."""
     first = request.seqs[0]
     child = new_sequence(
         first.request_id,
-        first.token_ids[: first.num_prompt_tokens],
+        first.token_ids[: first.num_prompt_tokens] if token_ids is None else token_ids,
         first.params,
+        **fields,
         **request.parts(),
         max_new_tokens=first.max_new_tokens,
         seed=first.seed,

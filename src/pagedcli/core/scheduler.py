@@ -34,6 +34,7 @@ class ScheduledStep:
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
     groups: list[list[Sequence]] = field(default_factory=list)  # groups whose next step has been decided
     changed: list[Sequence] = field(default_factory=list)  # sequences that may have other blocks than before
+    scores_targets: bool = False  # sequences with targets run
 
     @property
     def num_tokens(self) -> int:
@@ -42,8 +43,10 @@ class ScheduledStep:
     @property
     def is_decode(self) -> bool:
         """Whether the step computes the last token of each sequence, and no other."""
-        return len(self.seqs) == sum(self.num_new_tokens) and all(
-            seq.num_tokens - 1 == seq.num_computed_tokens >= seq.num_cached_tokens for seq in self.changed
+        return (
+            not self.scores_targets
+            and len(self.seqs) == sum(self.num_new_tokens)
+            and all(seq.num_tokens - 1 == seq.num_computed_tokens >= seq.num_cached_tokens for seq in self.changed)
         )
 
     def add(self, seq: Sequence, num_new: int) -> None:
@@ -81,6 +84,8 @@ class Scheduler:
         self.block_manager = cache.blocks
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        # computed ones, oldest first, that keep their blocks until the continuations that wait have forked from them
+        self.contexts: list[Sequence] = []
         self._trace_tokens = trace_tokens
         self._facts = RunFacts() if facts is None else facts
         self._seen = seen  # prompts and outputs so far; None: they are not compared
@@ -88,6 +93,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_grouped = 0  # running
         self._salts: dict[str, int] = {}  # cache_salt -> its number in the events
+        self._num_scoring = 0  # running, with targets
         self._num_held = 0  # steps since new prompts were held back the first time
 
     @property
@@ -117,6 +123,7 @@ class Scheduler:
             work.blocked = "min_prefill_tokens"
         else:
             work.blocked = self._admit_waiting(work, budget)
+        work.scores_targets = self._num_scoring > 0
         work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
@@ -148,7 +155,7 @@ class Scheduler:
                 break
             num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
             num_left = len(seq.token_ids) + num_pending - num_computed
-            if num_pending and seq.ends_when_read:
+            if not num_left or (num_pending and seq.ends_when_read):
                 pass
             elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.group is None:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
@@ -184,7 +191,9 @@ class Scheduler:
                 return num_fitting
             victim = self._victim(seq, index, work)
             if victim is None:
-                return 0
+                if not self._release_context():
+                    return 0
+                continue
             if victim.num_pending_tokens:
                 work.waits_for_tokens = True
                 return 0
@@ -217,7 +226,9 @@ class Scheduler:
         while not self.cache.can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
             victim = self._victim(group[0], index, work)
             if victim is None:
-                return 0
+                if not self._release_context():
+                    return 0
+                continue
             if victim.num_pending_tokens:
                 work.waits_for_tokens = True
                 return budget
@@ -273,7 +284,8 @@ class Scheduler:
         num_dropped = victim.num_computed_tokens
         self.running.remove(victim)
         victim.drop_computed()
-        self.cache.expect(victim, first=True)
+        if victim.context is None:
+            self.cache.expect(victim, first=True)
         num_freed = self.cache.release(victim)
         self._free_row(victim)
         self.waiting.appendleft(victim)
@@ -294,14 +306,26 @@ class Scheduler:
                 return "max_num_seqs"
             if budget == 0:
                 return "token_budget"
+            reason: WaitingReason | None
+            if seq.context is not None:
+                if (reason := self._why_not_forked(seq, seq.context)) is None:
+                    budget -= self._continue(seq, seq.context, budget, work)
+                    num_rows += 1
+                    continue
+                if self.running or not self._release_context():
+                    return reason
+                continue
             hit = self.cache.lookup(seq)
             num_computed = manager.num_computed_after(seq, hit)
             num_left = seq.num_tokens - num_computed
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
-            if manager.num_prefill_blocks(seq, hit, self.chunk_size) > manager.num_free_blocks:
-                return "free_blocks"
-            if (reason := self.cache.why_wait(seq, hit)) is not None:
-                return reason
+            reason = "free_blocks"
+            if manager.num_prefill_blocks(seq, hit, self.chunk_size) <= manager.num_free_blocks:
+                reason = self.cache.why_wait(seq, hit)
+            if reason is not None:
+                if self.running or not self._release_context():
+                    return reason
+                continue
             if seq.group is not None:
                 num_left -= 1  # the last tokens of a group are computed in one step
             num_new = self.cache.next_chunk(seq, num_computed, min(num_left, budget, self.chunk_size))
@@ -330,7 +354,7 @@ class Scheduler:
             if num_rows + seq.num_rows > most_rows or num_blocks < 0:
                 return num_rows > 0
             num_rows, num_tokens = num_rows + seq.num_rows, num_tokens + seq.num_tokens
-            is_enough = num_tokens >= least or num_rows * ENOUGH_PROMPTS >= self.limits.max_num_seqs
+            is_enough = num_tokens >= least or num_rows * ENOUGH_PROMPTS >= self.limits.max_num_seqs or seq.context
             if seq.num_preemptions or seq.num_rows > 1 or is_enough:
                 return False
         return False
@@ -346,7 +370,7 @@ class Scheduler:
         if not seq.num_preemptions:
             seq.num_cached_prompt_tokens = seq.num_computed_tokens
         if is_first:
-            self._facts.count_lookup(seq.num_tokens, seq.num_computed_tokens, shared)
+            self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
 
     def _next_waiting(self) -> Sequence:
         """The first in the queue, but groups before all others where some of them run and wait for the rest. So only
@@ -364,6 +388,69 @@ class Scheduler:
         seq.synced_blocks = seq.num_kept_tokens = 0
         self.running.append(seq)
         self._num_grouped += seq.has_group
+        self._num_scoring += seq.targets is not None
+
+    # ------------------------------------------------------------------ contexts and their continuations
+
+    def keep_context(self, context: Sequence, forks: list[Sequence]) -> None:
+        """A context has been computed: it runs no more, and its continuations wait ahead of all others, the last of
+        `forks` first."""
+        context.forks = forks
+        for seq in forks:
+            seq.context = context
+            self.waiting.appendleft(seq)
+            self._report_added(seq)
+        if context.status is SequenceStatus.RUNNING:
+            if self.block_manager.has_windows:
+                self.block_manager.release_unseen(context)
+            self.running.remove(context)
+            self._free_row(context)
+            self.contexts.append(context)
+        else:  # preempted meanwhile
+            self._drop_context(context)
+
+    def _release_context(self) -> bool:
+        """Release what the youngest context keeps; False if there is none. Its continuations compute its end again."""
+        if not self.contexts:
+            return False
+        self._drop_context(self.contexts[-1])
+        return True
+
+    def _drop_context(self, context: Sequence) -> None:
+        """End a context. Continuations that still wait are sequences like all others from now on."""
+        context.finish_reason = "score"
+        self.finish([context])
+        if self._seen is not None:
+            self._seen.add(context.token_ids, context.cache_salt)
+        for seq in context.drop_forks():
+            self.cache.expect(seq, first=True)
+
+    def _why_not_forked(self, seq: Sequence, context: Sequence) -> WaitingReason | None:
+        """Why a continuation cannot start now."""
+        manager, is_last = self.block_manager, _num_waiting_forks(context) == 1
+        size, num_groups = manager.block_size, manager.num_groups
+        needed = manager.tables.num_entries(seq.num_tokens) - len(context.block_table)
+        if not is_last and context.num_tokens % size:
+            needed += num_groups  # the partial block is copied
+        if min(needed, manager.tables.most_blocks(seq.num_tokens, self.chunk_size)) > manager.num_free_blocks:
+            return "free_blocks"
+        return None if self.cache.can_fork(context, is_last=is_last) else "state_slots"
+
+    def _continue(self, seq: Sequence, context: Sequence, budget: int, work: ScheduledStep) -> int:
+        """Start a continuation from its context. Returns how many of its tokens this step computes."""
+        self.waiting.remove(seq)
+        self.cache.fork(context, seq)
+        if not seq.num_preemptions:
+            seq.num_cached_prompt_tokens = context.num_tokens
+        self._start(seq)
+        if not _num_waiting_forks(context):
+            self._drop_context(context)
+        num_left = seq.num_tokens - seq.num_computed_tokens
+        num_new = self.cache.next_chunk(seq, seq.num_computed_tokens, min(num_left, budget, self.chunk_size))
+        self._append(seq, num_new, work)
+        return num_new
+
+    # ------------------------------------------------------------------ forks and ends
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
@@ -393,8 +480,10 @@ class Scheduler:
             if self._emit is not None:
                 self._emit(ev.RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
             self.cache.release(seq)
-            if seq.status is SequenceStatus.RUNNING:
+            if seq.row is not None:
                 self._free_row(seq)
+            elif seq.status is SequenceStatus.RUNNING:
+                self.contexts.remove(seq)
             else:
                 self.waiting.remove(seq)
                 self.cache.forget(seq)
@@ -414,8 +503,10 @@ class Scheduler:
             seq.drop_computed()
             seq.block_table, seq.row = [], None
             seq.state_read = seq.state_write = None
-        self.running = []
-        self._num_grouped = 0
+        for context in self.contexts:
+            context.drop_forks()
+        self.running, self.contexts = [], []
+        self._num_grouped = self._num_scoring = 0
         self.waiting.extendleft(reversed(requeued))
         for seq in self.waiting:
             self.cache.expect(seq)
@@ -433,6 +524,7 @@ class Scheduler:
         self._free_rows.append(seq.row)
         seq.row = None
         self._num_grouped -= seq.has_group
+        self._num_scoring -= seq.targets is not None
 
     def _report_added(self, seq: Sequence) -> None:
         salt = seq.cache_salt
@@ -449,6 +541,7 @@ class Scheduler:
                     token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]) if self._trace_tokens else None,
                     beam_width=seq.params.beam_width,
                     salt=UNSET if salt is None else self._salts.setdefault(salt, len(self._salts) + 1),
+                    num_context_tokens=UNSET if seq.num_context_tokens is None else seq.num_context_tokens,
                 )
             )
 
@@ -458,3 +551,8 @@ class Scheduler:
         hit = self.cache.lookup(seq)
         num_needed = manager.num_prefill_blocks(seq, hit, self.chunk_size)
         self._emit(ev.RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))
+
+
+def _num_waiting_forks(context: Sequence) -> int:
+    """Continuations that have not forked from the context, or have to once more."""
+    return sum(seq.status is SequenceStatus.WAITING for seq in context.forks)

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from pagedcli.core.prefixes import Prefix
+from pagedcli.core.scoring import Targets
 from pagedcli.events import FinishReason
 from pagedcli.sampling_params import SamplingParams
 
@@ -51,9 +52,11 @@ class Sequence:
     prefixes: list[Prefix] = field(default_factory=list)  # one per full block hashed so far
     arrived_s: float = 0.0  # perf_counter, as the other times
     row_id: str | None = None  # the user's own, for the events
+    targets: Targets | None = None  # tokens to score; such a sequence generates nothing
 
     # constants, which every step needs
     num_prompt_tokens: int = field(init=False)
+    num_context_tokens: int | None = field(init=False)  # see core.block_manager.CacheUser
     max_num_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # eos_token_ids and stop_token_ids
@@ -69,6 +72,8 @@ class Sequence:
     # one per prompt token, None for the first; if requested
     prompt_logprobs: "list[TokenLogprobs | None]" = field(default_factory=list)
     group: "list[Sequence] | None" = None  # computed in the same steps, this one among them
+    context: "Sequence | None" = None  # with computed tokens, from which it forks as it starts
+    forks: "list[Sequence]" = field(default_factory=list)  # sequences whose context it is
     candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
     total_logprob: float = 0.0  # output tokens only
 
@@ -97,6 +102,7 @@ class Sequence:
     def __post_init__(self) -> None:
         params, self.token_ids = self.params, list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.num_context_tokens = None if self.targets is None else self.targets.num_context_tokens
         self.max_num_tokens = self.num_prompt_tokens + self.max_new_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.end_token_ids = self.eos_token_ids | self.stop_token_ids
@@ -137,6 +143,16 @@ class Sequence:
         self.num_preemptions += 1
         self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = 0
         self.status = SequenceStatus.WAITING
+
+    def drop_forks(self) -> "list[Sequence]":
+        """No sequence forks from this one any more. Returns those that have to compute its tokens again."""
+        forks, self.forks = self.forks, []
+        for seq in forks:
+            seq.context = None
+        waiting = [seq for seq in forks if seq.status is SequenceStatus.WAITING]
+        for seq in waiting:
+            seq.most_computed_tokens = max(seq.most_computed_tokens, self.num_tokens)
+        return waiting
 
     def count_recomputed(self, num_new_tokens: int) -> int:
         """How many of the next tokens had been computed before a preemption; adds them to the count."""

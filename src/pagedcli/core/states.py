@@ -117,15 +117,16 @@ class CheckpointPlan:
         return seq.prefixes[span * self._num_groups - 1]
 
     def last_readable(self, seq: CacheUser) -> int:
-        """The most blocks that the sequence can continue after: its last token is always computed."""
-        return (len(seq.token_ids) - 1) // self._block_size
+        """The most blocks that the sequence can continue after: its last token, or that of its context, is always
+        computed."""
+        return ((seq.num_context_tokens or len(seq.token_ids)) - 1) // self._block_size
 
     def stops(self, seq: CacheUser, first: int) -> list[int]:
         """After how many blocks, more than `first`, the sequence makes a checkpoint, ascending."""
         size, interval = self._block_size, self.policy.interval
         if self.policy.kind == "branches":
             return self._branches(seq, first)
-        end = seq.num_prompt_tokens // size
+        end = (seq.num_context_tokens or seq.num_prompt_tokens) // size
         if self.policy.kind == "end":
             return [end] if end > first else []
         if self.policy.kind == "every":
@@ -264,6 +265,9 @@ class StateKind:
             return sum(not self._writes_in_place(seq) for seq in seqs) <= self.num_available
         latest = seqs[0].state_write
         return self.num_available > 0 or (latest is not None and self.slots[latest].ref_count == 1)
+
+    def can_fork(self, parent: CacheUser, *, is_last: bool) -> bool:
+        return self.num_available > 0 or (is_last and self.can_grow([parent]))
 
     def next_stop(self, seq: CacheUser, num_computed: int, num_new_tokens: int) -> int:
         """The step ends at the first checkpoint to make."""

@@ -16,6 +16,7 @@ import xxhash
 from pagedcli.core.beams import num_candidates
 from pagedcli.core.limits import Limits
 from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import Sequence, TokenLogprobs
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
@@ -28,22 +29,33 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Consecutive tokens of one prompt whose predecessors are computed in a step."""
+    """Tokens of one sequence to score in a step."""
 
     seq_id: int
-    first: int  # position of the first of these tokens; at least 1
+    first: int  # position of the first of these tokens, or its index among the targets of the sequence
     num_tokens: int
-    num_top: int  # likeliest tokens at each position
+    num_top: int | None  # likeliest tokens at each position; None: the tokens are targets
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """P prompt tokens to score, among the R + P rows of a step that get logits."""
+    """P given tokens to score, among the rows of a step that get logits."""
 
     sampled: Ints  # [R] int64, which of these rows get a token
-    scored: Ints  # [P] int64, which of them predict a prompt token
-    token_ids: Ints  # [P] int64, that token
+    scored: Ints  # [U] int64, which of them predict a given token, ascending
+    places: Ints  # [P] int64, for each token which of the U rows predicts it, ascending
+    token_ids: Ints  # [P] int64
     pieces: tuple[PromptPiece, ...]  # the P tokens, in order
+
+    @property
+    def num_top(self) -> int:
+        """Likeliest tokens of each row."""
+        return max((piece.num_top or 0 for piece in self.pieces), default=0)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether it matters which tokens have the largest logits."""
+        return any(piece.num_top is None for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +252,22 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetScores:
+    """Scores of consecutive targets of one sequence."""
+
+    seq_id: int
+    first: int  # index of the first one
+    scores: list[TokenScore]
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """The tokens of one step, on the host."""
 
     token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by row, where requested, and of all beams
     prompt_logprobs: Items[PromptLogprobs] = ()
+    target_scores: Items[TargetScores] = ()
 
 
 class TokensToRead(Protocol):
@@ -313,7 +335,7 @@ class StepBuilder:
         slots = self._slots(np.repeat(rows, new), positions)
         slots[:, positions < np.repeat(cached, new)] = -1  # already in shared blocks
         ends = zip(seqs, total.tolist(), strict=True)
-        sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens]
+        sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens and seq.targets is None]
         logits_rows = None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1
         scored = None
         if logits_rows is not None:
@@ -422,26 +444,32 @@ def _source_rows(seqs: list[Sequence], cu_q: Ints, num_tokens: int, rows: dict[i
 def prompt_rows(
     seqs: list[Sequence], computed: Ints, new: Ints, starts: Ints, sampled: Ints
 ) -> tuple[Ints, PromptRows] | None:
-    """The rows of a step that get logits, ascending, and what to score there. None if no sequence asks for it.
+    """The rows of a step that get logits, ascending, and what to score there. None if there is nothing.
 
     `computed`, `new`: tokens per sequence before the step and in it. `starts`: first row of each sequence. `sampled`:
     rows that get a token, ascending.
     """
-    pieces, rows, token_ids = [], [], []
+    pieces: list[PromptPiece] = []
+    rows: list[int] = []
+    token_ids: list[int] = []
     for seq, start, done, count in zip(seqs, starts.tolist(), computed.tolist(), new.tolist(), strict=True):
-        num_top = seq.params.prompt_logprobs
-        num_tokens = min(done + count, seq.num_prompt_tokens - 1) - done
-        if num_top is None or seq.sample_index or num_tokens < 1:
-            continue
-        pieces.append(PromptPiece(seq.seq_id, done + 1, num_tokens, num_top))
-        rows.append(np.arange(start, start + num_tokens))
-        token_ids += seq.token_ids[done + 1 : done + 1 + num_tokens]
+        if seq.targets is not None:
+            first, positions = seq.targets.wanted(done, done + count)
+            num_top, given = None, seq.targets.token_ids
+        else:
+            num_top, given = seq.params.prompt_logprobs, seq.token_ids
+            end = done if num_top is None or seq.sample_index else min(done + count, seq.num_prompt_tokens - 1)
+            first, positions = done + 1, list(range(done, end))
+        if positions:
+            pieces.append(PromptPiece(seq.seq_id, first, len(positions), num_top))
+            rows += [start + position - done for position in positions]
+            token_ids += given[first : first + len(positions)]
     if not pieces:
         return None
-    scored = np.concatenate(rows)
+    scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
     both = np.union1d(sampled, scored).astype(np.int64)
-    places = np.searchsorted(both, sampled), np.searchsorted(both, scored)
-    return both, PromptRows(*places, np.array(token_ids, dtype=np.int64), tuple(pieces))
+    of_both = np.searchsorted(both, sampled), np.searchsorted(both, scored)
+    return both, PromptRows(*of_both, places, np.array(token_ids, dtype=np.int64), tuple(pieces))
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:

@@ -11,8 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import Ints, LogitChanges, PromptLogprobs, PromptRows, SamplingInput, StepTokens
+from pagedcli.core.step_input import (
+    Ints,
+    LogitChanges,
+    PromptLogprobs,
+    PromptRows,
+    SamplingInput,
+    StepTokens,
+    TargetScores,
+)
 from pagedcli.layers import sampling as kernels
 from pagedcli.runner.device_state import Download, Upload
 
@@ -20,24 +29,35 @@ _ROWS = 64  # rows of prompt logits in memory at once
 
 
 class PromptScores:
-    """Log-probabilities of prompt tokens, being copied to the host."""
+    """Log-probabilities of given tokens, being copied to the host."""
 
-    def __init__(self, rows: PromptRows, chosen: Tensor, values: Tensor, ids: Tensor) -> None:
-        self._pieces = rows.pieces
-        self._download = Download([chosen, values, ids, torch.from_numpy(rows.token_ids)])
+    def __init__(self, rows: PromptRows, chosen: Tensor, largest: Tensor, values: Tensor, ids: Tensor) -> None:
+        """`chosen` [P]: of the tokens; `largest` [U]: the argmax of each row, empty if nobody asks for it; `values`,
+        `ids` [U, K]: of its likeliest tokens."""
+        self._rows = rows
+        self._download = Download([chosen, largest, values, ids])
 
-    def read(self) -> list[PromptLogprobs]:
+    def read(self) -> tuple[list[PromptLogprobs], list[TargetScores]]:
         """Wait for them."""
-        chosen, values, ids, token_ids = (tensor.tolist() for tensor in self._download.wait())
-        found, start = [], 0
-        for piece in self._pieces:
-            logprobs = [
-                TokenLogprobs(token_ids[i], chosen[i], list(zip(ids[i], values[i], strict=True))[: piece.num_top])
-                for i in range(start, start + piece.num_tokens)
-            ]
-            found.append(PromptLogprobs(piece.seq_id, piece.first, logprobs))
+        chosen, largest, values, ids = (tensor.tolist() for tensor in self._download.wait())
+        token_ids, places = self._rows.token_ids.tolist(), self._rows.places.tolist()
+        prompts: list[PromptLogprobs] = []
+        targets: list[TargetScores] = []
+        start = 0
+        for piece in self._rows.pieces:
+            given = range(start, start + piece.num_tokens)
             start += piece.num_tokens
-        return found
+            if piece.num_top is None:
+                scores = [TokenScore(chosen[i], token_ids[i] == largest[places[i]]) for i in given]
+                targets.append(TargetScores(piece.seq_id, piece.first, scores))
+                continue
+            tops = ((ids[place], values[place]) for place in places[given.start : given.stop])
+            logprobs = [
+                TokenLogprobs(token_ids[i], chosen[i], list(zip(*top, strict=True))[: piece.num_top])
+                for i, top in zip(given, tops, strict=True)
+            ]
+            prompts.append(PromptLogprobs(piece.seq_id, piece.first, logprobs))
+        return prompts, targets
 
 
 class SampledTokens:
@@ -72,7 +92,7 @@ class SampledTokens:
                     tokens[row] = None
         if kernels.INVALID in tokens:
             tokens = [None if token_id == kernels.INVALID else token_id for token_id in tokens]
-        return StepTokens(tokens, found, () if self.prompt_scores is None else self.prompt_scores.read())
+        return StepTokens(tokens, found, *(() if self.prompt_scores is None else self.prompt_scores.read()))
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens") -> SampledTokens:
@@ -116,18 +136,20 @@ def _logprobs(
 def score_prompts(
     hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: PromptRows, upload: Upload
 ) -> PromptScores:
-    """Log-probabilities of the prompt tokens that follow.
+    """Log-probabilities of given tokens: each row is computed once, however many tokens it predicts.
 
-    Shapes:  hidden [R + P, E], of all rows that get logits.
+    Shapes:  hidden [rows, E], of all rows that get logits.
     """
-    places, token_ids = upload([rows.scored, rows.token_ids])
-    hidden = hidden.index_select(0, places)
-    num_top = max(piece.num_top for piece in rows.pieces)
+    scored, places, token_ids = upload([rows.scored, rows.places, rows.token_ids])
+    hidden = hidden.index_select(0, scored)
     parts = []
     for start in range(0, hidden.shape[0], _ROWS):
-        logprobs = compute_logits(hidden[start : start + _ROWS]).float().log_softmax(-1)
-        own = logprobs.gather(1, token_ids[start : start + _ROWS, None])[:, 0]
-        parts.append((own, *kernels.top_tokens(logprobs, num_top)))
+        logits = compute_logits(hidden[start : start + _ROWS])
+        logprobs = logits.float().log_softmax(-1)
+        tokens = slice(*np.searchsorted(rows.places, [start, start + _ROWS]).tolist())
+        own = logprobs[places[tokens] - start, token_ids[tokens]]
+        largest = kernels.likeliest_tokens(logits) if rows.has_targets else token_ids[:0]
+        parts.append((own, largest, *kernels.top_tokens(logprobs, rows.num_top)))
     return PromptScores(rows, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 

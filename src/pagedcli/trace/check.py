@@ -110,7 +110,7 @@ class PrefixLaws(LawBook):
             return None if chain is None else 0
         begin = longest = first or 0
         cached_since = [begin] * num_groups
-        for span in range(begin, len(chain) // num_groups):
+        for span in range(begin, seq.num_asked(state.block_size, seq.num_tokens)):
             hashes = chain[span * num_groups : (span + 1) * num_groups]
             for group, each in enumerate(hashes):
                 if each not in state.hash_to_block_id:
@@ -262,6 +262,8 @@ class PrefixLaws(LawBook):
     def after_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         self._lookups.pop(event.seq_id, None)
         self._chains.pop(event.seq_id, None)
+        if state.seqs[event.seq_id].num_context_tokens is not None:
+            return  # a continuation has its own tokens
         if event.parent_seq_id in self._token_ids and event.seq_id in self._token_ids:
             self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
 
@@ -270,7 +272,7 @@ class PrefixLaws(LawBook):
         if event.reason == "error" or token_ids is None:
             self._seen = None  # a sequence whose callback failed is not remembered
         elif self._seen is not None and event.reason != "abort" and not seq.salted:
-            self._seen.add(token_ids[:-1])
+            self._seen.add(token_ids if event.reason == "score" else token_ids[:-1])
         self._lookups.pop(event.seq_id, None)
         self._chains.pop(event.seq_id, None)
 
@@ -316,8 +318,8 @@ class SequenceLaws(LawBook):
         samples = self._requests.get(event.request_id, [])
         if event.sample_index != len(samples) or samples[0].salted != event.salted:
             refuse(event, f"sample {event.sample_index} of a request with {len(samples)} earlier ones")
-        same = ("salt", "row_id", "num_prompt_tokens", "max_new_tokens", "beam_width", "token_ids")
-        for name in same:
+        same = ["salt", "row_id", "max_new_tokens", "beam_width", "num_context_tokens"]
+        for name in same if event.max_new_tokens == 0 else (*same, "num_prompt_tokens", "token_ids"):
             if getattr(event, name) != getattr(samples[0], name):
                 refuse(event, f"{name} is {getattr(event, name)!r}, of its first sample {getattr(samples[0], name)!r}")
         if event.beam_width is not None and event.sample_index >= event.beam_width:
@@ -395,9 +397,12 @@ class QueueLaws(LawBook):
 
     def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = state.seqs[event.seq_id]
+        scores = seq.num_context_tokens is not None
+        if event.reason in ("stop", "length", "score") and scores != (event.reason == "score"):
+            refuse(event, f"seq {event.seq_id} has {'' if scores else 'no '}targets, but ended by {event.reason}")
         if event.reason == "length" and event.num_output_tokens != seq.max_new_tokens:
             refuse(event, f"seq {event.seq_id} ended by length, but not at its {seq.max_new_tokens} new tokens")
-        if (event.reason == "abort") == (event.seq_id in self._just_sampled):
+        if not scores and (event.reason == "abort") == (event.seq_id in self._just_sampled):
             refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
 
     def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
@@ -472,7 +477,7 @@ class QueueLaws(LawBook):
         if state.step is not None and state.step.scheduled:
             refuse(event, "a second time in one step")
         for seq in state.running():
-            if seq.num_computed_tokens == seq.num_tokens:
+            if seq.num_computed_tokens == seq.num_tokens and seq.num_context_tokens is None:
                 refuse(event, f"seq {seq.seq_id} had all tokens computed, but got no new one")
         if num_new > engine.max_num_batched_tokens:
             refuse(event, f"{num_new} tokens in one step, the budget is {engine.max_num_batched_tokens}")
@@ -484,8 +489,10 @@ class QueueLaws(LawBook):
         engine, size, tables = state.started, state.block_size, tables_of(state)
         chunk_size = engine.chunked_prefill_size or engine.max_num_batched_tokens
         num_running = state.num_running
-        if num_running > engine.max_num_seqs:
-            refuse(event, f"{num_running} sequences run, the limit is {engine.max_num_seqs}")
+        scheduled = set(event.seq_ids)
+        num_kept = sum(seq.keeps_context and seq.seq_id not in scheduled for seq in state.running())
+        if num_running - num_kept > engine.max_num_seqs:
+            refuse(event, f"{num_running - num_kept} sequences run, the limit is {engine.max_num_seqs}")
         if event.num_waiting != len(state.seqs) - num_running:
             refuse(event, f"{len(state.seqs) - num_running} sequences wait, not {event.num_waiting}")
         if (event.num_waiting > 0) != (state.step is not None and state.step.waiting is not None):

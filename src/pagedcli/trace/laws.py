@@ -157,7 +157,11 @@ class PoolLaws(LawBook):
     def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         if state.seq(event.seq_id) is not None:
             refuse(event, f"seq {event.seq_id} already exists")
-        if not 1 <= event.num_prompt_tokens <= MOST_TOKENS or not 1 <= event.max_new_tokens <= MOST_TOKENS:
+        context = event.num_context_tokens
+        if context is not UNSET and (not 1 <= context <= event.num_prompt_tokens or event.max_new_tokens):
+            refuse(event, f"seq {event.seq_id} scores what follows {context} tokens")
+        least = 1 if context is UNSET else 0
+        if not 1 <= event.num_prompt_tokens <= MOST_TOKENS or not least <= event.max_new_tokens <= MOST_TOKENS:
             refuse(
                 event,
                 f"seq {event.seq_id} has {event.num_prompt_tokens} prompt tokens "
@@ -170,7 +174,7 @@ class PoolLaws(LawBook):
         if continued != seq.running or (seq.block_table and not continued):
             refuse(event, f"{event.reason}, but seq {seq.seq_id} is {seq.status} with blocks {seq.block_table}")
         first = seq.num_computed_tokens // size if continued else 0
-        asked = event.num_tokens // size - first
+        asked = seq.num_asked(size, event.num_tokens) - first
         if event.blocks_asked != asked or not continued <= event.blocks_hit <= asked:
             refuse(event, f"{event.blocks_hit} hits of {event.blocks_asked} blocks, where {asked} can be asked for")
         num_computed = min((first + event.blocks_hit) * size, event.num_tokens - 1)

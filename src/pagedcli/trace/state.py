@@ -7,6 +7,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
 from pagedcli.trace.dispatch import Handler, handlers_of
@@ -57,6 +59,7 @@ class SeqState:
     parent_seq_id: int | None = None  # forked from
     beam_width: int | None = None  # None: no beam search
     row_id: str | None = None  # the user's own id
+    num_context_tokens: int | None = None  # it scores what follows so many tokens; None: it generates
     _shared: SharedCounts = _ALONE
     _num_computed: int = 0  # own part, see SharedCounts
     _num_output: int = 0
@@ -112,6 +115,17 @@ class SeqState:
     @property
     def running(self) -> bool:
         return self.status in ("prefill", "decode")
+
+    @property
+    def keeps_context(self) -> bool:
+        """Whether it is a computed context, which keeps its blocks for continuations and runs no more."""
+        return self.num_context_tokens == self.num_computed_tokens == self.num_tokens
+
+    def num_asked(self, block_size: int, num_tokens: int) -> int:
+        """Full spans that a lookup of so many tokens may find: those of a context end before its last token."""
+        if self.num_context_tokens is None:
+            return num_tokens // block_size
+        return min(num_tokens, self.num_context_tokens - 1) // block_size
 
     @property
     def repeats(self) -> bool:
@@ -350,6 +364,7 @@ class PoolState(BlockLedger):
             waiting_since_step=0 if self.step is None else self.step.step + (self.step.end_ns is not None),
             queue_place=event.seq_id if event.sample_index == 0 else self._front_place(),
             beam_width=event.beam_width,
+            num_context_tokens=None if event.num_context_tokens is UNSET else event.num_context_tokens,
         )
 
     def on_request_refused(self, event: ev.RequestRefused) -> None:
@@ -435,7 +450,7 @@ class PoolState(BlockLedger):
         if self.slots is not None:
             self.slots.fork(event.parent_seq_id, event.seq_id)
         self.num_running += not child.running
-        child.status = "decode"
+        child.status = "decode" if child.num_context_tokens is None else "prefill"
         child.admit(self.step_number)
         if child.admitted_step is None:
             child.admitted_step = self.step_number
@@ -535,6 +550,10 @@ class PoolState(BlockLedger):
         seq.finished_step = self.step_number
         self.finished[seq.seq_id] = seq
         self.num_finished += 1
+        if event.reason == "score" and seq.num_context_tokens == seq.num_tokens:
+            for other in self.seqs.values():  # continuations that have not forked from it compute it again
+                if other.request_id == seq.request_id and not other.running:
+                    other.most_computed_tokens = max(other.most_computed_tokens, seq.num_tokens)
         if self.step is not None:
             self.step.num_finished += 1
 

@@ -120,7 +120,7 @@ class RunStats(View[PoolState]):
         if not own and event.reason == "continued":
             self.facts.num_cached_tokens += event.tokens_hit
         elif not own:
-            self.facts.count_lookup(event.num_tokens, event.tokens_hit, event.shared_tokens)
+            self.facts.count_lookup(event.num_tokens, event.blocks_asked, event.tokens_hit, event.shared_tokens)
             self.num_compared += event.shared_tokens is not None
         self.run.add(event, own=own)
         self.rolling.add(event, own=own)
