@@ -30,8 +30,7 @@ from pagedcli.models.fallback_spec import spec_of, text_alone
 from pagedcli.models.families.registry import FAMILIES
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS
-from pagedcli.models.gguf.description import EXCEPTIONS as GGUF_EXCEPTIONS
-from pagedcli.models.gguf.description import FAMILIES as GGUF_FAMILIES
+from pagedcli.models.gguf.architectures import ARCHITECTURES
 from pagedcli.models.gguf.types import REFUSED as GGML_REFUSED
 from pagedcli.models.gguf.types import TYPES as GGML_TYPES
 from pagedcli.models.gguf.types import GgmlType
@@ -277,10 +276,11 @@ def checkpoints() -> str:
 def gguf_families() -> str:
     """Architectures of GGUF files, by the model_type that runs them."""
     names = defaultdict(list)
-    for name, model_type in GGUF_FAMILIES.items():
-        names[model_type].append(f"`{name}`")
-    for (name, key), model_type in GGUF_EXCEPTIONS.items():
-        names[model_type].append(f"`{name}` with `{key}`")
+    for name, kind in ARCHITECTURES.items():
+        names[kind.family].append(f"`{name}`")
+    for name, kind in ARCHITECTURES.items():
+        for key, model_type in kind.others.items():
+            names[model_type].append(f"`{name}` with `{key}`")
     return _table(("general.architecture", "runs as"), [(", ".join(names[each]), f"`{each}`") for each in names])
 
 

@@ -1,4 +1,4 @@
-"""To add an architecture of GGUF files whose model is a known family, touch its entry in models/gguf/description.py."""
+"""To add an architecture of GGUF files whose model is a known family, touch its entry in gguf/architectures.py."""
 
 import pytest
 from engine_harness import make_engine, ragged_prompts, run
@@ -6,7 +6,7 @@ from gguf_files import gguf, gguf_twins
 from model_zoo import cached_model
 
 from pagedcli.errors import ModelError
-from pagedcli.models.gguf import description
+from pagedcli.models.gguf.architectures import ARCHITECTURES, Architecture
 from pagedcli.models.reading import read_spec
 from pagedcli.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ def test_without_its_entry_it_is_refused_with_those_that_run(files):
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_its_file_gives_the_tokens_of_the_folder(files, backend, monkeypatch):
-    monkeypatch.setitem(description.FAMILIES, "lucky", "qwen3")
+    monkeypatch.setitem(ARCHITECTURES, "lucky", Architecture(family="qwen3"))
     prompts, params = ragged_prompts(4), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = [run(make_engine(path, attention_backend=backend), prompts, params) for path in files]
     assert found[0] == found[1]

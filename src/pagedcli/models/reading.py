@@ -51,8 +51,8 @@ def _gguf_spec(path: Path) -> ModelSpec:
     """The ModelSpec of a GGUF file. Raises: ModelError for what is damaged or does not run here."""
     header = read_header(path)
     found = describe(header)
-    check_supported(found.config, path)
-    spec = as_stored(native_spec(path, found.config, found.model_type, where=path), header)
+    check_supported(found.fields, path)
+    spec = as_stored(native_spec(path, found.fields, found.model_type, where=path), header)
     divisors = frequency_factors(header)
 
     def divided(rope: RopeSpec | None) -> RopeSpec | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.models.gguf.blocks import numbers
-from pagedcli.models.gguf.description import halved_groups, num_layers, reordered_heads
+from pagedcli.models.gguf.description import Orders
 from pagedcli.models.gguf.header import Header, StoredTensor
 from pagedcli.models.gguf.names import Place, stored_tensor
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
@@ -26,13 +26,18 @@ def _layer(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
+def _part(name: str) -> str:
+    """The module's name within its layer."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
 class GgufWeights:
     """Tensors of a GGUF file or of all parts of a split one, which are memory-mapped."""
 
     notes: tuple[str, ...] = ()
 
     def __init__(self, header: Header) -> None:
-        self._header = header
+        self._header, self._orders = header, Orders.of(header)
         self._maps: dict[Path, Tensor] = {}
 
     def load(
@@ -61,8 +66,8 @@ class GgufWeights:
 
     def _check_names(self, expected: set[str], allowed: set[str]) -> None:
         """Layers after the last one only predict further tokens."""
-        layers = num_layers(self._header)
-        found = {name for name in self._header.tensors if not name.startswith("blk.") or _layer(name) < layers}
+        layers, tensors = self._orders.num_layers, self._header.tensors
+        found = {name for name in tensors if not name.startswith("blk.") or _layer(name) < layers}
         if missing := sorted(expected - found):
             others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise self._header.error(f"tensor {missing[0]!r} is missing{others}", "download the file again")
@@ -88,7 +93,7 @@ class GgufWeights:
                 f"tensor {place.name!r} has shape {list(stored.shape)}, which its metadata do not lead to"
             )
         blocks = blocks.reshape(*shape[:-1], -1, blocks.shape[-1])
-        if (heads := reordered_heads(self._header, place.name)) is not None and not len(blocks) % (2 * heads):
+        if (heads := self._orders.reordered.get(_part(place.name))) is not None and not len(blocks) % (2 * heads):
             blocks = blocks.reshape(heads, -1, 2, *blocks.shape[1:]).transpose(1, 2).flatten(0, 2)
         if keeps_blocks:
             return blocks
@@ -103,7 +108,7 @@ class GgufWeights:
 
     def _half(self, place: Place, blocks: Tensor) -> Tensor:
         """The rows of one of two modules that the file keeps as one."""
-        groups = halved_groups(self._header, place.name)
+        groups = self._orders.halves.get(_part(place.name), 1)
         if groups < 1 or len(blocks) % (2 * groups):
             raise self._header.error(f"tensor {place.name!r} has {len(blocks)} rows, which its metadata do not lead to")
         return blocks.reshape(groups, 2, -1, *blocks.shape[1:])[:, place.half].flatten(0, 1)
