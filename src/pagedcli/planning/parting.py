@@ -1,0 +1,433 @@
+"""Where prompts part: groups of prompts that differ early and are equal afterwards, with what that costs and what it
+would give to change it, by the law of hits on the changed prompts.
+
+A pure function of token ids, salts and texts, for prompt files, recordings and comparisons of runs.
+"""
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Literal
+
+import xxhash
+
+from pagedcli.core.prefixes import BLOCK_SIZES
+from pagedcli.planning import differences as diff
+from pagedcli.planning.differences import Difference, Place
+from pagedcli.planning.equal_runs import (
+    Ids,
+    Ints,
+    Pair,
+    common_prefix,
+    common_suffix,
+    equal_runs,
+    hit_tokens,
+    shared_tokens,
+)
+
+LEAST_SHARE = 0.05  # of the prompts that a finding must concern
+LEAST_PROMPTS = 3
+LEAST_GAIN = 0.02  # of all prompt tokens
+MOST_ROWS, MOST_TOKENS = 20_000, 2**22  # looked at without --all
+_MOST_PAIRS = 256  # compared as texts
+_MOST_TRIED = 2_000  # prompts that ways to change them are tried on, before the best one is tried on all
+_MOST_PLACES = 4
+_KEY = 12  # characters before a place that tell it from others
+_OUT_OF_ORDER = 0.2  # share of the pairs whose parts are elsewhere in the other prompt
+_MOST_MERGED = 6  # marks of a template that are made alike one after the other
+
+Action = Literal["move", "sort", "replace", "one salt", "block size"]
+Texts = Sequence[str]
+Decode = Callable[[Ids], str]
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a prompt; only prompts of the same salt share blocks."""
+
+    token_ids: Ids
+    salt: str | None = None
+
+
+@dataclass(slots=True)
+class PromptSample:
+    """At most so many prompts of a file, drawn by hash, in their order."""
+
+    most_rows: float = MOST_ROWS
+    most_tokens: float = MOST_TOKENS
+    num_seen: int = 0
+    _kept: list[tuple[int, int, Prompt]] = field(default_factory=list)  # a heap: the largest hash first
+    _num_tokens: int = 0
+
+    def add(self, token_ids: Ids, salt: str | None = None) -> None:
+        number = self.num_seen
+        self.num_seen += 1
+        digest = xxhash.xxh64_intdigest(number.to_bytes(8, "little"))
+        if self.num_seen > len(self._kept) + 1 and digest >= -self._kept[0][0]:
+            return  # some have gone, and this would be the next
+        heapq.heappush(self._kept, (-digest, number, Prompt(token_ids, salt)))
+        self._num_tokens += len(token_ids)
+        while len(self._kept) > self.most_rows or (self._num_tokens > self.most_tokens and len(self._kept) > 1):
+            self._num_tokens -= len(heapq.heappop(self._kept)[2].token_ids)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [prompt for _, _, prompt in sorted(self._kept, key=lambda each: each[1])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """A cause why prompts share less than they could. Tokens are counted from 0, rates are shares of prompt tokens."""
+
+    kind: str  # of what differs
+    action: Action
+    first_token: int  # where prompts part, at the earliest
+    last_token: int  # at the latest
+    texts: tuple[str, ...]  # the text there, in some prompts
+    num_equal: int  # tokens that are equal after it, in the middle one of these prompts
+    num_prompts: int  # prompts that would share more
+    num_looked_at: int
+    is_sample: bool
+    rate: float  # hits as it is
+    new_rate: float  # hits after the change, with the changes before
+    margin: float  # to each side of it: 19 of 20 files that this is a sample of have a rate within
+    lost_share: float  # of all prompt tokens that are computed because of it
+    block_size: int  # that the rates are of; of action `block size` the one to use
+    others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
+    change: "Change | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of texts. `apply` needs all of them together, as a part moves behind what others share."""
+
+    action: Action
+    kind: str
+    apply: Callable[[Texts], list[str]]
+    differences: Sequence["_Compared"] = ()
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A prompt and the one that it is equal to after they part."""
+
+    mine: Difference
+    other: Difference
+    token: int  # the first that differs
+    num_equal: int  # tokens of the run
+    is_elsewhere: bool  # whether what differs is elsewhere in the other prompt
+
+
+@dataclass(slots=True)
+class _State:
+    """The prompts as they would be, after the changes found so far."""
+
+    ids: list[Ids]
+    salts: list[str | None]
+    texts: list[str]
+    hits: Ints
+
+    def rate(self) -> float:
+        return float(self.hits.sum()) / max(1, sum(map(len, self.ids)))
+
+    def part(self, rows: Sequence[int], block_size: int) -> "_State":
+        ids, salts = [self.ids[row] for row in rows], [self.salts[row] for row in rows]
+        return _State(ids, salts, [self.texts[row] for row in rows], hit_tokens(ids, salts, block_size))
+
+
+@dataclass(slots=True)
+class Finder:
+    """Looks for causes in prompts. `decode` and `encode` make texts of token ids and token ids of texts, special tokens
+    included; without them places are found, but not what differs. `template`: token ids of a chat of one word."""
+
+    block_size: int
+    decode: Decode | None = None
+    encode: Encode | None = None
+    template: Ids = ()
+    num_in_file: int | None = None  # prompts, if more than are looked at
+
+    @property
+    def has_words(self) -> bool:
+        return self.decode is not None
+
+    def find(self, prompts: Sequence[Prompt], most: int = 3) -> list[Parting]:
+        """Causes, the largest first; each with the rates after those before it."""
+        ids = [prompt.token_ids for prompt in prompts]
+        if len(prompts) < 3 or not any(map(len, ids)):
+            return []
+        salts = [prompt.salt for prompt in prompts]
+        state = _State(list(ids), salts, [], hit_tokens(ids, salts, self.block_size))
+        found = self._one_salt(state)
+        while len(found) < most and (each := self._next(state)) is not None:
+            found.append(each)
+        if len(found) < most:
+            found += self._shorter_blocks(state)
+        return found
+
+    # ------------------------------------------------------------------ causes
+
+    def _one_salt(self, state: _State) -> list[Parting]:
+        """Prompts that differ in nothing but their salts, as far as they share blocks without."""
+        if len(set(state.salts)) < 2:
+            return []
+        none = [None] * len(state.ids)
+        hits = hit_tokens(state.ids, none, self.block_size)
+        if not self._is_enough(state, state.ids, hits):
+            return []
+        gains = (hits - state.hits)[hits > state.hits]
+        found = self._parting(
+            state, state.ids, hits, kind="salt", action="one salt", places=[0], num_equal=int(median(gains))
+        )
+        state.salts, state.hits = list(none), hits
+        return [found]
+
+    def _next(self, state: _State) -> Parting | None:
+        """The cause that costs most, and the prompts changed; None: there is no other."""
+        pairs = self._pairs(state)
+        if not pairs:
+            return None
+        if not state.texts:
+            state.texts = self._texts(state.ids)
+        rows = self._tried(pairs, len(state.ids))
+        probe = state if rows is None else state.part(rows, self.block_size)
+        best, best_gain = None, 0.0
+        for change in self._changes(state, pairs):
+            ids, hits, _ = self._changed(probe, change)
+            gain = float((hits - probe.hits).sum())
+            if gain > 1.1 * best_gain:  # earlier ones are more natural
+                best, best_gain = change, gain
+        if best is None:
+            return None
+        found, texts, ids, hits = best, *self._merged(state, best)
+        if not self._is_enough(state, ids, hits):
+            return None
+        compared = found.differences
+        parting = self._parting(
+            state, ids, hits, kind=found.kind, action=found.action, places=[each.token for each in compared],
+            num_equal=int(median(each.num_equal for each in compared)), texts=_shown(compared),
+            others=self._alternatives(state, found), change=found,
+        )  # fmt: skip
+        state.ids, state.texts, state.hits = ids, texts, hits
+        return parting
+
+    def _shorter_blocks(self, state: _State) -> list[Parting]:
+        """Prompts that begin alike, but not for a block."""
+        size = self.block_size
+        in_template = max((num_equal_ids(ids, self.template) for ids in state.ids[:100]), default=0)
+        best: tuple[int, Ints] | None = None
+        for smaller in sorted((each for each in BLOCK_SIZES if each < size), reverse=True):
+            shared = shared_tokens(state.ids, state.salts, smaller)
+            is_short = (state.hits == 0) & (shared > in_template) & (shared < size)
+            hits = hit_tokens(state.ids, state.salts, smaller)
+            hits = hits * is_short + state.hits * ~is_short
+            if self._is_enough(state, state.ids, hits) and (best is None or hits.sum() > 1.2 * best[1].sum()):
+                best = smaller, hits
+        if best is None:
+            return []
+        smaller, hits = best
+        shared = shared_tokens(state.ids, state.salts, 1)[hits > state.hits]
+        found = self._parting(
+            state, state.ids, hit_tokens(state.ids, state.salts, smaller), kind="short", action="block size",
+            places=[int(each) for each in shared], num_equal=0, block_size=smaller,
+        )  # fmt: skip
+        return [found]
+
+    # ------------------------------------------------------------------ parts
+
+    def _is_enough(self, state: _State, ids: Sequence[Ids], hits: Ints) -> bool:
+        gain = float((hits - state.hits).sum())
+        num_better = int((hits > state.hits).sum())
+        is_better = float(hits.sum()) / max(1, sum(map(len, ids))) - state.rate() >= LEAST_GAIN
+        return is_better and gain >= LEAST_GAIN * sum(map(len, state.ids)) and num_better >= max(LEAST_PROMPTS, LEAST_SHARE * len(ids))
+
+    def _pairs(self, state: _State) -> list[Pair]:
+        ignored = [self.template] if len(self.template) else []
+        runs = equal_runs(state.ids, self.block_size, ignored)
+        if len(runs.pairs) < LEAST_SHARE * len(state.ids) or runs.share < LEAST_GAIN / 2:
+            return []
+        return runs.pairs
+
+    def _texts(self, ids: Sequence[Ids]) -> list[str]:
+        decode = self.decode or _as_text
+        return [decode(each) for each in ids]
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        return [list(map(ord, text)) for text in texts] if self.encode is None else self.encode(texts)
+
+    def _tried(self, pairs: list[Pair], num_rows: int) -> list[int] | None:
+        """The rows that changes are tried on, with those that they are equal to. None: all."""
+        if num_rows <= _MOST_TRIED:
+            return None
+        by_row = {pair.row: pair for pair in pairs}
+        rows: set[int] = set()
+        for pair in pairs[:: max(1, len(pairs) // _MOST_PAIRS)]:
+            row: int | None = pair.row
+            while row is not None and row not in rows and len(rows) < _MOST_TRIED:
+                rows.add(row)
+                row = by_row[row].other if row in by_row else None
+        return sorted(rows)
+
+    def _compare(self, state: _State, pairs: Sequence[Pair]) -> list[_Compared]:
+        compared = []
+        for pair in pairs[:: max(1, len(pairs) // _MOST_PAIRS)]:
+            ids, other = state.ids[pair.row], state.ids[pair.other]
+            a, b = _as_text(ids), _as_text(other)
+            token = common_prefix(a, b)
+            back = common_suffix(a[token : pair.place], b[token : pair.other_place])
+            num_equal = back + common_prefix(a[pair.place :], b[pair.other_place :])
+            if num_equal < 2 * self.block_size:
+                continue
+            decode = self.decode or _as_text
+            text, other_text = state.texts[pair.row], state.texts[pair.other]
+            end, other_end = len(decode(ids[: pair.place])), len(decode(other[: pair.other_place]))
+            mine, theirs = diff.between(text, end, other_text, other_end, has_words=self.has_words)
+            is_elsewhere = diff.is_within(mine.part, theirs.text) or diff.is_within(theirs.part, mine.text)
+            compared.append(_Compared(mine, theirs, token, num_equal, is_elsewhere))
+        return compared
+
+    def _changes(self, state: _State, pairs: Sequence[Pair]) -> list[Change]:
+        """What could be changed, the most natural first."""
+        compared = self._compare(state, pairs)
+        changes: list[Change] = []
+        elsewhere = [each for each in compared if each.is_elsewhere]
+        if self.has_words and len(elsewhere) > _OUT_OF_ORDER * len(compared):
+            for separator in diff.SEPARATORS:
+                kind = "documents"
+                if all(diff.looks_like_tools(each.mine.text) for each in elsewhere[:20]):
+                    kind = "tools"
+                apply = partial(diff.sorted_parts, separator=separator)
+                changes.append(Change("sort", kind, apply, elsewhere))
+        tail = self._tail(state.texts)
+        for group in _groups([each for each in compared if not each.is_elsewhere]):
+            place = diff.place_of([(each.mine, each.other) for each in group], has_words=self.has_words)
+            if place is None:
+                continue
+            if place.values:
+                apply = partial(diff.replaced, place=place, new=partial(_first, place.values[0]))
+                changes.append(Change("replace", place.kind, apply, group, place))
+            if place.kind not in ("start", "blank", "template"):
+                apply = partial(diff.moved, place=place, tail=tail, has_words=self.has_words)
+                changes.append(Change("move", place.kind, apply, group, place))
+        return changes
+
+    def _tail(self, texts: Texts) -> str:
+        """What the template writes after the last message."""
+        if self.decode is None or not len(self.template):
+            return ""
+        template = self.decode(self.template)
+        num = min((common_suffix(template, text) for text in texts[:100]), default=0)
+        return template[len(template) - num :]
+
+    def _changed(self, state: _State, change: Change) -> tuple[list[Ids], Ints, list[str]]:
+        """The tokens, hits and texts after a change. Only changed texts are tokenized again."""
+        texts = change.apply(state.texts)
+        rows = [row for row, (old, new) in enumerate(zip(state.texts, texts, strict=True)) if old != new]
+        ids = list(state.ids)
+        for row, new_ids in zip(rows, self._tokens([texts[row] for row in rows]), strict=True):
+            ids[row] = new_ids
+        return ids, hit_tokens(ids, state.salts, self.block_size), texts
+
+    def _merged(self, state: _State, change: Change) -> tuple[list[str], list[Ids], Ints]:
+        """The prompts after the change; of two templates after all their marks have been made alike."""
+        ids, hits, texts = self._changed(state, change)
+        for _ in range(_MOST_MERGED if change.action == "replace" else 0):
+            now = _State(ids, state.salts, texts, hits)
+            further = [each for each in self._changes(now, self._pairs(now)) if each.action == "replace"]
+            if not further:
+                break
+            new_ids, new_hits, new_texts = self._changed(now, further[0])
+            if new_hits.sum() <= hits.sum():
+                break
+            ids, hits, texts = new_ids, new_hits, new_texts
+        return texts, ids, hits
+
+    def _alternatives(self, state: _State, change: Change) -> tuple[tuple[str, float], ...]:
+        """Other changes at the same place, with the rate that each gives."""
+        if change.place is None or change.action != "move":
+            return ()
+        others: list[tuple[str, Callable[[str], str]]] = [("removed", partial(_first, ""))]
+        if change.kind == "time":
+            others.append(("rounded to the hour", diff.to_the_hour))
+        rates = []
+        for name, new in others:
+            apply = partial(diff.replaced, place=change.place, new=new)
+            ids, hits, _ = self._changed(state, Change("replace", change.kind, apply))
+            rates.append((name, float(hits.sum()) / max(1, sum(map(len, ids)))))
+        return tuple(rates)
+
+    def _parting(
+        self, state: _State, ids: Sequence[Ids], hits: Ints, *, kind: str, action: Action, places: Sequence[int],
+        num_equal: int, texts: tuple[str, ...] = (), others: tuple[tuple[str, float], ...] = (),
+        block_size: int | None = None, change: Change | None = None,
+    ) -> Parting:  # fmt: skip
+        ordered = sorted(places)
+        num_tokens = sum(map(len, ids))
+        return Parting(
+            kind=kind,
+            action=action,
+            first_token=ordered[len(ordered) // 20],
+            last_token=ordered[len(ordered) - 1 - len(ordered) // 20],
+            texts=texts,
+            num_equal=num_equal,
+            num_prompts=int((hits > state.hits).sum()),
+            num_looked_at=len(ids),
+            is_sample=self.num_in_file is not None and self.num_in_file > len(ids),
+            rate=state.rate(),
+            new_rate=float(hits.sum()) / max(1, num_tokens),
+            margin=self._margin(ids, hits),
+            lost_share=float((hits - state.hits).sum()) / max(1, sum(map(len, state.ids))),
+            block_size=block_size or self.block_size,
+            others=others,
+            change=change,
+        )
+
+    def _margin(self, ids: Sequence[Ids], hits: Ints) -> float:
+        """Half the 95 % interval of a rate, by the spread of the prompts around it."""
+        num, all_rows = len(ids), self.num_in_file or len(ids)
+        if all_rows <= num or num < 2:
+            return 0.0
+        num_tokens = sum(map(len, ids))
+        rate = float(hits.sum()) / num_tokens
+        squares = sum((float(hit) - rate * len(each)) ** 2 for hit, each in zip(hits, ids, strict=True))
+        return 1.96 * math.sqrt(squares * num / (num - 1) * (1 - num / all_rows)) / num_tokens
+
+
+def _first(value: str, _: str) -> str:
+    return value
+
+
+def num_equal_ids(a: Ids, b: Ids) -> int:
+    """The length of the common beginning of token ids."""
+    return common_prefix(_as_text(a), _as_text(b))
+
+
+def _as_text(ids: Ids) -> str:
+    """A character per token: fast to compare."""
+    return "".join(map(chr, ids))
+
+
+def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:
+    """Those that part after the same text, the largest groups first."""
+    groups: dict[tuple[str, bool], list[_Compared]] = defaultdict(list)
+    for each in compared:
+        before = each.mine.text[: each.mine.start]
+        groups[before[-_KEY:], len(before) < _KEY].append(each)
+    enough = [group for group in groups.values() if len(group) >= LEAST_SHARE * len(compared)]
+    return sorted(enough, key=len, reverse=True)[:_MOST_PLACES]
+
+
+def _shown(compared: Sequence[_Compared]) -> tuple[str, ...]:
+    """The text around the place in the two prompts of a pair, with a few characters before it."""
+    each = compared[len(compared) // 2]
+    parts = []
+    for part in (each.mine, each.other):
+        before = part.text[max(0, part.start - 16) : part.start]
+        shown = part.part if len(part.part) <= 40 else part.part[:39] + "…"
+        parts.append(before[before.rfind("\n") + 1 :] + shown)
+    return tuple(parts)
