@@ -14,7 +14,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
 LOW = {"config_keys", "errors", "events", "files", "line_files", "printable", "records", "sampling_params", "config"}
-LOW |= {"memory_limit"}
+LOW |= {"memory_limit", "verdicts"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -22,6 +22,7 @@ ALLOWED = {
     "events": {"errors"},
     "printable": set(),
     "records": {"printable"},
+    "verdicts": {"printable"},
     "interrupt": set(),
     "files": {"errors", "interrupt", "line_files"},
     "line_files": {"errors"},

@@ -157,6 +157,11 @@ class OpenJob:
             job.output_file, self._fingerprint, self.lines, order=config.run.order, limit=config.run.limit
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._tokenizer is not None, "load_tokenizer comes first"
+        return self._tokenizer
+
     def load_tokenizer(self) -> None:
         from pagedcli.planning.decide import model_folder
 
@@ -236,9 +241,8 @@ class OpenJob:
         return batch_options(self.job.loaded, self._columns, shard=self.job.shard)
 
     def _writer(self, created_s: int) -> tuple[Tokenizer, RowWriter]:
-        assert self._tokenizer is not None, "load_tokenizer comes first"
         model = self.job.loaded.config.engine.model
-        return self._tokenizer, RowWriter(self._tokenizer, model, run_key(self._fingerprint), created_s, self._columns)
+        return self.tokenizer, RowWriter(self.tokenizer, model, run_key(self._fingerprint), created_s, self._columns)
 
 
 def _row_format(job: Job, lines: LineSource, columns: Columns) -> JsonLines | CsvLines | ParquetRows:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pagedcli.cli.options import option
 from pagedcli.errors import ModelError
@@ -10,6 +10,9 @@ from pagedcli.events import EngineStarted, RequestAdded
 from pagedcli.models.hub import resolve_model
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
+
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
 
 Decode = Callable[[tuple[int, ...]], str]
 TokenizerOption = Annotated[
@@ -19,8 +22,14 @@ TokenizerOption = Annotated[
 
 
 def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
-    """A decoder for the trace's token ids, by default with the tokenizer of its model. None if the trace has no token
-    ids or, with a note, that tokenizer is not available. Raises: ModelError if the given one is not."""
+    """A decoder for the trace's token ids; see recorded_tokenizer."""
+    loaded = recorded_tokenizer(trace, tokenizer)
+    return None if loaded is None else loaded.decode
+
+
+def recorded_tokenizer(trace: Path, tokenizer: str | None) -> "Tokenizer | None":
+    """The tokenizer for the trace's token ids, by default that of its model. None if the trace has no token ids, or if
+    that tokenizer is not available, which is said. Raises: ModelError if the given one is not."""
     events = iter(TraceReader(trace))
     engine = next(events)
     assert isinstance(engine, EngineStarted), "the reader checks the first record"
@@ -31,10 +40,9 @@ def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
 
     model = tokenizer or engine.model
     try:
-        loaded = Tokenizer(resolve_model(model, weights=False))
+        return Tokenizer(resolve_model(model, weights=False))
     except ModelError as error:
         if tokenizer is not None:
             raise
         say(f"note: token ids are shown undecoded: {error.message}")
         return None
-    return lambda token_ids: loaded.decode(token_ids)

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from pagedcli.cli.block import explain_block
-from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_decoder
+from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
+from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.recording import is_recording, print_capture
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
@@ -26,6 +27,7 @@ from pagedcli.views.explain import (
     ExplainedLookup,
     Explainer,
     Lookup,
+    PromptsSeen,
     SaltRow,
     Totals,
     explain_trace,
@@ -75,7 +77,8 @@ def explain(
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)
     adviser = Adviser() if request is None and not lookups and format_ is not Format.CSV else None
-    explainer, state = explain_trace(reader, *([] if adviser is None else [adviser]))
+    prompts = PromptsSeen()
+    explainer, state = explain_trace(reader, prompts, *([] if adviser is None else [adviser]))
     for note in reader.notes:
         say(f"note: {note}")
     chosen = list(explainer.lookups)
@@ -83,7 +86,8 @@ def explain(
         chosen = [lookup for lookup in chosen if lookup.seq_id in named.seq_ids]
         if not chosen:
             raise UsageError(f"request {request!r} of {trace} was never admitted: it has no prefix lookup")
-    decode = recorded_decoder(trace, tokenizer)
+    loaded = recorded_tokenizer(trace, tokenizer)
+    decode = None if loaded is None else loaded.decode
     tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
     if request is None and not lookups:
         chosen = [lookup for lookup in chosen if lookup.num_lost_tokens()]
@@ -104,7 +108,8 @@ def explain(
         facts |= advice.document()
     if format_ is Format.CSV:  # one table per file
         tables = tables[-1:] if lookups or request is not None else tables[:1]
-    print_tables(tables, format_, facts=facts)
+    verdicts = None if adviser is None else part_verdicts(prompts.drawn, explainer.block_size, loaded)
+    print_tables(tables, format_, facts=facts, verdicts=verdicts)
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:

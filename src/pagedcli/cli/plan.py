@@ -10,6 +10,7 @@ import typer
 
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
@@ -212,7 +213,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None:
         tables.append(engine_table("Engine settings on this machine", found))
-    print_tables(tables, options.format_, facts=facts)
+    verdicts = part_verdicts(scan.drawn, engine.block_size, scan.tokenizer) if engine.enable_prefix_caching else []
+    print_tables(tables, options.format_, facts=facts, verdicts=verdicts)
     return code
 
 

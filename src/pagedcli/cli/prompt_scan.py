@@ -1,6 +1,7 @@
 """Surveys a prompt file for `plan` and `profile-memory --prompts`."""
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import RequestError, UsageError
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.printable import plural
 from pagedcli.show.terminal import ProgressLine
@@ -38,6 +40,7 @@ class PromptScan:
     max_model_len: int | None  # tokens
     plan: PromptSurvey
     tokenizer: "Tokenizer"
+    drawn: PromptSample = field(default_factory=PromptSample)  # of the prompts, to find where they part
     num_rows: int = 0
     num_deduplicated: int = 0  # rows left out because an equal one answers them (--deduplicate)
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
@@ -129,13 +132,14 @@ def scan_prompts(
     requests: "PromptRequests | None" = None,
     lines: "Iterable[Line] | None" = None,
     tokenizer: "Tokenizer | None" = None,
+    drawn: PromptSample | None = None,
     observe: "Callable[[Line], None]" = lambda line: None,
 ) -> PromptScan:
     """Survey the prompts of a file, or of only these of its lines, and count the rows that a run would refuse.
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     `observe` receives each line as it is read.
-    Changes: adds every good row to `shares` and `requests`. Raises: PagedcliError.
+    Changes: adds every good row to `shares` and `requests`, and its prompts to `drawn`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_response_format, limits_without_pool, open_prompts
@@ -150,7 +154,7 @@ def scan_prompts(
     prompts = open_prompts(
         loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe
     )
-    scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer)
+    scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer, drawn or PromptSample())
     grammars = None
     if spec is not None:  # a run also refuses grammars that do not compile
         grammars = Grammars(prompts.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
@@ -171,6 +175,7 @@ def scan_prompts(
                 is_beam_search=params.beam_width is not None,
                 cache_salt=row.cache_salt,
             )
+            scan.drawn.add(array("q", prompt.token_ids), row.cache_salt)
             if shares is not None:
                 shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
     scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored

@@ -13,7 +13,16 @@ from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.summary import resume_command, say_advice, say_model, say_plan, say_summary, write_summary
+from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.summary import (
+    print_verdicts,
+    resume_command,
+    say_advice,
+    say_model,
+    say_plan,
+    say_summary,
+    write_summary,
+)
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import StepTime, learn, load_step_time
@@ -22,6 +31,7 @@ from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
 from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.served import ServedRequests
+from pagedcli.verdicts import Verdict
 from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
@@ -76,6 +86,7 @@ def run_job(
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
+        print_verdicts(_parting(work, engine, served), rows_on_stdout=job.output_file is None)
         say_summary(result, findings, predicted=end_time.first)
         busy = watch.read()
         if result.outcome == "complete" and (busy is None or not busy.disturbs):
@@ -128,6 +139,17 @@ def _run(
             raise
         finally:
             engine.observe_work = None
+
+
+def _parting(work: OpenJob, engine: "LLMEngine", served: ServedRequests) -> list[Verdict]:
+    """Where the prompts of the run part."""
+    limits = engine.plan.limits
+    if not limits.enable_prefix_caching:
+        return []
+    try:
+        return part_verdicts(served.drawn, limits.block_size, work.tokenizer)
+    except MemoryError:
+        return []
 
 
 def _advice(job: Job, served: ServedRequests, result: BatchResult, step_time: StepTime | None) -> Advice:

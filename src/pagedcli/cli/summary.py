@@ -1,7 +1,7 @@
 """Messages on stderr before and after a run, and the effective configuration."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
 from pagedcli.simulation.advice import Advice
+from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.whole_run import Findings, finding_lines
 
 if TYPE_CHECKING:
@@ -58,6 +59,15 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
             say(f"eviction: {plan.limits.eviction}")
     else:
         say("prefix caching is off")
+
+
+def print_verdicts(verdicts: Sequence[Verdict], *, rows_on_stdout: bool) -> None:
+    """Print the verdicts on a run, on stdout unless its rows are there."""
+    for line in paragraph(verdicts):
+        if rows_on_stdout:
+            say_wrapped(line)
+        else:
+            print(printable(line), flush=True)
 
 
 def say_summary(

@@ -60,7 +60,7 @@ def shared_tokens(prompts: Sequence[Ids], salts: Sequence[str | None], block_siz
 
 def equal_runs(prompts: Sequence[Ids], block_size: int, ignored: Sequence[Ids] = ()) -> EqualRuns:
     """The windows of a block that prompts have after different beginnings: an unlimited cache computes each once for
-    every beginning. In any run of two blocks that two prompts have, there is one. `ignored`: texts that do not count."""
+    every beginning. There is one in any run of two blocks that two prompts have. `ignored`: texts without such."""
     windows = _windows(prompts, block_size)
     _, which, counts = np.unique(windows.hashes, return_inverse=True, return_counts=True)
     is_ours = counts[which] > 1
@@ -176,7 +176,7 @@ class _Windows:
 
 
 def _windows(prompts: Sequence[Ids], size: int, *, keep_all: bool = False) -> _Windows:
-    """The windows of so many tokens that have the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
+    """The windows of so many tokens with the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
     inverse, kept, mask = _powers(pow(_BASE, -1, 2**64), 1), [], np.uint64(0)
     for batch, powers in _batches(prompts):
         if len(inverse) < len(powers):
@@ -207,7 +207,8 @@ def _sliding(values: Hashes, size: int, pick: Any) -> Hashes:
     found, reach = values.copy(), 1
     while reach < size:
         step = min(reach, size - reach)
-        found[: len(found) - step] = pick(found[: len(found) - step], found[step:])
+        num = max(0, len(found) - step)
+        found[:num] = pick(found[:num], found[step:])
         reach += step
     return found
 

@@ -4,16 +4,13 @@ would give to change it, by the law of hits on the changed prompts.
 A pure function of token ids, salts and texts, for prompt files, recordings and comparisons of runs.
 """
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Literal
-
-import xxhash
 
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.planning import differences as diff
@@ -28,11 +25,11 @@ from pagedcli.planning.equal_runs import (
     hit_tokens,
     shared_tokens,
 )
+from pagedcli.planning.prompt_sample import Prompt
 
 LEAST_SHARE = 0.05  # of the prompts that a finding must concern
 LEAST_PROMPTS = 3
 LEAST_GAIN = 0.02  # of all prompt tokens
-MOST_ROWS, MOST_TOKENS = 20_000, 2**22  # looked at without --all
 _MOST_PAIRS = 256  # compared as texts
 _MOST_TRIED = 2_000  # prompts that ways to change them are tried on, before the best one is tried on all
 _MOST_PLACES = 4
@@ -44,40 +41,6 @@ Action = Literal["move", "sort", "replace", "one salt", "block size"]
 Texts = Sequence[str]
 Decode = Callable[[Ids], str]
 Encode = Callable[[list[str]], list[list[int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The tokens of a prompt; only prompts of the same salt share blocks."""
-
-    token_ids: Ids
-    salt: str | None = None
-
-
-@dataclass(slots=True)
-class PromptSample:
-    """At most so many prompts of a file, drawn by hash, in their order."""
-
-    most_rows: float = MOST_ROWS
-    most_tokens: float = MOST_TOKENS
-    num_seen: int = 0
-    _kept: list[tuple[int, int, Prompt]] = field(default_factory=list)  # a heap: the largest hash first
-    _num_tokens: int = 0
-
-    def add(self, token_ids: Ids, salt: str | None = None) -> None:
-        number = self.num_seen
-        self.num_seen += 1
-        digest = xxhash.xxh64_intdigest(number.to_bytes(8, "little"))
-        if self.num_seen > len(self._kept) + 1 and digest >= -self._kept[0][0]:
-            return  # some have gone, and this would be the next
-        heapq.heappush(self._kept, (-digest, number, Prompt(token_ids, salt)))
-        self._num_tokens += len(token_ids)
-        while len(self._kept) > self.most_rows or (self._num_tokens > self.most_tokens and len(self._kept) > 1):
-            self._num_tokens -= len(heapq.heappop(self._kept)[2].token_ids)
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return [prompt for _, _, prompt in sorted(self._kept, key=lambda each: each[1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +207,11 @@ class Finder:
         gain = float((hits - state.hits).sum())
         num_better = int((hits > state.hits).sum())
         is_better = float(hits.sum()) / max(1, sum(map(len, ids))) - state.rate() >= LEAST_GAIN
-        return is_better and gain >= LEAST_GAIN * sum(map(len, state.ids)) and num_better >= max(LEAST_PROMPTS, LEAST_SHARE * len(ids))
+        return (
+            is_better
+            and gain >= LEAST_GAIN * sum(map(len, state.ids))
+            and num_better >= max(LEAST_PROMPTS, LEAST_SHARE * len(ids))
+        )
 
     def _pairs(self, state: _State) -> list[Pair]:
         ignored = [self.template] if len(self.template) else []

@@ -25,6 +25,7 @@ from pagedcli.records import decimal as decimal
 from pagedcli.records import percent as percent
 from pagedcli.records import size as size
 from pagedcli.records import text as text
+from pagedcli.verdicts import Verdict, paragraph
 
 Row = Mapping[str, Any]
 
@@ -85,13 +86,21 @@ def table(
     return Table(key, title, chosen, shown, notes, max_shown, wrapped_at)
 
 
-def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
-    """Write tables to stdout. `facts` are added to the JSON object: {facts..., table key: [rows]}.
+def print_tables(
+    tables: Sequence[Table],
+    format: Format,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    verdicts: Sequence[Verdict] | None = None,
+) -> None:
+    """Write tables to stdout, after the verdicts on what they show, if it is judged. `facts` are added to the JSON
+    object: {facts..., verdicts: [...], table key: [rows]}.
 
     In CSV, several tables follow each other, each after a line '# title', with an empty line between them.
     """
     if format is Format.JSON:
-        document = {**(facts or {}), **{table.key: list(table.rows) for table in tables}}
+        judged = {} if verdicts is None else {"verdicts": verdicts}
+        document = {**(facts or {}), **judged, **{table.key: list(table.rows) for table in tables}}
         document_text = printable_json(msgspec.json.format(msgspec.json.encode(document), indent=2))
         sys.stdout.write(document_text.decode() + "\n")
         return
@@ -102,6 +111,11 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
         Format.CSV: lambda table: csv_text(as_csv(table, with_title=len(tables) > 1)),
         Format.MD: as_markdown,
     }[format]
+    if format is not Format.CSV and verdicts:
+        said = [printable(line) for line in paragraph(verdicts)]
+        if format is Format.TABLE:
+            said = [part for line in said for part in _wrapped(one_line(line), width)]
+        sys.stdout.write("\n".join([*said, "", ""]))
     sys.stdout.write("\n".join(render(table) for table in tables))
 
 

@@ -5,10 +5,12 @@ from array import array
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.advice import Advice, Subject, advise
 from pagedcli.simulation.requests import TraceRequest, Workload
 
+_MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they part: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
 
 
@@ -20,9 +22,12 @@ class ServedRequests:
         self._plan = plan
         self._num_tokens = 0
         self._why_not: str | None = None
+        self.drawn = PromptSample(most_rows=_MOST_DRAWN, most_tokens=_MOST_DRAWN_TOKENS)
 
     def add(self, row: BatchRow, answers: list[RowPrompt]) -> None:
         """A row is done; one with the answers of another row has not been started."""
+        for prompt in row.prompts:
+            self.drawn.add(array("q", prompt.token_ids), row.cache_salt)
         if self._why_not is not None or row.number is None:
             return
         if any(prompt.params.beam_width is not None for prompt in row.prompts):

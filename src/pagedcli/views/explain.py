@@ -15,6 +15,7 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
 from pagedcli.events import PrefixLookedUp
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import plural
 from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
@@ -577,6 +578,20 @@ class Explainer(View[PoolState]):
     def _remember(self, token_ids: tuple[int, ...], seq: SeqState) -> None:
         entry = (token_ids, seq.seq_id, seq.label, seq.salted)
         self._earlier.insert(bisect_left(self._earlier, entry), entry)
+
+
+class PromptsSeen(View[PoolState]):
+    """Some of the prompts of a run with recorded tokens, as far as their cache_salt is known: that of none."""
+
+    def __init__(self) -> None:
+        self.drawn = PromptSample()
+        self.num_salted = 0
+
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        if event.salted:
+            self.num_salted += 1
+        elif event.token_ids and not event.sample_index:
+            self.drawn.add(event.token_ids)
 
 
 def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None, ...]:

@@ -5,10 +5,12 @@ import uuid
 from dataclasses import dataclass, field
 
 WORDS = (
-    "the owl and fox live near a quiet river where old trees grow slowly under bright stars while children listen to long"
-    " stories about brave sailors who found small islands full of golden fruit strange birds warm rain deep caves green"
-    " hills broken bridges silver bells paper boats round stones tall grass soft wind red doors blue lamps heavy books"
-).split()
+    *("the", "owl", "and", "fox", "live", "near", "a", "quiet", "river", "where", "old", "trees", "grow", "slowly"),
+    *("under", "bright", "stars", "while", "children", "listen", "to", "long", "stories", "about", "brave", "who"),
+    *("sailors", "found", "small", "islands", "full", "of", "golden", "fruit", "strange", "birds", "warm", "rain"),
+    *("deep", "caves", "green", "hills", "broken", "bridges", "silver", "bells", "paper", "boats", "round", "stones"),
+    *("tall", "grass", "soft", "wind", "red", "doors", "blue", "lamps", "heavy", "books"),
+)
 NAMES = ["Ada", "Bob", "Carla", "Dmitri", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kim", "Lena", "Milan"]
 LANGUAGES = ["English", "German", "French", "Spanish", "Italian", "Polish", "Turkish", "Swedish", "Dutch", "Greek"]
 
@@ -64,7 +66,9 @@ def clock(draw, num):
 
 def timestamp(draw, num):
     def part(d, row):
-        return f"Current time: 2026-03-{d.randint(10, 28)}T{d.randint(10, 23)}:{d.randint(10, 59)}:{d.randint(10, 59)}Z\n"
+        return (
+            f"Current time: 2026-03-{d.randint(10, 28)}T{d.randint(10, 23)}:{d.randint(10, 59)}:{d.randint(10, 59)}Z\n"
+        )
 
     return _behind_system(draw, num, part, kind=("time",))
 
@@ -259,8 +263,8 @@ def short_closing(draw, num):
 
 
 CLEAN = (
-    unique, shared_system, grown_chats, clock_behind, few_languages, sorted_documents, one_salt, own_documents, repeated,
-    short_closing,
+    unique, shared_system, grown_chats, clock_behind, few_languages, sorted_documents, one_salt, own_documents,
+    repeated, short_closing,
 )  # fmt: skip
 
 

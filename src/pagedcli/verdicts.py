@@ -1,0 +1,54 @@
+"""A verdict: what was found about a run or a file, how much it is, and what to do. The first paragraph of every command
+that judges one is the list of its verdicts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedcli.printable import percent_text
+
+MOST_SAID = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A finding, its size and what to do about it."""
+
+    finding: str  # a sentence without its end
+    measure: str  # what the size is a share of: `hits`, of the prompt tokens, or `time`
+    now: float | None = None  # None: `after` is a saving
+    after: float | None = None  # None: nobody knows
+    low: float | None = None  # of `after`; None: it is exact
+    high: float | None = None
+    to_do: str | None = None  # None: nothing
+    change: str | None = None  # the command, setting or text for it
+    certainty: str  # where the size is from
+    not_looked_at: str | None = None
+
+    def size(self) -> str:
+        """`hits 0.0 % -> 90.1 % (89.7 % to 90.5 %)`."""
+        if self.after is None:
+            return ""
+        change = f"{percent_text(self.now)} -> {percent_text(self.after)}" if self.now is not None else ""
+        interval = ""
+        if self.low is not None and self.high is not None and percent_text(self.low) != percent_text(self.high):
+            interval = f" ({percent_text(self.low)} to {percent_text(self.high)})"
+        if not change:
+            return f"{percent_text(self.after)}{interval} less {self.measure}"
+        return f"{self.measure} {change}{interval}"
+
+    def text(self) -> str:
+        """The finding, and in the same paragraph what to do."""
+        said = f"{self.finding[0].upper()}{self.finding[1:]}"
+        if self.to_do is not None:
+            said += f"; {self.to_do}"
+        if size := self.size():
+            said += f": {size}"
+        tried = f" Try: {self.change}" if self.change is not None else ""
+        left = f" Not looked at: {self.not_looked_at}." if self.not_looked_at is not None else ""
+        return f"{said} ({self.certainty}).{left}{tried}"
+
+
+def paragraph(verdicts: Sequence[Verdict]) -> list[str]:
+    """The verdicts in words, the first as it is and each other one after `Also:`."""
+    return [f"{'Also: ' if place else ''}{each.text()}" for place, each in enumerate(verdicts[:MOST_SAID])]
