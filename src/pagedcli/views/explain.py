@@ -581,17 +581,15 @@ class Explainer(View[PoolState]):
 
 
 class PromptsSeen(View[PoolState]):
-    """Some of the prompts of a run with recorded tokens, as far as their cache_salt is known: that of none."""
+    """Some of the prompts of a run with recorded tokens. Older traces do not tell salts apart: without those."""
 
     def __init__(self) -> None:
         self.drawn = PromptSample()
-        self.num_salted = 0
 
     def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
-        if event.salted:
-            self.num_salted += 1
-        elif event.token_ids and not event.sample_index:
-            self.drawn.add(event.token_ids)
+        is_known = event.salt is not UNSET or not event.salted
+        if event.token_ids and not event.sample_index and is_known:
+            self.drawn.add(event.token_ids, None if event.salt is UNSET else str(event.salt))
 
 
 def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None, ...]:
