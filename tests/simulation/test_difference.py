@@ -282,7 +282,7 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     rows = [(f"r{n}", [n % 4 + 5] * 48 + [n + 20] * (n % 5 + 1)) for n in range(24)]
     before = prompt_file(tmp_path / "a.jsonl", rows)
     after = prompt_file(
-        tmp_path / "b.jsonl", [(name, [9, *prompt] if n % 2 else prompt) for n, (name, prompt) in enumerate(rows)]
+        tmp_path / "b.jsonl", [(name, [60 + n, *prompt] if n % 2 else prompt) for n, (name, prompt) in enumerate(rows)]
     )
     flags = ("--num-gpu-blocks-override", "60", "--max-num-seqs", "2", "--format", "json")
     document = json.loads(pagedcli("diff", before, after, *flags).stdout)
@@ -292,6 +292,10 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     assert document["change"] < 0
     assert {row["parted_at"] for row in document["prompts"]} == {0}
     assert len(document["prompts"]) == 12
+    lost = {row["label"]: (row["hit_before"], row["lost"]) for row in document["requests"]}
+    assert lost
+    assert set(lost) <= {name for n, (name, _) in enumerate(rows) if n % 2}
+    assert lost["r23"][0] == 48
     shuffled = prompt_file(tmp_path / "c.jsonl", rows[::-1])
     document = json.loads(pagedcli("diff", before, shuffled, *flags).stdout)
     assert [

@@ -17,12 +17,13 @@ import numpy as np
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import num_equal
-from pagedcli.planning.step_time import StepTime
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.planning.step_time import StepTime, StepWork
 from pagedcli.printable import plural
 from pagedcli.simulation.caches import NEVER, accesses_of, stack_distances
 from pagedcli.simulation.causes import CAUSES, Measures, num_runs, shares
-from pagedcli.simulation.forecast import forecast
 from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.run import RunResult, Schedule, simulate
 
 _OUTPUTS = ("num_output_tokens", "output_ids", "stopped", "max_new_tokens", "num_samples", "is_random")
 _POOL = ("num_blocks", "eviction")
@@ -201,6 +202,9 @@ class Comparison:
         )
         both = self.measured[0].keys() & self.measured[1].keys()
         self.num_runs = len(self._known)
+        for side, later in zip(self.sides, (frozenset[str](), frozenset(self.differing)), strict=True):
+            if side.recorded is None:
+                side.hits = self._simulated_hits(later)
         self.change = {
             name: self.measured[1][name] - self.measured[0][name] for name in self.measured[0] if name in both
         }
@@ -213,6 +217,11 @@ class Comparison:
             for name, change in self.change.items()
             if name in self.simulated[0]
         }
+
+    def _simulated_hits(self, later: frozenset[str]) -> dict[int, int]:
+        """Tokens that each request of a side finds, where nothing is recorded."""
+        runs = self._runs(self._segments(later), self._limits(later))
+        return {place: max(0, hit) for place, hit in enumerate(hit for run in runs for hit in run.cached_tokens)}
 
     # ------------------------------------------------------------------ what differs
 
@@ -360,20 +369,27 @@ class Comparison:
     def _workload(self, segment: list[TraceRequest]) -> Workload:
         return replace(self.sides[0].workload, requests=segment)
 
-    def _scheduled(self, segments: list[list[TraceRequest]], limits: Limits) -> Measures:
-        step_time = self.sides[0].step_time if self.sides[1].step_time is not None else None
+    @property
+    def _step_time(self) -> StepTime | None:
+        return self.sides[0].step_time if self.sides[1].step_time is not None else None
+
+    def _runs(self, segments: list[list[TraceRequest]], limits: Limits) -> list[RunResult]:
+        step_time = self._step_time
+        schedule = Schedule() if step_time is None else Schedule(step_time=partial(_step_ns, step_time))
         plan = replace(self.sides[0].plan, limits=limits)
-        runs = [forecast(self._workload(segment), plan, step_time) for segment in segments]
+        return [simulate(self._workload(segment), plan, schedule) for segment in segments]
+
+    def _scheduled(self, segments: list[list[TraceRequest]], limits: Limits) -> Measures:
+        runs = self._runs(segments, limits)
+        hits = [run.hit_tokens() for run in runs]
         found = {
-            "hit_rate": Fraction(
-                sum(run.num_cached_tokens for run in runs), max(1, sum(run.num_prompt_tokens for run in runs))
-            ),
+            "hit_rate": Fraction(sum(hit for hit, _ in hits), max(1, sum(looked_up for _, looked_up in hits))),
             "computed_tokens": Fraction(sum(run.num_computed_tokens for run in runs)),
             "preemptions": Fraction(sum(run.num_preemptions for run in runs)),
             "peak_used_blocks": Fraction(max(run.peak_used_blocks for run in runs)),
             "steps": Fraction(sum(run.num_steps for run in runs)),
         }
-        return found if step_time is None else {**found, "seconds": Fraction(sum(run.as_tokens_s or 0 for run in runs))}
+        return found if self._step_time is None else {**found, "seconds": Fraction(sum(run.total_s for run in runs))}
 
     def _unscheduled(self, segments: list[list[TraceRequest]], limits: Limits) -> Measures:
         """Whole chains are in the cache; looked up are the prompts."""
@@ -393,6 +409,10 @@ class Comparison:
             num_computed += int((~hit).sum())
         computed = Fraction(num_computed * limits.block_size)
         return {"hit_rate": Fraction(num_hit, max(1, num_looked_up)), "computed_tokens": computed}
+
+
+def _step_ns(step_time: StepTime, work: ScheduledStep, scheduler: Scheduler) -> int:
+    return round(1e9 * step_time.seconds(StepWork.of(work, scheduler, step_time.layers)))
 
 
 def parted_at(one: TraceRequest, other: TraceRequest, block_size: int) -> int | None:
