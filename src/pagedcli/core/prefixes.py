@@ -151,60 +151,78 @@ MOST_SEEN_TOKENS = 2**21
 class SeenPrefixes:
     """Tells of each sequence how much of its beginning an earlier one has, to the token.
 
-    A tree whose edges are runs of tokens. After `1 2 3 4` and `1 2 9`, the first edge `1 2` leads to the edges `3 4`
-    and `9`; of `1 2 9 9` three tokens are shared. It remembers at least the newest MOST_SEEN_TOKENS tokens, and at most
-    twice as many: once the newer of two trees has that many, the older one goes.
+    It remembers at least the newest MOST_SEEN_TOKENS tokens, and at most twice as many: once the newer of two trees has
+    that many, the older one goes.
     """
 
     def __init__(self) -> None:
-        self._newer: _Trees = {}
-        self._older: _Trees = {}
+        self._newer: dict[str | None, PrefixTree] = {}  # by salt
+        self._older: dict[str | None, PrefixTree] = {}
         self._num_tokens = 0  # tokens in the newer tree
         self.has_forgotten = False
 
     def add(self, token_ids: Sequence[int], salt: str | None = None) -> int:
         """Remember a sequence. Returns how many of its first tokens an earlier one of the same salt begins with."""
-        tokens = token_bytes(token_ids)
-        found, _ = _walk(self._older.get(salt, {}), tokens, insert=False)
-        shared, num_new = _walk(self._newer.setdefault(salt, {}), tokens, insert=True)
-        self._num_tokens += num_new
+        tokens, older = token_bytes(token_ids), self._older.get(salt)
+        found = 0 if older is None else older.find(tokens).num_tokens
+        shared = self._newer.setdefault(salt, PrefixTree()).add(tokens)
+        self._num_tokens += len(token_ids) - shared.num_tokens
         if self._num_tokens >= MOST_SEEN_TOKENS:
             self.has_forgotten = self.has_forgotten or bool(self._older)
             self._older, self._newer, self._num_tokens = self._newer, {}, 0
-        return max(shared, found)
+        return max(shared.num_tokens, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The longest beginning of a sequence that an earlier one has, and the first that had it."""
+
+    num_tokens: int
+    owner: int | None  # None: no earlier one begins with the same token
 
 
 @dataclass(slots=True, eq=False)
 class _Edge:
-    """Tokens, and what follows them, by the first token."""
+    """Tokens, the first sequence that had them here, and what follows them, by the first token."""
 
     tokens: bytes
+    owner: int
     edges: "dict[bytes, _Edge]"
 
 
-_Trees = dict[str | None, dict[bytes, _Edge]]  # salt -> tree
+class PrefixTree:
+    """Sequences of tokens by their beginnings. Edges are runs of tokens: after `1 2 3 4` and `1 2 9`, the first edge
+    `1 2` leads to the edges `3 4` and `9`; of `1 2 9 9` three tokens are found."""
 
+    def __init__(self) -> None:
+        self._edges: dict[bytes, _Edge] = {}
 
-def _walk(edges: dict[bytes, _Edge], tokens: bytes, *, insert: bool) -> tuple[int, int]:
-    """How many tokens the tree begins with, too, and how many were inserted."""
-    place = 0
-    while place < len(tokens):
-        first = tokens[place : place + TOKEN_BYTES]
-        edge = edges.get(first)
-        if edge is None:
-            if insert:
-                edges[first] = _Edge(tokens[place:], {})
-                return place // TOKEN_BYTES, (len(tokens) - place) // TOKEN_BYTES
-            break
-        same = _num_equal_bytes(edge.tokens, tokens[place : place + len(edge.tokens)])
-        place += same
-        if same < len(edge.tokens):
-            if not insert or place == len(tokens):
+    def find(self, tokens: bytes) -> Beginning:
+        """How the sequence begins, as far as an earlier one does. Changes nothing."""
+        return self._walk(tokens, None)
+
+    def add(self, tokens: bytes, owner: int = 0) -> Beginning:
+        """The same, and remember the sequence."""
+        return self._walk(tokens, owner)
+
+    def _walk(self, tokens: bytes, new_owner: int | None) -> Beginning:
+        edges, place, owner = self._edges, 0, None
+        while place < len(tokens):
+            first = tokens[place : place + TOKEN_BYTES]
+            edge = edges.get(first)
+            if edge is None:
+                if new_owner is not None:
+                    edges[first] = _Edge(tokens[place:], new_owner, {})
                 break
-            rest = _Edge(edge.tokens[same:], edge.edges)
-            edge.tokens, edge.edges = edge.tokens[:same], {rest.tokens[:TOKEN_BYTES]: rest}
-        edges = edge.edges
-    return place // TOKEN_BYTES, 0
+            same = _num_equal_bytes(edge.tokens, tokens[place : place + len(edge.tokens)])
+            place, owner = place + same, edge.owner
+            if same < len(edge.tokens):
+                if new_owner is None or place == len(tokens):
+                    break
+                rest = _Edge(edge.tokens[same:], edge.owner, edge.edges)
+                edge.tokens, edge.edges = edge.tokens[:same], {rest.tokens[:TOKEN_BYTES]: rest}
+            edges = edge.edges
+        return Beginning(place // TOKEN_BYTES, owner)
 
 
 def _num_equal_bytes(a: bytes, b: bytes) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import UNSET
 
 import pagedcli.events as ev
-from pagedcli.core.prefixes import num_equal
+from pagedcli.core.prefixes import TOKEN_BYTES, PrefixTree, token_bytes, token_ids_of
 from pagedcli.events import PrefixLookedUp
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import plural
@@ -341,7 +341,9 @@ class Explainer(View[PoolState]):
         self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
         self._evictions = array("Q")  # places of the ghosts, rising
         self._num_evictions = 0  # places so far
-        self._earlier: list[tuple[tuple[int, ...], int, str, bool]] = []  # tokens seen before, sorted
+        self._tree = PrefixTree()
+        # sequences with tokens: all of them so far, what a person calls the request, and whether it has a salt
+        self._earlier: dict[int, tuple[bytes, str, bool]] = {}
         self._hashes: dict[int, tuple[int | None, ...]] = {}  # hashes of the blocks of finished sequences with tokens
 
     def finish(self) -> None:
@@ -406,9 +408,9 @@ class Explainer(View[PoolState]):
             lookup.kv_tokens = state.slots.lookup.cached_tokens
         self.lookups.append(lookup)
         if not own and event.seq_id in self._token_ids:
-            token_ids = tuple(self._token_ids[event.seq_id])
-            lookup.divergence = self._diverge(token_ids)
-            self._remember(token_ids, seq)
+            tokens = token_bytes(self._token_ids[event.seq_id])
+            lookup.divergence = self._diverge(tokens)
+            self._remember(tokens, seq)
         if event.miss_reason is None:
             lookup.reason = "all_hit"
         elif event.miss_reason != "no_match":
@@ -502,7 +504,7 @@ class Explainer(View[PoolState]):
             seq = state.finished[event.seq_id]
             self._hashes[event.seq_id] = _hashes(seq.block_table, state)
             if event.num_output_tokens:
-                self._remember(tuple(token_ids), seq)
+                self._remember(token_bytes(token_ids), seq)
 
     # ------------------------------------------------------------------ parts
 
@@ -556,28 +558,27 @@ class Explainer(View[PoolState]):
         found = hashes[index] if index < len(hashes) else None
         return found is not None and found != event.missing_hash and found in state.hash_to_block_id
 
-    def _diverge(self, token_ids: tuple[int, ...]) -> Divergence | None:
-        """Find the earlier sequence with the longest common prefix, which is a neighbour in sorted order."""
-        place = bisect_left(self._earlier, (token_ids, -1, "", False))
-        neighbours = self._earlier[max(0, place - 1) : place + 1]
-        if not neighbours:
+    def _diverge(self, tokens: bytes) -> Divergence | None:
+        """Where the sequence parts from the first of the earlier ones with the longest common beginning."""
+        if not self._earlier:
             return None
-        shared, (other, seq_id, label, salted) = max(
-            ((num_equal(token_ids, entry[0]), entry) for entry in neighbours), key=lambda pair: pair[0]
-        )
+        found = self._tree.find(tokens)
+        seq_id = next(iter(self._earlier)) if found.owner is None else found.owner
+        other, label, salted = self._earlier[seq_id]
+        place, around = found.num_tokens * TOKEN_BYTES, _CONTEXT * TOKEN_BYTES
         return Divergence(
-            num_shared_tokens=shared,
+            num_shared_tokens=found.num_tokens,
             other_seq_id=seq_id,
             other_label=label,
             other_salted=salted,
-            shared_tail=token_ids[max(0, shared - _CONTEXT) : shared],
-            own_next=token_ids[shared : shared + _CONTEXT],
-            other_next=other[shared : shared + _CONTEXT],
+            shared_tail=tuple(token_ids_of(tokens[max(0, place - around) : place])),
+            own_next=tuple(token_ids_of(tokens[place : place + around])),
+            other_next=tuple(token_ids_of(other[place : place + around])),
         )
 
-    def _remember(self, token_ids: tuple[int, ...], seq: SeqState) -> None:
-        entry = (token_ids, seq.seq_id, seq.label, seq.salted)
-        self._earlier.insert(bisect_left(self._earlier, entry), entry)
+    def _remember(self, tokens: bytes, seq: SeqState) -> None:
+        self._tree.add(tokens, seq.seq_id)
+        self._earlier[seq.seq_id] = (tokens, seq.label, seq.salted)
 
 
 class PromptsSeen(View[PoolState]):
