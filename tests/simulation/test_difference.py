@@ -267,8 +267,22 @@ def test_hashes_of_blocks_of_two_sizes_are_not_compared(tmp_path):
     found, _, _ = compared(tmp_path, planted(base, ()), planted(base, ("block size",)), tokens=False)
     rows = {row.cause: row for row in cause_rows(found)}
     assert {cause for cause, row in rows.items() if not row.visible} == {"prompts", "outputs", "order"}
-    assert "recorded without tokens" in rows["prompts"].detail
+    assert "blocks of two sizes have different hashes" in rows["prompts"].detail
     assert sum(row.change or 0 for row in rows.values()) == pytest.approx(float(found.change["hit_rate"]))
+
+
+def test_a_run_without_prefix_caching_has_no_hashes_to_compare(tmp_path):
+    base = [(name, prompt, output[:1]) for name, prompt, output in requests_of(random.Random(8))]
+    requests, settings = planted(base, ())
+    without = requests, settings | {"enable_prefix_caching": False}
+    for before, after in (((requests, settings), without), (without, (requests, settings))):
+        for path in tmp_path.glob("*.jsonl"):
+            path.unlink()
+        found, facts, _ = compared(tmp_path, before, after, tokens=False)
+        rows = {row.cause: row for row in cause_rows(found)}
+        assert {cause for cause, row in rows.items() if not row.visible} == {"prompts", "outputs", "order"}
+        assert found.parts["engine"]["hit_rate"] == found.change["hit_rate"] != 0
+        assert found.change["hit_rate"] == facts[1]["hit_rate"] - facts[0]["hit_rate"]
 
 
 def prompt_file(path, rows):

@@ -73,16 +73,32 @@ def recorded_sides(paths: tuple[Path, Path]) -> tuple[tuple[Side, Side], Outcome
     """Two recorded runs, and why the lookups of the later one hit or missed. Raises: UsageError or TraceError."""
     chains = Chains()
     (before, _), (after, outcomes) = (_recorded_side(path, chains) for path in paths)
-    sizes = [side.workload.hash_size for side in (before, after)]
-    if sizes != [None, None]:  # not all tokens are recorded: prompts are compared by the hashes of their blocks
-        if before.limits.block_size != after.limits.block_size:
-            why = "one run was recorded without tokens, and hashes of blocks of two sizes cannot be compared"
-            before.hidden |= dict.fromkeys(_REQUESTS, why)
-        for side in (before, after):
-            side.workload.hash_size = side.limits.block_size
-            for request in side.requests:
-                request.token_ids = request.output_ids = request.stopped = None
+    if before.workload.hash_size is not None or after.workload.hash_size is not None:
+        _compare_by_hashes(before, after)
     return (before, after), outcomes
+
+
+def _compare_by_hashes(before: Side, after: Side) -> None:
+    """Not all tokens are recorded: the hashes of their blocks stand for the prompts of both runs."""
+    sides, found = (before, after), None
+    hashed = [side for side in sides if side.limits.enable_prefix_caching]
+    if before.limits.block_size != after.limits.block_size:
+        found = "blocks of two sizes have different hashes"
+    elif len(before.limits.windows) != len(after.limits.windows):
+        found = "blocks of other groups of layers have different hashes"
+    elif len(hashed) < 2:
+        found = "a run without prefix caching has no hashes of blocks"
+    if found is not None:
+        before.hidden |= dict.fromkeys(_REQUESTS, f"{found}, and a run was recorded without tokens")
+    for side in sides:
+        side.workload.hash_size = side.limits.block_size
+        for request in side.requests:
+            request.token_ids = request.output_ids = request.stopped = None
+    named = [[(each.label, each.num_prompt_tokens) for each in side.requests] for side in sides]
+    if len(hashed) == 1 and named[0] == named[1]:
+        for side in sides:
+            side.workload.requests = hashed[0].requests
+            side.workload.hash_size = hashed[0].workload.hash_size
 
 
 def _recorded_side(path: Path, chains: Chains) -> tuple[Side, Outcomes]:
