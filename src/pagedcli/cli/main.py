@@ -40,6 +40,7 @@ COMMANDS = {
     "plan": "Predict how a prompt file uses the KV cache.",
     "profile-memory": "Show where memory goes and how many KV blocks fit.",
     "bench": "Measure speed and compare it with the machine's limits.",
+    "learn": "Learn how a paged KV cache works, in eight lessons.",
     "doctor": "Check what this machine supports, and test it.",
 }
 

@@ -340,5 +340,5 @@ def pool_text(state: PoolState, *, follow: Collection[int] | None = None) -> str
         entries = " ".join("-" if each is None else str(each) for each in seq.block_table)
         facts = f"{plural(seq.num_computed_tokens, 'token')}, {seq.status}"
         tables.append(f"s{seq.seq_id} {one_line(seq.label)}: [{entries}] {facts}")
-    key = "· empty  ○ cached  ▫ being filled  ■ full  s0 sequence 0  A×2 shared prefix A, held twice  * written now"
+    key = "· empty  ○ cached  ▫ filling  ■ full  s0 sequence 0  A×2 prefix A, held twice  * written now"
     return "\n".join([*lines, "", *tables, "", key])

@@ -118,10 +118,14 @@ def _life_chart(area: Area, life: Life, steps: tuple[int, int], most_blocks: int
     for phase in life.phases:
         end = (phase.last_step if phase.last_step is not None else last) + 1
         width = (end - phase.first_step) * scale
-        parts.append(box(x(phase.first_step), band, width, font * 1.5, phase.status, phase=phase.status))
+        rests = phase.status in ("waiting", "preempted")  # lower, so that it is told apart without colours
+        height, label = (font, "ink") if rests else (font * 1.5, "on")
+        parts.append(
+            box(x(phase.first_step), band + font * 1.5 - height, width, height, phase.status, phase=phase.status)
+        )
         if text_width(phase.status, font * 0.85) < width:
             middle = x((phase.first_step + end) / 2)
-            parts.append(text(middle, band + font * 1.05, phase.status, "halo", font * 0.85, "middle"))
+            parts.append(text(middle, band + font * 1.5 - height * 0.28, phase.status, label, font * 0.85, "middle"))
     before = -math.inf
     for number, (step, _) in enumerate(life.happenings, 1):
         at = max(x(step), before + font * 1.3)  # the numbers of one step stand side by side

@@ -1,0 +1,113 @@
+"""The lessons: what they claim is what their traces say, in a pipe, for a learner who types, and in docs/learn."""
+
+import importlib.util
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from cli_harness import pagedcli
+
+from pagedcli.cli.learn import Evidence, Lesson, lessons, run_lesson
+
+ROOT = Path(__file__).parents[2]
+LESSONS = lessons()
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """Each lesson: what it prints in a pipe, and its trace."""
+    folder, found = tmp_path_factory.mktemp("lessons"), {}
+    for lesson in LESSONS:
+        printed = pagedcli("learn", lesson.number, "--keep", folder, "--picture", folder / f"{lesson.number}.svg")
+        found[lesson.number] = (printed.stdout, folder / Path(lesson.name).stem / "run.jsonl")
+    return found
+
+
+def test_there_are_eight_lessons_in_order():
+    assert [lesson.number for lesson in LESSONS] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
+    printed, trace = taught[lesson.number]
+    evidence = Evidence(trace)
+    assert lesson.claims
+    for name, value in lesson.claims.items():
+        assert evidence.value(name) == value, name
+    answer = evidence.value(lesson.answer)
+    assert f"The trace says: **{lesson.in_words(answer)}**." in printed
+    assert (
+        lesson.predicted(next((key for key, (each, _) in lesson.choices.items() if each == answer), str(answer)))
+        == answer
+    )
+    if lesson.choices:
+        assert answer in [value for value, _ in lesson.choices.values()]
+    assert ": ok, " in pagedcli("replay", trace, "--check").stdout
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_the_picture_is_of_its_step(taught, lesson):
+    svg = ET.parse(taught[lesson.number][1].parents[1] / f"{lesson.number}.svg").getroot()
+    assert svg.find("{http://www.w3.org/2000/svg}title").text == f"KV cache at step {lesson.step}"
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_the_page_of_a_lesson_is_what_the_command_prints(taught, lesson):
+    page = (ROOT / "docs" / "learn" / lesson.name).read_text(encoding="utf-8")
+    assert page == taught[lesson.number][0], "python scripts/lessons.py --write"
+
+
+def test_the_index_names_all_lessons():
+    spec = importlib.util.spec_from_file_location("lessons", ROOT / "scripts" / "lessons.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "learn" / "README.md").read_text(encoding="utf-8") == module.index()
+
+
+def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(taught, tmp_path):
+    lesson = LESSONS[6]
+    changed = lesson.run.replace("--checkpoints end", "--checkpoints 16")
+    assert changed != lesson.run
+    fields = {name: getattr(lesson, name) for name in Lesson.__slots__}
+    trace = run_lesson(Lesson(**fields | {"run": changed}), tmp_path)
+    assert Evidence(trace).value("lookups[request_id=1].tokens_hit") == 32
+
+
+def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
+    printed = pagedcli("learn", stdin="many\n3\np\n\n4\nq\n", columns=100).stdout
+    assert "That is no number." in printed
+    assert "The trace says: 3. You predicted the same." in printed
+    assert "The trace says: 4. You predicted the same." in printed
+    assert "3. Copy on write" not in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["1-block-tables.svg"]
+
+
+def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(monkeypatch):
+    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
+    printed = pagedcli("learn", 5, stdin="x\nA\n", columns=100).stdout
+    assert "That is none of a, b." in printed
+    assert "The trace says: b) the dog, which arrived last. You predicted a) the fox, which arrived first." in printed
+
+
+def test_a_learner_may_leave_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
+    pagedcli("learn", 2, "--keep", tmp_path, stdin="q\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((9,), "there is no lesson 9"), (("--picture", "x.svg"), "--picture needs the number of a lesson"),
+     ((1, "--picture", "x.pdf"), "its name must end in")],
+)  # fmt: skip
+def test_bad_arguments_are_refused_before_anything_runs(arguments, message):
+    assert message in pagedcli("learn", *arguments, expect=2).stderr
+
+
+def test_a_value_that_is_not_one_is_refused(taught):
+    evidence = Evidence(taught[2][1])
+    for name in ("sequences[].num_blocks.x", "sequences[row_id=nobody].num_blocks", "steps[].step"):
+        with pytest.raises(ValueError, match="value"):
+            evidence.value(name)
