@@ -62,6 +62,7 @@ class Job:
     record: Path | None = None  # the trace
     num_verified: int = 0  # rows to generate again at the end
     others: Mapping[str, Path] = field(default_factory=dict)  # more files that are written: what each is -> its path
+    watch: Callable[[BatchStats], None] = lambda stats: None  # receives the counts of the run, which change
 
     @property
     def output_file(self) -> Path | None:

@@ -55,6 +55,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     say(f"{plural(num_rows, 'row')} in {plural(folder.manifest.num_parts, 'part')}, {len(missing):,} to do")
     max_errors = job.loaded.config.run.max_errors
     progress = _Progress(num_rows, num_resumed=_num_resumed(folder, missing), max_errors=max_errors)
+    job.watch(progress.stats)
     outcome: Outcome = "complete"
     if missing:
         pool = _pool(job, address, num_workers)

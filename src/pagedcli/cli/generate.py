@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import typer
 
 from pagedcli.batch.job import Job
 from pagedcli.cli.dump_kv import Dump, DumpFiles, table_width
+from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat
 from pagedcli.cli.session import parse_shard, run_job
@@ -86,16 +88,24 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         num_verified=options.verify,
         others={} if dump_files is None else dump_files.paths,
     )
+    with notifying(options.notify, options.input_name, str(options.output_file or "-")) as ending:
+        ending.exit_code = code = _run_job(replace(job, watch=ending.observe), options, dump, dump_files, tables_format)
+    raise typer.Exit(code)
+
+
+def _run_job(
+    job: Job, options: GenerateOptions, dump: Dump, dump_files: DumpFiles | None, tables_format: Format
+) -> int:
+    """Run the job here or on a cluster, and return the exit code."""
     if options.ray or options.ray_address is not None:
-        raise typer.Exit(_run_on_cluster(job, options))
+        return _run_on_cluster(job, options)
     job.check_files()
     with ExitStack() as stack:
         printer = _step_printer(dump, tables_format, rows_on_stdout=job.output is None) if dump.as_tables else None
         emit = _to_all(_observers(stack, options, dump_files, printer))
         tokens = options.record_tokens or options.kv_events is not None
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
-        code = run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
-    raise typer.Exit(code)
+        return run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
 
 
 def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:

@@ -68,6 +68,7 @@ def run_job(
     record = work.finished()
     if record is not None:
         failed = f", {record.num_failed_rows:,} failed" if record.num_failed_rows else ""
+        job.watch(BatchStats(num_resumed=record.num_rows, num_resumed_failed=record.num_failed_rows))
         say(f"{job.output} is complete ({plural(record.num_rows, 'row')}{failed}): nothing to resume")
         return EXIT_ERROR_ROWS if record.num_failed_rows else EXIT_OK
     sink = work.open_sink(_stdout())
@@ -132,6 +133,7 @@ def _run(
             observe_row=served.add,
             stop_requested=lambda: stop.requested or stop_requested(),
         )
+        work.job.watch(run.stats)
         try:
             return run.run()
         except KeyboardInterrupt:
