@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from pagedcli.config import EngineConfig
 from pagedcli.memory_limit import shortage
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.decide import decide, fits, fitting_hint, model_folder
+from pagedcli.planning.machine import described_host
 
 REFUSALS = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"), "1.00 GiB"),
@@ -53,6 +57,14 @@ def test_too_little_memory_for_torch_is_one_error(command, tmp_path):
     assert error.startswith("error: not enough memory to load torch and a model: they take ")
     assert "ulimit -v 400 MiB leaves " in error
     assert hint == "hint: raise ulimit -v"
+
+
+def test_where_nothing_fits_into_the_limit_it_is_named(monkeypatch):
+    engine = EngineConfig(device="cpu")
+    found = fits(decide(engine, read_spec(model_folder(engine)), described_host(2**20)))
+    monkeypatch.setattr("pagedcli.planning.decide.address_space", lambda: (900 << 20, 0))
+    assert fitting_hint(found).endswith("; ulimit -v 900.00 MiB leaves 0 B of address space: raise it")
+    assert "ulimit" not in fitting_hint(found, is_here=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux only")

@@ -104,6 +104,11 @@ HOSTILE = {
         header(num_keys=1, body=text(b"general.alignment") + struct.pack("<II", 4, 3)),
         "not a power of two",
     ),
+    "an alignment of less than a number": (
+        header(num_keys=1, body=text(b"general.alignment") + struct.pack("<II", 4, 2)),
+        "not a power of two from 8 on",
+    ),
+    "a tensor between two numbers": (header(num_tensors=1, body=tensor(offset=33) + bytes(999)), "begins at 33, not"),
     "a split with a huge number of files": (
         header(num_keys=1, body=text(b"split.count") + struct.pack("<II", 4, 2**31)),
         "split.count",

@@ -20,7 +20,7 @@ from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import duration_text, percent_text, plural
-from pagedcli.records import LEFT, Bytes, Share, count, decimal, size
+from pagedcli.records import LEFT, Bytes, Share, count, size
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -635,7 +635,8 @@ def _pool_table(survey: PromptSurvey, engine: EngineConfig, here: "Plan | None")
     notes = [
         f"this machine ({here.device}): {plural(pool.num_blocks, 'block')},"
         f" {size(pool.num_blocks * here.block_bytes)} ({pool.reason})",
-        f"that holds {decimal(at_once)} of the longest row ({plural(longest, 'token')}) at once, without sharing",
+        f"room for {plural(int(at_once), 'row')} as long as the longest ({plural(longest, 'token')}) at once, if they"
+        " share nothing",
     ]
     if limits.num_state_slots is not None:
         states = size(limits.num_state_slots * limits.state_bytes)

@@ -91,7 +91,9 @@ def profile_memory(
     if not profile.pool.num_blocks:
         missing = missing_memory(profile.terms, profile.plan.block_bytes, profile.holders)
         message, hint = missing or (profile.pool.reason, profile.pool.hint)
-        raise ConfigError(message, hint=fitting_hint(profile.fits) if profile.fits else hint)
+        if profile.fits:
+            hint = fitting_hint(profile.fits, is_here=described is None)
+        raise ConfigError(message, hint=hint)
 
 
 def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> tuple[dict[str, int], int]:

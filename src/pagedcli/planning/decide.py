@@ -21,6 +21,7 @@ from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.memory_limit import address_space
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import groups_experts, linear_kernels
 from pagedcli.models.footprint import step_bytes
@@ -354,8 +355,8 @@ def _flags(config: EngineConfig, changed: EngineConfig) -> str:
     return " ".join(flags) or "as configured"
 
 
-def fitting_hint(found: Sequence[Fit]) -> str:
-    """What to change so that the model fits, the least first."""
+def fitting_hint(found: Sequence[Fit], *, is_here: bool = True) -> str:
+    """What to change so that the model fits, the least first. `is_here`: on this machine."""
     for fit in found[1:]:
         if fit.room_bytes >= fit.token_bytes:
             return (
@@ -363,4 +364,7 @@ def fitting_hint(found: Sequence[Fit]) -> str:
                 f" {plural(fit.num_tokens, 'token')}; pagedcli profile-memory shows more"
             )
     smallest = min(found, key=lambda fit: fit.weights_bytes)
-    return f"nothing fits: even {smallest.weight_format} weights take {size(smallest.weights_bytes)}"
+    hint = f"nothing fits: even {smallest.weight_format} weights take {size(smallest.weights_bytes)}"
+    if is_here and (space := address_space()) is not None:
+        hint += f"; ulimit -v {size(space[0])} leaves {size(space[1])} of address space: raise it"
+    return hint

@@ -21,6 +21,7 @@ MAGIC = b"GGUF"
 _HINT = "download the file again"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LEAST_ALIGNMENT = 8  # bytes; the specification says so, and no number is longer
 # More than any model has: a hostile header must not take gigabytes, or minutes.
 _MOST_BYTES, _MOST_VALUES, _MOST_TENSORS, _MOST_KEYS, _MOST_DIMS, _MOST_FILES = 2**27, 2**22, 2**16, 2**16, 4, 1000
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -155,13 +156,15 @@ class _Reader:
         metadata = self._metadata(num_keys)
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._error(f"general.alignment is {alignment!r:.40}, not a power of two")
+        if not isinstance(alignment, int) or alignment < _LEAST_ALIGNMENT or alignment & (alignment - 1):
+            raise self._error(f"general.alignment is {alignment!r:.40}, not a power of two from {_LEAST_ALIGNMENT} on")
         start = -(-self._place // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for name, number, shape, offset in found:
             if name in tensors:
                 raise self._error(f"it has two tensors {name!r:.80}")
+            if offset % alignment:
+                raise self._error(f"tensor {name!r:.80} begins at {offset:,}, not at a multiple of {alignment:,}")
             tensors[name] = self._placed(name, number, shape, start + offset)
         return metadata, tensors
 
