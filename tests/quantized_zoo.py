@@ -242,6 +242,32 @@ def mxfp4_twins(folder):
     return plain, packed
 
 
+def nvfp4(*, by_compressed_tensors=False):
+    """e2m1 in groups of 16, which share an e4m3 number; ModelOpt's configuration or that of compressed-tensors."""
+
+    def quantize(weight, generator):
+        out, num_in = weight.shape
+        blocks = torch.randint(256, (out, num_in // 2), dtype=torch.uint8, generator=generator)
+        scales = (torch.rand((out, num_in // 16), generator=generator) * 400).to(torch.float8_e4m3fn)
+        overall = torch.rand(1, generator=generator) * 0.0002 + 0.0001
+        numbers = E2M1_VALUES[torch.stack((blocks & 15, blocks >> 4), -1).flatten(1).long()]
+        if by_compressed_tensors:
+            overall = 1 / overall
+            spread = scales.float() / overall
+            names = "weight_packed", "weight_global_scale", "input_global_scale"
+        else:
+            spread = scales.float() * overall
+            names, overall = ("weight", "weight_scale_2", "input_scale"), overall[0]
+        stored = dict(zip(names, (blocks, overall, torch.tensor([0.5])), strict=True)) | {"weight_scale": scales}
+        return stored, numbers * spread.repeat_interleave(16, 1)
+
+    if by_compressed_tensors:
+        args = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+        return quantize, compressed("nvfp4-pack-quantized", args, inputs={**args, "dynamic": "local"})
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    return quantize, {**config, "ignore": ["lm_head", "model.visual*"]}
+
+
 FORMATS = {
     "gptq": gptq(),
     "gptq-8bit": gptq(8, 64),
@@ -261,6 +287,8 @@ FORMATS = {
     "fp8-block": float8("block"),
     "fp8-block-compressed": float8("block", by_compressed_tensors=True),
     "fp8-channel-compressed": float8("channel", by_compressed_tensors=True),
+    "nvfp4": nvfp4(by_compressed_tensors=True),
+    "nvfp4-modelopt": nvfp4(),
     "auto-round-gptq": auto_round(),
     "auto-round-gptq-v2": auto_round("auto_round"),
     "auto-round-awq": auto_round("auto_round:auto_awq"),

@@ -25,6 +25,7 @@ FP8 = torch.float8_e4m3fn
         {"out": 16, "columns": 128, "group_size": 64, "ordered": False},
         {"out": 70, "columns": 100, "bits": 8, "group_size": 32},
         {"out": 40, "columns": 96, "scales": torch.bfloat16, "levels": E2M1},
+        {"out": 40, "columns": 96, "group_size": 16, "scales": torch.float32, "levels": E2M1},
     ],
     ids=str,
 )

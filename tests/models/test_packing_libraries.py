@@ -95,3 +95,24 @@ def test_bytes_of_auto_round(bits, packing, module):
     }
     torch.testing.assert_close(read(stored, config), exact, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(exact, linear.weight.data, rtol=1e-3, atol=1e-5)
+
+
+def test_bytes_of_compressed_tensors_in_nvfp4():
+    """To the last bit, as its own reading."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    generator = torch.Generator().manual_seed(0)
+    weight, overall = torch.randn(SHAPE, generator=generator), torch.tensor([1000.0 / 3])
+    scales = (weight.unflatten(1, (-1, 16)).abs().amax(-1) / 6 * overall).to(torch.float8_e4m3fn)
+    settings = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**settings))
+    given = {"weight": weight, "weight_scale": scales.float(), "weight_global_scale": overall}
+    stored = NVFP4PackedCompressor.compress(given, scheme)
+    exact = NVFP4PackedCompressor.decompress(stored, scheme)["weight"]
+    group = {"targets": ["Linear"], "weights": settings, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    actual = read(stored, {**config, "config_groups": {"group_0": group}})
+    assert torch.equal(actual.to(exact.dtype), exact), exact.dtype
+    torch.testing.assert_close(actual, weight, rtol=0.3, atol=0.3)

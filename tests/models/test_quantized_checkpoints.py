@@ -13,6 +13,7 @@ from quantized_zoo import (
     compressed,
     float8,
     gptq,
+    nvfp4,
     pack_quantized,
     quantized_twins,
 )
@@ -75,6 +76,15 @@ GPTQ, AWQ, FP8 = gptq()[1], awq()[1], float8("tensor")[1]
 PACKED = pack_quantized()[1]
 SCHEME = PACKED["config_groups"]["group_0"]
 AUTO_ROUND = auto_round()[1]
+MODELOPT = nvfp4()[1]
+MIXED = {
+    **MODELOPT,
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.*.self_attn.o_proj": {"quant_algo": "FP8"},
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -98,15 +108,15 @@ AUTO_ROUND = auto_round()[1]
         ({**AWQ, "zero_point": False}, "no zero points"),
         ({**FP8, "fmt": "e5m2"}, "fmt e5m2"),
         ({**FP8, "weight_block_size": [128]}, "blocks of [128]"),
-        ({**PACKED, "format": "nvfp4-pack-quantized"}, "NVFP4 weights"),
+        ({**PACKED, "format": "mxfp6-pack-quantized"}, "MXFP6 weights"),
         ({**PACKED, "format": "marlin-24"}, "2:4 sparse weights in the order of a GPU kernel"),
         ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights, sparse-24-bitmask"),
         ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "scales of a quantized KV cache"),
         ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
         ({**PACKED, "config_groups": {}}, "no config_groups"),
         (
-            {**PACKED, "config_groups": {"a": SCHEME, "b": {**SCHEME, "format": "nvfp4-pack-quantized"}}},
-            "NVFP4 weights",
+            {**PACKED, "config_groups": {"a": SCHEME, "b": {**SCHEME, "format": "mxfp6-pack-quantized"}}},
+            "MXFP6 weights",
         ),
         ({**PACKED, "format": "mixed-precision"}, "4-bit int weights in this format"),
         ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}, "packing_format auto_round:llm_compressor"),
@@ -123,6 +133,11 @@ AUTO_ROUND = auto_round()[1]
         ({**PACKED, "config_groups": {"a": {**SCHEME, "weights": None}}}, "only activations are quantized"),
         ({**PACKED, "ignore": []}, "its output layer is quantized, too"),
         ({**PACKED, "format": "int-quantized"}, "strategy group"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "4-bit int weights in this format"),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
+        ({**MODELOPT, "group_size": 32}, "quant_algo NVFP4 in groups of 32"),
+        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION without quantized_layers"),
+        ({**MODELOPT, "ignore": []}, "its output layer is quantized, too"),
         ({**PACKED, "format": "float-quantized"}, "4-bit int weights in this format"),
     ],
 )
@@ -147,6 +162,15 @@ def test_a_family_without_a_native_decoder_and_a_second_quantization_are_refused
     ("quantization", "quantized", "not_quantized"),
     [
         (AWQ, "model.layers.0.mlp.gate_proj", "lm_head"),
+        (MODELOPT, "model.layers.0.mlp.gate_proj", "model.visual.blocks.0.mlp"),
+        ({**MODELOPT, "ignore": ["lm_head", "*.1.mlp*"]}, "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"),
+        (
+            {**MODELOPT, "ignore": ["lm_head", "*.o_proj"]},
+            "model.layers.0.o_proj_norm",
+            "model.layers.1.self_attn.o_proj",
+        ),
+        (MIXED, "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"),
+        (MIXED, "model.layers.1.self_attn.o_proj", "model.layers.0.mlp.down_proj"),
         ({**AWQ, "modules_to_not_convert": ["mlp.gate"]}, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.gate"),
         (
             {**PACKED, "ignore": ["lm_head", "re:.*down_proj"]},
@@ -222,7 +246,23 @@ def test_layers_left_out_of_the_quantization_keep_their_weights(plain_model, tmp
     torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
 
 
-@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "int8", "fp8-block"])
+def test_layers_of_modelopt_may_have_different_formats(tmp_path):
+    nvfp4_layers, float8_layers = read_spec(config_of(tmp_path, MIXED)).quantization.formats
+    assert (nvfp4_layers.layout, nvfp4_layers.group_size) == ("nvfp4", 16)
+    assert (float8_layers.layout, float8_layers.per_tensor) == ("float8", True)
+
+
+def test_modelopt_says_its_format_in_a_file_of_its_own_too(plain_model, tmp_path):
+    packed, plain = quantized_twins(plain_model, tmp_path, *nvfp4())
+    config = json.loads((packed / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (packed / "config.json").write_text(json.dumps(config))
+    content = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": quantization["ignore"]}
+    (packed / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": content}))
+    torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "int8", "fp8-block", "nvfp4", "nvfp4-modelopt"])
 def test_dummy_weights_of_every_format_are_noise_of_the_usual_size(name, plain_model, tmp_path):
     packed, _ = quantized_twins(plain_model, tmp_path, *FORMATS[name])
     (packed / "model.safetensors").unlink()

@@ -118,7 +118,7 @@ def test_an_fp8_cache(tmp_path, gpu):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-int4", "fp8-block"])
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-int4", "fp8-block", "nvfp4"])
 def test_packed_weights(name, tmp_path, gpu):
     model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
     packed, _ = quantized_twins(model, tmp_path, *FORMATS[name])

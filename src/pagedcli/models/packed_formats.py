@@ -108,9 +108,11 @@ class Packed(CodedLayer):
         """See WeightFormat.note."""
         name = self.quantization.description
         if (why := self.kernel_refusal(kernels)) is not None:
-            return f"weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
-        rounded = "activations are rounded to 8 bits per token" if kernels == "cpu" else "activations are not rounded"
-        return f"weights are {name}, kept so; {rounded}"
+            said = f"weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
+        else:
+            rounded = "are rounded to 8 bits per token" if kernels == "cpu" else "are not rounded"
+            said = f"weights are {name}, kept so; activations {rounded}"
+        return f"{said}; the scales of activations are not used" if self.quantization.layout == "nvfp4" else said
 
     def kernel_refusal(self, kernels: Kernels) -> str | None:
         """Why the kernels do not compute with the numbers as they are; None if they do."""
@@ -132,7 +134,7 @@ class Packed(CodedLayer):
         (num_rows, num_columns), stored = shape, self.quantization
         if kernels == "cpu":
             return padded_rows(num_rows, kernels, gated=gated) * self._packed_row_bytes(num_columns)
-        size, group_bytes = stored.group_size, 2 if stored.layout == "mxfp4" else 3
+        size, group_bytes = stored.group_size, {"mxfp4": 2, "nvfp4": 4}.get(stored.layout, 3)
         if stored.layout == "float8":
             size, group_bytes = stored.block[1] if stored.block else None, 4
         return num_rows * (num_columns * stored.bits // 8 + -(-num_columns // (size or num_columns)) * group_bytes)
@@ -214,6 +216,22 @@ def _mxfp4_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
     )
 
 
+def _nvfp4_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
+    numbers, scale = _NVFP4_NAMES[q.method]
+    of_module = DEVIATION / E2M1_DEVIATION
+    return (
+        StoredTensor(numbers, "uint8", in_per=2, init="bits"),
+        StoredTensor("weight_scale", "float8_e4m3fn", in_per=16, init=1.0),
+        StoredTensor(scale, None, 0, 1, None, None, False, init=of_module if q.method == "modelopt" else 1 / of_module),
+    )
+
+
+# method -> names of the numbers and of the module's scale, which compressed-tensors stores as its reciprocal
+_NVFP4_NAMES = {
+    "modelopt": ("weight", "weight_scale_2"),
+    "compressed-tensors nvfp4-pack-quantized": ("weight_packed", "weight_global_scale"),
+}
+E2M1_DEVIATION = 2.93  # of numbers of random bits
 _MXFP4_NUMBERS = {"scales": "blocks", "weight_scale": "weight_packed"}
 
 
@@ -284,10 +302,24 @@ def _read_mxfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWe
     numbers, exponents = tensors[_MXFP4_NUMBERS[q.scale_name]], tensors[q.scale_name]
     if int(exponents.max()) == 255:
         raise ModelError("a scale of MXFP4 weights is NaN", hint="download the checkpoint again")
-    codes = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
+    codes = _pairs(numbers)
     # bfloat16 holds every power of 2 exactly; half of it, as the levels are doubled
     scales = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 128).to(torch.bfloat16)
     return CodedWeight(codes, 4, scales, E2M1_ZERO, 32, levels=E2M1)
+
+
+def _read_nvfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
+    """Source: compressed-tensors' NVFP4PackedCompressor: e2m1, low bits first, times an e4m3 number of 16 inputs and a
+    number of the module."""
+    numbers, scale = _NVFP4_NAMES[q.method]
+    scales, of_module = tensors["weight_scale"].float(), tensors[scale].float()
+    scales = scales * of_module if q.method == "modelopt" else scales / of_module
+    return CodedWeight(_pairs(tensors[numbers]), 4, scales / 2, E2M1_ZERO, 16, levels=E2M1)  # The levels are doubled.
+
+
+def _pairs(numbers: Tensor) -> Tensor:
+    """The two codes of each byte, low bits first."""
+    return torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
 
 
 def _weight(
@@ -309,4 +341,5 @@ LAYOUTS: dict[str, tuple[_Stores, _Reads]] = {
     "int-quantized": (_int_quantized_tensors, _read_int_quantized),
     "float8": (_float8_tensors, _read_float8),
     "mxfp4": (_mxfp4_tensors, _read_mxfp4),
+    "nvfp4": (_nvfp4_tensors, _read_nvfp4),
 }

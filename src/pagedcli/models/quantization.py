@@ -1,5 +1,6 @@
 """Reads `quantization_config` of a checkpoint's config.json. Free of torch."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import convert
+from pagedcli.models.config_json import convert, read_json
 from pagedcli.models.stored_quantization import (
     AUTO_ROUND,
     READABLE,
@@ -26,7 +27,7 @@ def read_quantization(config: dict[str, Any], where: Path) -> Quantization | Non
 
     Raises: ModelError that names the method and the reason if its weights cannot be read.
     """
-    content = config.get("quantization_config") or config.get("compression_config")
+    content = config.get("quantization_config") or config.get("compression_config") or _of_model_optimizer(where)
     if content is None:
         return None
     if not isinstance(content, dict) or not isinstance(content.get("quant_method"), str):
@@ -38,7 +39,8 @@ def read_quantization(config: dict[str, Any], where: Path) -> Quantization | Non
     for stored in quantization.formats:
         for pattern in (*stored.targets, *stored.skipped):
             _check_pattern(pattern, where)
-    names_head = method == "compressed-tensors" or any("lm_head" in stored.targets for stored in quantization.formats)
+    names_head = any("lm_head" in stored.targets for stored in quantization.formats)
+    names_head |= method in ("compressed-tensors", "modelopt")
     if names_head and not config.get("tie_word_embeddings") and quantization.covers("lm_head"):
         raise refusal(where, method, "its output layer is quantized, too")
     return quantization
@@ -259,6 +261,69 @@ def _mxfp4(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ..
     )
 
 
+class _Algorithm(msgspec.Struct):
+    """ModelOpt's format of a layer, or of all."""
+
+    quant_algo: str | None = None
+    group_size: int | None = None
+
+
+class _ModelOpt(_Algorithm):
+    ignore: list[str] | None = None  # in config.json
+    exclude_modules: list[str] | None = None  # in hf_quant_config.json
+    quantized_layers: dict[str, _Algorithm] | None = None
+
+
+def _of_model_optimizer(where: Path) -> dict[str, Any] | None:
+    """What hf_quant_config.json next to config.json says, as ModelOpt wrote it at first."""
+    path = where.with_name("hf_quant_config.json")
+    if not path.is_file():
+        return None
+    content = read_json(path).get("quantization")
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} has no object 'quantization'", hint="download the file again")
+    return {**content, "quant_method": "modelopt"}
+
+
+def _modelopt(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
+    """Scales of activations and of the KV cache, which it may say, are not used."""
+    fields = convert(content, _ModelOpt, where)
+    skipped = tuple(map(_wildcards, (*(fields.ignore or ()), *(fields.exclude_modules or ()))))
+    if fields.quant_algo != "MIXED_PRECISION":
+        return (_modelopt_layers(fields, (), skipped, where),)
+    layers = fields.quantized_layers or {}
+    if not layers:
+        raise refusal(where, "modelopt", "MIXED_PRECISION without quantized_layers")
+    return tuple(_modelopt_layers(each, (_wildcards(name),), skipped, where) for name, each in layers.items())
+
+
+def _modelopt_layers(
+    fields: _Algorithm, targets: tuple[str, ...], skipped: tuple[str, ...], where: Path
+) -> StoredQuantization:
+    layout: Layout
+    if fields.quant_algo == "NVFP4" and fields.group_size in (None, 16):
+        layout, bits, group_size = "nvfp4", 4, 16
+    elif fields.quant_algo == "FP8":
+        layout, bits, group_size = "float8", 8, None
+    else:
+        groups = "" if fields.group_size is None else f" in groups of {fields.group_size}"
+        raise refusal(where, "modelopt", f"quant_algo {fields.quant_algo}{groups}")
+    return StoredQuantization(
+        method="modelopt",
+        layout=layout,
+        bits=bits,
+        group_size=group_size,
+        per_tensor=layout == "float8",
+        targets=targets,
+        skipped=skipped,
+    )
+
+
+def _wildcards(name: str) -> str:
+    """A pattern in which * is any text, as a regular expression; other names as they are."""
+    return f"re:{re.escape(name).replace(chr(92) + '*', '.*')}(\\.|$)" if "*" in name else name
+
+
 class _CtWeights(msgspec.Struct):
     num_bits: int
     type: str = "int"
@@ -331,19 +396,21 @@ def _ct_weights(
         layout, bits, strategies = "int-quantized", (8,), ("channel", "tensor")
     elif weights.type == "float" and form == "mxfp4-pack-quantized" and group_size == 32:
         layout, bits, strategies = "mxfp4", (4,), ("group",)
+    elif weights.type == "float" and form == "nvfp4-pack-quantized" and group_size == 16:
+        layout, bits, strategies = "nvfp4", (4,), ("tensor_group", "group")
     elif weights.type == "float" and form in ("float-quantized", "naive-quantized"):
         layout, bits, strategies = "float8", (8,), ("channel", "tensor", "block")
     else:
         raise refusal(where, method, f"{weights.num_bits}-bit {weights.type} weights in this format")
     if strategy not in strategies:
         raise refusal(where, method, f"strategy {strategy}")
-    if layout == "float8" and not weights.symmetric:
+    if layout in ("float8", "nvfp4") and not weights.symmetric:
         raise refusal(where, method, "floating-point weights with zero points")
     return StoredQuantization(
         method=method,
         layout=layout,
         bits=_bits(weights.num_bits, bits, where, method),
-        group_size=group_size if strategy == "group" else None,
+        group_size=group_size if strategy in ("group", "tensor_group") else None,
         block=_block(weights.block_structure, where, method) if strategy == "block" else None,
         per_tensor=strategy == "tensor",
         symmetric=weights.symmetric,
@@ -361,6 +428,7 @@ READERS: dict[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ..
     "intel/auto-round": _auto_round,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }

@@ -25,8 +25,12 @@ from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
 from pagedcli.models.tensors import Parameter
 
-# rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
-_UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".activation_scale", ".input_zero_point")
+# rotary tables, the shapes of packed weights, scales of activations, which are rounded per token or not at all, and of
+# the KV cache, whose own scales are used
+_UNUSED = (
+    *(".inv_freq", ".weight_shape", ".input_scale", ".input_global_scale", ".activation_scale", ".input_zero_point"),
+    *(".k_scale", ".v_scale"),
+)
 
 
 class WeightSource(Protocol):
