@@ -30,7 +30,7 @@ test-ray: $(VENV)/.installed-dev
 TOOLS_VENV ?= .venv-tools
 test-tools: $(VENV)/.installed-dev
 	test -x $(TOOLS_VENV)/bin/python || $(PYTHON) -m venv $(TOOLS_VENV)
-	-$(TOOLS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,inspect]'
+	-$(TOOLS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,inspect,lm-eval]' 'lm-eval[hf]'
 	$(TOOLS_VENV)/bin/python -m pytest -m tools tests/tools
 
 lint: $(VENV)/.installed-dev

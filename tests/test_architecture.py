@@ -48,6 +48,7 @@ ALLOWED = {
     "app": {*LOW, "trace", "views", "show", "kvevents"},
     "audit": {"errors", "files", "interrupt", "printable", "records", "remote", "show"},
     "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords", "trace", "show"},
+    "lm_eval": {*LOW, "llm", "batch"},
     "inspect_ai": {*LOW, "batch", "llm_keywords"},
     "distributed": {*BATCH, "batch", "llm_keywords"},
 }

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import random
 
 import openai.types.chat
 import pytest
@@ -293,3 +294,37 @@ def test_rows_with_other_tools_are_not_equal(arguments, caller, tmp_path):
     said = pagedcli("generate", tmp_path / "in.jsonl", *arguments[2:], "--chat-template", tmp_path / "t.jinja",
                     "--deduplicate").stderr  # fmt: skip
     assert "1 row" in said
+
+
+PIECES = [
+    "{",
+    "}",
+    '"name"',
+    '"f"',
+    ":",
+    ",",
+    "[",
+    "]",
+    "call:",
+    "f(",
+    "a=1)",
+    "<function=f>",
+    "</function>",
+    "Hi ",
+    "\n",
+    ";",
+]
+
+
+@pytest.mark.parametrize("tokens", [TAGS, GLM, GEMMA, MISTRAL, LLAMA, HARMONY])
+def test_any_tokens_give_a_row_without_the_marks_in_its_text(tokenizer_with, tokens):
+    tokenizer, choose = tokenizer_with(tokens, False), random.Random(3)
+    for _ in range(300):
+        output = "".join(choose.choices([*tokens, *tokens, JSON, *PIECES], k=choose.randrange(12)))
+        row = row_of(tokenizer, "Hi\n<|start|>assistant", output, tools=TOOLS)
+        assert row["error"] is None
+        if tokens in (TAGS, GEMMA):
+            assert tokens[0] not in row["text"], output
+        for call in row.get("tool_calls", ()):
+            assert set(call) in ({"name", "arguments"}, {"text", "error"})
+            assert isinstance(call.get("arguments", {}), dict)

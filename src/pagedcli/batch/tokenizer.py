@@ -90,6 +90,11 @@ class Tokenizer:
         token_id: int | None = self._hf.eos_token_id
         return token_id
 
+    @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self._hf.bos_token_id
+        return token_id
+
     def digest(self) -> str:
         """Hex digest of the files that define the tokenizer, or of a GGUF file's metadata about it."""
         digest = xxhash.xxh3_128()
