@@ -278,10 +278,10 @@ def _tables(area: Area, blocks: Sequence[ShownBlock], seqs: Sequence[SeqState], 
         new = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else ""
         facts = f"{seq.num_computed_tokens} tokens, {seq.status}{new}"
         name, room = f"s{seq.seq_id}", area.width - text_width(facts, area.font * 0.85)
-        label = cut(one_line(seq.label), room - text_width(name, area.font) - 1.5 * area.font, area.font)
+        label = cut(one_line(seq.label), room - text_width(name, area.font) - 2 * area.font, area.font)
         parts += [
             text(area.x, y + area.font * 0.9, name, "strong", area.font),
-            text(area.x + text_width(f"{name} ", area.font), y + area.font * 0.9, label, "ink", area.font),
+            text(area.x + text_width(f"{name}  ", area.font), y + area.font * 0.9, label, "ink", area.font),
             text(area.x + area.width, y + area.font * 0.9, facts, "muted", area.font * 0.85, "end"),
         ]
         parts += _entries(area, y + area.font * 1.25, size, seq, blocks)
@@ -308,7 +308,7 @@ def _entries(area: Area, y: float, size: float, seq: SeqState, blocks: Sequence[
             continue
         block = blocks[block_id]
         on = "on" if block.kind in ("full", "shared") else "halo"
-        font = min(area.font * 0.8, inner / (len(str(block_id)) * 0.62))
+        font = min(area.font * 0.8, inner / (len(str(block_id)) * 0.75))
         parts.append(box(x, y, inner, inner, block.look, seq=seq.seq_id, place=place, entry=block_id))
         parts += _marks(block, x, y, inner)
         parts.append(text(x + inner / 2, y + inner / 2 + font * 0.36, block_id, on, font, "middle"))
