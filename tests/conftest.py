@@ -42,6 +42,21 @@ def library():
 
 
 @pytest.fixture
+def image():
+    """PIL.Image; the test is skipped, with the reason, where pictures cannot be drawn as pixels."""
+    from pagedcli.errors import UsageError
+    from pagedcli.show.raster import check_fonts
+
+    pytest.importorskip("resvg_py")
+    found = pytest.importorskip("PIL.Image")
+    try:
+        check_fonts()
+    except UsageError as error:
+        pytest.skip(error.message)
+    return found
+
+
+@pytest.fixture
 def prompts(tmp_path):
     """A file of three prompts."""
     path = tmp_path / "prompts.jsonl"

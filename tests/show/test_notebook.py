@@ -157,9 +157,7 @@ def chromium(tmp_path):
     return dump
 
 
-def test_a_film_is_kept_as_gif(trace, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("resvg_py")
+def test_a_film_is_kept_as_gif(trace, tmp_path, image):
     trace.play(2, 5).save(tmp_path / "pool.gif")
     with image.open(tmp_path / "pool.gif") as film:
         assert film.n_frames == 4

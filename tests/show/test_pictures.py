@@ -18,6 +18,7 @@ import pagedcli.events as ev
 from pagedcli.errors import UsageError
 from pagedcli.show.drawing import NUM_PREFIX_COLOURS, Shape, Theme, colours_of
 from pagedcli.show.pool_picture import pool_picture, pool_text
+from pagedcli.show.raster import check_fonts
 from pagedcli.show.run_pictures import life_picture, ticks, tree_picture, waste, waste_picture
 from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Replay
@@ -48,8 +49,10 @@ def numbers(text):
     return [int(each) for each in text.split()]
 
 
+@pytest.mark.parametrize("windows", [(None,), (3, 5, None)])
 @pytest.mark.parametrize("shape", Shape)
-def test_every_block_owner_and_ref_count_of_twenty_random_steps_is_that_of_the_trace(events, shape):
+def test_every_block_owner_and_ref_count_of_twenty_random_steps_is_that_of_the_trace(shape, windows):
+    events = simulated(num_requests=60, num_blocks=14 * len(windows), windows=windows)
     replay, rng = Replay(EventList(events)), random.Random(1)
     seen = set()
     for stop in (0, *rng.sample(range(1, replay.last_stop + 1), 20)):
@@ -58,7 +61,7 @@ def test_every_block_owner_and_ref_count_of_twenty_random_steps_is_that_of_the_t
         assert [int(each.get("data-block")) for each in shown] == list(range(state.num_blocks))
         owners = {block_id: [] for block_id in range(state.num_blocks)}
         for seq in state.seqs.values():
-            for block_id in seq.block_table:
+            for block_id in seq.held_block_ids:
                 owners[block_id].append(seq.seq_id)
         for block_id, block in enumerate(shown):
             assert numbers(block.get("data-owners")) == owners[block_id]
@@ -123,15 +126,19 @@ def test_shared_blocks_of_one_prefix_have_one_colour_and_letter_and_no_other():
     assert found > 1
 
 
-def test_written_blocks_are_those_that_the_steps_tokens_fill(events):
-    replay = Replay(EventList(events))
+@pytest.mark.parametrize("windows", [(None,), (3, 5, None)])
+def test_written_blocks_are_those_that_the_steps_tokens_fill(windows):
+    num_groups = len(windows)
+    replay = Replay(EventList(simulated(num_requests=60, num_blocks=14 * num_groups, windows=windows)))
     for stop in range(0, replay.last_stop, 5):
         state = replay.go(stop).state
         expected = set()
         for seq_id, count in state.step.new_tokens.items():
             seq = state.seqs[seq_id]
             places = range(seq.num_computed_tokens - count, seq.num_computed_tokens)
-            expected |= {seq.block_table[token // state.block_size] for token in places}
+            first = [token // state.block_size * num_groups for token in places]
+            expected |= {seq.block_table[place + group] for place in first for group in range(num_groups)}
+        expected.discard(None)
         marked = {int(cell.split()[0]) for cell in re.findall(r"\d+ \S*\*", pool_text(state).partition("\n\n")[0])}
         assert marked == expected
 
@@ -241,6 +248,13 @@ def test_ticks_are_round_and_few():
 # ---------------------------------------------------------------------- the command
 
 
+def test_a_machine_without_fonts_draws_no_pictures_without_text(monkeypatch):
+    pytest.importorskip("resvg_py")
+    monkeypatch.setattr("pagedcli.show.raster._rendered", lambda svg, width: b"blank")
+    with pytest.raises(UsageError, match="no fonts"):
+        check_fonts()
+
+
 def test_a_picture_of_a_step_is_written_and_not_replaced(trace, tmp_path):
     path = tmp_path / "pool.svg"
     result = pagedcli("replay", trace, "--step", 9, "--picture", path)
@@ -286,18 +300,16 @@ COMMANDS = re.findall(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_page_draws_its_picture(trace, tmp_path, monkeypatch, command):
+def test_every_command_of_the_page_draws_its_picture(trace, tmp_path, monkeypatch, request, command):
     if ".gif" in command:
-        pytest.importorskip("resvg_py")
+        request.getfixturevalue("image")
     monkeypatch.chdir(tmp_path)
     words = [{"run.jsonl": trace, "code-Mirano": "request-3"}.get(word, word) for word in command.split()]
     pagedcli(*words)
     assert (tmp_path / words[words.index("--picture") + 1]).stat().st_size > 1000
 
 
-def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path):
-    pytest.importorskip("resvg_py")
-    image = pytest.importorskip("PIL.Image")
+def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path, image):
     pagedcli("replay", trace, "--step", 9, "--picture", tmp_path / "pool.png")
     with image.open(tmp_path / "pool.png") as picture:
         assert picture.size == (2560, 1440)
@@ -311,8 +323,7 @@ def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path):
 
 
 @pytest.mark.machine
-def test_a_film_of_eighty_steps_takes_less_than_ten_seconds(trace, tmp_path):
-    pytest.importorskip("resvg_py")
+def test_a_film_of_eighty_steps_takes_less_than_ten_seconds(trace, tmp_path, image):
     start_s = time.perf_counter()
     pagedcli("replay", trace, "--steps", "0-79", "--picture", tmp_path / "pool.gif")
     assert time.perf_counter() - start_s < 10

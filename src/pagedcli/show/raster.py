@@ -26,7 +26,7 @@ def write_picture(file: BinaryIO, ending: str, frames: Iterable[Picture], theme:
         (picture,) = frames
         file.write(picture.svg(theme).encode())
         return 1
-    _check_fonts()
+    check_fonts()
     if ending == ".png":
         (picture,) = frames
         file.write(_png(picture, theme, _WIDTH[".png"]))
@@ -63,7 +63,7 @@ def _rendered(svg: str, width: int) -> bytes:
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, width=width))
 
 
-def _check_fonts() -> None:
+def check_fonts() -> None:
     """Raises: UsageError on a machine without fonts, where text would be left out in silence."""
     blank, drawn = (_rendered(_TEXT_ONLY.format(word), 40) for word in ("", "text"))
     if blank == drawn:
