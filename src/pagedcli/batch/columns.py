@@ -23,6 +23,7 @@ _ROW_FIELDS = frozenset(
 ) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids", "reasoning_content", "tool_calls")}
 _IDS = ("id", "custom_id")
 REASONING, CALLS = frozenset(("reasoning_content", "reasoning_tokens")), frozenset(("tool_calls",))
+SCORES = frozenset(("best", "scores"))
 METRICS = ("queued_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "recomputed_tokens")
 _ONLY_IN: dict[OutputKind, frozenset[str]] = {
     "jsonl": frozenset(),
@@ -125,7 +126,7 @@ class Columns:
     def check_line(self, document: dict[str, Any]) -> None:
         """Raises: RequestError if a column to copy has the name of an output column."""
         if self.keep_all and (taken := sorted((document.keys() - set(self.ids)) & self.reserved)):
-            raise RequestError("reserved_column", _collision(taken[0]))
+            raise RequestError("reserved_column", collision(taken[0]))
 
     def check_found(self, names: set[str]) -> None:
         """Raises: UsageError if a column to copy is not among those of the input."""
@@ -140,10 +141,10 @@ class Columns:
         for name in sorted(names - set(self.ids)) if self.keep_all else self.keep:
             if name in self.reserved and (self.keep_all or name not in _IDS):  # a row has its id in any case
                 other = "--output-field gives the answer another name" if name == self.answer else "rename it"
-                raise UsageError(_collision(name), hint=f"{other}, or list the columns to keep without it")
+                raise UsageError(collision(name), hint=f"{other}, or list the columns to keep without it")
 
 
-def _collision(name: str) -> str:
+def collision(name: str) -> str:
     return f"the input column {name!r} cannot be kept: the output has a column of that name"
 
 

@@ -230,7 +230,7 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
     if sample.tool_calls:  # without their ids, which are those of a run
         calls = [call.get("function", call) for call in sample.tool_calls]
         text = (text or "") + msgspec.json.encode(calls).decode()
-    if text is None and sample.token_ids is None:
+    if text is None and sample.token_ids is None and sample.finish_reason != "score":
         raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
     return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), ending)
 

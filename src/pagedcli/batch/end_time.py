@@ -99,6 +99,8 @@ def _left(engine: EngineCore, stats: BatchStats) -> tuple[float, float, float]:
 
     def outputs(seq: Sequence) -> float:
         """The tokens that it is expected to generate, if it can end by itself after each of them."""
+        if seq.targets is not None:
+            return 0.0
         limit = seq.max_new_tokens - seq.num_output_tokens
         return max(1.0, (1 - (1 - stop_share) ** limit) / stop_share if stop_share else limit)
 

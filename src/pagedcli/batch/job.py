@@ -5,7 +5,7 @@ Used by cli.session, which reports progress. The methods are the steps, in order
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -190,8 +190,6 @@ class OpenJob:
             stream = stdout if job.output is None else job.output.open("wb")
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
         assert self._tokenizer is not None, "load_tokenizer comes first"
-        if not isinstance(self._format, JsonLines) and not self._writer(0)[1].marked_columns:
-            self._format = replace(self._format, marked=frozenset())
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, rows_format=self._format)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
-from pagedcli.batch.columns import METRICS, Columns
+from pagedcli.batch.columns import METRICS, SCORES, Columns
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
@@ -164,7 +164,8 @@ class ParquetRows:
     def check(self) -> None:
         """Raises: UsageError if a carried column has the name of one that the output adds."""
         for name in self.carried_names:
-            if name in answer_schema(self.columns, self.columns.marked).names:
+            may_score = SCORES if {"continuations", "logprobs_from"} & set(self.carried_names) else frozenset()
+            if name in answer_schema(self.columns, self.columns.marked | may_score).names:
                 assert self.carried is not None, "it has columns"
                 raise UsageError(
                     f"{self.carried.name} has a column {name!r}, which the output adds",
@@ -250,7 +251,8 @@ def _kept_schema(rows: Iterable[bytes], columns: Columns) -> Any:
 
 
 def answer_schema(columns: Columns | None = None, marked: frozenset[str] = frozenset()) -> Any:
-    """The columns of an answer, with these about reasoning and calls. All are typed, even if no row has a value."""
+    """The columns of an answer, with these about reasoning, calls and scores. All are typed, even if no row has a
+    value."""
     import pyarrow as pa
 
     columns = columns or Columns()
@@ -269,6 +271,14 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
     sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
+    score = pa.struct(
+        [
+            *((name, pa.int32()) for name in ("index", "num_tokens", "num_bytes")),
+            *(("logprob", pa.float64()), ("is_greedy", pa.bool_())),
+            *(("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float64()))),
+        ]
+    )
+    best = [(name, pa.int32()) for name in ("logprob", "per_token", "per_byte")]
     if "reasoning_tokens" in marked:
         usage.append(("completion_tokens_details", pa.struct([("reasoning_tokens", pa.int64())])))
     return pa.schema(
@@ -277,6 +287,7 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
             ("outputs", pa.list_(pa.struct([("index", pa.int32()), *sample]))),  # replaces text where n > 1
             ("usage", pa.struct(usage)),
             *metrics,
+            *([("scores", pa.list_(score)), ("best", pa.struct(best))] if "scores" in marked else ()),
             ("error", pa.struct([("code", pa.string()), ("message", pa.string()), ("line", pa.int64())])),
         ]
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.batch.columns import Columns, names_of
+from pagedcli.batch.columns import SCORES, Columns, collision, names_of
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import Line, LineSource
@@ -33,7 +33,7 @@ from pagedcli.batch.requests import (
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
-from pagedcli.core.admission import admit, room_for
+from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.spec import ModelSpec
@@ -133,6 +133,7 @@ class BatchOptions:
     max_tokens_given: bool = False  # given by a flag, and then not lowered to what fits
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     cache_namespace: str | None = None  # requests share cached blocks only within it; begins their ids
+    no_scores: str | None = None  # why rows cannot be scored
     check_ids: bool = True  # False: the lines are part of an input whose ids have been checked
 
     @property
@@ -174,6 +175,7 @@ def check_response_format(defaults: SamplingParams) -> None:
         raise UsageError(f"--response-format: {error.message}", hint="correct the schema") from error
 
 
+NO_SCORES = "tables of a distributed run have no columns for scores; write JSONL, or run without Ray"
 _TOGETHER = 256  # rows that commands which only read a file tokenize together
 
 
@@ -266,13 +268,20 @@ class Prompts:
             try:
                 if grammars is not None:
                     grammars.guides(row.prompts[0].params)  # the line's
-                num_new_tokens = [admit(self._limits, prompt.token_ids, prompt.params) for prompt in row.prompts]
+                num_new_tokens = [self._admit(prompt) for prompt in row.prompts]
             except RequestError as error:
                 yield row, error
                 if error.code != "kv_cache_exceeded":
                     continue
                 num_new_tokens = [prompt.params.max_tokens or 1 for prompt in row.prompts]
             yield row, num_new_tokens
+
+    def _admit(self, prompt: RowPrompt) -> int:
+        """How many tokens a prompt may generate. Raises: RequestError."""
+        if prompt.scored is None:
+            return admit(self._limits, prompt.token_ids, prompt.params)
+        admit_scores(self._limits, prompt.token_ids, prompt.scored.continuations)
+        return 0
 
     def _parse(self, line: Line) -> "_Parsed":
         """A row and what it asks for; only its id is remembered if it is done."""
@@ -289,10 +298,24 @@ class Prompts:
             request = self._parser.parse(request_of(document, columns), row.shape)
             namespace = self._options.cache_namespace
             row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
-            return _Parsed(row, request, list(self._prompts_of(request)))
+            prompts = list(self._prompts_of(request))
+            if request.scoring is not None:
+                self._check_scored(row)
+                [(prompt, is_chat)] = prompts
+                scored = request.scoring.tokens(self.tokenizer, prompt, self._limits.max_model_len, is_chat=is_chat)
+                row.prompts = [RowPrompt(scored.context, request.params, is_chat, scored=scored)]
+                return _Parsed(row, request)
+            return _Parsed(row, request, prompts)
         except RequestError as error:
             row.error = None if is_done else error
         return _Parsed(row)
+
+    def _check_scored(self, row: BatchRow) -> None:
+        """Raises: RequestError if the row cannot have scores."""
+        if self._options.no_scores is not None:
+            raise RequestError("unsupported_parameter", self._options.no_scores)
+        if taken := sorted(SCORES & row.kept.keys()):
+            raise RequestError("reserved_column", collision(taken[0]))
 
     def _with_prompts(self, parsed: "list[_Parsed]") -> Iterator[BatchRow]:
         """The rows with their prompts, or with the error of one that cannot be tokenized."""
@@ -343,6 +366,7 @@ class Prompts:
         if request.messages is not None:
             yield self._chat_text(request, request.messages), True
         makes_chats = run.system_prompt is not None or bool(run.tools and request.tools is None)
+        makes_chats = makes_chats and (request.scoring is None or request.scoring.continuations is not None)
         for prompt in request.prompts:
             if isinstance(prompt, str) and makes_chats:
                 yield self._chat_text(request, [{"role": "user", "content": prompt}]), True

@@ -28,7 +28,9 @@ def request_key(row: BatchRow) -> bytes:
         params = prompt.params
         draws = not params.greedy and params.beam_width is None
         asked = params if draws else msgspec.structs.replace(params, seed=None)
-        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked))
+        scored = prompt.scored
+        wanted = scored and (scored.continuations, scored.num_bytes, scored.with_tokens)
+        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted))
     return xxhash.xxh3_128_digest(msgspec.json.encode((row.cache_salt, prompts)))
 
 

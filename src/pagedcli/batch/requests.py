@@ -13,7 +13,10 @@ import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, Columns
 from pagedcli.batch.lines import Line
+from pagedcli.batch.scoring import FIELDS as SCORE_FIELDS
+from pagedcli.batch.scoring import ScoredTokens, ScoreRequest
 from pagedcli.config import tools_problem
+from pagedcli.core.scoring import SCORING
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.sampling_params import SamplingParams
 
@@ -103,7 +106,7 @@ _ALIASES = {
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
 _REQUEST_FIELDS = frozenset(
-    ("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS)
+    ("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS, *SCORE_FIELDS)
 )
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
@@ -135,10 +138,10 @@ _SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
 _KNOWN = _USED_FIELDS | _ALIASES.keys() | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys()
 LINE_FIELDS = _KNOWN - {"method", "url"}  # what a column of a table may be called to count as a field of the row
 _JSON_FIELDS = frozenset(("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")) | frozenset(
-    ("tools", "structured_outputs", "stop_token_ids", "guided_choice")
+    ("tools", "structured_outputs", "stop_token_ids", "guided_choice", "continuations")
 )  # may be JSON in a cell of text
 # fields of one number, or true or false, which a cell of text may hold
-NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS}) - (
+NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS, *SCORE_FIELDS}) - (
     _JSON_FIELDS | {"stop", "regex", "guided_regex"}
 )
 
@@ -152,6 +155,7 @@ class RowPrompt:
     is_chat: bool = False  # written by the chat template
     is_text: bool = False  # tokenized here
     tools: list[dict[str, Any]] | None = None  # shown by the chat template
+    scored: ScoredTokens | None = None  # None: it generates
     stop_checkers: "StopCheckers | None" = None  # None: no stop strings
     guides: "Guides | None" = None  # None: no grammar
     output: "RequestOutput | None" = None  # None: unfinished
@@ -229,6 +233,7 @@ class BatchRequest:
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None  # None: the run's
+    scoring: ScoreRequest | None = None  # None: it generates
 
 
 class RequestParser:
@@ -248,13 +253,26 @@ class RequestParser:
             self._check_envelope(document, shape)
             body = document["body"]
         body = {_ALIASES.get(name, name): value for name, value in body.items() if value is not None}
+        if "logprobs_from" in body and "text" in body:
+            if "prompt" in body:
+                raise RequestError("invalid_request", "'logprobs_from' needs 'text' or 'prompt', not both")
+            body["prompt"] = body.pop("text")
         self._check_unknown(body, plain=shape == "plain")
-        params = self._sampling_params(body, shape)
+        scoring = ScoreRequest.of(body)
+        if scoring is None:
+            params = self._sampling_params(body, shape)
+        else:
+            params = SCORING
+            self._ignore(name for name in body if name in _SAMPLING_FIELDS)
+            if shape != "plain":
+                raise RequestError("unsupported_parameter", "an OpenAI batch line cannot be scored; use a plain line")
         messages = read_messages(body["messages"]) if "messages" in body else None
         prompts = read_prompts(body["prompt"]) if "prompt" in body else []
         if bool(prompts) == (messages is not None):
             what = "both" if prompts else "neither"
             raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
+        if scoring is not None and len(prompts) > 1:
+            raise RequestError("invalid_request", f"a line to score has one prompt, this one {len(prompts):,}")
         if shape != "plain" and (messages is None) == (shape == "chat.completion"):
             wanted = "messages" if shape == "chat.completion" else "prompt"
             raise RequestError("invalid_request", f"the body of a {document['url']} line needs {wanted!r}")
@@ -266,6 +284,7 @@ class RequestParser:
             cache_salt=_typed(body, "cache_salt", str, None),
             chat_template_kwargs=_template_kwargs(body),
             tools=_tools(body, in_chat=messages is not None),
+            scoring=scoring,
         )
 
     def _check_envelope(self, document: dict[str, Any], shape: Shape) -> None:
@@ -356,7 +375,8 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
     """The columns of the table `name` that its lines need. Raises: UsageError."""
     if repeated := [column for column, number in Counter(names).items() if number > 1]:
         raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
-    prompts = columns.sources or {"prompt", "messages", "body"}
+    text = {"text"} if "logprobs_from" in names else set[str]()
+    prompts = columns.sources or {"prompt", "messages", "body"} | text
     missing = sorted(prompts.difference(names))
     if missing if columns.sources else len(missing) == len(prompts):
         wanted = repr(missing[0]) if columns.sources else "'prompt', 'messages' or 'body'"
@@ -365,7 +385,7 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
             f"{name} has no column {wanted}; its columns: {', '.join(names)}",
             hint=hint if columns.template is None else "the template takes its texts from columns of the input",
         )
-    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts}
+    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts, *text}
     return [column for column in names if columns.keep_all or column in used]
 
 
@@ -409,6 +429,7 @@ def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
     name = columns.prompt
     if name is None:
         used = {*columns.ids} | (set(document) if columns.keep_all else set(columns.keep))
+        used -= {"text"} if "logprobs_from" in document else set()
         return {name: value for name, value in document.items() if name in _KNOWN or name not in used}
     if name not in document:
         raise RequestError("invalid_request", f"no field {name!r}")
@@ -426,7 +447,8 @@ def asked_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
     request = request_of(document, columns)
     body = request.get("body")
     fields = body if isinstance(body, dict) else request
-    return {name: value for name, value in fields.items() if name in _USED_FIELDS or name in _ALIASES}
+    known = _USED_FIELDS | _ALIASES.keys() | ({"text"} if "logprobs_from" in fields else set())
+    return {name: value for name, value in fields.items() if name in known}
 
 
 def read_prompts(prompt: Any) -> list[str] | list[list[int]]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from pagedcli.batch.columns import CALLS, METRICS, REASONING, Columns
+from pagedcli.batch.columns import CALLS, METRICS, REASONING, SCORES, Columns
 from pagedcli.batch.reasoning import Span
 from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.scoring import Score, ScoredTokens, best_of
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.batch.tool_calls import ToolCall
 from pagedcli.errors import RequestError
@@ -63,6 +64,8 @@ class RowWriter:
         counts: dict[str, Any] = {"usage": _usage(answers, samples)}
         if self.columns.metrics:
             counts["metrics"] = _metrics(answers)
+        if answers[0].scored is not None:
+            return msgspec.json.encode(self._score_row(row, answers[0], answers[0].scored) | counts | {"error": None})
         if row.shape == "plain":
             return msgspec.json.encode(self._plain_row(row, samples, counts))
         key = self._id(row)
@@ -142,6 +145,18 @@ class RowWriter:
         else:
             fields["outputs"] = [{"index": sample.index, **self._plain_sample(sample)} for sample in samples]
         return fields | counts | {"error": None}
+
+    def _score_row(self, row: BatchRow, answer: RowPrompt, scored: ScoredTokens) -> dict[str, Any]:
+        fields = {"index": row.line.index, "id": row.id, **row.kept, self.columns.answer: None}
+        pairs = enumerate(zip(answer.result.scores or (), scored.num_bytes, strict=True))
+        scores = [Score.of(index, found, num_bytes) for index, (found, num_bytes) in pairs]
+        rows = [msgspec.structs.asdict(score) for score in scores]
+        for each in rows:
+            each["logprobs"] = list(map(_json_logprob, each["logprobs"]))
+            each["logprob"] = sum(each["logprobs"])
+            if not scored.with_tokens:
+                del each["token_ids"], each["logprobs"]
+        return fields | {"finish_reason": "score", "scores": rows, "best": best_of(scores)}
 
     def _plain_sample(self, sample: _Sample) -> dict[str, Any]:
         fields: dict[str, Any] = {self.columns.answer: sample.text, **self._reasoning(sample)}
@@ -336,7 +351,7 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
 
 
 def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
-    """The columns about reasoning and tool calls that some row has; tables of other runs have none of them."""
+    """The columns about reasoning, tool calls and scores that some row has; tables of other runs have none of them."""
     found: set[str] = set()
     for _, row in rows():
         if not any(mark in row for mark in _MARKED):
@@ -346,9 +361,10 @@ def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
             found.add("reasoning_tokens")
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
         found.update("tool_calls" for sample in each.samples if sample.tool_calls)
-        if found >= columns.marked:
+        found.update(SCORES if "scores" in each.fields else ())
+        if found >= columns.marked | SCORES:
             break
-    return columns.marked & found
+    return (columns.marked | SCORES) & found
 
 
-_MARKED = b'"reasoning_tokens":', b'"tool_calls":['
+_MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":['

@@ -302,6 +302,7 @@ class BatchRun:
                     cache_salt=row.cache_salt,
                     make_stop_checker=prompt.stop_checkers,
                     make_guide=prompt.guides,
+                    continuations=None if prompt.scored is None else prompt.scored.continuations,
                 )
             except RequestError as error:
                 which = f"prompt {place + 1} of {len(row.prompts)}: " if len(row.prompts) > 1 else ""

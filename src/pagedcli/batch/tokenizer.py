@@ -95,6 +95,11 @@ class Tokenizer:
         token_id: int | None = self._hf.bos_token_id
         return token_id
 
+    @property
+    def start_token_id(self) -> int | None:
+        """The token before a text's first one: BOS, or EOS where there is none."""
+        return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+
     def digest(self) -> str:
         """Hex digest of the files that define the tokenizer, or of a GGUF file's metadata about it."""
         digest = xxhash.xxh3_128()

@@ -18,13 +18,12 @@ from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import Forks, Request, RequestOutput
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.core.scoring import Targets
+from pagedcli.core.scoring import SCORING, Targets
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
-_SCORING = SamplingParams(temperature=0)  # parameters of requests that generate nothing
 _block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
 _num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
@@ -122,7 +121,7 @@ class EngineCore:
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
-            max_new_tokens, params, targets = 0, _SCORING, Targets.of_context(len(token_ids), continuations)
+            max_new_tokens, params, targets = 0, SCORING, Targets.of_context(len(token_ids), continuations)
             token_ids += [] if targets.together else continuations[0][:-1]
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f"{cache_salt or ''} prompt_logprobs {self._next_seq_id}"

@@ -104,7 +104,7 @@ class Request:
         if self.continuations is None or self.error is not None:
             return None
         context, *forks = self.targets
-        return context.scores(self.continuations, forks)
+        return context.scores(self.continuations, forks) if context.found else None  # a simulation computes none
 
     def _samples(self) -> list[SampleOutput]:
         search, params = self.search, self.seqs[0].params

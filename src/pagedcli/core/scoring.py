@@ -15,6 +15,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagedcli.sampling_params import SamplingParams
+
+SCORING = SamplingParams(temperature=0)  # parameters of requests that generate nothing: none has an effect
+
 
 class TokenScore(NamedTuple):
     """What the model says of one given token."""

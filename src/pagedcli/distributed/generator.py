@@ -12,7 +12,7 @@ from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, columns_of, lines_of, require_pyarrow
-from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.prompts import NO_SCORES, BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.batch.rows import Row, RowWriter
 from pagedcli.batch.stream import RowStream
@@ -53,7 +53,8 @@ class PagedBatchGenerator:
             sampling if isinstance(sampling, dict) else msgspec.structs.asdict(sampling or Config().sampling)
         )
         sampled = msgspec.convert(defaults, SamplingParams)
-        options = BatchOptions(Config(engine=config, sampling=sampled, run=RunConfig(system_prompt=system_prompt)))
+        run = RunConfig(system_prompt=system_prompt)
+        options = BatchOptions(Config(engine=config, sampling=sampled, run=run), no_scores=NO_SCORES)
         self._seed = config.seed
         columns = Columns(token_ids=output_token_ids)
         self._indexes = count()

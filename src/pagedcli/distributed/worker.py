@@ -10,7 +10,7 @@ from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.journal import Journal, open_journal
 from pagedcli.batch.lines import InputDigest
 from pagedcli.batch.parquet import ParquetRows
-from pagedcli.batch.prompts import batch_options
+from pagedcli.batch.prompts import NO_SCORES, batch_options
 from pagedcli.batch.requests import BatchRow, decode_line
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import FileSink
@@ -35,7 +35,9 @@ class Worker:
         # a table carries the columns of its input itself
         columns = self._row_columns = replace(self._columns, keep=(), keep_all=False) if is_table else self._columns
         # the driver has checked what concerns the whole input
-        options = replace(batch_options(loaded, columns), check_ids=False).with_run(limit=None, max_errors=None)
+        no_scores = None if columns.kind == "jsonl" else NO_SCORES
+        options = replace(batch_options(loaded, columns), check_ids=False, no_scores=no_scores)
+        options = options.with_run(limit=None, max_errors=None)
         model, key = config.engine.model, run_key(manifest.fingerprint)
         self._stream = RowStream(
             config.engine,

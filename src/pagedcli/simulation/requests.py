@@ -34,6 +34,7 @@ class TraceRequest:
     is_random: bool = False  # tokens are drawn at random, which takes longer than the likeliest one
     is_text: bool = False  # the prompt is given as text, which has to be tokenized
     row_id: str | None = None  # the user's own id
+    continuations: list[list[int]] | None = None  # tokens to score after the prompt; None: it generates
 
     @property
     def label(self) -> str:

@@ -82,7 +82,8 @@ class TimingBuilder:
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         self._clock.now_ns += STEP_NS if self._step_time is None else self._step_time(work, self._scheduler)
         pairs = zip(work.seqs, work.num_new_tokens, strict=True)
-        return _NO_INPUT, [seq for seq, num_new in pairs if seq.num_computed_tokens + num_new == len(seq.token_ids)]
+        done = (seq for seq, num_new in pairs if seq.num_computed_tokens + num_new == len(seq.token_ids))
+        return _NO_INPUT, [seq for seq in done if seq.targets is None]
 
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
         self._executor.seqs = seqs
@@ -144,6 +145,7 @@ class SimulatedCore(EngineCore):
             cache_salt=request.cache_salt,
             make_stop_checker=make_stop_checker,
             make_prefixes=make_prefixes,
+            continuations=request.continuations,
         )
         if request.output_ids is not None:
             self.no_executor.outputs[request.request_id] = request.output_ids

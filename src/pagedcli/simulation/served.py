@@ -35,6 +35,7 @@ class ServedRequests:
         for prompt in answers:
             self._num_tokens += len(prompt.token_ids)
             self._num_tokens += sum(len(sample.token_ids) for sample in prompt.result.samples)
+            self._num_tokens += sum(map(len, prompt.scored.continuations)) if prompt.scored else 0
         if self._num_tokens > _MOST_TOKENS:
             self._why_not = f"the run has over {_MOST_TOKENS:,} tokens; pagedcli explain looks at a recording of it"
         if self._why_not is not None:
@@ -45,11 +46,12 @@ class ServedRequests:
                 prompt.result.request_id,
                 None,
                 len(prompt.token_ids),
-                max(len(sample.token_ids) for sample in prompt.result.samples),
+                max((len(sample.token_ids) for sample in prompt.result.samples), default=0),
                 token_ids=array("q", prompt.token_ids),
-                output_ids=[array("q", sample.token_ids) for sample in prompt.result.samples],
-                stopped=[sample.finish_reason == "stop" for sample in prompt.result.samples],
-                max_new_tokens=admit(self._plan.limits, prompt.token_ids, prompt.params),
+                output_ids=[array("q", sample.token_ids) for sample in prompt.result.samples] or None,
+                stopped=[sample.finish_reason == "stop" for sample in prompt.result.samples] or None,
+                max_new_tokens=0 if prompt.scored else admit(self._plan.limits, prompt.token_ids, prompt.params),
+                continuations=None if prompt.scored is None else prompt.scored.continuations,
                 num_samples=prompt.params.n,
                 cache_salt=row.cache_salt,
                 is_random=not prompt.params.greedy,

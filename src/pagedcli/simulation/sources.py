@@ -278,7 +278,7 @@ class PromptRequests:
             own = None if share is None else share[place]
             request = _request(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
             request.row_id = None if row.id is None else str(row.id)
-            if self._expected_tokens is not None:
+            if self._expected_tokens is not None and prompt.scored is None:
                 request.num_output_tokens = min(self._expected_tokens, largest_output(request))
             if is_kept:
                 self.work += work_of(request)
@@ -349,7 +349,9 @@ def _request(
         is_random=not prompt.params.greedy,
         is_text=prompt.is_text,
     )
-    if output is not None:
+    if prompt.scored is not None:
+        request.continuations = prompt.scored.continuations if with_tokens else None
+    elif output is not None:
         request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)
         if len(output.token_ids) == num_samples:
             request.output_ids = [array("q", ids) for ids in output.token_ids]
