@@ -24,6 +24,7 @@ from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import NOT_A_ROW, Row, RowWriter, Sample, why_not_a_row
 from pagedcli.batch.run import BatchRun
+from pagedcli.batch.score_comparison import RowScores, first_difference
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
@@ -33,7 +34,9 @@ from pagedcli.printable import plural
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
-Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs"]
+Kind = Literal[
+    "missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs", "scores"
+]
 _AROUND = 24  # characters of text on either side of a difference
 
 
@@ -63,6 +66,7 @@ class ComparedRow:
     error: str | None  # code
     num_prompt_tokens: int | None
     samples: list[ComparedSample]
+    scores: RowScores | None = None  # of given continuations
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDif
         return differ("error", a.error or "no error", b.error or "no error")
     if a.num_prompt_tokens != b.num_prompt_tokens:
         return differ("prompt", f"{a.num_prompt_tokens} prompt tokens", f"{b.num_prompt_tokens} prompt tokens")
+    if a.scores is not None and b.scores is not None:
+        return _compare_scores(a.label, a.scores, b.scores, tolerance)
     if len(a.samples) != len(b.samples):
         return differ("samples", plural(len(a.samples), "sample"), plural(len(b.samples), "sample"))
     for index, (first, second) in enumerate(zip(a.samples, b.samples, strict=True)):
@@ -96,6 +102,16 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDif
         if found is not None:
             return found
     return None
+
+
+def _compare_scores(label: str, a: RowScores, b: RowScores, tolerance: float) -> RowDifference | None:
+    if len(a.scores) != len(b.scores):
+        texts = plural(len(a.scores), "continuation"), plural(len(b.scores), "continuation")
+        return RowDifference(label, "samples", None, None, None, *texts)
+    if (found := first_difference(a, b, tolerance)) is None:
+        return None
+    index, in_a, in_b, delta = found
+    return RowDifference(label, "scores", index, None, None, in_a, in_b, logprob_delta=delta)
 
 
 def _compare_samples(
@@ -206,9 +222,8 @@ def _read_row(row: Row, number: int, answer: str, by_order: bool) -> ComparedRow
         return ComparedRow(key, label, str(row.error["code"]), None, [])
     if row.usage is None:
         raise KeyError("usage")
-    return ComparedRow(
-        key, label, None, row.usage["prompt_tokens"], [_read_sample(sample, answer) for sample in row.samples]
-    )
+    samples = [_read_sample(sample, answer) for sample in row.samples]
+    return ComparedRow(key, label, None, row.usage["prompt_tokens"], samples, RowScores.of(row.fields))
 
 
 def _read_sample(sample: Sample, answer: str) -> ComparedSample:

@@ -194,10 +194,10 @@ class CsvLines:
     def _header(self, rows: Rows) -> list[str]:
         """`sample` is 0 to n - 1, and empty for an error."""
         kept = list(self.columns.keep)
+        marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         if self.columns.keep_all:
             names = (name for _, row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
-            kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved))
-        marked = marked_of(rows, self.columns) if self.marked is None else self.marked
+            kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved | marked))
         counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if self.columns.metrics else ())]
         answer = ["sample", self.columns.answer, "finish_reason", "stop_reason", "beam_score", *counts]
         lists = ["logprobs", "prompt_logprobs", "token_ids"]

@@ -199,7 +199,11 @@ class ParquetRows:
 
         schema = pa.schema([("index", pa.int64()), ("id", pa.string())])
         schema = pa.schema(
-            [*schema, *_kept_schema((row for _, row in rows()), self.columns), *answer_schema(self.columns, marked)]
+            [
+                *schema,
+                *_kept_schema((row for _, row in rows()), self.columns, marked),
+                *answer_schema(self.columns, marked),
+            ]
         )
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
@@ -233,14 +237,14 @@ class ParquetRows:
         return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
 
 
-def _kept_schema(rows: Iterable[bytes], columns: Columns) -> Any:
+def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]) -> Any:
     """Name and type of each copied column, from all rows. A column with values of several types becomes text."""
     import pyarrow as pa
 
     types: dict[str, Any] = dict.fromkeys(columns.keep, pa.null())
     rows = iter(rows)
     while columns.copies and (some := [msgspec.json.decode(row) for row in islice(rows, _READ_ROWS)]):
-        for name in dict.fromkeys(name for row in some for name in row if name not in columns.reserved):
+        for name in dict.fromkeys(name for row in some for name in row if name not in columns.reserved | marked):
             try:
                 found = pa.schema([(name, pa.array([row.get(name) for row in some]).type)])
                 known = pa.schema([(name, types.get(name, pa.null()))])

@@ -361,7 +361,7 @@ def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
             found.add("reasoning_tokens")
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
         found.update("tool_calls" for sample in each.samples if sample.tool_calls)
-        found.update(SCORES if "scores" in each.fields else ())
+        found.update(*(SCORES for sample in each.samples if sample.finish_reason == "score"))
         if found >= columns.marked | SCORES:
             break
     return (columns.marked | SCORES) & found

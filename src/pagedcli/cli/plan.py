@@ -425,6 +425,7 @@ def _facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") -> dict[
         "num_bad_rows": scan.num_bad,
         "bad_row_codes": dict(scan.bad_codes),
         "ignored_fields": scan.ignored,
+        **({"scores": dict(scan.scores)} if scan.scores else {}),
         "num_repeated_prompts": scan.plan.num_repeated,
         "num_prompt_tokens": scan.plan.prompt_tokens,
         "num_output_tokens": scan.plan.output_tokens,
@@ -546,6 +547,13 @@ def _rows_table(scan: PromptScan) -> Table:
     notes = [
         f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
     ]
+    if scores := scan.scores:
+        rows |= {"with scores": scores["num_rows"], "continuations of these": scores["num_continuations"]}
+        notes.append(
+            f"scores compute {scores['tokens_shared']:,} tokens: {scores['tokens_alone']:,} if each continuation were "
+            f"computed alone, {scores['tokens_by_row']:,} with each context computed once, less where contexts share a "
+            "beginning that is cached"
+        )
     if scan.max_model_len is None:
         notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
     return table(Rows, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)

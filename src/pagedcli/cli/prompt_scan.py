@@ -46,6 +46,21 @@ class PromptScan:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+    scores: Counter[str] = field(default_factory=Counter)  # of rows whose continuations are scored: see add_scored
+
+    def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
+        """Count a row with continuations, whose context begins with so many tokens of earlier ones: the tokens that
+        are computed if each continuation is alone with its context, if each context is computed once, and if an
+        unlimited cache has what contexts share."""
+        own = sum(len(token_ids) - 1 for token_ids in continuations)
+        hit = min(num_known, num_context - 1) // block_size * block_size
+        self.scores += Counter(
+            num_rows=1,
+            num_continuations=len(continuations),
+            tokens_alone=num_context * len(continuations) + own,
+            tokens_by_row=num_context + own,
+            tokens_shared=num_context - hit + own,
+        )
 
     @property
     def num_bad(self) -> int:
@@ -167,7 +182,7 @@ def scan_prompts(
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
             params = prompt.params
             num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown
-            scan.plan.add(
+            num_known = scan.plan.add(
                 row.line.number,
                 prompt.token_ids,
                 num_new,
@@ -176,6 +191,9 @@ def scan_prompts(
                 cache_salt=row.cache_salt,
             )
             scan.drawn.add(array("q", prompt.token_ids), row.cache_salt)
+            if prompt.scored is not None:
+                num_known *= engine.enable_prefix_caching
+                scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
             if shares is not None:
                 shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
     scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from pagedcli.batch.compare import ComparedRow, RowDifference, compare, pairs, read_rows
+from pagedcli.batch.score_comparison import BestAnswers, ScoreComparison
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
 from pagedcli.show.tables import Format, Table, print_tables, table
@@ -24,6 +25,7 @@ _MEANINGS = {
     "ending": "ended differently",
     "logprobs": "equal tokens, different log-probabilities",
     "prompt_logprobs": "different log-probabilities of the prompt",
+    "scores": "different scores",
 }
 
 
@@ -48,12 +50,17 @@ def verify(
     different token is shown with the text on either side of |. Token counts of the prefix cache, ids and times of the
     run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
 
+    Of rows with scores of continuations it tells how many answers flipped, how far log-probabilities differ, and, where
+    rows have the index of the right continuation in the column `target` (--keep target), how often each file is right:
+    what other weights cost.
+
     \b
     Examples:
       pagedcli generate prompts.jsonl -o a.jsonl --output-token-ids --logprobs 3
       pagedcli generate prompts.jsonl -o b.jsonl --output-token-ids --logprobs 3 --max-num-seqs 1
       pagedcli verify a.jsonl b.jsonl
       pagedcli verify cpu.jsonl gpu.jsonl --tolerance 0.01
+      pagedcli verify bf16.jsonl int4.jsonl    (rows of `generate questions.jsonl --keep target`)
 
     Exit codes: 0 all rows are equal, 1 rows differ, 2 a file cannot be compared.
     """
@@ -90,6 +97,7 @@ class _Comparison:
     kinds: Counter[str] = field(default_factory=Counter)  # kind of difference -> rows
     num_with_ids: int = 0  # rows compared by token ids
     num_with_logprobs: int = 0
+    scores: ScoreComparison = field(default_factory=ScoreComparison)
     largest_delta: float = 0.0
     differences: list[RowDifference] = field(default_factory=list)
 
@@ -102,6 +110,8 @@ class _Comparison:
             difference: RowDifference | None = RowDifference(only.label, "missing", a=here, b=there)
         else:
             difference = compare(a, b, tolerance=self.tolerance)
+            if a.scores is not None and b.scores is not None and len(a.scores.scores) == len(b.scores.scores):
+                self.scores.add(a.scores, b.scores)
             samples = list(zip(a.samples, b.samples, strict=False))
             self.num_with_ids += any(x.token_ids is not None and y.token_ids is not None for x, y in samples)
             self.num_with_logprobs += any(x.logprobs is not None and y.logprobs is not None for x, y in samples)
@@ -120,6 +130,7 @@ class _Comparison:
             "num_compared_by_token_ids": self.num_with_ids,
             "num_compared_with_logprobs": self.num_with_logprobs,
             "largest_logprob_difference": self.largest_delta,
+            **(self.scores.facts() if self.scores.num_rows else {}),
         }
 
     def tables(self) -> list[Table]:
@@ -128,6 +139,9 @@ class _Comparison:
         counts |= {_MEANINGS[kind]: number for kind, number in sorted(self.kinds.items())}
         rows = [RowCount(what, number) for what, number in counts.items()]
         tables = [table(RowCount, "rows", "Rows", rows, notes=self._notes())]
+        if self.scores.num_rows:
+            answers, notes = self.scores.answers(), [self.scores.note()]
+            tables.append(table(BestAnswers, "answers", "Best continuations", answers, self._columns(), notes=notes))
         if self.differences:
             more = num_different - min(_MAX_SHOWN, len(self.differences))
             notes = [f"and {more:,} more; --format json lists the first {_MAX_LISTED:,}"] if more else []
@@ -136,8 +150,15 @@ class _Comparison:
             tables.append(table(RowDifference, *title, listed, columns, notes=notes, max_shown=_MAX_SHOWN))
         return tables
 
+    def _columns(self) -> str:
+        """Columns of the best continuations: how many are right where targets are known."""
+        has_targets = any(each.with_target for each in self.scores.answers())
+        return "measure flipped with_target right_a interval_a right_b interval_b" if has_targets else "measure flipped"
+
     def _notes(self) -> list[str]:
-        notes = []
+        notes: list[str] = []
+        if self.scores.num_rows == self.num_rows:
+            return notes
         if not self.num_with_ids:
             notes.append("texts were compared, not token ids: generate --output-token-ids adds these")
         if not self.num_with_logprobs:

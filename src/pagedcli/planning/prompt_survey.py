@@ -111,9 +111,9 @@ class PromptSurvey:
         num_seqs: int = 1,
         is_beam_search: bool = False,
         cache_salt: str | None = None,
-    ) -> None:
+    ) -> int:
         """Count a prompt with num_seqs samples, or beams, of at most max_tokens tokens each. Token ids fit into 64
-        bits.
+        bits. Returns how many of its first tokens an earlier one begins with, in whole units.
 
         Hits are those of an unlimited cache of the earlier prompts, without generated tokens; the last token is never a
         hit, because its logits give the next token.
@@ -128,6 +128,7 @@ class PromptSurvey:
         self.num_repeated += self._whole.first_row(whole) is not None
         self._whole.add([whole], row)
         self._shapes[_Shape(num_prompt, max_tokens, num_known, num_seqs, is_beam_search)] += 1
+        return num_known * UNIT
 
     def _note_shared(self, row: int, digests: Sequence[int], token_ids: Sequence[int]) -> None:
         parent: int | None = None

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from pagedcli.batch.delimited import delimited_format
 from pagedcli.batch.prompts import Prompts
@@ -82,7 +83,10 @@ class RecordedRequests(View[PoolState]):
         if event.sample_index:
             if (first := self._by_id.get(event.request_id)) is None:
                 raise TraceError(f"sample {event.sample_index} of request {event.request_id!r} comes without sample 0")
-            first.num_samples += 1
+            if first.continuations is None:
+                first.num_samples += 1
+            else:
+                first.continuations[event.sample_index - 1 : event.sample_index] = [_continuation(event)]
             return
         self._num_beam_searches += event.beam_width is not None
         request = TraceRequest(
@@ -95,6 +99,12 @@ class RecordedRequests(View[PoolState]):
             row_id=event.row_id,
         )
         self._by_id[event.request_id] = request
+        if event.num_context_tokens is not UNSET:
+            request.num_prompt_tokens = event.num_context_tokens
+            request.token_ids = tokens[: event.num_context_tokens]
+            # of a context at least two: those of one token leave no event
+            is_single = event.num_prompt_tokens > event.num_context_tokens
+            request.continuations = [_continuation(event)] if is_single else [[0], [0]]
         if event.beam_width is None:
             self.workload.requests.append(request)
 
@@ -122,6 +132,10 @@ class RecordedRequests(View[PoolState]):
             return
         request = self._by_id[seq.request_id]
         request.num_output_tokens = max(1, event.num_output_tokens)
+        if seq.sample_index and request.continuations is not None:
+            del self._outputs[event.seq_id]
+            self._ends.pop(event.seq_id, None)
+            return
         sample = (self._outputs.pop(event.seq_id), event.reason == "stop")
         self._samples.setdefault(seq.request_id, {})[seq.sample_index] = sample
         num_spans = request.num_prompt_tokens // state.block_size
@@ -155,6 +169,12 @@ class RecordedRequests(View[PoolState]):
             workload.notes.append("the run was recorded without tokens: outputs are never found in the cache")
         workload.finish()
         return workload
+
+
+def _continuation(event: RequestAdded) -> list[int]:
+    """As many tokens as the sequence scores: which ones makes no difference."""
+    assert event.num_context_tokens is not UNSET, "it scores a continuation"
+    return [0] * (event.num_prompt_tokens - event.num_context_tokens + 1)
 
 
 class _Links:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.printable import one_line, plural
 from pagedcli.trace.state import PoolState
@@ -92,12 +94,15 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.RequestWaiting():
             return f"wait {seq}: {waiting_reason(event, state.started)}"
         case ev.RequestFinished():
-            return f"finish {seq}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
+            after = "" if event.reason == "score" else f" after {plural(event.num_output_tokens, 'token')}"
+            return f"finish {seq}: {event.reason}{after}"
         case ev.RequestRefused():
             return f"refuse request {one_line(event.row_id or event.request_id)}: {one_line(event.message)}"
         case ev.RequestAdded():
             prompt = plural(event.num_prompt_tokens, "prompt token")
-            return f"add {seq}: request {one_line(event.request_id)}, {prompt}"
+            context = event.num_context_tokens
+            scores = "" if context is UNSET else f", scores what follows the first {context:,}"
+            return f"add {seq}: request {one_line(event.request_id)}, {prompt}{scores}"
         case ev.SequenceForked():
             shared = plural(len(event.block_ids), "block")
             return f"fork {seq_name(state, event.parent_seq_id)} to {seq}: {shared} shared"
