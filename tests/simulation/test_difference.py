@@ -311,6 +311,7 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     assert set(lost) <= {name for n, (name, _) in enumerate(rows) if n % 2}
     assert lost["r23"][0] == 48
     shuffled = prompt_file(tmp_path / "c.jsonl", rows[::-1])
+    assert "verdicts" in document
     document = json.loads(pagedcli("diff", before, shuffled, *flags).stdout)
     assert [
         row["cause"] for row in document["causes"] if row["detail"] not in ("the same", "recorded, less simulated")

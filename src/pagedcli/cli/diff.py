@@ -5,20 +5,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedcli.cli.decoder import TokenizerOption, recorded_decoder
+from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import TRACE, check_files, whole_file
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from pagedcli.simulation.difference import Side
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.simulation.difference import Comparison, Side
 
 _SIDES_HELP = "A trace, a recording of `attach`, or a prompt file."
 EXIT_BAD_ROWS = 3
@@ -82,13 +86,15 @@ def _compare(
     from pagedcli.simulation.difference import Comparison
     from pagedcli.simulation.sides import captured_sides, recorded_sides
 
-    why, decode = {}, None
+    text, outcomes = None, None
     if kind == "trace":
         sides, outcomes = recorded_sides((before, after))
-        decode = recorded_decoder(after, tokenizer)
-        why = outcomes.of_requests(decode)
+        text = recorded_tokenizer(after, tokenizer)
+    elif kind == "recording":
+        sides = captured_sides((before, after))
     else:
-        sides = captured_sides((before, after)) if kind == "recording" else _prompt_sides(loaded, before, after)
+        sides, text = _prompt_sides(loaded, before, after)
+    decode = None if text is None else text.decode
     for side in sides:
         for note in side.workload.notes:
             say(f"note: {side.name}: {note}")
@@ -99,7 +105,7 @@ def _compare(
     if found.details["prompts"] and "prompts" not in found.hidden:
         shown.append(tables.prompts_table(found, decode))
     if found.sides[1].hits is not None and "prompts" not in found.hidden:
-        shown.append(tables.losses_table(found, why))
+        shown.append(tables.losses_table(found, {} if outcomes is None else outcomes.of_requests(decode)))
     if output_file is not None:
         _write(output_file, tables.page(found, shown))
     if format_ in (Format.TABLE, Format.MD):
@@ -108,8 +114,19 @@ def _compare(
         shown = shown[:1]
     elif format_ is Format.JSON:  # the measures are among the facts
         del shown[1]
-    print_tables(shown, format_, facts=tables.facts(found))
+    print_tables(shown, format_, facts=tables.facts(found), verdicts=_verdicts(found, text))
     return EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0
+
+
+def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdict] | None:
+    """Where the later prompts part, if they lost hits and their tokens are known."""
+    if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
+        return None
+    side, sample = found.sides[1], PromptSample()
+    for request in side.requests:
+        if request.token_ids is not None:
+            sample.add(request.token_ids, request.cache_salt)
+    return part_verdicts(sample, side.limits.block_size, tokenizer)
 
 
 def _kind(path: Path) -> str:
@@ -121,8 +138,8 @@ def _kind(path: Path) -> str:
     return "recording" if is_capture(path) else "prompts"
 
 
-def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[Side, Side]":
-    """Two prompt files, as this machine would run them."""
+def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[tuple[Side, Side], Tokenizer]":
+    """Two prompt files, as this machine would run them, and their tokenizer."""
     from pagedcli.batch.prompts import limits_without_pool, open_prompts
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
@@ -137,9 +154,10 @@ def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[Side, Side]":
     plan, limits = decision.expected_plan, limits_without_pool(loaded.config.engine, spec)
     step_time, sides = load_step_time(decision.time_key), []
     for path in paths:
-        workload = read_prompts(str(path), open_prompts(loaded, str(path), folder, limits))
+        prompts = open_prompts(loaded, str(path), folder, limits)
+        workload = read_prompts(str(path), prompts)
         sides.append(Side(path.name, workload, plan, step_time=step_time))
-    return sides[0], sides[1]
+    return (sides[0], sides[1]), prompts.tokenizer
 
 
 def _write(path: Path, page: bytes) -> None:
