@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.prefixes import unit_digests
 from pagedcli.core.sequence import Sequence
-from pagedcli.distributed.partition import PartQueue, PrefixKeys, SharePlan, balance, facts
+from pagedcli.distributed.partition import PrefixKeys, SharePlan, balance, facts
 from pagedcli.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -95,22 +95,6 @@ def test_a_cut_falls_between_two_families_if_that_is_near_enough():
 def test_one_family_is_still_shared_out_to_all_workers():
     parts = keys_of(families(1, 40)).ordered().parts(4)
     assert all(8 <= len(part) <= 11 for part in parts)
-
-
-def test_a_worker_that_is_done_takes_the_last_part_of_the_one_with_most_left():
-    queue = PartQueue([1] * 8, num_workers=2)
-    assert [queue.take(0) for _ in range(4)] == [0, 1, 2, 3]
-    assert queue.take(0) == 7
-    assert queue.num_stolen == 1
-    assert [queue.take(1) for _ in range(4)] == [4, 5, 6, None]
-
-
-@given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=20), turns=st.lists(st.integers(0, 2), max_size=80))
-@settings(max_examples=60, deadline=None)
-def test_no_part_is_given_out_twice_and_none_is_forgotten(costs, turns):
-    queue = PartQueue(costs, num_workers=3)
-    taken = [queue.take(worker) for worker in [*turns, *[0] * (len(costs) + 1)]]
-    assert sorted(part for part in taken if part is not None) == list(range(len(costs)))
 
 
 def test_the_prediction_is_what_block_managers_that_never_evict_find():

@@ -14,12 +14,10 @@ from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.prompts import Prompts, batch_options, open_source
-from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import load_config
 from pagedcli.core.limits import Limits
 from pagedcli.distributed.merge import merge_parts
-from pagedcli.distributed.partition import Coordinator
 from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError, UsageError
@@ -254,38 +252,6 @@ def test_plan_says_what_the_distribution_gives(single):
     assert set(ways) == {"bucketed by prefix", "round-robin", "random"}
     assert ways["bucketed by prefix"]["num_computed_tokens"] <= ways["random"]["num_computed_tokens"]
     assert 1 <= ways["bucketed by prefix"]["max_over_mean"] < 1.3
-
-
-def test_a_ticket_that_comes_again_gets_the_same_part():
-    coordinator = Coordinator([7, 8, 9], [1, 1, 1], num_workers=2)
-    first = coordinator.lease(0, "a")
-    assert coordinator.lease(0, "a") == coordinator.lease(0, "b") == first
-    assert {first, coordinator.lease(1, "b"), coordinator.lease(2, "a")} == {7, 8, 9}
-    assert coordinator.lease(3, "a") is None
-
-
-def test_a_new_worker_takes_the_seat_of_the_one_that_is_silent():
-    coordinator = Coordinator(list(range(8)), [1] * 8, num_workers=2)
-    coordinator.lease(0, "a")
-    coordinator.lease(1, "b")
-    coordinator.report("a", "process", BatchStats())
-    assert coordinator.lease(2, "c") == 5, "b had parts 4 to 7"
-
-
-def test_a_restarted_worker_adds_to_what_its_dead_process_did():
-    coordinator = Coordinator([0], [1], num_workers=1)
-    coordinator.report("a", "host:1", BatchStats(num_done=3))
-    coordinator.report("a", "host:2", BatchStats(num_done=4))
-    snapshot = coordinator.snapshot()
-    assert sum(stats.num_done for stats in snapshot.workers["a"].values()) == 7
-    assert list(snapshot.workers["a"]) == ["host:1", "host:2"]
-
-
-def test_no_part_is_given_out_after_stop():
-    coordinator = Coordinator([0, 1], [1, 1], num_workers=1)
-    coordinator.stop()
-    assert coordinator.lease(0, "a") is None
-    assert coordinator.report("a", "process", BatchStats())
 
 
 def test_without_ray_the_error_says_what_to_install(tmp_path):

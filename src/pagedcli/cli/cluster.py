@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,10 @@ from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.distributed.partition import Snapshot
     from pagedcli.distributed.parts import PartFolder
     from pagedcli.distributed.ray_job import RayRun, WorkerPool
 
-_POLL_S = 0.25
+_POLL_S = 1.0
 
 
 def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: int) -> int:
@@ -50,11 +50,11 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     say_model(job.loaded.config.engine.model)
     ignored = _prepare(job, folder, num_workers)
     missing = folder.missing()
-    costs = [folder.manifest.costs[part] for part in missing]
     num_rows = sum(folder.manifest.num_rows)
     say(f"{plural(num_rows, 'row')} in {plural(folder.manifest.num_parts, 'part')}, {len(missing):,} to do")
     max_errors = job.loaded.config.run.max_errors
-    progress = _Progress(num_rows, num_resumed=_num_resumed(folder, missing), max_errors=max_errors)
+    counter = _RowCounter(folder)
+    progress = _Progress(num_rows, num_resumed=counter.count(), max_errors=max_errors)
     job.watch(progress.stats)
     outcome: Outcome = "complete"
     if missing:
@@ -62,10 +62,13 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
         each = f"{plural(pool.num_cpus, 'core')} and {plural(pool.num_gpus, 'GPU')}"
         say(f"starting {plural(pool.num_workers, 'worker')} with {each} each")
         with cluster(address, pool):
-            outcome = _work(RayRun(output.resolve(), job.loaded, missing, costs, pool), progress)
+            outcome = _work(RayRun(output.resolve(), job.loaded, missing, pool), progress, counter)
     if outcome == "complete":
         folder.remove_work()
         progress.count_parts(folder)
+    else:
+        progress.count_rows(counter.count())
+    job.watch(progress.stats)  # by now another record
     result = BatchResult(outcome, progress.stats, ignored)
     say_summary(result)
     progress.say_workers()
@@ -122,40 +125,38 @@ def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]
     return weighed.ignored
 
 
-def _work(run: "RayRun", progress: "_Progress") -> Outcome:
-    stop, told = StopRequest(rows_are_kept=lambda: True), False
+def _work(run: "RayRun", progress: "_Progress", counter: "_RowCounter") -> Outcome:
+    stop = StopRequest(rows_are_kept=lambda: True)
     with progress_view(quiet_terminal=False) as view, stop.listening():
         run.start()
-        while not run.wait(_POLL_S):
-            progress.update(run.snapshot())
+        while not run.wait(_POLL_S) and not stop.requested and not progress.has_too_many_errors:
+            progress.update(run.runs)
+            progress.count_rows(counter.count())
             view.update(progress.stats)
-            if (stop.requested or progress.has_too_many_errors) and not told:
-                run.stop()
-                told = True
-        progress.update(run.snapshot())
+    progress.update(run.runs)
     if progress.has_too_many_errors:
         return "too_many_errors"
-    return "interrupted" if told else "complete"
+    return "interrupted" if stop.requested else "complete"
 
 
 class _Progress:
-    """The counters of all workers."""
+    """The counters of all workers, after the parts that they have done; rows also of the parts that they are doing."""
 
     def __init__(self, num_rows: int, *, num_resumed: int, max_errors: int | None) -> None:
         self._start_s = time.perf_counter()
         self._max_errors = max_errors
         self._num_rows = num_rows
         self._num_resumed = num_resumed
-        self._snapshot: Snapshot | None = None
+        self._runs: dict[str, dict[str, BatchStats]] = {}
         self.stats = BatchStats(num_rows=num_rows, num_resumed=num_resumed)
 
     @property
     def has_too_many_errors(self) -> bool:
         return self._max_errors is not None and self.stats.num_failed >= self._max_errors
 
-    def update(self, snapshot: "Snapshot") -> None:
-        self._snapshot = snapshot
-        self.stats = total(stats for runs in snapshot.workers.values() for stats in runs.values())
+    def update(self, runs: dict[str, dict[str, BatchStats]]) -> None:
+        self._runs = runs
+        self.stats = total(stats for processes in runs.values() for stats in processes.values())
         self.stats.num_rows, self.stats.num_resumed = self._num_rows, self._num_resumed
         self.stats.elapsed_s = time.perf_counter() - self._start_s
 
@@ -169,10 +170,12 @@ class _Progress:
         self.stats.num_failed = min(self.stats.num_failed, num_failed)
         self.stats.num_resumed_failed = num_failed - self.stats.num_failed
 
+    def count_rows(self, num_kept: int) -> None:
+        """The rows that are in parts and journals by now."""
+        self.stats.num_done = num_kept - self.stats.num_resumed
+
     def say_workers(self) -> None:
-        if self._snapshot is None:
-            return
-        for number, runs in enumerate(self._snapshot.workers.values(), 1):
+        for number, runs in enumerate(self._runs.values(), 1):
             stats = total(runs.values())
             seconds = max(sum(each.elapsed_s for each in runs.values()), 1e-9)
             rows, per_s = plural(stats.num_done, "row"), stats.facts.num_generated_tokens / seconds
@@ -181,21 +184,33 @@ class _Progress:
                 f"  worker {number:<5} {rows}, {per_s:,.0f} tok/s"
                 f" generated, {100 * stats.facts.hit_rate:.1f} % cached{restarts}"
             )
-        num_stolen = self._snapshot.num_stolen
-        say(f"  stolen       {plural(num_stolen, 'part')} done by a different worker than planned")
 
 
-def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
-    """Number of rows in finished parts and in journals."""
-    from pagedcli.batch.journal import journal_path
+class _RowCounter:
+    """Counts the rows in finished parts and in journals, of which it reads each byte once."""
 
-    num_rows = sum(folder.manifest.num_rows) - sum(folder.manifest.num_rows[part] for part in missing)
-    for part in missing:
-        path = journal_path(folder.part(part))
-        if path.exists():
-            with path.open("rb") as file:
-                num_rows += max(sum(1 for _ in file) - 1, 0)  # the first line is the header
-    return num_rows
+    def __init__(self, folder: "PartFolder") -> None:
+        self._folder = folder
+        self._num_rows = list(folder.manifest.num_rows)
+        self._ends = dict.fromkeys(folder.missing(), 0)  # unfinished part -> bytes of its journal that were read
+        for part in self._ends:
+            self._num_rows[part] = -1  # the first line is the header
+
+    def count(self) -> int:
+        """The rows by now."""
+        from pagedcli.batch.journal import journal_path
+
+        for part, end in list(self._ends.items()):
+            if self._folder.is_done(part):
+                self._num_rows[part] = self._folder.manifest.num_rows[part]
+                del self._ends[part]
+                continue
+            with suppress(FileNotFoundError), journal_path(self._folder.part(part)).open("rb") as file:
+                file.seek(end)
+                content = file.read()
+                self._num_rows[part] += content.count(b"\n")
+                self._ends[part] = end + len(content)
+        return sum(max(0, number) for number in self._num_rows)
 
 
 def _pool(job: Job, address: str | None, num_workers: int) -> "WorkerPool":

@@ -1,22 +1,19 @@
-"""Assigns rows to parts and parts to workers: rows are sorted by the chain hashes of their first blocks and cut by
-tokens; a coordinator, which the driver runs as a separate actor, hands out the parts and collects counters.
+"""Assigns rows to parts: rows are sorted by the chain hashes of their first blocks and cut by tokens.
 
 Used by the distributed run and by `pagedcli plan --workers`; works on arrays, without text, files, a cluster or Ray.
 Rows with a common prefix become neighbours at every depth, so a contiguous share computes the prefix once.
 """
 
-import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedcli.batch.stats import BatchStats
 from pagedcli.core.prefixes import unit_digests
 
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks at the start of a prompt that are in its sort key
@@ -100,28 +97,6 @@ def balanced_cuts(costs: Ints, shared_tokens: Ints, num_parts: int) -> list[int]
     return list(np.maximum.accumulate(cuts)) if cuts else []
 
 
-class PartQueue:
-    """Decides who does which part next: each worker works through its own share from the front; one that is done takes
-    the last part of the worker with the most left."""
-
-    def __init__(self, costs: Sequence[int], num_workers: int) -> None:
-        self._costs = list(costs)
-        cuts = balanced_cuts(np.array(self._costs), np.zeros(len(self._costs), np.int64), num_workers)
-        ends = [*cuts, len(self._costs)]
-        self._left = [list(range(start, end)) for start, end in zip([0, *cuts], ends, strict=True)]
-        self.num_stolen = 0  # parts
-
-    def take(self, worker: int) -> int | None:
-        """The next part of a worker, None if no part is left."""
-        if self._left[worker]:
-            return self._left[worker].pop(0)
-        victim = max(self._left, key=lambda parts: (sum(self._costs[part] for part in parts), len(parts)))
-        if not victim:
-            return None
-        self.num_stolen += 1
-        return victim.pop()
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """One worker's load in tokens, with a prefix cache that never evicts."""
@@ -196,69 +171,3 @@ def facts(shares: Sequence[Share]) -> dict[str, Any]:
         "max_over_mean": balance(shares),
         "num_rows_per_worker": [share.num_rows for share in shares],
     }
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """One worker, over all its restarts."""
-
-    seat: int  # its share of the parts
-    heard_s: float
-    runs: dict[str, BatchStats] = field(default_factory=dict)  # per process: a restarted worker counts from 0
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The counters of each worker process, by worker and process."""
-
-    workers: dict[str, dict[str, BatchStats]]
-    num_stolen: int  # parts done by another worker than planned
-
-
-class Coordinator:
-    """Assigns parts to tickets. A ticket presented again, because its worker died, gets the same part."""
-
-    def __init__(self, parts: list[int], costs: list[int], num_workers: int) -> None:
-        self._parts = parts
-        self._queue = PartQueue(costs, num_workers)
-        self._num_workers = num_workers
-        self._leases: dict[int, int] = {}  # ticket -> part
-        self._workers: dict[str, WorkerState] = {}
-        self._stopping = False
-
-    def lease(self, ticket: int, worker: str) -> int | None:
-        """The part of a ticket; None when the run is stopping or no part is left."""
-        if self._stopping:
-            return None
-        if ticket not in self._leases:
-            place = self._queue.take(self._state(worker).seat)
-            if place is None:
-                return None
-            self._leases[ticket] = self._parts[place]
-        return self._leases[ticket]
-
-    def report(self, worker: str, process: str, stats: BatchStats) -> bool:
-        """Record a worker's counters. Returns whether it should stop."""
-        state = self._state(worker)
-        state.runs[process] = stats
-        state.heard_s = time.monotonic()
-        return self._stopping
-
-    def stop(self) -> None:
-        """Assign no more parts, and stop those in progress."""
-        self._stopping = True
-
-    def snapshot(self) -> Snapshot:
-        runs = {worker: state.runs for worker, state in self._workers.items()}
-        return Snapshot(runs, self._queue.num_stolen)
-
-    def _state(self, worker: str) -> WorkerState:
-        if worker not in self._workers:
-            self._workers[worker] = WorkerState(self._free_seat(), time.monotonic())
-        return self._workers[worker]
-
-    def _free_seat(self) -> int:
-        """A free seat; otherwise that of the worker silent for longest, which is probably dead."""
-        taken = {state.seat: state.heard_s for state in self._workers.values()}
-        free = [seat for seat in range(self._num_workers) if seat not in taken]
-        return free[0] if free else min(taken, key=lambda seat: taken[seat])

@@ -1,11 +1,11 @@
-"""A run on a Ray cluster: Ray Data's actor pool processes tickets, each of which stands for one part of the input.
+"""A run on a Ray cluster: Ray Data's actor pool processes the parts of the input, and retries those of dead workers.
 
-The only module that imports ray. A ticket names no part: the coordinator assigns the next one of the worker's own
-share, or steals one, and assigns the same one again if Ray retries the ticket because the worker died.
+The only module that imports ray.
 """
 
 import logging
 import os
+import pickle
 import re
 import threading
 from collections.abc import Iterator
@@ -18,14 +18,13 @@ import ray
 import ray.data
 import ray.exceptions
 
+from pagedcli.batch.stats import BatchStats
 from pagedcli.config import LoadedConfig
-from pagedcli.distributed.partition import Coordinator, Snapshot
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError
 
-_REPORT_EVERY_S = 0.5
 _PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
-_OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only tickets go through it
+_OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only numbers and counters go through it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +76,21 @@ def _silent_stderr() -> Iterator[None]:
 
 
 class RayRun:
-    """Runs the remaining parts on the connected cluster."""
+    """Runs the remaining parts on the connected cluster. `runs`: the counters of each worker after its last part, by
+    worker and process, as a restarted worker counts from 0."""
 
-    def __init__(
-        self, folder: Path, loaded: LoadedConfig, parts: list[int], costs: list[int], pool: WorkerPool
-    ) -> None:
-        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
-        self._coordinator = actor.remote(parts, costs, pool.num_workers)
-        self._dataset = _tickets(len(parts)).map_batches(
+    def __init__(self, folder: Path, loaded: LoadedConfig, parts: list[int], pool: WorkerPool) -> None:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        # Workers take turns: in this order each begins with a share of neighbours, whose prefixes are alike.
+        num_workers = min(pool.num_workers, len(parts))
+        stride = -(-len(parts) // num_workers)
+        items = [{"part": part} for start in range(stride) for part in parts[start::stride]]
+        self._dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             _PartActor,
             batch_size=1,
-            fn_constructor_args=(folder, loaded, self._coordinator),
+            fn_constructor_args=(folder, loaded),
             compute=ray.data.ActorPoolStrategy(
-                size=min(pool.num_workers, len(parts)),
+                size=num_workers,
                 max_tasks_in_flight_per_actor=_PARTS_AT_ONCE,
                 max_concurrent_calls_per_actor=_PARTS_AT_ONCE,
                 enable_true_multi_threading=True,
@@ -97,6 +98,7 @@ class RayRun:
             num_cpus=pool.num_cpus,
             num_gpus=pool.num_gpus,
         )
+        self.runs: dict[str, dict[str, BatchStats]] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="ray data", daemon=True)
 
@@ -115,58 +117,27 @@ class RayRun:
             ) from self._error
         return True
 
-    def stop(self) -> None:
-        """Make the workers stop after their current step."""
-        ray.get(self._coordinator.stop.remote())
-
-    def snapshot(self) -> Snapshot:
-        snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote())
-        return snapshot
-
     def _work(self) -> None:
         try:
-            for _ in self._dataset.iter_batches(batch_size=1, prefetch_batches=0):
-                pass
+            for batch in self._dataset.iter_batches(batch_size=1, prefetch_batches=0):
+                worker, process, stats = (batch[name][0] for name in ("worker", "process", "stats"))
+                self.runs = {**self.runs, worker: {**self.runs.get(worker, {}), process: pickle.loads(stats)}}
         except Exception as error:  # Ray wraps any exception of a worker.
             self._error = error
 
 
-def _tickets(num_tickets: int) -> Any:
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    return ray.data.from_items([{"ticket": number} for number in range(num_tickets)], override_num_blocks=num_tickets)
-
-
 class _PartActor:
-    """A worker as a callable class for Ray Data: loaded once, called with one ticket after another."""
+    """A worker as a callable class for Ray Data: loaded once, called with one part after another."""
 
-    def __init__(self, folder: Path, loaded: LoadedConfig, coordinator: Any) -> None:
+    def __init__(self, folder: Path, loaded: LoadedConfig) -> None:
         self._worker = Worker(folder, loaded)
-        self._coordinator = coordinator
         self._name = ray.get_runtime_context().get_actor_id()
-        self._sending = threading.Lock()  # one at a time, to keep reports in order
-        threading.Thread(target=self._report_always, name="report", daemon=True).start()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        for ticket in batch["ticket"].tolist():
-            part = ray.get(self._coordinator.lease.remote(ticket, self._name))
-            if part is not None:
-                self._worker.run_part(part)
-        self._report()
-        return batch
-
-    def _report_always(self) -> None:
-        pause = threading.Event()
-        while not self._report():
-            pause.wait(_REPORT_EVERY_S)
-        self._worker.stop()
-
-    def _report(self) -> bool:
+        for part in batch["part"].tolist():
+            self._worker.run_part(part)
         process = f"{os.uname().nodename}:{os.getpid()}"
-        with self._sending:
-            answer = self._coordinator.report.remote(self._name, process, self._worker.stats)
-        stop: bool = ray.get(answer)
-        return stop
+        return {"worker": [self._name], "process": [process], "stats": [pickle.dumps(self._worker.stats)]}
 
 
 def cause_of(error: BaseException) -> str:
