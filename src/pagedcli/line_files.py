@@ -20,6 +20,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd as zstd
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec.json.decode raises
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 18
 _MOST_LINE_BYTES = 1 << 26  # a prompt of a million token ids takes 7 MB
@@ -131,7 +132,7 @@ class LineReader:
         if rest:
             try:
                 msgspec.json.decode(rest)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except NOT_JSON:
                 self._is_cut = True
                 self.notes.append(f"the last line is torn ({len(rest)} bytes dropped): the run was cut off")
             else:

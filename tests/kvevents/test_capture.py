@@ -129,3 +129,24 @@ def test_what_is_no_recording_is_refused(tmp_path):
     path.write_text('{"t": 0, "frames": ["AA=="]}\n{"t": 0, "frames": ["not base64!"]}\n')
     with pytest.raises(TraceError, match=r"e\.jsonl:2"):
         list(CaptureReader(path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"t": 0, "frames": ["\xe1A=="]}',
+        b'{"event_id": 1, "data": {"type": "\xd6"}}',
+        b'{"t": 0, "frames": ' + b"[" * 100_000,
+        b'{"event_id": ' + b"[" * 100_000,
+    ],
+    ids=["message", "event", "nested message", "nested event"],
+)
+def test_bytes_that_are_no_json_are_damage_wherever_they_are(line, tmp_path):
+    path = tmp_path / "e.jsonl"
+    for content, place in ((b'{"t": 0, "frames": ["AA=="]}\n' + line + b"\n", 2), (line + b"\n", 1)):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=rf"e\.jsonl:{place}: "):
+            list(CaptureReader(path))
+    path.write_bytes(b'{"kv_events": 1, "pagedcli_version": "\xe1", "time_s": 0, "sources": [], "tokens": true}\n')
+    with pytest.raises(TraceError, match=r"e\.jsonl:1: not a recording"):
+        CaptureReader(path)

@@ -15,6 +15,7 @@ from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, c
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
+from pagedcli.line_files import NOT_JSON
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -58,7 +59,7 @@ def read_earlier(path: Path | None, name: str) -> list[Earlier] | None:
         return msgspec.convert(document[name], list[Earlier])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, KeyError) as error:
+    except (*NOT_JSON, KeyError) as error:
         hint = f"make one with pagedcli bench {name} --format json"
         raise UsageError(f"{path} is not a measurement to compare with", hint=hint) from error
 

@@ -27,6 +27,7 @@ from pagedcli.batch.prompts import Prompts
 from pagedcli.distributed.partition import Ints, PrefixKeys
 from pagedcli.errors import UsageError
 from pagedcli.files import read_own, sync_files, whole_file
+from pagedcli.line_files import NOT_JSON
 
 SCHEMA_VERSION = 1
 _MANIFEST, _ROWS, _WORK = "manifest.json", "rows.u64", ".work"
@@ -231,7 +232,7 @@ class PartFolder:
             return None
         try:
             manifest = msgspec.json.decode(read_own(path), type=Manifest)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, *NOT_JSON) as error:
             raise UsageError(f"{path} does not describe a distributed run: {error}") from error
         if manifest.pagedcli_parts != SCHEMA_VERSION:
             raise UsageError(

@@ -21,7 +21,7 @@ from pagedcli.errors import TraceError
 from pagedcli.kvevents.formats import FORMATS, decode_batch
 from pagedcli.kvevents.redact import Redactor
 from pagedcli.kvevents.wire import BlockHash, Stored, WireError, split_frames
-from pagedcli.line_files import LineReader, LineWriter
+from pagedcli.line_files import NOT_JSON, LineReader, LineWriter
 
 FORMAT_VERSION = 1
 _FLUSH_S = 0.5
@@ -135,7 +135,7 @@ class CaptureReader:
             return None
         try:
             header = msgspec.json.decode(first, type=RecordingHeader)
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             raise TraceError(f"{self.path}:1: not a recording of KV events ({error})") from error
         if header.kv_events != FORMAT_VERSION:
             raise TraceError(
@@ -153,7 +153,7 @@ class CaptureReader:
             if not math.isfinite(row.t) or row.source < 0:
                 raise TraceError(f"{self.place}: a message without a time or a source")
             return [base64.b64decode(frame, validate=True) for frame in row.frames], row.t, row.source
-        except (msgspec.DecodeError, binascii.Error, RecursionError) as error:
+        except (*NOT_JSON, binascii.Error) as error:
             what = f"the recording is damaged: this line is no message ({error})"
             raise TraceError(
                 f"{self.place}: {what}", hint=self._lines.rescue_hint(self._lines.line_number - 1)
@@ -191,7 +191,7 @@ def is_capture_line(line: bytes) -> bool:
     """Whether a file with this first line contains KV events rather than a trace of our engine."""
     try:
         first: Any = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         return False
     if isinstance(first, list):
         first = first[0] if first else None
