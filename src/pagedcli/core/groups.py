@@ -95,7 +95,7 @@ class TableShape:
 
     @property
     def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
+        return self.windows.count(None) < len(self.windows)
 
     def num_entries(self, num_tokens: int) -> int:
         """Length of the table of so many tokens, released entries included."""
@@ -119,6 +119,8 @@ class TableShape:
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """most_in_group of all groups together."""
+        if not self.has_windows:  # as for nearly every model, and each row asks
+            return blocks_for(num_tokens, self.block_size) * self.num_groups
         return sum(self.most_in_group(group, num_tokens, chunk) for group in range(self.num_groups))
 
     def most_in_windows(self, chunk: int) -> int:

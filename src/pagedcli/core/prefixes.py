@@ -161,9 +161,10 @@ class SeenPrefixes:
         self._num_tokens = 0  # tokens in the newer tree
         self.has_forgotten = False
 
-    def add(self, token_ids: Sequence[int], salt: str | None = None) -> int:
-        """Remember a sequence. Returns how many of its first tokens an earlier one of the same salt begins with."""
-        tokens, older = token_bytes(token_ids), self._older.get(salt)
+    def add(self, token_ids: Sequence[int], salt: str | None = None, *, look_back: bool = True) -> int:
+        """Remember a sequence. Returns how many of its first tokens an earlier one of the same salt begins with;
+        without `look_back` only those that came last count."""
+        tokens, older = token_bytes(token_ids), self._older.get(salt) if look_back else None
         found = 0 if older is None else older.find(tokens).num_tokens
         shared = self._newer.setdefault(salt, PrefixTree()).add(tokens)
         self._num_tokens += len(token_ids) - shared.num_tokens

@@ -123,7 +123,9 @@ class PromptSurvey:
         *digests, whole = unit_digests([*token_ids, *end], cache_salt, UNIT)
         num_known = self._seen.num_known(digests)
         self._note_shared(row, digests[:num_known], token_ids)
-        self._longest_shared = max(self._longest_shared, self._newest.add(token_ids, cache_salt))
+        may_be_longest = (num_known + 1) * UNIT > self._longest_shared
+        found = self._newest.add(token_ids, cache_salt, look_back=may_be_longest)
+        self._longest_shared = max(self._longest_shared, found)
         self._seen.add(digests[num_known:], row)
         self.num_repeated += self._whole.first_row(whole) is not None
         self._whole.add([whole], row)
