@@ -81,6 +81,7 @@ class Asker:
         self.token_ids, self.cache_salt = token_ids, cache_salt
         self.seq_id, self.block_table, self.prefixes = 0, [], []
         self.num_computed_tokens = self.num_cached_tokens = 0
+        self.num_context_tokens = None
 
     @property
     def num_tokens(self):
