@@ -26,12 +26,17 @@ test-ray: $(VENV)/.installed-dev
 	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	$(BIN)/python -m pytest $(RAY_TESTS)
 
-# lm-evaluation-harness and Inspect are installed into an environment of their own; without them their tests are skipped.
+# lm-evaluation-harness and Inspect are installed into an environment of their own, which sees that of the other tests;
+# where they cannot be installed, their tests are skipped, and say so.
 TOOLS_VENV ?= .venv-tools
+TOOLS_PYTHON = $(TOOLS_VENV)/bin/python
 test-tools: $(VENV)/.installed-dev
-	test -x $(TOOLS_VENV)/bin/python || $(PYTHON) -m venv $(TOOLS_VENV)
-	-$(TOOLS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,inspect,lm-eval]' 'lm-eval[hf]'
-	$(TOOLS_VENV)/bin/python -m pytest -m tools tests/tools
+	test -x $(TOOLS_PYTHON) || $(BIN)/python -m venv --without-pip $(TOOLS_VENV)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(TOOLS_PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/other_tests.pth"
+	-$(BIN)/pip --python $(TOOLS_PYTHON) install --quiet --constraint constraints.txt \
+	  --editable '.[inspect,lm-eval]' 'lm-eval[hf]'
+	$(TOOLS_PYTHON) -m pytest -m tools tests/tools
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
