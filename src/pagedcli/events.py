@@ -165,6 +165,7 @@ class BlockEvicted(Event, frozen=True, gc=False):
 
     block_id: int
     hash: int
+    for_seq_id: int | msgspec.UnsetType = msgspec.UNSET  # the sequence that needed a block; UNSET: an older trace
 
 
 class BlocksFilled(Event, frozen=True, gc=False):

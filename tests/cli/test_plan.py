@@ -243,7 +243,7 @@ def test_fewer_slots_alone_are_no_reason_for_smaller_blocks():
     slots = {row["block_size"]: row["num_slots"] for row in found["block_sizes"]}
     assert found["recommended_block_size"] == 16
     assert slots[8] * 1.02 < slots[16]
-    screen = " ".join(plan("-", stdin=lines).stdout.split())
+    screen = " ".join(plan("-", "--all", stdin=lines).stdout.split())
     assert "recommended block size: 16, as tried above" in screen
 
 
@@ -278,7 +278,7 @@ def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
     monkeypatch.setattr(step_time, "cache_folder", lambda: tmp_path / "no-times")  # with the processor's name
 
     def shown(format_, lines='{"id": "x\\u001b[31mred", "prompt": 5}\n{"prompt": "The fox"}\n'):
-        return plan("-", "--no-calibrate", "--format", format_, stdin=lines, expect=3).stdout
+        return plan("-", "--all", "--no-calibrate", "--format", format_, stdin=lines, expect=3).stdout
 
     screen = shown("table")
     assert "\x1b" not in screen
@@ -299,7 +299,7 @@ def test_shared_texts_name_lines_and_both_ends_on_one_line():
     assert beginning.startswith(head)
     assert tail in beginning
     assert len(head) == len(tail) == 32
-    screen = plan("-", stdin=lines).stdout
+    screen = plan("-", "--all", stdin=lines).stdout
     (shown,) = (line for line in screen.splitlines() if "1, 2, 3, 4" in line)
     assert '  "You answer in one line. \\x1b[31m' in shown
     assert "shared_texts" not in as_json("-", stdin='{"prompt": "The fox"}')

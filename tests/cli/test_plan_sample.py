@@ -88,6 +88,6 @@ def test_what_sample_does_not_go_with(arguments, wanted, long_file):
 def test_a_short_file_is_planned_whole(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "The fox"}\n' * 30)
-    shown = pagedcli("plan", path, "--no-calibrate", "--sample").stdout
+    shown = pagedcli("plan", path, "--no-calibrate", "--sample", "--all").stdout
     assert "spread over" not in shown
     assert "Ideal hit rate and waste" in shown

@@ -29,7 +29,7 @@ def forecast_of(path, *flags, expect=0):
 def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
-    first, second = (pagedcli("plan", many) for _ in range(2))
+    first, second = (pagedcli("plan", many, "--all") for _ in range(2))
     assert re.search("calibrating: loads builtin .* s; once for machine and model\n", first.stderr)
     assert "calibrating" not in second.stderr
     assert re.search(r"^time +[\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s\)$", second.stdout, re.M)
@@ -72,7 +72,7 @@ def test_a_run_among_other_work_teaches_a_calibration_nothing(many, tmp_path, mo
 
 def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    result = pagedcli("plan", many, "--no-calibrate", *TIGHT)
+    result = pagedcli("plan", many, "--all", "--no-calibrate", *TIGHT)
     assert re.search(r"^preemptions +\d+, \d+ tokens computed again$", result.stdout, re.M)
     assert "no calibration of this model on this machine: plan without --no-calibrate makes one" in result.stdout
     assert "Where the time goes" not in result.stdout
@@ -113,7 +113,7 @@ def test_a_dry_run_never_calibrates(many, tmp_path, monkeypatch):
 def test_beams_are_left_out_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "beam_width": 2, "temperature": 0}\n')
-    assert "1 row with beam search: left out" in pagedcli("plan", path).stdout
+    assert "1 row with beam search: left out" in pagedcli("plan", path, "--all").stdout
 
 
 def test_an_output_that_is_not_there_is_called_one(prompts):

@@ -61,7 +61,11 @@ def test_1_why_no_hits_on_prompts_that_share_240_tokens(files):
 
 def test_2_which_lookup_gave_this_cached_token_count(files):
     text = answer("explain", files / "shared.run.jsonl", "--request", "user-2")
-    header, row = next(zip(text.splitlines()[1:], text.splitlines()[3:], strict=False))
+    assert text.startswith("Request user-2 (seq 2) looked up its prompt at step ")
+    assert ": 240 of 270 tokens (88.9 %) came from the cache." in text.splitlines()[0]
+    lines = text.splitlines()
+    title = next(place for place, line in enumerate(lines) if line.startswith("Lookups"))
+    header, row = lines[title + 1], lines[title + 3]
     assert header.split()[:4] == ["step", "seq", "request", "kind"]
     assert row.split()[1:9] == ["2", "user-2", "first", "270", "16", "15", "240", "240"]
     assert row.endswith("the next block had never been computed before")
@@ -169,7 +173,7 @@ def test_15_how_much_is_wasted(files):
 
 
 def test_16_which_block_size_should_i_use(files):
-    text = answer("plan", files / "shared.jsonl")
+    text = answer("plan", files / "shared.jsonl", "--all")
     assert re.search(r"^ +256 +0\.0 % +0 +46\.9 %", text, re.MULTILINE)
     assert re.search(r"^ +16 +66\.7 % +720 +0\.0 %", text, re.MULTILINE)
     assert "recommended block size: " in text
@@ -210,5 +214,5 @@ def test_21_which_rows_failed_where_and_why(files):
 
 
 def test_22_which_prompts_share_most_by_line_and_text(files):
-    text = answer("plan", files / "clock.jsonl")
+    text = answer("plan", files / "clock.jsonl", "--all")
     assert re.search(r'^ +8 +2 +1, 2 +0  "Once upon a time it was 1"$', text, re.MULTILINE)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from pagedcli.cli.main import app
 from pagedcli.show import terminal
 
-LINE = "  waiting      1.54 s over all sequences, mean 64.3 ms: 52.3 % token budget, 47.7 % free blocks of the pool"
+LINE = "  waiting      mean 64.3 ms a sequence, 1.54 s in all: 52.3 % token budget, 47.7 % free blocks of the pool"
 
 
 class Terminal:
@@ -36,7 +36,7 @@ def test_lines_of_the_summary_break_between_words(monkeypatch, columns):
     assert all(len(line) <= columns for line in lines)
     assert screen.text.split() == LINE.split(), "no word is broken"
     assert all(line.startswith(" " * 15) for line in lines[1:])
-    assert lines[0].startswith("  waiting      1.54 s")
+    assert lines[0].startswith("  waiting      mean 64.3 ms")
 
 
 def test_a_pipe_gets_each_line_whole(capsys):

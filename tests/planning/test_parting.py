@@ -138,7 +138,7 @@ def test_the_changed_texts_have_the_promised_rate():
 def test_without_a_tokenizer_the_place_is_found_but_not_named(make):
     case = planted.drawn(make, 60, 3)
     (named,), (found,) = found_in(case.file), found_in(case.file, with_words=False)
-    assert (found.kind, found.action) == ("text", "move")
+    assert (found.kind, found.action, found.texts) == ("text", "move", ())
     assert abs(found.first_token - named.first_token) <= 2
     assert found.new_rate == pytest.approx(named.new_rate, abs=0.05)
 

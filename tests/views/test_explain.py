@@ -5,9 +5,9 @@ import random
 import pytest
 from scripted import Simulation
 
-from pagedcli.events import PrefixLookedUp
+from pagedcli.events import BlockEvicted, PrefixLookedUp
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.explain import Explainer, divergence_text, hits_by_salt
+from pagedcli.views.explain import Explainer, divergence_text, hits_by_salt, lookup_story
 
 
 class Explained:
@@ -96,6 +96,7 @@ def test_evicted_tells_when_and_how_many_more_blocks():
     assert again.why().startswith(
         "the content had been cached, but was evicted at step 3; keeping it would take at least "
     )
+    assert f"to make room for request {again.evicted_for}" in lookup_story(again)
 
 
 def crowd(seed, *, num_blocks, one_by_one=False, block_size=2):
@@ -175,6 +176,32 @@ def test_parts_of_parts_fit_and_a_finished_run_leaves_nothing_unknown(num_blocks
             assert totals.last_block_shared <= totals.last_block
             assert totals.not_known == 0
             assert totals.reasons["not_known"] == 0
+
+
+def test_an_eviction_names_the_request_that_needed_the_block():
+    """The same is found in older traces, whose evictions name nobody: who takes the block next needed it."""
+    named, unnamed, events = Explainer(), Explainer(), []
+    into_named, into_unnamed = pool_fold(named), pool_fold(unnamed)
+
+    def emit(event):
+        events.append(event)
+        into_named(event)
+        is_eviction = isinstance(event, BlockEvicted)
+        into_unnamed(BlockEvicted(event.block_id, event.hash) if is_eviction else event)
+
+    sim = Simulation(4, 4, emit=emit, max_num_batched_tokens=1000, max_num_seqs=8, trace_tokens=True)
+    for prompt in (A + B, C + D, [5] * 8, A + B):
+        sim.add(prompt, 1)
+        sim.run()
+    named.finish()
+    third, again = named.lookups[2:]
+    assert again.reason == "evicted"
+    assert again.evicted_for == third.label == unnamed.lookups[-1].evicted_for
+    assert again.wanted_step == again.step
+    assert [event.for_seq_id for event in events if isinstance(event, BlockEvicted)][:2] == [third.seq_id] * 2
+    told = lookup_story(again)
+    assert f"was evicted at step {again.evicted_step} to make room for request {third.label}" in told
+    assert "1 more block would have kept it" in told
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -39,7 +39,7 @@ def test_explain_shows_it(tmp_path):
     trace = write(tmp_path / "run.jsonl", vetoed_events())
     result = pagedcli("explain", trace, columns=200)
     assert "lost: K and V cached, no checkpoint of the recurrent state" in result.stdout
-    assert "no_checkpoint" in result.stdout
+    assert "but no checkpoint of the recurrent state" in result.stdout
     pagedcli("replay", trace, "--check")
 
 

@@ -315,7 +315,7 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
     )
     assert "longest shared 28 tokens" in found["generate"]["prefixes"]
     assert "longest shared prefix seen: 28 tokens" in pagedcli("explain", tmp_path / "run.jsonl").stdout
-    assert "longest shared prefix: 28 tokens" in pagedcli("plan", prompts, *flags).stdout
+    assert "longest shared prefix: 28 tokens" in pagedcli("plan", prompts, "--all", *flags).stdout
 
 
 def test_every_reason_to_wait_has_words():

@@ -32,6 +32,7 @@ from pagedcli.views.explain import (
     Totals,
     explain_trace,
     hits_by_salt,
+    lookup_story,
 )
 from pagedcli.views.names import find_request
 from pagedcli.views.rows import chosen, values_of
@@ -41,6 +42,7 @@ _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 _MOST_CHECKPOINTS = 20
+_MOST_TOLD = 4  # lookups of a request that are told in sentences
 _MOST_SALTS = 20
 
 
@@ -109,7 +111,8 @@ def explain(
     if format_ is Format.CSV:  # one table per file
         tables = tables[-1:] if lookups or request is not None else tables[:1]
     verdicts = None if adviser is None else part_verdicts(prompts.drawn, explainer.block_size, loaded)
-    print_tables(tables, format_, facts=facts, verdicts=verdicts)
+    story = [] if request is None else [lookup_story(lookup) for lookup in chosen[:_MOST_TOLD]]
+    print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story)
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class _ReasonRow:
     reason: Annotated[str, "outcome"]
     lookups: Annotated[int, "first lookups"]
     own_lookups: Annotated[int, "own again"]
-    meaning: str
+    meaning: Annotated[str, "because"]
 
 
 def _totals_table(explainer: Explainer) -> Table:
@@ -200,7 +203,8 @@ def _reasons_table(explainer: Explainer) -> Table:
         for reason, words in REASON_WORDS.items()
         if first.reasons[reason] or own.reasons[reason]
     ]
-    return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows)
+    columns = "meaning lookups own_lookups"
+    return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows, columns)
 
 
 def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:

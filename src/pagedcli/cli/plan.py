@@ -1,8 +1,10 @@
 """`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,26 +12,28 @@ import typer
 
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.partings import find_partings
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
-from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
-from pagedcli.config import EngineConfig, LoadedConfig, load_config
+from pagedcli.cli.plan_tables import full_tables, share_table, short_tables, survey_facts
+from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
+from pagedcli.cli.reordered import Reordered
+from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
-from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
-from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import duration_text, percent_text, plural
-from pagedcli.records import LEFT, Bytes, Share, count, size
-from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
-    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.batch.lines import Line
     from pagedcli.cli.plan_models import ModelRow
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
+    from pagedcli.planning.parting import Parting
     from pagedcli.simulation.advice import Advice, Subject
     from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.sources import PromptRequests
@@ -45,10 +49,9 @@ _MODEL_HELP = (
 _SAMPLE_HELP = "End with the first answer: what some 2,000 rows from all over a long file let expect."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
 _ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
+_ALL_HELP = "Show every table, and look in every row for where prompts part, not only in 20,000."
+_REORDERED_HELP = "Write the prompts with what makes them part moved, sorted or made alike, to check and compare."
 _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
-_MAX_SHOWN = 10
-_MOST_END_CHARS = 32  # characters shown of each end of a shared text
-_MOST_END_TOKENS = 64  # tokens decoded of each end
 EXIT_BAD_ROWS = 3
 
 
@@ -68,6 +71,8 @@ class PlanOptions:
     sample: Annotated[bool, option("--sample", help=_SAMPLE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
     allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
+    try_reordered: Annotated[Path | None, option(metavar="FILE", help=_REORDERED_HELP)] = None
+    all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
     config: ConfigFile = None
     format_: FormatOption = Format.TABLE
 
@@ -88,9 +93,9 @@ _KEYS = tuple(key for key in PLAN_KEYS if key != "engine.model")  # may be given
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
-    Shows the expected time, invalid rows, prompt lengths, shared prefixes with their lines and text, the ideal hit rate
-    and the waste at block sizes from 8 to 256, the recommended block and pool size, how much this machine can hold, and
-    which kernels it would use.
+    Begins with what to change: where prompts part although they are equal afterwards, and which settings would save.
+    Then the expected time and the file in a few lines; with --all also prompt lengths, shared prefixes with their lines
+    and text, waste at block sizes from 8 to 256, how much this machine can hold, and which kernels it would use.
 
     The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
     measured.
@@ -103,6 +108,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
       pagedcli plan million.jsonl --sample                        (within seconds, about)
+      pagedcli plan prompts.jsonl --try-reordered changed.jsonl   (then plan changed.jsonl)
       pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
@@ -185,8 +191,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     if not scan.plan.num_prompts:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
-    facts, advice, enough = _facts(scan, engine, here), None, None
-    tables: list[Table] = []
+    facts, advice, enough = survey_facts(scan, engine, here), None, None
+    run_tables: list[Table] = []
     if survey.is_of_a_run and options.tokenizer is None:
         run = _expected_run(loaded, survey, options)
         if options.tune:
@@ -199,23 +205,42 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
             subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
         advice = advise(subject, base=base, budget_s=budget_s)
         enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
-        tables = [*run.tables, advice_table(advice)]
+        run_tables = [*run.tables, advice_table(advice)]
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
         facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
     elif options.tune:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
-    tables += [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
-    if scan.plan.num_prompts:
-        tables += [_length_table(scan.plan), _histogram_table(scan.plan), *_shared_tables(scan)]
-        tables += [_block_size_table(scan.plan, engine, advice, enough), _pool_table(scan.plan, engine, here)]
-        if shares is not None and options.workers is not None:
-            tables.append(share_table(shares, options.workers))
+    is_short = options.format_ is Format.TABLE and not options.all_
+    if is_short:
+        tables = short_tables(run_tables, scan, engine, here, enough)
+    else:
+        tables = [*run_tables, *full_tables(scan, engine, here, advice, enough)]
+    if scan.plan.num_prompts and shares is not None and options.workers is not None:
+        tables.append(share_table(shares, options.workers))
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
-    if found is not None:
+    if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
-    verdicts = part_verdicts(scan.drawn, engine.block_size, scan.tokenizer) if engine.enable_prefix_caching else []
-    print_tables(tables, options.format_, facts=facts, verdicts=verdicts)
+    partings = find_partings(scan.drawn, engine.block_size, scan.tokenizer) if engine.enable_prefix_caching else []
+    print_tables(tables, options.format_, facts=facts, verdicts=_verdicts(partings, advice, options))
+    if survey.reordered is not None and options.try_reordered is not None:
+        num_changed, num_left = survey.reordered.write(options.try_reordered, partings)
+        cannot = (
+            f"; {num_left:,} more would change in what the template writes, which no row can say" if num_left else ""
+        )
+        say(f"{options.try_reordered}: {plural(num_changed, 'row')} changed{cannot}; compare with plan, and read them")
     return code
+
+
+def _verdicts(partings: "list[Parting]", advice: "Advice | None", options: PlanOptions) -> list[Verdict]:
+    """Where prompts part, what settings would save, or that nothing is to change."""
+    from pagedcli.planning.parting_words import parting_verdict
+    from pagedcli.simulation.advice_verdicts import advice_verdicts
+
+    change = None
+    if options.try_reordered is None and options.prompts != "-":
+        change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
+    found = [parting_verdict(each, change=change) for each in partings]
+    return found + ([] if advice is None else advice_verdicts(advice, or_nothing=not found))
 
 
 def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
@@ -244,6 +269,7 @@ class _Survey:
     requests: "PromptRequests"
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
     refusal: str | None  # why it would
+    reordered: Reordered | None = None  # with --try-reordered
 
     @property
     def here(self) -> "Plan | None":
@@ -293,6 +319,14 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             _say_estimate(loaded, decision, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
+    reordered = None if options.try_reordered is None else Reordered()
+    takes_all = options.all_ or reordered is not None
+
+    def observe(line: "Line") -> None:
+        reading.observe(line)
+        if reordered is not None:
+            reordered.add_line(line)
+
     with old_objects_left_alone():
         scan = scan_prompts(
             loaded,
@@ -303,10 +337,12 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             limits=here,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
-            observe=reading.observe,
+            drawn=PromptSample(inf, inf) if takes_all else None,
+            reordered=reordered,
+            observe=observe,
         )
     reading.close()
-    return _Survey(scan, requests, decision, refusal)
+    return _Survey(scan, requests, decision, refusal, reordered)
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
@@ -413,258 +449,3 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
     )
     progress.close()
     return _ExpectedRun(subject, found, {**forecast_row(found, step_time), "time_source": source}, tables)
-
-
-# ---------------------------------------------------------------------- tables of the survey
-
-
-def _facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "num_rows": scan.num_rows,
-        "num_valid_rows": scan.num_valid,
-        "num_bad_rows": scan.num_bad,
-        "bad_row_codes": dict(scan.bad_codes),
-        "ignored_fields": scan.ignored,
-        **({"scores": dict(scan.scores)} if scan.scores else {}),
-        "num_repeated_prompts": scan.plan.num_repeated,
-        "num_prompt_tokens": scan.plan.prompt_tokens,
-        "num_output_tokens": scan.plan.output_tokens,
-        "longest_shared_prefix_tokens": scan.plan.longest_shared_tokens(),
-        "recommended_block_size": None,  # the adviser's, where there is an engine to simulate
-        "recommended_num_blocks": None,
-    }
-    if here is not None and here.pool is not None:
-        facts |= {
-            "device": here.device,
-            "block_size": engine.block_size,
-            "block_bytes": here.block_bytes,
-            "num_kvcache_blocks": here.pool.num_blocks,
-            "num_kvcache_tokens": here.pool.num_blocks // here.limits.tables.num_groups * engine.block_size,
-            "num_kvcache_blocks_reason": here.pool.reason,
-        }
-    return facts
-
-
-class Rows:
-    """A count of rows."""
-
-    what: str
-    rows: int
-
-
-class BadRow:
-    """A row that a run would refuse."""
-
-    line: Annotated[int, str, LEFT]
-    id: str | None
-    code: str
-    message: Annotated[str, "what is wrong"]
-
-
-class Lengths:
-    """Lengths of all prompts, in tokens."""
-
-    what: Annotated[str, "tokens of"]
-    mean: Annotated[float | None, count]
-    min: int | None
-    p50: int | None
-    p95: int | None
-    max: int | None
-    total: int
-
-
-class Bucket:
-    """Prompts of these lengths."""
-
-    from_tokens: Annotated[int, "from"]
-    to_tokens: Annotated[int, "to"]
-    num_prompts: int
-    share_of_largest: Annotated[
-        float, "of the largest", lambda share: "#" * max(1, round(32 * share)) if share else "", LEFT
-    ]
-
-
-class SharedPrefix:
-    """A prefix that several prompts begin with, and its full blocks at each block size."""
-
-    num_tokens: int
-    num_prompts: int
-    first_line: Annotated[int, str]
-    last_line: Annotated[int, str]
-    blocks_at_16: Annotated[int, "at 16"]
-    blocks_at_32: Annotated[int, "at 32"]
-    blocks_at_64: Annotated[int, "at 64"]
-    blocks_at_128: Annotated[int, "at 128"]
-    blocks_at_256: Annotated[int, "at 256"]
-
-
-class SharedText:
-    """The prompts that share a prefix, and its text."""
-
-    num_tokens: int
-    num_prompts: int
-    lines: Annotated[list[int], "first lines", lambda lines: ", ".join(map(str, lines))]
-    num_more_prompts: Annotated[int, "+ more"]
-    text: Annotated[str, lambda text: f'"{text}"', LEFT]
-
-
-class AtBlockSize:
-    """The whole file with an unlimited cache at a block size."""
-
-    block_size: int
-    hit_rate: Share
-    hit_tokens: Annotated[int, "cached tokens"]
-    waste: Share
-    num_blocks: int
-    num_slots: int
-    longest_table: int
-
-
-class PoolRow:
-    """A number of blocks, and its use."""
-
-    enough_for: Annotated[str, "pool for"]
-    num_blocks: int
-    kv_cache_bytes: Annotated[Bytes, "KV cache"]
-    fits: Annotated[bool, "fits here"]
-
-
-class Way:
-    """A way to distribute the rows over workers."""
-
-    way: Annotated[str, "rows"]
-    num_computed_tokens: Annotated[int, "prompt tokens computed"]
-    hit_rate: Share
-    max_over_mean: Annotated[float, "max / mean"]
-
-
-def _rows_table(scan: PromptScan) -> Table:
-    rows = {"rows": scan.num_rows, "valid": scan.num_valid}
-    rows |= {f"bad: {code}": num_rows for code, num_rows in scan.bad_codes.most_common()}
-    rows["prompt equal to an earlier one"] = scan.plan.num_repeated
-    if scan.num_deduplicated:
-        rows["with the answers of an earlier one, left out"] = scan.num_deduplicated
-    notes = [
-        f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
-    ]
-    if scores := scan.scores:
-        rows |= {"with scores": scores["num_rows"], "continuations of these": scores["num_continuations"]}
-        notes.append(
-            f"scores compute {scores['tokens_shared']:,} tokens: {scores['tokens_alone']:,} if each continuation were "
-            f"computed alone, {scores['tokens_by_row']:,} with each context computed once, less where contexts share a "
-            "beginning that is cached"
-        )
-    if scan.max_model_len is None:
-        notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
-    return table(Rows, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)
-
-
-def _bad_table(scan: PromptScan) -> Table:
-    more = scan.num_bad - min(_MAX_SHOWN, len(scan.bad_rows))
-    notes = [f"and {more:,} more; --format json lists the first {MAX_LISTED:,}"] if more else []
-    return table(BadRow, "bad_rows", "Bad rows", scan.bad_rows, notes=notes, max_shown=_MAX_SHOWN)
-
-
-def _length_table(survey: PromptSurvey) -> Table:
-    return table(Lengths, "lengths", "Lengths (tokens)", survey.length_rows())
-
-
-def _histogram_table(survey: PromptSurvey) -> Table:
-    rows = survey.histogram_rows()
-    most = max(row["num_prompts"] for row in rows)
-    rows = [{**row, "share_of_largest": row["num_prompts"] / most} for row in rows]
-    return table(Bucket, "histogram", "Prompts by length (tokens)", rows)
-
-
-def _shared_tables(scan: PromptScan) -> list[Table]:
-    """The prefixes that several prompts begin with, and if there are any, these prompts and the text."""
-    survey = scan.plan
-    prefixes = survey.longest_shared()
-    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if prefixes else []
-    title = "Shared prefixes that save most, and their full blocks at each block size"
-    notes.append(_shared_in_words(survey.longest_shared_tokens()))
-    tables = [table(SharedPrefix, "shared_prefixes", title, prefixes, notes=notes)]
-    texts = [
-        {
-            "num_tokens": len(shared.token_ids),
-            "num_prompts": shared.num_prompts,
-            "lines": list(dict.fromkeys(shared.rows)),
-            "num_more_prompts": shared.num_prompts - len(shared.rows),
-            "text": _both_ends(scan.tokenizer, shared.token_ids),
-        }
-        for shared in survey.shared_prompts()
-    ]
-    if texts:
-        title = "The prompts that share these prefixes, and the text"
-        tables.append(table(SharedText, "shared_texts", title, texts))
-    return tables
-
-
-def _both_ends(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
-    """The text of the tokens, of a long one only the beginning and the end. Part of a character is left out."""
-    ends = [token_ids]
-    if len(token_ids) > 2 * _MOST_END_TOKENS:
-        ends = [token_ids[:_MOST_END_TOKENS], token_ids[-_MOST_END_TOKENS:]]
-    texts = [tokenizer.decode(end, skip_special_tokens=False).strip("\ufffd") for end in ends]
-    if len(texts) == 1 and len(texts[0]) <= 2 * _MOST_END_CHARS:
-        return texts[0]
-    return f"{texts[0][:_MOST_END_CHARS]} … {texts[-1][-_MOST_END_CHARS:]}"
-
-
-def _shared_in_words(tokens: int) -> str:
-    if tokens < UNIT:
-        return f"no two prompts share their first {UNIT} tokens: prefix caching has no benefit"
-    parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
-    return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
-
-
-def _block_size_table(survey: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> Table:
-    notes = [
-        "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
-        "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
-    ]
-    if advice is not None:  # there is an engine to simulate
-        block_size = advice.value("engine.block_size", engine.block_size)
-        notes.append(f"recommended block size: {block_size}, as tried above")
-        if enough is not None:
-            notes.append(f"{enough:,} blocks of {engine.block_size} are enough for this file")
-    return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
-
-
-def _pool_table(survey: PromptSurvey, engine: EngineConfig, here: "Plan | None") -> Table:
-    rows, title = survey.pool_rows(engine.block_size, engine.max_num_seqs), f"Pools at block size {engine.block_size}"
-    if here is None or here.pool is None:
-        return table(PoolRow, "pools", title, rows)
-    pool, limits = here.pool, here.limits
-    for row in rows:
-        row |= {"kv_cache_bytes": row["num_blocks"] * here.block_bytes, "fits": row["num_blocks"] <= pool.num_blocks}
-    longest = survey.most_cached_tokens()
-    at_once = limits.tables.concurrency(pool.num_blocks, longest)
-    notes = [
-        f"this machine ({here.device}): {plural(pool.num_blocks, 'block')},"
-        f" {size(pool.num_blocks * here.block_bytes)} ({pool.reason})",
-        f"room for {plural(int(at_once), 'row')} as long as the longest ({plural(longest, 'token')}) at once, if they"
-        " share nothing",
-    ]
-    if limits.num_state_slots is not None:
-        states = size(limits.num_state_slots * limits.state_bytes)
-        notes.append(
-            f"{plural(limits.num_state_slots, 'slot')} of recurrent state, {states}: one per running sequence,"
-            " the others for checkpoints; with checkpoints at branches, hit rates are those above"
-        )
-    if limits.tables.has_windows:
-        notes.append("blocks of layers with a window: at most those that a sequence holds at once")
-    if rows[0]["num_blocks"] > pool.num_blocks:
-        notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
-    return table(PoolRow, "pools", title, rows, notes=notes)
-
-
-def share_table(shares: SharePlan, num_workers: int) -> Table:
-    """How the rows would be distributed over workers."""
-    rows = [{"way": name, **share_facts(each)} for name, each in shares.ways(num_workers).items()]
-    notes = [
-        f"with one prefix cache per worker that never evicts, block size {shares.keys.block_size}; generate --ray"
-        " groups by prefix",
-        "max / mean: tokens computed and generated by the busiest worker, at most, over the mean of all workers",
-    ]
-    return table(Way, "workers", f"{num_workers} workers", rows, notes=notes)

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from pagedcli.cli.decoder import TokenizerOption, recorded_decoder
+from pagedcli.cli.decoder import TokenizerOption, recorded_decoder, recorded_tokenizer
 from pagedcli.cli.options import option
+from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.recording import capture_page, is_recording
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
@@ -16,6 +17,7 @@ from pagedcli.show.tables import size
 from pagedcli.show.terminal import say
 from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.trace.files import TraceReader
+from pagedcli.views.explain import PromptsSeen
 from pagedcli.views.names import find_request
 
 _REQUEST_HELP = "Open the page at this request, by its id or its row's index, or at one sequence (seq:31)."
@@ -52,12 +54,15 @@ def report(
     else:
         reader = TraceReader(trace)
         named = None if request is None else find_request(TraceReader(trace), request, str(trace))
-        adviser = Adviser()
+        adviser, prompts = Adviser(), PromptsSeen()
         page = render_report(
             reader,
             lambda: recorded_decoder(trace, tokenizer),
             selected=() if named is None else named.seq_ids,
-            views=[adviser],
+            views=[adviser, prompts],
+            make_verdicts=lambda state: part_verdicts(
+                prompts.drawn, state.block_size, recorded_tokenizer(trace, tokenizer)
+            ),
             make_advice=lambda state: adviser.advice(state, budget_s=ADVICE_S).sentences(),
         )
         for note in reader.notes:

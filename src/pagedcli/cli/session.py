@@ -48,6 +48,7 @@ def run_job(
     emit: Emit | None = None,
     trace_tokens: bool = False,
     terminal_is_taken: bool = False,
+    stdout_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
     findings_of_events: Callable[[], Findings | None] = lambda: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
@@ -55,8 +56,8 @@ def run_job(
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
-    `findings_of_events` returns, once it has ended, what its events say about it; None: its counters do. `clock_ns` is
-    the clock of all times.
+    `stdout_is_taken`: not only by rows, so that no verdict goes there. `findings_of_events` returns, once it has ended,
+    what its events say about it; None: its counters do. `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
     from pagedcli.bench.spread import BusyWatch
@@ -87,7 +88,10 @@ def run_job(
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
-        print_verdicts(_parting(work, engine, served), rows_on_stdout=job.output_file is None)
+        print_verdicts(
+            _parting(work, engine, served),
+            on_stdout=not (stdout_is_taken or terminal_is_taken or job.output_file is None),
+        )
         say_summary(result, findings, predicted=end_time.first)
         busy = watch.read()
         if result.outcome == "complete" and (busy is None or not busy.disturbs):

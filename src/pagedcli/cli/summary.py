@@ -61,13 +61,13 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say("prefix caching is off")
 
 
-def print_verdicts(verdicts: Sequence[Verdict], *, rows_on_stdout: bool) -> None:
-    """Print the verdicts on a run, on stdout unless its rows are there."""
+def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
+    """Print the verdicts on a run, on stdout unless something else is there."""
     for line in paragraph(verdicts):
-        if rows_on_stdout:
-            say_wrapped(line)
-        else:
+        if on_stdout:
             print(printable(line), flush=True)
+        else:
+            say_wrapped(line)
 
 
 def say_summary(

@@ -208,6 +208,7 @@ def _run(
             emit=emit,
             trace_tokens=record_tokens,
             terminal_is_taken=terminal_is_taken,
+            stdout_is_taken=True,
             stop_requested=stop_requested,
             findings_of_events=findings,
             clock_ns=clock_ns,

@@ -327,7 +327,7 @@ class BlockManager:
         seq.num_writable_tokens = num_spans * size
         num_missing = num_spans * self.num_groups - len(seq.block_table)
         if num_missing > 0:
-            fresh = [self.pool.take() for _ in range(num_missing)]
+            fresh = [self.pool.take(seq.seq_id) for _ in range(num_missing)]
             seq.block_table.extend(fresh)
             if self._emit is not None:
                 self._emit(ev.BlocksAllocated(seq.seq_id, tuple(fresh)))
@@ -377,7 +377,7 @@ class BlockManager:
 
     def _copy_partial_block(self, seq: CacheUser, group: int) -> tuple[int, int]:
         index = seq.num_computed_tokens // self.block_size * self.num_groups + group
-        source_id, copy_id = seq.block_table[index], self.pool.take()
+        source_id, copy_id = seq.block_table[index], self.pool.take(seq.seq_id)
         assert source_id is not None, "the block of a token to compute is kept"
         seq.block_table[index] = copy_id
         if self._emit is not None:

@@ -90,8 +90,8 @@ class BlockPool:
 
     # ------------------------------------------------------------------ changes
 
-    def take(self) -> int:
-        """Take an empty block, or else evict a cached one."""
+    def take(self, for_seq_id: int) -> int:
+        """Take an empty block for a sequence, or else evict a cached one."""
         block_id = next(iter(self.free_block_ids))
         if self.blocks[block_id].prefix is not None:
             if self.policy is not None:
@@ -102,7 +102,7 @@ class BlockPool:
         del self.free_block_ids[block_id]
         block = self.blocks[block_id]
         if block.prefix is not None:
-            self._evict(block)
+            self._evict(block, for_seq_id)
         block.ref_count = 1
         self.num_touched = max(self.num_touched, block_id + 1)
         return block_id
@@ -168,7 +168,7 @@ class BlockPool:
 
     # ------------------------------------------------------------------ one block
 
-    def _evict(self, block: Block) -> None:
+    def _evict(self, block: Block, for_seq_id: int) -> None:
         self.num_evictions += 1
         prefix, block.prefix = block.prefix, None
         assert prefix is not None, "only cached blocks are evicted"
@@ -191,7 +191,7 @@ class BlockPool:
             del followers[block.block_id]
             if not followers:
                 del self._followers[parent]
-            self._emit(BlockEvicted(block.block_id, prefix.hash))
+            self._emit(BlockEvicted(block.block_id, prefix.hash, for_seq_id))
 
     def _freed_full(self, block: Block) -> None:
         """The last owner of a full block released it."""

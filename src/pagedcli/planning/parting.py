@@ -173,7 +173,8 @@ class Finder:
         compared = found.differences
         parting = self._parting(
             state, ids, hits, kind=found.kind, action=found.action, places=[each.token for each in compared],
-            num_equal=int(median(each.num_equal for each in compared)), texts=_shown(compared),
+            num_equal=int(median(each.num_equal for each in compared)),
+            texts=_shown(compared) if self.has_words else (),
             others=self._alternatives(state, found), change=found,
         )  # fmt: skip
         state.ids, state.texts, state.hits = ids, texts, hits

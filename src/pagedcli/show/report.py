@@ -22,6 +22,7 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
+from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.cache_groups import group_uses, group_words
 from pagedcli.views.explain import (
     REASON_WORDS,
@@ -154,10 +155,11 @@ def render_report(
     selected: Collection[int] = (),
     views: Sequence[View[PoolState]] = (),
     make_advice: Callable[[PoolState], Sequence[str]] = lambda state: (),
+    make_verdicts: Callable[[PoolState], Sequence[Verdict]] = lambda state: (),
 ) -> bytes:
     """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids
-    into text, without which they stay numbers, and `make_advice` what to change, in words; `views` see all events
-    before that. The page opens at the `selected` sequences, if there are any.
+    into text, without which they stay numbers, `make_verdicts` the first paragraph of the story, and `make_advice` what
+    to change, in words; `views` see all events before that. The page opens at the `selected` sequences.
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
@@ -172,7 +174,10 @@ def render_report(
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
         "groups": _groups_document(state),
-        "story": story(run.findings(state), run.elapsed_s, make_advice(state)),
+        "story": [
+            *paragraph(make_verdicts(state)),
+            *story(run.findings(state), run.elapsed_s, make_advice(state)),
+        ],
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],

@@ -123,6 +123,7 @@ class PoolLaws(LawBook):
         self._due: tuple[tuple[type[ev.Event], ...], str] | None = None
         # blocks not yet taken by BlocksAllocated, in order of eviction -> whether lookups found their content
         self._evicted: dict[int, bool] = {}
+        self._evicted_for: int | None = None
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
         self._lookup: ev.PrefixLookedUp | None = None  # its hits are claimed next
         self._num_just_freed = 0  # blocks that the last BlocksReleased made free
@@ -222,6 +223,9 @@ class PoolLaws(LawBook):
             if not_taken:
                 refuse(event, f"evicted blocks {sorted(not_taken)} were not taken")
             self._evicted = {}
+        if self._evicted_for not in (None, event.seq_id):
+            refuse(event, f"blocks were evicted for seq {self._evicted_for}")
+        self._evicted_for = None
 
     def before_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         block_id = self._block(event, event.block_id, state)
@@ -229,6 +233,10 @@ class PoolLaws(LawBook):
             refuse(event, f"block {block_id} is in use")
         if state.hashes[block_id] is None or state.hashes[block_id] != event.hash:
             refuse(event, f"block {block_id} holds hash {state.hashes[block_id]}")
+        if event.for_seq_id is not UNSET:
+            if self._evicted_for not in (None, event.for_seq_id):
+                refuse(event, f"another block was evicted for seq {self._evicted_for}")
+            self._evicted_for = event.for_seq_id
         self._evicted[block_id] = state.hash_to_block_id.get(event.hash) == block_id
         self._due = (ev.BlockEvicted, ev.BlocksAllocated), "the evicted blocks are allocated"
 
@@ -386,6 +394,7 @@ class PoolLaws(LawBook):
         running = {seq.seq_id for seq in state.running()}.difference(event.seq_ids)
         if running:
             refuse(event, f"sequences {sorted(running)} are still running")
+        self._evicted_for = None
         self._evicted, self._hole, self._lookup = {}, None, None
 
     # ------------------------------------------------------------------ parts

@@ -16,7 +16,7 @@ import pagedcli.events as ev
 from pagedcli.core.prefixes import TOKEN_BYTES, PrefixTree, token_bytes, token_ids_of
 from pagedcli.events import PrefixLookedUp
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.printable import plural
+from pagedcli.printable import percent_text, plural
 from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
@@ -75,6 +75,9 @@ class Lookup:
     kv_tokens: int | None = None
     reason: Reason = "not_known"
     evicted_step: int | None = None  # when the first missing block was evicted
+    evicted_block_id: int | None = None
+    evicted_for: str | None = None  # what a person calls the request that needed its room
+    wanted_step: int | None = None  # of the last lookup that missed the same block
     num_more_blocks: int | None = None  # the least growth of the pool that keeps it, all else unchanged; lru
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
@@ -231,7 +234,8 @@ class ExplainedLookup(LookupRow):
 
     USES: ClassVar = {
         "json": "step seq_id request_id row_id label kind num_tokens blocks_asked blocks_hit tokens_hit"
-        " ideal_tokens_hit lost_tokens first_miss reason why evicted_step num_more_blocks partial_tokens divergence",
+        " ideal_tokens_hit lost_tokens first_miss reason why evicted_step"
+        " evicted_block_id evicted_for num_more_blocks partial_tokens divergence",
         "table": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit first_miss"
         " lost_tokens why",
         "page": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit reason why"
@@ -246,6 +250,8 @@ class ExplainedLookup(LookupRow):
     first_miss: Annotated[int | None, "first miss: block"]
     why: Annotated[str, "why it ended there"] = computed(lambda row: row.lookup.why())
     evicted_step: int | None
+    evicted_block_id: int | None
+    evicted_for: str | None
     num_more_blocks: int | None
     divergence: str | None
 
@@ -338,7 +344,10 @@ class Explainer(View[PoolState]):
         self._checkpoint_in: dict[int, CheckpointRow] = {}  # the checkpoints by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
-        self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
+        self._ghosts: dict[int, tuple[int, int | None, int]] = {}  # hash -> place in _evictions, step, block
+        self._evicted: list[int] = []  # hashes of the blocks that are evicted for the next allocation
+        self._culprits: dict[int, str] = {}  # hash -> label of the request that its block was evicted for
+        self._missed: dict[int, list[Lookup]] = {}  # hash -> lookups that missed it after its eviction
         self._evictions = array("Q")  # places of the ghosts, rising
         self._num_evictions = 0  # places so far
         self._tree = PrefixTree()
@@ -433,7 +442,12 @@ class Explainer(View[PoolState]):
             lookup.reason = "unfindable"
         elif (ghost := self._ghosts.get(missing)) is not None:
             lookup.reason = "evicted"
-            lookup.evicted_step = ghost[1]
+            _, lookup.evicted_step, lookup.evicted_block_id = ghost
+            lookup.evicted_for = self._culprits.get(missing)
+            missed = self._missed.setdefault(missing, [])
+            missed.append(lookup)
+            for each in missed:
+                each.wanted_step = lookup.step
             if state.engine is not None and state.engine.eviction == "lru":
                 # a pool with m more blocks still holds the m contents evicted last, and those displaced by copies
                 num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
@@ -470,6 +484,7 @@ class Explainer(View[PoolState]):
                 self._learn(event.seq_id, index // state.num_groups, block_hash)
             ghost = self._ghosts.pop(block_hash, None)
             if ghost is not None:
+                self._missed.pop(block_hash, None)
                 del self._evictions[bisect_left(self._evictions, ghost[0])]
         self._drop_complete(event.seq_id)
 
@@ -478,9 +493,15 @@ class Explainer(View[PoolState]):
         if not self._num_copies[event.hash]:
             del self._num_copies[event.hash]
         if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
-            self._ghosts[event.hash] = self._num_evictions, state.step_number
+            self._ghosts[event.hash] = self._num_evictions, state.step_number, event.block_id
+            self._evicted.append(event.hash)
             self._evictions.append(self._num_evictions)
             self._num_evictions += 1
+
+    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
+        """The sequence that takes the blocks is the one that they were evicted for, in older traces, too."""
+        self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
+        self._evicted = []
 
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         """What the step left uncertain was never in the cache: who computes it next is the first."""
@@ -579,6 +600,33 @@ class Explainer(View[PoolState]):
     def _remember(self, tokens: bytes, seq: SeqState) -> None:
         self._tree.add(tokens, seq.seq_id)
         self._earlier[seq.seq_id] = (tokens, seq.label, seq.salted)
+
+
+def lookup_story(lookup: Lookup) -> str:
+    """What a lookup found and why it ended there, in sentences."""
+    event, size = lookup.event, lookup.block_size
+    when = "" if lookup.step is None else f" at step {lookup.step:,}"
+    whose = "looked up again what it had" if lookup.own else "looked up its prompt"
+    share = percent_text(lookup.tokens_hit / event.num_tokens) if event.num_tokens else "nothing"
+    said = (
+        f"Request {lookup.label} (seq {lookup.seq_id}) {whose}{when}: {lookup.tokens_hit:,} of"
+        f" {plural(event.num_tokens, 'token')} ({share}) came from the cache"
+    )
+    if lookup.reason != "evicted" or event.first_miss is None:
+        return f"{said}. Why it ended there: {lookup.why()}."
+    first = event.first_miss * size
+    culprit = "" if lookup.evicted_for is None else f" to make room for request {lookup.evicted_for}"
+    last = (
+        f"; the last lookup that wanted it came at step {lookup.wanted_step:,}"
+        if lookup.wanted_step is not None
+        else ""
+    )
+    more = lookup.num_more_blocks
+    kept = "" if more is None else f" {plural(more, 'more block')} would have kept it."
+    return (
+        f"{said}. The block of tokens {first:,} to {first + size - 1:,} had been cached in block"
+        f" {lookup.evicted_block_id}, but was evicted at step {lookup.evicted_step}{culprit}{last}.{kept}"
+    )
 
 
 class PromptsSeen(View[PoolState]):

@@ -200,7 +200,7 @@ def _waiting_text(findings: Findings) -> str:
     reasons = _largest_first(facts.waiting_s)
     why = ", ".join(f"{percent_text(part / total)} {ev.WAITING_WORDS[reason]}" for reason, part in reasons)
     mean = seconds_text(total / max(1, facts.num_sequences))
-    return f"{seconds_text(total)} over all sequences, mean {mean}: {why}"
+    return f"mean {mean} a sequence, {seconds_text(total)} in all: {why}"
 
 
 class RequestRow(Row):

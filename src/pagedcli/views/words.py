@@ -90,7 +90,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             verb = "admit" if event.reason == "new" else "resume"
             return f"{verb} {seq}: {lookup_outcome(event)}"
         case ev.BlockEvicted():
-            return f"evict block {event.block_id} (hash {event.hash:016x})"
+            needed = "" if event.for_seq_id is UNSET else f" for {seq_name(state, event.for_seq_id)}"
+            return f"evict block {event.block_id} (hash {event.hash:016x}){needed}"
         case ev.RequestWaiting():
             return f"wait {seq}: {waiting_reason(event, state.started)}"
         case ev.RequestFinished():
@@ -226,7 +227,8 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
     """The event as part of a block's story; None if it does not change the block. `name`: what a sequence is called."""
     match event:
         case ev.BlockEvicted(block_id=evicted, hash=block_hash) if evicted == block_id:
-            return f"evicted: its content ({block_hash:016x}) is dropped"
+            needed = "" if event.for_seq_id is UNSET else f" for {name(event.for_seq_id)}"
+            return f"evicted{needed}: its content ({block_hash:016x}) is dropped"
         case ev.BlockCopied(seq_id=seq_id, source_block_id=source, copy_block_id=copy) if block_id in (source, copy):
             return (
                 f"copied to block {copy} for {name(seq_id)}"

@@ -1,0 +1,338 @@
+"""The tables of `plan`: a file's rows, lengths, shared prefixes, block sizes and pools, in full and in short."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pagedcli.cli.prompt_scan import MAX_LISTED, PromptScan
+from pagedcli.config import EngineConfig
+from pagedcli.distributed.partition import SharePlan
+from pagedcli.distributed.partition import facts as share_facts
+from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
+from pagedcli.printable import percent_text, plural
+from pagedcli.records import LEFT, Bytes, Share, count, size
+from pagedcli.show.tables import Fact, Table, table
+
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.core.plan import Plan
+    from pagedcli.simulation.advice import Advice
+
+_MAX_SHOWN = 10
+_MAX_BAD = 3  # in the short plan
+_MOST_END_CHARS = 32  # characters shown of each end of a shared text
+_MOST_END_TOKENS = 64  # tokens decoded of each end
+_WORTH_A_ROW = 0.01  # share saved by a setting
+ALL_HINT = "every table: --all"
+
+
+def full_tables(
+    scan: PromptScan, engine: EngineConfig, here: "Plan | None", advice: "Advice | None", enough: int | None
+) -> list[Table]:
+    """Everything that one pass over a file has found."""
+    tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
+    if scan.plan.num_prompts:
+        tables += [_length_table(scan.plan), _histogram_table(scan.plan), *_shared_tables(scan)]
+        tables += [_block_size_table(scan.plan, engine, advice, enough), _pool_table(scan.plan, engine, here)]
+    return tables
+
+
+def short_tables(
+    run_tables: Sequence[Table], scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None
+) -> list[Table]:
+    """What fits on a screen: the run, settings that change something, and the file in a few lines."""
+    tables = []
+    for each in run_tables:
+        if each.key == "expected_run":
+            tables.append(
+                replace(each, notes=[note for note in each.notes if note.startswith(("time:", "other work"))])
+            )
+        elif each.key == "settings_tried":
+            tables += _settings(each)
+    if scan.num_bad:
+        bad = _bad_table(scan)
+        tables.append(replace(bad, max_shown=_MAX_BAD, notes=[] if scan.num_bad <= _MAX_BAD else ["and more: --all"]))
+    rows = [Fact("rows", f"{scan.num_rows:,}, of which {scan.num_valid:,} valid")]
+    if scan.plan.num_prompts:
+        rows += _file_facts(scan, engine, here, enough)
+    return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
+
+
+def _settings(found: Table) -> list[Table]:
+    """The settings that change at least a hundredth, and how many do not."""
+    rows = [row for row in found.rows if row["setting"] == "as it is" or abs(row["saved"] or 0.0) >= _WORTH_A_ROW]
+    num_others = len(found.rows) - len(rows)
+    if len(rows) < 2:
+        return []
+    notes = [f"{num_others:,} more change nothing"] if num_others else []
+    return [replace(found, rows=rows[:4], notes=notes)]
+
+
+def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None) -> list[Fact]:
+    survey = scan.plan
+    lengths = survey.length_rows()[0]
+    rates = [f"{row['block_size']}: {percent_text(row['hit_rate'])}" for row in survey.block_size_rows()]
+    facts = [
+        Fact(
+            "tokens of a prompt", f"mean {lengths['mean']:,.0f}, median {lengths['p50']:,}, longest {lengths['max']:,}"
+        ),
+        Fact("longest shared prefix", plural(survey.longest_shared_tokens(), "token")),
+        Fact("ideal hit rate by block size", ", ".join(rates)),
+    ]
+    if here is not None and here.pool is not None:
+        enough_text = "" if enough is None else f"; {enough:,} are enough for this file"
+        blocks = f"{plural(here.pool.num_blocks, 'block')} of {engine.block_size} tokens"
+        facts.append(Fact("pool here", f"{blocks}, {size(here.pool.num_blocks * here.block_bytes)}{enough_text}"))
+    return facts
+
+
+def survey_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "num_rows": scan.num_rows,
+        "num_valid_rows": scan.num_valid,
+        "num_bad_rows": scan.num_bad,
+        "bad_row_codes": dict(scan.bad_codes),
+        "ignored_fields": scan.ignored,
+        **({"scores": dict(scan.scores)} if scan.scores else {}),
+        "num_repeated_prompts": scan.plan.num_repeated,
+        "num_prompt_tokens": scan.plan.prompt_tokens,
+        "num_output_tokens": scan.plan.output_tokens,
+        "longest_shared_prefix_tokens": scan.plan.longest_shared_tokens(),
+        "recommended_block_size": None,  # the adviser's, where there is an engine to simulate
+        "recommended_num_blocks": None,
+    }
+    if here is not None and here.pool is not None:
+        facts |= {
+            "device": here.device,
+            "block_size": engine.block_size,
+            "block_bytes": here.block_bytes,
+            "num_kvcache_blocks": here.pool.num_blocks,
+            "num_kvcache_tokens": here.pool.num_blocks // here.limits.tables.num_groups * engine.block_size,
+            "num_kvcache_blocks_reason": here.pool.reason,
+        }
+    return facts
+
+
+class Rows:
+    """A count of rows."""
+
+    what: str
+    rows: int
+
+
+class BadRow:
+    """A row that a run would refuse."""
+
+    line: Annotated[int, str, LEFT]
+    id: str | None
+    code: str
+    message: Annotated[str, "what is wrong"]
+
+
+class Lengths:
+    """Lengths of all prompts, in tokens."""
+
+    what: Annotated[str, "tokens of"]
+    mean: Annotated[float | None, count]
+    min: int | None
+    p50: int | None
+    p95: int | None
+    max: int | None
+    total: int
+
+
+class Bucket:
+    """Prompts of these lengths."""
+
+    from_tokens: Annotated[int, "from"]
+    to_tokens: Annotated[int, "to"]
+    num_prompts: int
+    share_of_largest: Annotated[
+        float, "of the largest", lambda share: "#" * max(1, round(32 * share)) if share else "", LEFT
+    ]
+
+
+class SharedPrefix:
+    """A prefix that several prompts begin with, and its full blocks at each block size."""
+
+    num_tokens: int
+    num_prompts: int
+    first_line: Annotated[int, str]
+    last_line: Annotated[int, str]
+    blocks_at_16: Annotated[int, "at 16"]
+    blocks_at_32: Annotated[int, "at 32"]
+    blocks_at_64: Annotated[int, "at 64"]
+    blocks_at_128: Annotated[int, "at 128"]
+    blocks_at_256: Annotated[int, "at 256"]
+
+
+class SharedText:
+    """The prompts that share a prefix, and its text."""
+
+    num_tokens: int
+    num_prompts: int
+    lines: Annotated[list[int], "first lines", lambda lines: ", ".join(map(str, lines))]
+    num_more_prompts: Annotated[int, "+ more"]
+    text: Annotated[str, lambda text: f'"{text}"', LEFT]
+
+
+class AtBlockSize:
+    """The whole file with an unlimited cache at a block size."""
+
+    block_size: int
+    hit_rate: Share
+    hit_tokens: Annotated[int, "cached tokens"]
+    waste: Share
+    num_blocks: int
+    num_slots: int
+    longest_table: int
+
+
+class PoolRow:
+    """A number of blocks, and its use."""
+
+    enough_for: Annotated[str, "pool for"]
+    num_blocks: int
+    kv_cache_bytes: Annotated[Bytes, "KV cache"]
+    fits: Annotated[bool, "fits here"]
+
+
+class Way:
+    """A way to distribute the rows over workers."""
+
+    way: Annotated[str, "rows"]
+    num_computed_tokens: Annotated[int, "prompt tokens computed"]
+    hit_rate: Share
+    max_over_mean: Annotated[float, "max / mean"]
+
+
+def _rows_table(scan: PromptScan) -> Table:
+    rows = {"rows": scan.num_rows, "valid": scan.num_valid}
+    rows |= {f"bad: {code}": num_rows for code, num_rows in scan.bad_codes.most_common()}
+    rows["prompt equal to an earlier one"] = scan.plan.num_repeated
+    if scan.num_deduplicated:
+        rows["with the answers of an earlier one, left out"] = scan.num_deduplicated
+    notes = [
+        f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
+    ]
+    if scores := scan.scores:
+        rows |= {"with scores": scores["num_rows"], "continuations of these": scores["num_continuations"]}
+        notes.append(
+            f"scores compute {scores['tokens_shared']:,} tokens: {scores['tokens_alone']:,} if each continuation were "
+            f"computed alone, {scores['tokens_by_row']:,} with each context computed once, less where contexts share a "
+            "beginning that is cached"
+        )
+    if scan.max_model_len is None:
+        notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
+    return table(Rows, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)
+
+
+def _bad_table(scan: PromptScan) -> Table:
+    more = scan.num_bad - min(_MAX_SHOWN, len(scan.bad_rows))
+    notes = [f"and {more:,} more; --format json lists the first {MAX_LISTED:,}"] if more else []
+    return table(BadRow, "bad_rows", "Bad rows", scan.bad_rows, notes=notes, max_shown=_MAX_SHOWN)
+
+
+def _length_table(survey: PromptSurvey) -> Table:
+    return table(Lengths, "lengths", "Lengths (tokens)", survey.length_rows())
+
+
+def _histogram_table(survey: PromptSurvey) -> Table:
+    rows = survey.histogram_rows()
+    most = max(row["num_prompts"] for row in rows)
+    rows = [{**row, "share_of_largest": row["num_prompts"] / most} for row in rows]
+    return table(Bucket, "histogram", "Prompts by length (tokens)", rows)
+
+
+def _shared_tables(scan: PromptScan) -> list[Table]:
+    """The prefixes that several prompts begin with, and if there are any, these prompts and the text."""
+    survey = scan.plan
+    prefixes = survey.longest_shared()
+    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if prefixes else []
+    title = "Shared prefixes that save most, and their full blocks at each block size"
+    notes.append(_shared_in_words(survey.longest_shared_tokens()))
+    tables = [table(SharedPrefix, "shared_prefixes", title, prefixes, notes=notes)]
+    texts = [
+        {
+            "num_tokens": len(shared.token_ids),
+            "num_prompts": shared.num_prompts,
+            "lines": list(dict.fromkeys(shared.rows)),
+            "num_more_prompts": shared.num_prompts - len(shared.rows),
+            "text": _both_ends(scan.tokenizer, shared.token_ids),
+        }
+        for shared in survey.shared_prompts()
+    ]
+    if texts:
+        title = "The prompts that share these prefixes, and the text"
+        tables.append(table(SharedText, "shared_texts", title, texts))
+    return tables
+
+
+def _both_ends(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
+    """The text of the tokens, of a long one only the beginning and the end. Part of a character is left out."""
+    ends = [token_ids]
+    if len(token_ids) > 2 * _MOST_END_TOKENS:
+        ends = [token_ids[:_MOST_END_TOKENS], token_ids[-_MOST_END_TOKENS:]]
+    texts = [tokenizer.decode(end, skip_special_tokens=False).strip("\ufffd") for end in ends]
+    if len(texts) == 1 and len(texts[0]) <= 2 * _MOST_END_CHARS:
+        return texts[0]
+    return f"{texts[0][:_MOST_END_CHARS]} … {texts[-1][-_MOST_END_CHARS:]}"
+
+
+def _shared_in_words(tokens: int) -> str:
+    if tokens < UNIT:
+        return f"no two prompts share their first {UNIT} tokens: prefix caching has no benefit"
+    parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
+    return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
+
+
+def _block_size_table(survey: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> Table:
+    notes = [
+        "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
+        "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
+    ]
+    if advice is not None:  # there is an engine to simulate
+        block_size = advice.value("engine.block_size", engine.block_size)
+        notes.append(f"recommended block size: {block_size}, as tried above")
+        if enough is not None:
+            notes.append(f"{enough:,} blocks of {engine.block_size} are enough for this file")
+    return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
+
+
+def _pool_table(survey: PromptSurvey, engine: EngineConfig, here: "Plan | None") -> Table:
+    rows, title = survey.pool_rows(engine.block_size, engine.max_num_seqs), f"Pools at block size {engine.block_size}"
+    if here is None or here.pool is None:
+        return table(PoolRow, "pools", title, rows)
+    pool, limits = here.pool, here.limits
+    for row in rows:
+        row |= {"kv_cache_bytes": row["num_blocks"] * here.block_bytes, "fits": row["num_blocks"] <= pool.num_blocks}
+    longest = survey.most_cached_tokens()
+    at_once = limits.tables.concurrency(pool.num_blocks, longest)
+    notes = [
+        f"this machine ({here.device}): {plural(pool.num_blocks, 'block')},"
+        f" {size(pool.num_blocks * here.block_bytes)} ({pool.reason})",
+        f"room for {plural(int(at_once), 'row')} as long as the longest ({plural(longest, 'token')}) at once, if they"
+        " share nothing",
+    ]
+    if limits.num_state_slots is not None:
+        states = size(limits.num_state_slots * limits.state_bytes)
+        notes.append(
+            f"{plural(limits.num_state_slots, 'slot')} of recurrent state, {states}: one per running sequence,"
+            " the others for checkpoints; with checkpoints at branches, hit rates are those above"
+        )
+    if limits.tables.has_windows:
+        notes.append("blocks of layers with a window: at most those that a sequence holds at once")
+    if rows[0]["num_blocks"] > pool.num_blocks:
+        notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
+    return table(PoolRow, "pools", title, rows, notes=notes)
+
+
+def share_table(shares: SharePlan, num_workers: int) -> Table:
+    """How the rows would be distributed over workers."""
+    rows = [{"way": name, **share_facts(each)} for name, each in shares.ways(num_workers).items()]
+    notes = [
+        f"with one prefix cache per worker that never evicts, block size {shares.keys.block_size}; generate --ray"
+        " groups by prefix",
+        "max / mean: tokens computed and generated by the busiest worker, at most, over the mean of all workers",
+    ]
+    return table(Way, "workers", f"{num_workers} workers", rows, notes=notes)

@@ -1,0 +1,39 @@
+"""What the adviser found, as verdicts."""
+
+from pagedcli.printable import percent_text, plural
+from pagedcli.simulation.advice import Advice, Trial
+from pagedcli.verdicts import Verdict
+
+
+def advice_verdicts(advice: Advice, *, or_nothing: bool = True) -> list[Verdict]:
+    """The best settings; if there is none, that there is nothing to change, unless something else has been found."""
+    found = [_of_trial(advice, trial) for trial in advice.best]
+    if found or not or_nothing or advice.base is None:
+        return found
+    return [
+        Verdict(
+            finding="nothing to change",
+            measure="time" if advice.by_time else "computed tokens",
+            certainty=f"{plural(len(advice.trials), 'other setting')} tried in the simulator",
+            not_looked_at=advice.not_tried,
+        )
+    ]
+
+
+def _of_trial(advice: Advice, trial: Trial) -> Verdict:
+    assert advice.base is not None, "gains are compared with it"
+    now, then = advice.base, trial.forecast
+    details = ["simulated" if trial.turns is None else "timed in turns"]
+    if percent_text(now.hit_rate) != percent_text(then.hit_rate):
+        details.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
+    if now.num_preemptions != then.num_preemptions:
+        details.append(f"preemptions {now.num_preemptions:,} -> {then.num_preemptions:,}")
+    if trial.setting.cost:
+        details.append(f"costs {trial.setting.cost}")
+    return Verdict(
+        finding=f"with {trial.setting.text}",
+        measure="time" if advice.by_time else "to compute",
+        after=trial.gain,
+        certainty="; ".join(details),
+        not_looked_at=advice.not_tried,
+    )

@@ -1,0 +1,87 @@
+"""`plan` begins with where prompts part, fits on a screen, and writes the prompts as they would be."""
+
+import json
+
+import planted_prompts as planted
+import pytest
+from cli_harness import pagedcli
+
+LIBRARY = planted.words(planted.random.Random(1), 120)
+
+
+def clock_chats(path, num=60):
+    rows = [
+        {
+            "id": number,
+            "messages": [
+                {"role": "system", "content": f"It is {9 + number % 2}:{10 + number % 50}. {LIBRARY}"},
+                {"role": "user", "content": f"Where is book {number}?"},
+            ],
+            "max_tokens": 4,
+        }
+        for number in range(num)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def as_json(*arguments):
+    return json.loads(pagedcli("plan", *arguments, "--no-calibrate", "--format", "json").stdout)
+
+
+def ideal_rate(found, block_size=16):
+    return next(row["hit_rate"] for row in found["block_sizes"] if row["block_size"] == block_size)
+
+
+def test_the_first_sentence_is_where_prompts_part_and_the_plan_fits_on_a_screen(tmp_path):
+    path = tmp_path / "clock.jsonl"
+    clock_chats(path)
+    shown = pagedcli("plan", path, "--no-calibrate").stdout.splitlines()
+    assert "prompts part at token" in shown[0]
+    assert "the time differs" in shown[0]
+    assert "--try-reordered" in shown[0]
+    assert len(shown) <= 30
+    assert len(pagedcli("plan", path, "--no-calibrate", "--all").stdout.splitlines()) > 50
+
+
+def test_the_changed_file_has_the_promised_rate_and_nothing_but_moved_sentences(tmp_path):
+    path, changed = tmp_path / "clock.jsonl", tmp_path / "changed.jsonl"
+    rows = clock_chats(path)
+    found = as_json(path, "--try-reordered", changed)
+    (verdict,) = found["verdicts"]
+    assert verdict["now"] == pytest.approx(ideal_rate(found))
+    again = as_json(changed)
+    assert ideal_rate(again) == pytest.approx(verdict["after"])
+    assert [each["finding"] for each in again["verdicts"]] in ([], ["nothing to change"])
+    for old, new in zip(rows, map(json.loads, changed.read_text().splitlines()), strict=True):
+        clock = f"It is {9 + old['id'] % 2}:{10 + old['id'] % 50}. "
+        assert new["messages"][0]["content"] == LIBRARY
+        assert new["messages"][1]["content"] == clock + old["messages"][1]["content"]
+        assert {**new, "messages": []} == {**old, "messages": []}
+
+
+def test_salts_are_left_out_and_files_are_never_replaced(tmp_path):
+    path, changed = tmp_path / "salts.jsonl", tmp_path / "changed.jsonl"
+    rows = [{"prompt": f"{LIBRARY} {number}", "cache_salt": f"user {number}"} for number in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = as_json(path, "--try-reordered", changed)
+    assert "only the cache_salt differs" in found["verdicts"][0]["finding"]
+    assert [json.loads(line) for line in changed.read_text().splitlines()] == [
+        {"prompt": row["prompt"]} for row in rows
+    ]
+    refused = pagedcli("plan", path, "--no-calibrate", "--try-reordered", changed, expect=1)
+    assert "cannot write the changed prompts" in refused.stderr
+
+
+def test_a_run_its_explanation_and_its_report_begin_with_it_too(tmp_path):
+    path, trace, out = tmp_path / "clock.jsonl", tmp_path / "run.jsonl", tmp_path / "out.jsonl"
+    clock_chats(path, 20)
+    small = ("--max-tokens", "1", "--record", trace, "--record-tokens", "-o", out)
+    run = pagedcli("generate", path, *small)
+    assert "prompts part at token" in run.stdout.splitlines()[0]
+    assert "prompts part at token" in pagedcli("explain", trace).stdout.splitlines()[0]
+    assert "prompts part at token" not in pagedcli("explain", trace, "--request", "3").stdout
+    page = tmp_path / "page.html"
+    pagedcli("report", trace, "-o", page)
+    assert "prompts part at token" in page.read_text(encoding="utf-8")
+    assert "prompts part at token" in pagedcli("trace", path, "--no-live", "--max-tokens", "1").stderr
