@@ -11,7 +11,7 @@ import torch
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 
-from pagedcli.layers.quantized import E2M1_ZERO, CodedWeight
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
 
@@ -327,6 +327,17 @@ def random_float8(out, columns, group_size, *, seed=0):
     numbers = torch.where(numbers & 127 == 127, 0, numbers).view(torch.float8_e4m3fn)
     scales = torch.rand((out, -(-columns // group_size)), generator=generator) + 0.5
     return CodedWeight(numbers, 8, scales / 100, 0, group_size)
+
+
+def random_nvfp4(out, columns, *, seed=0):
+    """Random numbers of NVFP4 with all of e4m3's scales, the smallest included, and a step for each 256 inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randint(127, (out, -(-columns // 16)), generator=generator).to(torch.uint8)
+    factors = factors.view(torch.float8_e4m3fn)
+    steps = torch.rand((out, -(-columns // 256)), generator=generator) + 0.5
+    scales = factors.float() * steps.repeat_interleave(16, 1)[:, : factors.shape[1]]
+    codes = torch.randint(16, (out, columns), generator=generator).to(torch.uint8)
+    return CodedWeight(codes, 4, scales, E2M1_ZERO, 16, levels=E2M1, steps=steps, factors=factors)
 
 
 def exact_activations(tokens, columns):

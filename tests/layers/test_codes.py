@@ -3,7 +3,7 @@
 import pytest
 import torch
 from linear_harness import assert_rows_are_independent
-from quantized_zoo import exact_activations, random_weight
+from quantized_zoo import exact_activations, random_nvfp4, random_weight
 
 from pagedcli.errors import BackendError, ModelError
 from pagedcli.layers.native_linear import NativeLinear
@@ -34,6 +34,28 @@ def test_the_product_is_that_of_the_dequantized_weight(library, case, tokens):
     expected = x.double() @ weight.dequantized(torch.float32).T.double()
     actual = NativeLinear(library, weight, dtype=torch.float32)(x)
     assert (actual - expected).abs().max() < 1e-6 * (x.abs() @ weight.dequantized(torch.float32).abs().T).max()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+@pytest.mark.parametrize(("out", "columns"), [(32, 256), (97, 1024), (40, 80), (64, 1856)])
+def test_nvfp4_is_exact_for_every_scale_and_size(library, out, columns, tokens):
+    weight, x = random_nvfp4(out, columns), exact_activations(tokens, columns)
+    widened = weight.dequantized(torch.float32).T
+    actual = NativeLinear(library, weight, dtype=torch.float32)(x)
+    assert (actual - x.double() @ widened.double()).abs().max() < 1e-6 * (x.abs() @ widened.abs()).max()
+    bias = torch.linspace(-900, 900, out)
+    biased = NativeLinear(library, weight, bias, dtype=torch.float32)(x)
+    torch.testing.assert_close(biased, actual + bias)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_of_nvfp4_does_not_depend_on_the_other_rows(library, threads):
+    assert_rows_are_independent(NativeLinear(library, random_nvfp4(97, 352), dtype=torch.float32), 352, threads)
+
+
+def test_nvfp4_takes_its_bits_a_byte_per_group_and_a_step_per_256_inputs(library):
+    linear = NativeLinear(library, random_nvfp4(64, 1024), dtype=torch.float32)
+    assert linear.nbytes == 64 * (1024 // 2 + 1024 // 16 + 1024 // 256 * 4)
 
 
 def test_a_gated_layer_and_a_bias_are_those_of_the_dequantized_weight(library):

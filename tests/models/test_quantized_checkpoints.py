@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits
 from quantized_zoo import (
@@ -36,6 +37,7 @@ from pagedcli.models.weights import CheckpointWeights
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -262,6 +264,34 @@ def test_modelopt_says_its_format_in_a_file_of_its_own_too(plain_model, tmp_path
     torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
 
 
+def test_experts_in_nvfp4_are_kept_so_whatever_the_company(tmp_path):
+    source = tiny_model("qwen3-moe", tmp_path / "model", moe_intermediate_size=48)
+    quantize, content = nvfp4()
+    content = {**content, "ignore": [*content["ignore"], "*.mlp.gate"]}
+    packed, plain = quantized_twins(source, tmp_path, quantize, content)
+    prompts, params = ragged_prompts(4), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine = make_engine(packed)
+    assert engine.plan.in_one_call
+    assert engine.model.weight_bytes < 0.5 * make_engine(plain).model.weight_bytes
+    tokens = run(engine, prompts, params)
+    alone = make_engine(packed, chunked_prefill_size=7, max_num_seqs=1, enable_prefix_caching=False)
+    assert run(alone, prompts, params) == tokens
+    exact = [make_engine(path, attention_backend="sdpa") for path in (packed, plain)]
+    assert run(exact[0], prompts, params) == run(exact[1], prompts, params)
+
+
+@pytest.mark.parametrize("change", [{"weight_scale": -1.0}, {"weight_scale": float("nan")}, {"weight_scale_2": 1e9}])
+def test_scales_of_nvfp4_that_cannot_be_are_refused(change, plain_model, tmp_path):
+    packed, _ = quantized_twins(plain_model, tmp_path, *nvfp4())
+    tensors = load_file(packed / "model.safetensors")
+    [(suffix, value)] = change.items()
+    name = next(each for each in tensors if each.endswith(f".{suffix}"))
+    tensors[name] = torch.full_like(tensors[name].float(), value).to(tensors[name].dtype)
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="a scale of NVFP4 weights is"):
+        load(packed, ReferenceAttention())
+
+
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "int8", "fp8-block", "nvfp4", "nvfp4-modelopt"])
 def test_dummy_weights_of_every_format_are_noise_of_the_usual_size(name, plain_model, tmp_path):
     packed, _ = quantized_twins(plain_model, tmp_path, *FORMATS[name])
@@ -281,7 +311,7 @@ def test_the_native_decoder_differs_from_the_reference_by_the_rounding_of_activa
     exact, ours = logits_of(packed, ReferenceAttention()), logits_of(packed, cpu_backend)
     error = (ours - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
     name = packed.parent.name
-    is_rounded = any(form in name for form in ("int", "gptq", "awq", "mixed")) and "bias" not in name
+    is_rounded = any(form in name for form in ("int", "gptq", "awq", "mixed", "nvfp4")) and "bias" not in name
     is_widened = not is_rounded or "mixed-fp8" in name
     assert error < (0.05 if is_rounded else 1e-5)
     model = load(packed, cpu_backend)

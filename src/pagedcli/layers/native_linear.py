@@ -174,7 +174,10 @@ class NativeLinear:
         )
         packed = self._empty()
         scales = (weight.scales, weight.minima) if weight.steps is None else (None, None)
-        factors = weight.factors, weight.steps, weight.minimum_factors, weight.minimum_steps
+        own, steps = weight.factors, weight.steps
+        if own is not None and steps is not None and own.dtype == torch.float8_e4m3fn:  # see E4m3Header
+            own, steps = own.view(torch.int8), steps * 2.0**120
+        factors = own, steps, weight.minimum_factors, weight.minimum_steps
         tensors = [0 if each is None else each.contiguous() for each in (*scales, *factors)]
         self._call("linear_pack_grouped", codes, *tensors, packed)
         return packed

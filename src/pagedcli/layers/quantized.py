@@ -25,7 +25,7 @@ class CodedWeight:
     groups: Tensor | None = None  # int64 [in]: the group of each input; None: neighbours
     levels: tuple[int, ...] = ()  # by code: E2M1 or IQ4 of native/packed_groups.h; empty: codes are numbers
     minima: Tensor | None = None  # float32 [out, groups]
-    # scales as float32 [out, in / 256] times int8 [out, groups], exactly, and minima so, times uint8; None: none such
+    # scales as float32 [out, in / 256] times int8 or e4m3 [out, groups], and minima so, times uint8; None: none such
     steps: Tensor | None = None
     factors: Tensor | None = None
     minimum_steps: Tensor | None = None
@@ -93,10 +93,14 @@ def stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
         if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
             raise ModelError("q, k and v, or gate and up, group their inputs differently", hint=_HINT)
     zeros = [weight.zeros for weight in weights if isinstance(weight.zeros, Tensor)]
+    steps = [weight.steps for weight in weights if weight.steps is not None]
+    factors = [weight.factors.view(torch.uint8) for weight in weights if weight.factors is not None]
     return replace(
         first,
         # as bytes: torch does not concatenate float8
         codes=torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype),
+        steps=torch.cat(steps) if steps else None,
+        factors=None if first.factors is None else torch.cat(factors).view(first.factors.dtype),
         scales=torch.cat([weight.scales for weight in weights]),
         zeros=torch.cat(zeros) if zeros else first.zeros,
     )

@@ -122,7 +122,7 @@ class Packed(CodedLayer):
             return "torch has no kernel for them"
         if is_float8 and kernels == "cpu":
             return "no CPU kernel reads FP8; activations are not rounded"
-        multiple = 32 if is_float8 or kernels == "cpu" else 8
+        multiple = 16 if self.quantization.layout == "nvfp4" else 32 if is_float8 or kernels == "cpu" else 8
         if size is not None and size % multiple:
             return f"groups of {size} have no kernel, only multiples of {multiple}"
         return None
@@ -142,6 +142,8 @@ class Packed(CodedLayer):
     def _packed_row_bytes(self, num_columns: int) -> int:
         """Bytes of an output feature as NativeLinear packs it: see its _pack_codes."""
         stored = self.quantization
+        if stored.layout == "nvfp4":
+            return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
         if stored.bits == 8 and stored.group_size is None and stored.symmetric:
             return -(-num_columns // 4) * 4 + 8  # with a scale and a sum
         chunk = chunk_columns(num_columns, stored.group_size)
@@ -231,6 +233,7 @@ _NVFP4_NAMES = {
     "modelopt": ("weight", "weight_scale_2"),
     "compressed-tensors nvfp4-pack-quantized": ("weight_packed", "weight_global_scale"),
 }
+_LARGEST_STEP = 128.0  # of kernels that store it times 2^120
 E2M1_DEVIATION = 2.93  # of numbers of random bits
 _MXFP4_NUMBERS = {"scales": "blocks", "weight_scale": "weight_packed"}
 
@@ -313,8 +316,18 @@ def _read_nvfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWe
     number of the module."""
     numbers, scale = _NVFP4_NAMES[q.method]
     scales, of_module = tensors["weight_scale"].float(), tensors[scale].float()
-    scales = scales * of_module if q.method == "modelopt" else scales / of_module
-    return CodedWeight(_pairs(tensors[numbers]), 4, scales / 2, E2M1_ZERO, 16, levels=E2M1)  # The levels are doubled.
+    if not bool((scales >= 0).all()):
+        raise ModelError("a scale of NVFP4 weights is negative or not a number", hint="download the checkpoint again")
+    if q.method == "modelopt":
+        scales, step = scales * of_module, of_module / 2
+    else:
+        scales, step = scales / of_module, 0.5 / of_module
+    if not bool((step.abs() < _LARGEST_STEP).all()):
+        raise ModelError("a scale of NVFP4 weights is too large", hint="download the checkpoint again")
+    codes = _pairs(tensors[numbers])
+    steps = step.flatten().expand(len(codes), -(-codes.shape[1] // 256))
+    # half of the scales, as the levels are doubled
+    return CodedWeight(codes, 4, scales / 2, E2M1_ZERO, 16, levels=E2M1, steps=steps, factors=tensors["weight_scale"])
 
 
 def _pairs(numbers: Tensor) -> Tensor:

@@ -60,6 +60,15 @@ template <bool ZERO = true> struct StepsHeader {
     }
 };
 
+// An e4m3 number without a sign for the scale, times the step of 256 columns. Its bits, moved to those of a float, are its value
+// times 2^-120: steps are stored times 2^120.
+struct E4m3Header : StepsHeader<> {
+    E4m3Header at(const uint8_t* panel) const { return {StepsHeader<>{(const float*)panel}}; }
+    vf scale(const uint8_t* header, int v, int64_t column) const {
+        return (vf)(load_bytes(header + v * VL) << 20) * loadf(steps + column / STEP_COLUMNS * PANEL + v * VL);
+    }
+};
+
 // Bytes: four columns of each feature, from 4 i on.
 template <class S, int64_t C = BLOCK_COLUMNS> struct Bytes {
     static constexpr int64_t COLUMNS = C, BYTES = PANEL * COLUMNS;
@@ -121,15 +130,16 @@ template <int BITS, int64_t C> struct Reader<Planes<BITS, C>> {
 constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr uint8_t IQ4_LEVELS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
-template <const uint8_t* TABLE, class S> struct Levels : Nibbles {
+template <const uint8_t* TABLE, class S, int64_t C = BLOCK_COLUMNS> struct Levels : NibblesOf<C> {
     using Sum = S;
-    static vi four(const uint8_t* block, int i, int v) { return looked_up(TABLE, Nibbles::four(block, i, v)); }
+    static vi four(const uint8_t* block, int i, int v) { return looked_up(TABLE, NibblesOf<C>::four(block, i, v)); }
 };
 
 // Calls f(header, blocks) with the types of a layer.
 template <class F> inline void with_packing(const Linear& l, const F& f) {
     const bool steps = l.scale_type == STEPS;
     if (l.kind == LEVELS4) {
+        if (steps) return f(E4m3Header{}, Levels<E2M1, LevelSum, 16>{});
         if (l.zero < 0) return f(TypedHeader<BF16>{}, Levels<E2M1, LevelSum>{});
         return f(ScaleHeader<BF16>{}, Levels<E2M1, LevelSum>{});
     }
@@ -177,7 +187,7 @@ struct Chunks {
         });
         if (l.scale_type != STEPS) return;
         step_minima = l.zero < 0;
-        num_steps = l.columns / STEP_COLUMNS;
+        num_steps = (l.columns + STEP_COLUMNS - 1) / STEP_COLUMNS;
         head_bytes = num_steps * PANEL * (int64_t)sizeof(float);
         if (step_minima) head_bytes += head_bytes + count * PANEL;
     }
