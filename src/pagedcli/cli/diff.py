@@ -101,7 +101,7 @@ def _compare(
     progress = ProgressLine(line_every_s=5.0)
     found = Comparison(*sides, lambda done, runs: progress.show(lambda _: f"simulated {done} of {plural(runs, 'run')}"))
     progress.close()
-    shown = [tables.causes_table(found), tables.measures_table(found)]
+    shown = [tables.causes_table(found, in_full=format_ is Format.CSV), tables.measures_table(found)]
     if found.details["prompts"] and "prompts" not in found.hidden:
         shown.append(tables.prompts_table(found, decode))
     if found.sides[1].hits is not None and "prompts" not in found.hidden:

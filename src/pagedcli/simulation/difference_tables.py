@@ -53,8 +53,8 @@ class CauseRow:
     cause: Annotated[str, lambda name: CAUSES.get(name, name), Means("what differs; the parts add up to the change")]
     detail: Annotated[str, "before -> after"]
     visible: bool
-    change: Annotated[float | None, "hit rate, points", points]
-    computed_tokens: Annotated[float | None, "computed tokens", signed]
+    change: Annotated[float | None, "hit rate", points]
+    computed_tokens: Annotated[float | None, "computed", signed]
     preemptions: Annotated[float | None, signed] | UnsetType
     peak_used_blocks: Annotated[float | None, "peak blocks", signed] | UnsetType
     steps: Annotated[float | None, signed] | UnsetType
@@ -131,15 +131,16 @@ def _cause_row(cause: str, detail: str, part: Measures | None, found: Comparison
     return CauseRow(cause, detail, part is not None, value("hit_rate"), **others)
 
 
-def causes_table(found: Comparison) -> Table:
+def causes_table(found: Comparison, *, in_full: bool = False) -> Table:
+    """Every cause. Measures that none of them changed are left out, unless `in_full`."""
     rows = cause_rows(found)
     averaged = len(found.differing) <= MOST_AVERAGED
     how = "means over all orders of swapping them" if averaged else "in this order, one after the other"
     notes = [f"each part: one thing swapped at a time in the simulator, {how}; the parts add up to the change"]
-    columns = "cause change computed_tokens preemptions peak_used_blocks steps seconds detail"
-    if not found.sides[0].scheduled:
-        columns = "cause change computed_tokens detail"
-    return table(CauseRow, "causes", "Why it changed", rows, columns, notes=notes, wrapped_at=140)
+    measures = [name for name in _WORDS if name != "hit_rate" and (in_full or any(getattr(row, name) for row in rows))]
+    columns = " ".join(["cause", "change", *measures, "detail"])
+    title = "Why it changed: points of the hit rate, and what else changed"
+    return table(CauseRow, "causes", title, rows, columns, notes=notes, wrapped_at=140)
 
 
 @dataclass(frozen=True, slots=True)
