@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -153,15 +153,14 @@ def packed_weight(scale: Scale, form: str, group_size: int, sizes: tuple[int, in
     """Random weights of "4 bits", "8 bits" or "FP8"."""
     from quantized_zoo import random_float8, random_weight
 
-    is_float8 = form == "FP8"
-    names = ("numbers", "scales") if is_float8 else ("codes", "scales", "zeros")
     group_size = min(group_size, sizes[1])
     weight: Any = (
         random_float8(*sizes, group_size, seed=seed)
-        if is_float8
+        if form == "FP8"
         else random_weight(*sizes, bits=int(form[0]), group_size=group_size, seed=seed)
     )
-    return replace(weight, **{name: getattr(weight, name).to(scale.device) for name in names})
+    parts = {each.name: getattr(weight, each.name) for each in fields(weight)}
+    return replace(weight, **{name: part.to(scale.device) for name, part in parts.items() if torch.is_tensor(part)})
 
 
 def packed_linear(scale: Scale, form: str, group_size: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
