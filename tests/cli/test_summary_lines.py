@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from cli_harness import FAST, pagedcli
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
@@ -75,3 +76,14 @@ def test_the_first_failed_rows_are_named_by_line_and_reason(tmp_path):
     for flags, num_named in ((["--max-errors", "1", "--max-num-seqs", "1"], 1), (["--resume"], 3)):
         said = CliRunner().invoke(app, command + flags, catch_exceptions=False).stderr.splitlines()
         assert [line for line in said if re.match(r"  (failed|  ).* line \d", line)] == named[:num_named]
+
+
+def test_a_reason_with_a_number_of_thousands_of_digits_is_cut_in_the_summary(tmp_path):
+    number = "9" * 4000
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"prompt": [{number}]}}\n{{"prompt": "a", "seed": {number}}}\n')
+    result = pagedcli("generate", path, *FAST, expect=3)
+    [first, second] = [line for line in result.stderr.splitlines() if "999…" in line]
+    assert ("line 1: token id 999" in first, "line 2: seed is 999" in second) == (True, True)
+    assert max(map(len, result.stderr.splitlines())) < 400
+    assert number in result.stdout

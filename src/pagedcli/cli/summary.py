@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
 
 
+_MOST_REASON = 300  # characters of why a row failed, which may have a number of thousands of digits; the row has all
+
+
 def say_model(model: str) -> None:
     shown = "built-in demo model (choose another with -m)" if model == BUILTIN_MODEL else model
     say(f"pagedcli {__version__}, model: {shown}")
@@ -78,7 +81,8 @@ def say_summary(
     stats, facts = result.stats, result.stats.facts
     say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     for place, (line, reason) in enumerate(stats.first_failed):
-        _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {reason}")
+        shown = reason if len(reason) <= _MOST_REASON else reason[:_MOST_REASON] + "…"
+        _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {shown}")
     if predicted is not None and result.outcome == "complete":
         at_s, whole_s = predicted
         off = percent_text(abs(stats.elapsed_s / whole_s - 1))
