@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from conftest import native_library
 from model_zoo import DATA_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
@@ -71,6 +72,26 @@ def test_the_language_model_is_read_under_its_published_names(
     [note] = model.notes
     assert note.startswith("2 tensors of the checkpoint are not read")
     assert_close(logits_of(whole), logits_of(path), tolerance=0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@torch.inference_mode()
+def test_text_of_qwen3_vl_gives_transformers_logits(backend, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 4}
+    config = transformers.Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config).float().eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    loaded_model, _ = loaded(tmp_path, backend)
+    assert any("tensors of the checkpoint are not read" in note for note in loaded_model.notes)
+    expected = [model(input_ids=torch.tensor([each])).logits[0] for each in SEQUENCES]
+    assert_close(logits_of(tmp_path, backend), expected)
 
 
 def test_a_language_model_of_a_family_without_a_decoder_is_refused(tmp_path, tmp_path_factory):

@@ -205,6 +205,14 @@ class Qwen3(Qwen2):
     qk_norm = "heads"
 
 
+class Qwen3Vl(Llama):
+    """Its rotary embedding has three positions, which are equal for text."""
+
+    bos_token_id, eos_token_id = None, None
+    biases = ATTENTION_BIAS
+    qk_norm = "heads"
+
+
 class Olmo2(Llama):
     biases = ATTENTION_BIAS
     qk_norm = "all"

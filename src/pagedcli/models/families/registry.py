@@ -44,6 +44,8 @@ FAMILIES = {
     "cwm": Family("CwmForCausalLM", dense.Cwm),
     "qwen2": Family("Qwen2ForCausalLM", dense.Qwen2),
     "qwen3": Family("Qwen3ForCausalLM", dense.Qwen3),
+    "qwen3_vl_text": Family("Qwen3VLForCausalLM", dense.Qwen3Vl),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", dense.Qwen3Vl, text="qwen3_vl_text"),
     "olmo2": Family("Olmo2ForCausalLM", dense.Olmo2),
     "olmo3": Family("Olmo3ForCausalLM", dense.Olmo3),
     "granite": Family("GraniteForCausalLM", dense.Granite),
