@@ -15,7 +15,7 @@ from trace_harness import EventList, simulated, write
 import pagedcli as package
 from pagedcli import LLM, SamplingParams, open_trace
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.show.notebook import data_frame
+from pagedcli.show.notebook import Trace, data_frame
 from pagedcli.show.pool_picture import pool_picture
 from pagedcli.views.moment import Replay
 from pagedcli.views.step_rows import TABLES, file_columns
@@ -103,10 +103,10 @@ def test_a_step_is_its_picture_and_its_tables(trace, path):
 
 def test_what_is_not_there_is_named(trace, tmp_path):
     first, last = trace.step_numbers
-    assert (first, repr(trace)) == (0, f"Trace('run.jsonl', steps 0 to {last}, 14 blocks)")
+    assert (first, repr(trace)) == (0, f"Trace('run.jsonl', steps 0 to {last})")
     with pytest.raises(UsageError, match="has no step 9999") as error:
         trace.step(9999)
-    assert error.value.hint == f"its steps are 0 to {last}"
+    assert error.value.hint == f"it has steps 0 to {last}"
     with pytest.raises(UsageError, match="no request 'nobody'"):
         trace.explain("nobody")
     with pytest.raises(UsageError, match="there is no table 'rows'"):
@@ -116,6 +116,24 @@ def test_what_is_not_there_is_named(trace, tmp_path):
     (tmp_path / "no.jsonl").write_text("{}\n")
     with pytest.raises(TraceError):
         repr(open_trace(tmp_path / "no.jsonl"))
+
+
+def test_a_run_that_has_not_begun_has_no_steps_and_a_damaged_one_says_so():
+    events = simulated(num_requests=3)
+    begun = Trace(lambda: EventList(events[:1]), "this run")
+    assert (repr(begun), begun.step_numbers, len(begun.explain().tables[0].rows)) == (
+        "Trace('this run', no steps)",
+        None,
+        0,
+    )
+    with pytest.raises(UsageError) as error:
+        begun.play()
+    assert error.value.hint == "it has no steps"
+    ET.fromstring(begun.tree()._repr_svg_())
+    damaged = Trace(lambda: EventList([*events, events[0]]), "this run")
+    assert "damaged after them: event " in repr(damaged)
+    with pytest.raises(TraceError):
+        _ = damaged.steps
 
 
 def test_explain_has_the_lookups_of_the_command(trace, path):

@@ -136,7 +136,8 @@ def _of_steps(
         if steps.is_over(event.step):
             return
     if last is None or last < steps.first:
-        raise UsageError(f"{reader.path} has no step {steps.first}: the last one is {last}")
+        known = "it has no steps" if last is None else f"the last one is {last}"
+        raise UsageError(f"{reader.path} has no step {steps.first}: {known}")
 
 
 def _of_step(state: PoolState, options: PictureOptions, letters: PrefixLetters, follow: NamedRequest | None) -> Picture:

@@ -7,7 +7,7 @@ style sheet replaces them where the viewer is in dark mode. Used by the pictures
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from html import escape
@@ -91,7 +91,7 @@ class Picture:
     caption: str
     width: float
     height: float
-    parts: Sequence[str]
+    parts: Sequence[str] = field(repr=False)
 
     def svg(self, theme: Theme = Theme.AUTO) -> str:
         """The drawing as a file of its own, without scripts, links and fonts."""

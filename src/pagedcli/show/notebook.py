@@ -50,8 +50,12 @@ class Trace:
         self._open_source, self._name, self._decode = open_source, name, decode
 
     def __repr__(self) -> str:
-        first, last = self.step_numbers
-        return f"Trace({self._name!r}, steps {first} to {last}, {self._replay.moment.state.num_blocks} blocks)"
+        damage = "" if self._replay.damage is None else f", damaged after them: {self._replay.damage}"
+        return f"Trace({self._name!r}, {self._steps_in_words()}{damage})"
+
+    def _steps_in_words(self) -> str:
+        numbers = self.step_numbers
+        return "no steps" if numbers is None else f"steps {numbers[0]} to {numbers[1]}"
 
     # ------------------------------------------------------------------ one step
 
@@ -60,16 +64,15 @@ class Trace:
         return Replay(self._open_source())
 
     @property
-    def step_numbers(self) -> tuple[int, int]:
-        """The first and the last step."""
+    def step_numbers(self) -> tuple[int, int] | None:
+        """The first and the last step; None: nothing has run."""
         steps = [step for step in self._replay.steps if step is not None]
-        return steps[0], steps[-1]
+        return (steps[0], steps[-1]) if steps else None
 
     def _moment(self, step: int) -> Moment:
         stop = self._replay.stop_of_step(step)
         if stop is None:
-            first, last = self.step_numbers
-            raise UsageError(f"{self._name} has no step {step}", hint=f"its steps are {first} to {last}")
+            raise UsageError(f"{self._name} has no step {step}", hint=f"it has {self._steps_in_words()}")
         return self._replay.go(stop)
 
     def _seq_ids(self, request: str | None) -> set[int] | None:
@@ -81,7 +84,7 @@ class Trace:
 
     def play(self, first: int = 0, last: int | None = None, *, follow: str | None = None) -> "Film":
         """The steps from `first` to `last` as a film with a slider, which needs no server."""
-        last = self.step_numbers[1] if last is None else last
+        last = (self.step_numbers or (0, 0))[1] if last is None else last
         if not 0 <= last - first < _MOST_STEPS:
             raise UsageError(f"steps {first} to {last} make no film", hint=f"choose up to {_MOST_STEPS:,} steps")
         seq_ids, letters = self._seq_ids(follow), PrefixLetters()
