@@ -106,6 +106,12 @@ def test_bad_arguments_are_refused_before_anything_runs(arguments, message):
     assert message in pagedcli("learn", *arguments, expect=2).stderr
 
 
+def test_a_picture_that_exists_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.cli.learn.run_lesson", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "x.svg").write_text("mine")
+    assert "already exists" in pagedcli("learn", 1, "--picture", tmp_path / "x.svg", expect=2).stderr
+
+
 def test_a_value_that_is_not_one_is_refused(taught):
     evidence = Evidence(taught[2][1])
     for name in ("sequences[].num_blocks.x", "sequences[row_id=nobody].num_blocks", "steps[].step"):

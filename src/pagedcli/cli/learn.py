@@ -26,6 +26,7 @@ from rich.markdown import Markdown
 from pagedcli.cli.options import option
 from pagedcli.cli.picture import PictureOptions, draw_run
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import check_files
 from pagedcli.printable import plural
 from pagedcli.show.pool_picture import PrefixLetters, caption, pool_text, shown_blocks
 from pagedcli.show.terminal import is_interactive
@@ -138,7 +139,7 @@ def run_lesson(lesson: Lesson, folder: Path) -> Path:
 
 
 def learn(
-    lesson: Annotated[int | None, typer.Argument(metavar="[N]", min=1, help=_LESSON_HELP)] = None,
+    lesson: Annotated[int | None, typer.Argument(metavar="N", min=1, help=_LESSON_HELP)] = None,
     *,
     picture: Annotated[
         Path | None, option("--picture", metavar="FILE", help="Also draw the picture of lesson N, as .svg or .png.")
@@ -167,6 +168,7 @@ def learn(
             "--picture needs the number of a lesson", hint="for example pagedcli learn 3 --picture copy.svg"
         )
     drawing = PictureOptions.of_flags(picture, None, None, None)
+    check_files({}, {"--picture": picture}, overwrite=False)
     chosen = known if lesson is None else [known[lesson - 1]]
     teacher = _Teacher(asks=is_interactive())
     with _folder(keep) as folder:
