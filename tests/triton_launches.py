@@ -80,7 +80,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     from pagedcli.layers import triton_products as product_kernels
     from pagedcli.layers import triton_recurrent as recurrent_kernels
     from pagedcli.layers import triton_sampling as sampling_kernels
-    from pagedcli.layers.sampling import Limits, choose_tokens
+    from pagedcli.layers.sampling import SamplingLimits, choose_tokens
 
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -118,7 +118,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
             hidden = model.forward(ids, ids, batch, cache)
             logits = model.compute_logits(hidden[: len(lengths)])
             numbers = torch.zeros(len(lengths), device=GPU)
-            for limits in (None, Limits(numbers.int(), numbers, numbers)):
+            for limits in (None, SamplingLimits(numbers.int(), numbers, numbers)):
                 choose_tokens(logits, numbers, numbers, limits, num_drawn=len(lengths))
     return launches
 

@@ -13,7 +13,7 @@ import torch
 from interpreter import INTERPRETED, interpreted, plain
 
 from pagedcli.layers import sampling
-from pagedcli.layers.sampling import Limits
+from pagedcli.layers.sampling import SamplingLimits
 from pagedcli.native import load_library
 
 pytest.importorskip("triton")
@@ -44,7 +44,7 @@ def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
 def limits_of(*rows):
     """From (top_k, top_p, min_p) of each row."""
     top_k, top_p, min_p = zip(*rows, strict=True)
-    return Limits(torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p))
+    return SamplingLimits(torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p))
 
 
 def one(values, row):

@@ -272,9 +272,9 @@ def test_a_longer_list_of_tokens_begins_with_the_shorter_one(native, monkeypatch
 def test_limits_of_other_rows_never_change_what_a_row_keeps():
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(64, 3000, generator=generator) * 2
-    limits = sampling.Limits(torch.arange(1, 65), torch.full((64,), 0.7), torch.zeros(64))
+    limits = sampling.SamplingLimits(torch.arange(1, 65), torch.full((64,), 0.7), torch.zeros(64))
     together = sampling.smallest_kept(logits, torch.ones(64), limits)
     for row in range(64):
         one = slice(row, row + 1)
-        alone = sampling.smallest_kept(logits[one], torch.ones(1), sampling.Limits(*(x[one] for x in limits)))
+        alone = sampling.smallest_kept(logits[one], torch.ones(1), sampling.SamplingLimits(*(x[one] for x in limits)))
         assert torch.equal(alone, together[one])

@@ -26,7 +26,7 @@ FOUND_BY: dict[Fault, frozenset[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FaultTrial:
     """An audit of one planted server."""
 
     fault: Annotated[str, "server"]
@@ -40,7 +40,7 @@ class Trial:
         return self._was_interrupted
 
 
-def trial(settings: Settings, options: Options, progress: Callable[[str], None] = lambda text: None) -> Trial:
+def trial(settings: Settings, options: Options, progress: Callable[[str], None] = lambda text: None) -> FaultTrial:
     """Audit a planted server with the usual limits."""
     with serving(settings) as server:
         audit = Audit(Client(server.url, Budget(300, 200_000, 280.0)), options, progress)
@@ -49,12 +49,12 @@ def trial(settings: Settings, options: Options, progress: Callable[[str], None] 
     found = dict.fromkeys(verdict.check for verdict in audit.verdicts() if verdict.status is Status.FAULT)
     is_right = not found if fault is None else bool(found.keys() & FOUND_BY[fault])
     meaning = "a correct server" if fault is None else FAULTS[fault]
-    return Trial(
+    return FaultTrial(
         fault or "correct", "right" if is_right else "WRONG", ", ".join(found) or None, meaning, was_interrupted
     )
 
 
-def trials(progress: Callable[[str], None]) -> Iterator[Trial]:
+def trials(progress: Callable[[str], None]) -> Iterator[FaultTrial]:
     """All trials of a self-test."""
     for fault in (None, *FAULTS):
         name = fault or "correct"

@@ -121,7 +121,7 @@ class SpreadRow(_Figure):
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedRow(_Figure):
+class FigureChange(_Figure):
     """A figure before and now."""
 
     before: float
@@ -140,7 +140,7 @@ def spread_rows(rows: Sequence[Passes]) -> list[SpreadRow]:
     ]
 
 
-def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[ComparedRow]:
+def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[FigureChange]:
     """The figures of workloads that both measurements have: medians, the change, and its verdict."""
     earlier = {(row.workload, row.batch_size): row.spread for row in before}
     rows = []
@@ -153,5 +153,5 @@ def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[Compa
             change = b.median / a.median - 1
             overlap = a.min <= b.max and b.min <= a.max
             verdict = "within the spread" if overlap else "better" if (change > 0) == more_is_better else "worse"
-            rows.append(ComparedRow(row.workload, row.batch_size, figure, a.median, b.median, change, verdict))
+            rows.append(FigureChange(row.workload, row.batch_size, figure, a.median, b.median, change, verdict))
     return rows

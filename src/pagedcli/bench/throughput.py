@@ -259,7 +259,7 @@ def _floor_s(result: Throughput, workload: BenchWorkload, machine: MachineRates)
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRow:
+class CacheEffectRow:
     """Generation of one request, with or without the cache."""
 
     way: Annotated[str, "KV cache"]
@@ -273,7 +273,7 @@ class CacheRow:
     last_tpot_ms: Annotated[float, "last token ms"]
 
 
-def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[CacheRow], bool]:
+def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[CacheEffectRow], bool]:
     """Two rows, with and without the cache, and whether both gave the same tokens. Prefix caching must be off.
 
     Units: num_tokens to generate, at least 2.
@@ -295,5 +295,7 @@ def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tupl
     return rows, text[len(prompt) :] == whole.token_ids[0]
 
 
-def _cache_row(way: str, ttft_s: float, tpot_s: float, last_s: float, total_s: float, num_computed: int) -> CacheRow:
-    return CacheRow(way, ttft_s, tpot_s, last_s, total_s, num_computed, ttft_s * 1e3, tpot_s * 1e3, last_s * 1e3)
+def _cache_row(
+    way: str, ttft_s: float, tpot_s: float, last_s: float, total_s: float, num_computed: int
+) -> CacheEffectRow:
+    return CacheEffectRow(way, ttft_s, tpot_s, last_s, total_s, num_computed, ttft_s * 1e3, tpot_s * 1e3, last_s * 1e3)

@@ -177,14 +177,14 @@ def _run_replay(path: Path, client: "Client", options: AuditOptions) -> None:
 
 
 def _run_self_test(format_: Format) -> None:
-    from pagedcli.audit.self_test import Trial, trials
+    from pagedcli.audit.self_test import FaultTrial, trials
 
     line = ProgressLine(line_every_s=10)
     results = []
     for result in trials(lambda text: line.show(lambda _: text[: shutil.get_terminal_size().columns - 1])):
         results.append(result)
     line.close()
-    print_tables([table(Trial, "trials", "Self-test of the audit", results, "fault result by meaning")], format_)
+    print_tables([table(FaultTrial, "trials", "Self-test of the audit", results, "fault result by meaning")], format_)
     if any(result.was_interrupted for result in results):
         raise typer.Exit(EXIT_INTERRUPTED)
     num_wrong = sum(result.result == "WRONG" for result in results)

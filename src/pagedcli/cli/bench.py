@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from pagedcli.bench.spread import Busy, ComparedRow, Earlier, SpreadRow, compared_rows, spread_rows, worst
+from pagedcli.bench.spread import Busy, Earlier, FigureChange, SpreadRow, compared_rows, spread_rows, worst
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import EngineConfig, load_config
@@ -232,7 +232,7 @@ def _bench_passes(
         note = "within the spread: the ranges of the passes overlap, so the change may be chance"
         notes = [note if changes else "no workload is in both measurements"]
         title = "Compared with the earlier measurement"
-        tables.append(table(ComparedRow, "compared", title, changes, each, notes=notes))
+        tables.append(table(FigureChange, "compared", title, changes, each, notes=notes))
     print_tables(tables, format_)
 
 
@@ -336,7 +336,7 @@ def cache(
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
-    from pagedcli.bench.throughput import CacheRow, compare_cache, generate, workload_config
+    from pagedcli.bench.throughput import CacheEffectRow, compare_cache, generate, workload_config
     from pagedcli.runner.llm_engine import LLMEngine
 
     if output_len < 2:
@@ -350,7 +350,7 @@ def cache(
     ratio = rows[1].total_s / rows[0].total_s
     notes = [f"{input_len} tokens in, {output_len} out: {ratio:.1f} times as fast with the cache."]
     columns = "way ttft_ms tpot_ms last_tpot_ms total_s tokens_computed"
-    shown = table(CacheRow, "cache", "With and without a KV cache", rows, columns, notes=notes)
+    shown = table(CacheEffectRow, "cache", "With and without a KV cache", rows, columns, notes=notes)
     print_tables([shown], format_, facts={"same_tokens": same})
     if not same:
         say("the tokens differ with and without the cache")

@@ -364,7 +364,7 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServedNeed:
     """What concurrent requests of a length need. Shared tokens count once."""
 
     at: Annotated[str, "requests of"]
@@ -385,14 +385,14 @@ def target_rows(
     block_bytes: int,
     shared_tokens: int = 0,
     state_bytes: int = 0,
-) -> Iterator[Target]:
+) -> Iterator[ServedNeed]:
     """What num_requests concurrent requests need at each length."""
     spent = terms.used + terms.activations + terms.graphs
     for name, num_tokens in lengths.items():
         num_blocks = tables.blocks_for_requests(num_requests, num_tokens, shared_tokens=shared_tokens)
         kv_bytes = num_blocks * block_bytes + num_requests * state_bytes
         device_bytes, fits = spent + kv_bytes, kv_bytes <= terms.kv_cache
-        yield Target(name, num_tokens, num_blocks, kv_bytes, device_bytes, device_bytes / terms.total, fits)
+        yield ServedNeed(name, num_tokens, num_blocks, kv_bytes, device_bytes, device_bytes / terms.total, fits)
 
 
 def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
@@ -408,7 +408,7 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
     )
     columns = "at num_blocks kv_cache_bytes device_bytes utilization fits"
     notes = ["utilization: share of this device's memory, all else as above; above 1, the device is too small"]
-    return table(Target, "target", f"What {num_requests:,} concurrent requests need", rows, columns, notes=notes)
+    return table(ServedNeed, "target", f"What {num_requests:,} concurrent requests need", rows, columns, notes=notes)
 
 
 # ---------------------------------------------------------------------- what else could be chosen

@@ -17,7 +17,7 @@ _ROWS = 32  # rows with 64-bit numbers in memory at once
 NUM_LIKELIEST = 1024  # tokens that top-p is first tried on: sorting a whole vocabulary is slow on a CPU
 
 
-class Limits(NamedTuple):
+class SamplingLimits(NamedTuple):
     """Which tokens of each row may be drawn. Greedy rows ignore them."""
 
     top_k: Tensor  # [R] int32, 0: all
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 def choose_tokens(
-    logits: Tensor, temperature: Tensor, uniform: Tensor, limits: Limits | None = None, *, num_drawn: int
+    logits: Tensor, temperature: Tensor, uniform: Tensor, limits: SamplingLimits | None = None, *, num_drawn: int
 ) -> Tensor:
     """One token per row: the argmax if the temperature is 0, else sampled from the softmax over the kept tokens.
 
@@ -73,7 +73,7 @@ def _native_draw(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Te
     return tokens
 
 
-def floors(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
+def floors(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
     """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
     if _kernels(logits) is not None:
         found, top_k = torch.empty(logits.shape[0]), limits.top_k.int().contiguous()
@@ -85,7 +85,9 @@ def floors(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
     floor = torch.full((logits.shape[0],), float("-inf"), device=logits.device)
     if not rows.shape[0]:
         return floor
-    kept = smallest_kept(logits.index_select(0, rows), temperature[rows], Limits(*(limit[rows] for limit in limits)))
+    kept = smallest_kept(
+        logits.index_select(0, rows), temperature[rows], SamplingLimits(*(limit[rows] for limit in limits))
+    )
     return floor.index_copy_(0, rows, kept)
 
 
@@ -151,7 +153,7 @@ def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Ten
     return tokens.where(total.isfinite(), INVALID)  # a softmax over NaN or +inf is NaN
 
 
-def smallest_kept(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
+def smallest_kept(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
     """The smallest logit that min-p, then top-k, then top-p keep; ties at the border are all kept.
 
     min-p keeps tokens with a probability of at least `min_p` times the largest. Top-k keeps a logit if fewer than
@@ -185,7 +187,7 @@ def _log_mass(scaled: Tensor) -> Tensor:
 
 
 def _kept_of_likeliest(
-    likeliest: Tensor, floor: Tensor, log_mass: Tensor, temperature: Tensor, limits: Limits
+    likeliest: Tensor, floor: Tensor, log_mass: Tensor, temperature: Tensor, limits: SamplingLimits
 ) -> tuple[Tensor, Tensor]:
     """smallest_kept from the largest logits [R, C] in descending order; and [R] whether these C sufficed."""
     top_k, top_p, min_p = limits

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagedcli.core.step_input import RowSampling, SamplingInput, StepInput
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.layers.sampling import Limits, choose_tokens
+from pagedcli.layers.sampling import SamplingLimits, choose_tokens
 from pagedcli.models.base import CausalLM
 from pagedcli.planning.decide import bucket_sizes
 from pagedcli.runner.device_state import DeviceState, packed_size, unpack
@@ -43,8 +43,8 @@ class Inputs(NamedTuple):
     state_writes: Any  # int32
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.top_k, self.top_p, self.min_p)
+    def limits(self) -> SamplingLimits:
+        return SamplingLimits(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from pagedcli.core.groups import TableShape
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.layers.sampling import Limits, choose_tokens
+from pagedcli.layers.sampling import SamplingLimits, choose_tokens
 from pagedcli.native import loaded_library
 from pagedcli.native.system import release_free_memory
 from pagedcli.planning.machine import host_memory
@@ -151,7 +151,7 @@ def _sample_with_most_memory(logits: Tensor) -> None:
     by_kernels = logits.is_cuda or loaded_library() is not None
     held = [torch.empty_like(logits, dtype=dtype).zero_() for dtype in _OF_PENALTIES if by_kernels]
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
-    limits = Limits(zeros.int(), top_p=0.95 * ones, min_p=zeros)
+    limits = SamplingLimits(zeros.int(), top_p=0.95 * ones, min_p=zeros)
     choose_tokens(held[0] if held else logits.zero_(), ones, limits.top_p, limits, num_drawn=rows)
 
 

@@ -110,7 +110,11 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept:
         kept.change(logits, sampling.changes)
     num_drawn = int(np.count_nonzero(sampling.rows.temperature))
     tokens = kernels.choose_tokens(
-        logits, temperature, draws, kernels.Limits(*limits) if sampling.has_limits else None, num_drawn=num_drawn
+        logits,
+        temperature,
+        draws,
+        kernels.SamplingLimits(*limits) if sampling.has_limits else None,
+        num_drawn=num_drawn,
     )
     if sampling.changes is not None:
         kept.add(tokens, sampling.changes)
