@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pagedcli.cli.options import Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import FormatOption, config_flags, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
 from pagedcli.interrupt import EXIT_INTERRUPTED
@@ -90,7 +90,7 @@ class AuditOptions:
 
 
 @config_flags()
-def audit(options: AuditOptions, *, flags: Flags) -> None:
+def audit(options: AuditOptions) -> None:
     """Check whether a server's prefix cache tells the truth.
 
     Sends random prompts to a server with the OpenAI completions API and compares cold answers with warm ones: at block
