@@ -24,7 +24,7 @@ from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelE
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.show.tables import Format, Table, print_tables
-from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.show.terminal import ProgressLine, say, say_wrapped
 from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
     if first is not None and options.sample:
         return replace(first, decision=decision, refusal=refusal)
     if first is not None:
-        say(f"{first.in_words}; reading all of them")
+        say_wrapped(f"{first.in_words}; reading all of them")
 
     def estimate(share: float) -> None:
         if first is None and decision is not None and has_pool(decision) and requests.workload.requests:

@@ -59,6 +59,8 @@ def models_table(ordered: Sequence[ModelRow], input_name: str) -> Table:
         near = [row.model for row in ordered[1:] if row.seconds_low is not None and row.seconds_low < _most_s(best)]
         if near:
             title += f"; not certain: the times of {', '.join(near)} overlap with it"
+        if unknown := [row.model for row in ordered if row.seconds is None and row.fits is not False]:
+            title += f"; no time is known of {', '.join(unknown)}"
     notes = [
         "run: the time in the summary of generate, without loading; load: as it took for the calibration",
         "tokens/s: generated tokens per second of the run; memory: weights, KV cache, the largest step and the runtime",
