@@ -9,12 +9,16 @@ from cli_harness import pagedcli
 LIBRARY = planted.words(planted.random.Random(1), 120)
 
 
+def clock_of(number):
+    return f"It is {9 + number % 13}:{10 + number % 50}:{10 + number // 650 % 50}. "
+
+
 def clock_chats(path, num=60):
     rows = [
         {
             "id": number,
             "messages": [
-                {"role": "system", "content": f"It is {9 + number % 2}:{10 + number % 50}. {LIBRARY}"},
+                {"role": "system", "content": clock_of(number) + LIBRARY},
                 {"role": "user", "content": f"Where is book {number}?"},
             ],
             "max_tokens": 4,
@@ -54,9 +58,8 @@ def test_the_changed_file_has_the_promised_rate_and_nothing_but_moved_sentences(
     assert ideal_rate(again) == pytest.approx(verdict["after"])
     assert [each["finding"] for each in again["verdicts"]] in ([], ["nothing to change"])
     for old, new in zip(rows, map(json.loads, changed.read_text().splitlines()), strict=True):
-        clock = f"It is {9 + old['id'] % 2}:{10 + old['id'] % 50}. "
         assert new["messages"][0]["content"] == LIBRARY
-        assert new["messages"][1]["content"] == clock + old["messages"][1]["content"]
+        assert new["messages"][1]["content"] == clock_of(old["id"]) + old["messages"][1]["content"]
         assert {**new, "messages": []} == {**old, "messages": []}
 
 
@@ -85,3 +88,11 @@ def test_a_run_its_explanation_and_its_report_begin_with_it_too(tmp_path):
     pagedcli("report", trace, "-o", page)
     assert "prompts part at token" in page.read_text(encoding="utf-8")
     assert "prompts part at token" in pagedcli("trace", path, "--no-live", "--max-tokens", "1").stderr
+
+
+def test_the_first_answer_from_a_sample_begins_with_it_and_says_that_it_is_a_sample(tmp_path):
+    path = tmp_path / "long.jsonl"
+    clock_chats(path, 12_000)
+    shown = pagedcli("plan", path, "--no-calibrate", "--sample").stdout.splitlines()
+    assert "drawn prompts part at token" in shown[0]
+    assert "the time differs" in shown[0]

@@ -185,7 +185,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     shares = None if options.workers is None else SharePlan(engine.block_size)
     survey = _survey(loaded, options, shares)
     if isinstance(survey, FirstAnswer):
-        survey.print(options.format_)
+        survey.print(options.format_, engine.block_size if engine.enable_prefix_caching else None)
         return EXIT_BAD_ROWS if survey.scan.num_bad else 0
     scan, here = survey.scan, survey.here
     code = EXIT_BAD_ROWS if scan.num_bad else 0

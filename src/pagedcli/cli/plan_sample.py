@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.batch.line_sample import About, LineSample
+from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.prompt_scan import PromptScan, scan_prompts
 from pagedcli.config import LoadedConfig
 from pagedcli.printable import duration_text, percent_text, plural
@@ -62,8 +63,8 @@ class FirstAnswer:
             found[name] = None if about is None else {each.name: getattr(about, each.name) for each in fields(about)}
         return found | {"hit_rate_at_least": self.hit_rate}
 
-    def print(self, format_: Format) -> None:
-        """Write it to stdout, as all that is asked for."""
+    def print(self, format_: Format, block_size: int | None) -> None:
+        """Write it to stdout, as all that is asked for. `block_size`: in tokens; None: no prefix is found again."""
         rows = []
         if self.seconds is not None:
             rows.append(Fact("time", f"{duration_text(self.seconds.value)} ({_times(self.seconds)})"))
@@ -81,7 +82,11 @@ class FirstAnswer:
             notes.append(NO_TIME)
         title = f"From {self.scan.num_rows:,} of about {_count(self.rows)} rows"
         tables = [] if format_ is Format.JSON else [table(Fact, "sample", title, rows, notes=notes)]
-        print_tables(tables, format_, facts={"sample": self.facts})
+        verdicts = []
+        if block_size is not None:
+            drawn = replace(self.scan.drawn, num_seen=round(self.rows.value))
+            verdicts = part_verdicts(drawn, block_size, self.scan.tokenizer)
+        print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts)
 
 
 def first_answer(

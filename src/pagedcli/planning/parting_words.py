@@ -59,8 +59,8 @@ def parting_verdict(found: Parting, *, change: str | None = None) -> Verdict:
 
 
 def _prompts(found: Parting) -> str:
-    drawn = " drawn" if found.is_sample else ""
-    return f"{found.num_prompts:,} of {plural(found.num_looked_at, 'prompt')}{drawn}"
+    what = "drawn prompt" if found.is_sample else "prompt"
+    return f"{found.num_prompts:,} of {plural(found.num_looked_at, what)}"
 
 
 def _tokens(found: Parting) -> str:
