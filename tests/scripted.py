@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
+from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import StepTokens
+from pagedcli.core.step_input import StepTokens, TargetScores
 from pagedcli.events import CacheGroup
 from pagedcli.sampling_params import SamplingParams
 
@@ -23,6 +24,12 @@ def likeliest(context):
     # all different, so that no order depends on ties
     found = [(token, -((start * 31 + token * 17) % 101 + token / 16) / 40) for token in range(10)]
     return sorted(found, key=lambda pair: -pair[1])
+
+
+def scored(context, token):
+    """The score of a given token, which depends on all tokens before it."""
+    mixed = sum((place + 3) * (each + 1) ** 2 for place, each in enumerate((*context, token)))
+    return TokenScore(-(mixed % 1009) / 64, mixed % 3 == 0)
 
 
 class ScriptedExecutor:
@@ -74,7 +81,21 @@ class ScriptedExecutor:
             if row in scored:
                 logprobs[row] = TokenLogprobs(token, 0.0, likeliest(context)[: scored[row]])
         failing, self.fail_read = self.fail_read, False
-        return ScriptedStep(None if failing else self.last_tokens, logprobs)
+        return ScriptedStep(None if failing else self.last_tokens, logprobs, self._target_scores(step))
+
+    def _target_scores(self, step):
+        """Scores of the given tokens that the step asks for."""
+        found, given = [], [] if step.prompt_rows is None else list(self._given(step))
+        for piece in () if step.prompt_rows is None else step.prompt_rows.pieces:
+            scores = [scored(context, token) for context, token in given[: piece.num_tokens]]
+            del given[: piece.num_tokens]
+            found.append(TargetScores(piece.seq_id, piece.first, scores))
+        return found
+
+    def _given(self, step):
+        rows = step.prompt_rows
+        for place, token in zip(rows.places.tolist(), rows.token_ids.tolist(), strict=True):
+            yield self._context(step, int(step.logits_rows[rows.scored[place]])), token
 
     def _update_states(self, step, ids):
         """All sequences read, then all write. A state has seen exactly the tokens before the step."""
@@ -91,23 +112,28 @@ class ScriptedExecutor:
 
     def _contexts(self, step, sampling):
         """The tokens before each row of logits, and its random number."""
-        ends = step.cu_q[1:].tolist()
-        rows = range(ends[-1]) if step.logits_rows is None else step.logits_rows.tolist()
+        rows = range(step.cu_q[-1]) if step.logits_rows is None else step.logits_rows.tolist()
+        rows = rows if step.prompt_rows is None else [rows[row] for row in step.prompt_rows.sampled]
         rows = rows if sampling.logits_rows is None else [rows[row] for row in sampling.logits_rows]
         for row, draw in zip(rows, sampling.rows.uniform.tolist(), strict=True):
-            seq = next(place for place, end in enumerate(ends) if row < end)
-            first, size, num_groups = int(step.table_rows[seq]) * self.width, self.block_size, len(self.windows)
-            length = int(step.num_tokens[seq]) - (ends[seq] - 1 - row)
-            context = []
-            for group, window in enumerate(self.windows):
-                for place in range(max(0, length - (window or length)), length):
-                    block = self.tables[first + place // size * num_groups + group]
-                    context.append(self.cache[block * size + place % size])
-            assert None not in context, "a slot that was never written was read"
-            if self.states:
-                state = self.states[int(step.state_writes[seq])]
-                assert self.windows != (None,) or list(state[:length]) == context, "the state of other tokens"
-            yield context, draw
+            yield self._context(step, row), draw
+
+    def _context(self, step, row):
+        """The tokens up to a row of the step."""
+        ends = step.cu_q[1:].tolist()
+        seq = next(place for place, end in enumerate(ends) if row < end)
+        first, size, num_groups = int(step.table_rows[seq]) * self.width, self.block_size, len(self.windows)
+        length = int(step.num_tokens[seq]) - (ends[seq] - 1 - row)
+        context = []
+        for group, window in enumerate(self.windows):
+            for place in range(max(0, length - (window or length)), length):
+                block = self.tables[first + place // size * num_groups + group]
+                context.append(self.cache[block * size + place % size])
+        assert None not in context, "a slot that was never written was read"
+        if self.states:
+            state = self.states[int(step.state_writes[seq])]
+            assert self.windows != (None,) or list(state[:length]) == context, "the state of other tokens"
+        return context
 
     def _keep(self, row, context, sampling):
         """The tokens that penalties look at are those before the row of logits; then the one just sampled."""
@@ -131,13 +157,13 @@ class ScriptedExecutor:
 class ScriptedStep:
     """A LaunchedStep whose tokens are None if reading them fails."""
 
-    def __init__(self, tokens, logprobs):
-        self.tokens, self.logprobs = tokens, logprobs
+    def __init__(self, tokens, logprobs, target_scores):
+        self.tokens, self.logprobs, self.target_scores = tokens, logprobs, target_scores
 
     def read(self):
         if self.tokens is None:
             raise RuntimeError("read failed")
-        return StepTokens(self.tokens, self.logprobs)
+        return StepTokens(self.tokens, self.logprobs, target_scores=self.target_scores)
 
 
 def scripted_plan(num_blocks, block_size=2, **changes):
@@ -186,7 +212,7 @@ class Simulation(EngineCore):
             return super().step()
         finally:
             if self._check:
-                self.cache.check(self.scheduler.running)
+                self.cache.check([*self.scheduler.running, *self.scheduler.contexts])
 
     def run(self, max_steps=100_000):
         while self.has_unfinished_requests():

@@ -290,7 +290,8 @@ class LLM:
         if texts and len(texts) < len(given):
             raise ValueError("continuations of one prompt are all texts or all token ids")
         if isinstance(context, str) and texts:
-            token_ids, continuations = encode_pair(self.tokenizer, context, texts)
+            most = self.llm_engine.limits.max_model_len
+            token_ids, continuations = encode_pair(self.tokenizer, context, texts, most)
         else:
             encode = partial(self.tokenizer.encode, add_special_tokens=False) if texts else token_ids_of
             token_ids = self.tokenizer.encode(context) if isinstance(context, str) else token_ids_of(context)

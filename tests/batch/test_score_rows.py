@@ -90,6 +90,7 @@ def test_a_tie_goes_to_the_first(harness):
         ({"prompt": "Once", "score_tokens": True}, "invalid_request"),
         ({"prompt": [5], "continuations": [[10**7]]}, "invalid_token_id"),
         ({"prompt": [5] * 300, "continuations": [[6] * 3000]}, "context_length_exceeded"),
+        ({"prompt": "Once upon a time " * 20_000, "continuations": ["a"]}, "context_length_exceeded"),
         ({"text": "Once", "logprobs_from": 9}, "empty_continuation"),
         ({"text": "Once", "logprobs_from": -1}, "invalid_parameter"),
         ({"text": "Once", "logprobs_from": 0, "continuations": ["a"]}, "invalid_request"),

@@ -6,6 +6,7 @@ import random
 import pytest
 from engine_harness import make_engine
 from model_zoo import cached_model, tiny_model
+from paged_harness import transformers_logits
 
 from pagedcli import LLM
 from pagedcli.errors import RequestError
@@ -151,6 +152,75 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
     assert checker.state.num_recomputed_tokens == engine.stats.num_recomputed_tokens
     if num_sequences == 1:
         assert engine.stats.num_recomputed_tokens > 0
+
+
+def test_they_are_those_of_transformers(model):
+    path, expected = model
+    check_with_transformers(path, expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_models_through_transformers_have_scores_too(family, tmp_path):
+    path = tiny_model(family, tmp_path / family)
+    engine = make_engine(path, block_size=SIZE, max_model_len=LENGTH, num_gpu_blocks_override=400)
+    found = outputs(engine, rows())
+    check_with_transformers(path, [plain(output) for output in found])
+    assert engine.stats.num_computed_tokens == num_computed(rows(), [output.num_cached_tokens for output in found])
+
+
+def check_with_transformers(path, scores):
+    pairs = [(context, each) for context, continuations in rows() for each in continuations]
+    logits = transformers_logits(path, [[*context, *each] for context, each in pairs])
+    for (context, each), row, found in zip(pairs, logits, [each for of_row in scores for each in of_row], strict=True):
+        logprobs = row.log_softmax(-1)
+        wanted = [logprobs[len(context) - 1 + place, token].item() for place, token in enumerate(each)]
+        assert [logprob for logprob, _ in found] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_an_int8_cache_gives_the_bits_of_its_own_prompt_logprobs(tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
+    expected = whole(path, rows(), kv_cache_dtype="int8")
+    config = {"kv_cache_dtype": "int8", "block_size": SIZE, "max_model_len": LENGTH, "num_gpu_blocks_override": 400}
+    found = outputs(make_engine(path, chunked_prefill_size=5, **config), rows())
+    assert [plain(output) for output in found] == expected != whole(path, rows())
+
+
+def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
+    expected = whole(path, rows())
+    others = [
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=1, seed=1, n=3, max_tokens=7, ignore_eos=True, prompt_logprobs=1),
+        SamplingParams(temperature=0, beam_width=3, max_tokens=6),
+    ]
+    config = {"block_size": SIZE, "max_model_len": LONGEST, "num_gpu_blocks_override": 30}
+    texts = []
+    for with_scores in (False, True):
+        engine = make_engine(path, **config)
+        for place, params in enumerate(others):
+            engine.add_request(f"other {place}", [5, 6, 7, 8, 9 + place] * 3, params)
+        for place, (context, continuations) in enumerate(rows() if with_scores else ()):
+            engine.add_request(str(place), context, SamplingParams(), continuations=continuations)
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        texts.append([[each.token_ids for each in found[f"other {place}"].samples] for place in range(len(others))])
+    assert texts[0] == texts[1]
+    assert [plain(found[str(place)]) for place in range(len(expected))] == expected
+
+
+def test_two_ranks_have_the_scores_of_one(tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
+    config = {"block_size": SIZE, "max_model_len": LENGTH, "num_gpu_blocks_override": 200, "async_scheduling": True}
+    alone = [plain(output) for output in outputs(make_engine(path, **config), rows())]
+    engine = make_engine(path, tensor_parallel_size=2, **config)
+    try:
+        split = [plain(output) for output in outputs(engine, rows())]
+    finally:
+        engine.close()
+    for a, b in zip(alone, split, strict=True):
+        for first, second in zip(a, b, strict=True):
+            assert [logprob for logprob, _ in second] == pytest.approx([logprob for logprob, _ in first], abs=1e-4)
 
 
 # ---------------------------------------------------------------------- LLM.score

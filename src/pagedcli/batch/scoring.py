@@ -108,7 +108,7 @@ class ScoreRequest:
             return self._rest(tokenizer, prompt, num_allowed)
         if isinstance(prompt, str) and not is_chat and isinstance(self.continuations[0], str):
             texts = [text for text in self.continuations if isinstance(text, str)]
-            context, found = encode_pair(tokenizer, prompt, texts)
+            context, found = encode_pair(tokenizer, prompt, texts, num_allowed)
         else:
             context = _encode(tokenizer, prompt, num_allowed, add_special_tokens=not is_chat)
             found = [_encode(tokenizer, each, num_allowed, add_special_tokens=False) for each in self.continuations]
@@ -170,19 +170,19 @@ def _num_bytes(tokenizer: "Tokenizer", context: list[int], token_ids: list[int])
 
 
 def encode_pair(
-    tokenizer: "Tokenizer", context: str, continuations: Sequence[str]
+    tokenizer: "Tokenizer", context: str, continuations: Sequence[str], num_allowed: int
 ) -> tuple[list[int], list[list[int]]]:
     """The tokens of a text and of what may follow it, cut as lm-evaluation-harness does: whitespace at the end of the
     context belongs to the continuations, whose tokens are those that a continuation adds to the tokens of the context.
 
-    Raises: RequestError, also for a continuation that adds none.
+    Raises: RequestError, also for a continuation that adds none, and for a text far beyond the tokens allowed.
     """
     stripped = context.rstrip()
     space = context[len(stripped) :]
-    context_ids = tokenizer.encode(stripped)
+    context_ids = tokenizer.encode_within(stripped, num_allowed)
     found = []
     for index, text in enumerate(continuations):
-        token_ids = tokenizer.encode(stripped + space + text)[len(context_ids) :]
+        token_ids = tokenizer.encode_within(stripped + space + text, num_allowed)[len(context_ids) :]
         if not text or not token_ids:
             raise RequestError("empty_continuation", f"continuation {index}, {text!r:.40}, adds no tokens")
         found.append(token_ids)

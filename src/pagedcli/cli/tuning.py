@@ -100,7 +100,13 @@ def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -
             seed=0,
         )
         salt = f"{number} {request.cache_salt or ''}"
-        engine.add_request(request.request_id, request.token_ids.tolist(), params, cache_salt=salt)
+        engine.add_request(
+            request.request_id,
+            request.token_ids.tolist(),
+            params,
+            cache_salt=salt,
+            continuations=request.continuations,
+        )
     while engine.has_unfinished_requests():
         engine.step()
     return time.perf_counter() - start_s
