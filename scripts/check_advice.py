@@ -25,7 +25,8 @@ from unittest import mock
 import typer
 
 from pagedcli.cli.main import app
-from pagedcli.simulation.advice import WORTH_SAYING, Trial, flags_of, recorded_advice
+from pagedcli.simulation.advice import WORTH_SAYING, Trial, recorded_advice
+from pagedcli.simulation.settings import flags_of
 
 _TEXT = "the old fox ran home and saw a red house near water while it rained"
 _NAMES = ("cached_tokens", "preemptions", "recomputed_tokens", "computed_tokens", "kv_blocks_peak")

@@ -19,18 +19,16 @@ from pagedcli.simulation.advice import (
     LEAST_TIMED_S,
     WORTH_SAYING,
     Advice,
-    SmallerKV,
-    Subject,
-    Turns,
     advise,
-    flags_of,
     recorded_advice,
     recorded_plan,
     tune,
 )
 from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.settings import KINDS, SmallerKV, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
+from pagedcli.simulation.turns import Turns, keep_turns
 
 
 def subject(prompts, *, num_output=4, block_bytes=0, device="cpu", **limits):
@@ -56,21 +54,23 @@ def promised(trial):
     return run.num_cached_tokens, run.num_preemptions, run.num_recomputed_tokens, run.peak_used_blocks
 
 
-FASTER, NO_FASTER = Turns((2.0, 2.1, 2.2), (1.4, 1.5, 1.6)), Turns((2.0, 2.1, 2.2), (1.6, 1.7, 2.05))
+BEFORE = (2.0, 2.1, 2.2, 2.1) * 2
+FASTER = Turns(BEFORE, (1.4, 1.5, 1.6, 1.5) * 2)
+UNSURE = Turns(BEFORE, (1.8, 2.2, 2.0, 2.05) * 2)
 
 
 def timed(given, turns=FASTER):
     """The subject with slow steps, on a machine where runs in turns come out like this. Also what was timed."""
     asked = []
 
-    def time_in_turns(_, changes):
+    def time_in_turns(_, changes, budget_s):
         asked.append(dict(changes))
         return turns
 
     return replace(given, step_time=STEP_TIME.scaled(20), time_in_turns=time_in_turns), asked
 
 
-def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are_all_faster():
+def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are_faster_beyond_doubt():
     given = subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200)
     found = advise(given)
     assert not any(trial.setting.kind.is_timed for trial in found.trials), "not by the computed tokens"
@@ -80,12 +80,17 @@ def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are
     assert first.setting.kind.is_timed
     assert first.turns == FASTER
     assert first.gain == pytest.approx(1 - 1.5 / 2.1)
-    assert f"{first.setting.text}: 28.6 % less time, timed in turns" in found.sentences()[0]
+    assert f"{first.setting.text}: 28.6 % less time (27.3 % to 30.0 %, timed in turns)" in found.sentences()[0]
     assert 1 <= len(asked) <= 2
-    given, asked = timed(given, NO_FASTER)
+    given, asked = timed(given, UNSURE)
     found = advise(given)
     assert asked
-    assert not found.best, "one pass with it took as long as one without"
+    assert not any(trial.setting.kind.is_timed for trial in found.best), "some passes with it took longer"
+    assert "not certain" not in " ".join(found.sentences()), "silence where nothing is sure"
+    assert "not certain: between 10.0 % faster and 4.8 % slower" in [trial.cost for trial in found.trials]
+    [row, *_] = [row for row in found.rows() if "saved_low" in row and row["saved_low"] is not None]
+    assert (row["saved"], row["seconds"]) == (None, None)
+    assert (row["saved_low"], row["saved_high"]) == (pytest.approx(1 - 2.2 / 2.1), pytest.approx(0.1))
     given, asked = timed(given, None)
     assert not advise(given).best, "it could not be timed"
     given, _ = timed(given)
@@ -93,13 +98,67 @@ def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are
     assert not any(trial.setting.kind.is_timed for trial in untimed.trials)
 
 
+def test_one_measurement_serves_all_commands_and_is_not_made_again(tmp_path, monkeypatch):
+    """A run of the same prompts with the same limits, whatever it generated, on the same calibrated engine."""
+    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
+    given, asked = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
+    given = replace(given, calibration="one.json")
+    first = advise(given).best[0].setting
+    for changes in asked:
+        keep_turns(given.name_of_turns(changes), FASTER)
+    asked.clear()
+    others = [
+        replace(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200, num_output=num), step_time=steps,
+                calibration=name)
+        for num, steps, name in ((4, given.step_time, "one.json"), (5, STEP_TIME.scaled(30), "one.json"),
+                                 (4, given.step_time, "two.json"), (4, given.step_time, None))
+    ]  # fmt: skip
+    sure = [[trial.setting.changes for trial in advise(each).best if trial.turns is not None] for each in others]
+    assert first.changes in sure[0]
+    assert first.changes in sure[1]
+    assert sure[2:] == [[], []], "another engine, or no calibration"
+    smaller = replace(others[0], workload=subject([[1] * 24 + own(n, 9) for n in range(15)]).workload)
+    assert not any(trial.turns for trial in advise(smaller).trials), "other prompts"
+    assert advise(given).best[0].turns == FASTER
+    assert first.changes not in asked
+
+
+def test_what_was_measured_to_be_slower_is_never_advised_and_counts_as_decided(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
+    slower = Turns(FASTER.after_s, FASTER.before_s)
+    given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200), slower)
+    found = advise(given)
+    timed_ones = [trial for trial in found.trials if trial.turns is not None]
+    assert timed_ones
+    assert not any(trial in found.best or trial.may_be_timed for trial in timed_ones)
+    assert all(trial.cost.endswith("slower") for trial in timed_ones)
+    kept = tune(given)
+    assert not any(kind.is_timed and kind.key in kept.changes for kind in KINDS)
+
+
+def test_less_time_for_as_many_computed_tokens_is_no_advice():
+    """What a calibration says of steps of other sizes is not exact, as the counts are."""
+    given, _ = timed(random_subject(3))
+    found = advise(replace(given, time_in_turns=None))
+    for trial in found.trials:
+        fewer = trial.forecast.num_computed_tokens <= 0.99 * found.base.num_computed_tokens
+        assert trial.is_certain == (fewer or trial.gain <= 0)
+    assert all(trial.is_certain for trial in found.best)
+
+
 def test_settings_that_are_not_timed_say_so_in_the_table():
     given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
     found = advise(given)
     left = [trial for trial in found.trials if trial.setting.kind.is_timed and trial.turns is None]
     assert left
-    assert all("not timed" in trial.cost for trial in left)
+    assert all("not timed here" in trial.cost for trial in left)
     assert not any(trial in found.best for trial in left)
+    listed = advise(replace(given, time_in_turns=None, lists_untimed=True))
+    untimed = [row for row in listed.rows() if "not timed here" in row["cost"]]
+    assert {"--block-size 8", "--max-num-seqs 8"} <= {row["setting"] for row in untimed}
+    assert all(row["saved"] is row["seconds"] is None for row in untimed)
+    assert f"{len(untimed)} settings not timed here: plan --measure times the most promising ones" in listed.notes
+    assert "not timed" not in " ".join(listed.sentences())
 
 
 def test_a_run_under_two_seconds_is_not_compared_by_time():
@@ -229,7 +288,7 @@ def test_with_the_time_of_steps_limits_are_tried_too_and_tuning_combines_changes
     assert asked == [tuned.changes], "all changes are timed once, together"
     assert (tuned.turns, tuned.gain) == (FASTER, FASTER.gain)
     assert "engine.max_num_seqs" not in tune(given, fixed=frozenset(["engine.max_num_seqs"])).changes
-    kept = tune(timed(given, NO_FASTER)[0])
+    kept = tune(timed(given, UNSURE)[0])
     assert not {"engine.block_size", "engine.max_num_seqs"} & kept.changes.keys(), "no faster in turns"
 
 
@@ -273,7 +332,8 @@ def _no_times(tmp_path_factory):
     """Whether another test has calibrated the built-in model decides nothing here."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("no-times")
-        patch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder)
+        patch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder / "step-times")
+        patch.setattr("pagedcli.simulation.turns.cache_folder", lambda: folder / "step-times")
         yield
 
 
@@ -372,7 +432,6 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
     folder, _ = runs
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     monkeypatch.setattr("pagedcli.bench.calibration.calibrate", lambda *_, **__: STEP_TIME.scaled(20))
-    monkeypatch.setattr("pagedcli.cli.tuning.time_in_turns", lambda *_: None)
     pool = ("--num-gpu-blocks-override", "16")
     lengths = ("--outputs", folder / "out.jsonl")
     as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths)
@@ -392,7 +451,10 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
     }
     for name, found in others.items():
         assert found["advised"] == expected["advised"], name
-    tried = [{row["setting"] for row in others[name]["settings_tried"]} for name in ("plan", "explain")]
+    tried = [
+        {row["setting"] for row in others[name]["settings_tried"] if "not timed here" not in row["cost"]}
+        for name in ("plan", "explain")
+    ]
     assert tried[0] == tried[1]
     (tmp_path / "times").rename(tmp_path / "elsewhere")  # as on another machine
     assert "to compute (" in as_json("explain", trace)["advice"]
@@ -427,10 +489,14 @@ def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys
     workload, state = read_recorded_run(folder / "run.jsonl")
     given = Subject(workload, recorded_plan(state), step_time=STEP_TIME)
     base = replace(advise(given).base, seconds=3.0)
-    turns = time_in_turns(loaded, base, given, {"engine.block_size": 8, "engine.num_gpu_blocks_override": 32})
-    assert (len(turns.before_s), len(turns.after_s)) == (4, 4)
+    given = replace(given, calibration="one.json")
+    changes = {"engine.block_size": 8, "engine.num_gpu_blocks_override": 32}
+    turns = time_in_turns(loaded, base, given, changes, 20.0)
+    assert len(turns.before_s) == len(turns.after_s) >= 1
     assert all(seconds > 0 for seconds in (*turns.before_s, *turns.after_s))
     said = capsys.readouterr().err
-    assert "and the settings of before in turns, on 16 prompts" in said
-    assert time_in_turns(loaded, base, given, {"engine.kv_cache_dtype": "fp8"}) is None
+    assert re.search("and the settings of before in turns, on [1-9][0-9]* prompts", said)
+    assert f"--block-size 8 --num-gpu-blocks-override 32: {turns.text}, by {len(turns.after_s)} passes each" in said
+    assert given.kept_turns(changes) == turns
+    assert time_in_turns(loaded, base, given, {"engine.kv_cache_dtype": "fp8"}, 1.0) is None
     assert "not timed: kv_cache_dtype fp8 needs a CUDA GPU" in capsys.readouterr().err

@@ -73,6 +73,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     tables_format = _tables_format(dump, options.format_)
     if options.allow_kv_dtype and not options.tune:
         raise UsageError("--allow-kv-dtype needs --tune", hint="--kv-cache-dtype sets the type of the KV cache")
+    if options.measure_s is not None and not options.tune:
+        raise UsageError("--measure-s needs --tune", hint="it bounds the time that --tune measures for")
     if options.tune:
         loaded = load_config(options.config, {**flags, **_tuned_keys(loaded, options)})
     job = Job(
@@ -115,7 +117,10 @@ def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:
         raise UsageError("--ray cannot be combined with --tune", hint="pagedcli plan --tune prints the settings")
     if options.input_name == "-":
         raise UsageError("--tune reads the input before the run", hint="write it into a file first")
-    return tuned_keys(loaded, PlanOptions(options.input_name, allow_kv_dtype=options.allow_kv_dtype))
+    tuning = PlanOptions(
+        options.input_name, tune=True, measure_s=options.measure_s, allow_kv_dtype=options.allow_kv_dtype
+    )
+    return tuned_keys(loaded, tuning)
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:

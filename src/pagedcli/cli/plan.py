@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.doctor import engine_table
-from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import find_partings
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, share_table, short_tables, survey_facts
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.parting import Parting
-    from pagedcli.simulation.advice import Advice, Subject
+    from pagedcli.simulation.advice import Advice
     from pagedcli.simulation.forecast import Forecast
+    from pagedcli.simulation.settings import Subject
     from pagedcli.simulation.sources import PromptRequests
 
 _time = partial(option, panel="Expected time")
@@ -48,6 +49,8 @@ _MODEL_HELP = (
 )
 _SAMPLE_HELP = "End with the first answer: what some 2,000 rows from all over a long file let expect."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
+_MEASURE_HELP = "Time the settings that may make steps faster, in turns with the present ones."
+_MEASURE_S_HELP = f"Seconds that --measure and --tune may time. Default: {MEASURE_S:.0f}."
 _ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
 _ALL_HELP = "Show every table, and look in every row for where prompts part, not only in 20,000."
 _REORDERED_HELP = "Write the prompts with what makes them part moved, sorted or made alike, to check and compare."
@@ -70,11 +73,18 @@ class PlanOptions:
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
     sample: Annotated[bool, option("--sample", help=_SAMPLE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
+    measure: Annotated[bool, option("--measure", help=_MEASURE_HELP)] = False
+    measure_s: Annotated[float | None, option(metavar="S", min=1, help=_MEASURE_S_HELP)] = None
     allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
     try_reordered: Annotated[Path | None, option(metavar="FILE", help=_REORDERED_HELP)] = None
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
     config: ConfigFile = None
     format_: FormatOption = Format.TABLE
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether settings may be timed."""
+        return (self.measure or self.tune) and not self.no_calibrate
 
     @property
     def lengths(self) -> str:
@@ -98,7 +108,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     and text, waste at block sizes from 8 to 256, how much this machine can hold, and which kernels it would use.
 
     The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
-    measured.
+    measured. Settings that change the time of a step are advised only where --measure has found them to be faster.
 
     \b
     Examples:
@@ -118,6 +128,10 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
     if options.sample and (options.outputs is not None or options.tune or options.workers is not None):
         raise UsageError("--sample reads a few rows; --outputs, --tune and --workers need all of them")
+    if options.measure and (options.no_calibrate or options.sample):
+        raise UsageError("--measure loads the model and reads all rows", hint="leave out --no-calibrate and --sample")
+    if options.measure_s is not None and not options.may_measure:
+        raise UsageError("--measure-s needs --measure or --tune", hint="add --measure to time settings")
     several = list(dict.fromkeys(options.models or ()))
     if len(several) > 1:
         raise typer.Exit(_compare(several, flags, options))
@@ -131,8 +145,8 @@ def _compare(models: list[str], flags: Flags, options: PlanOptions) -> int:
     from pagedcli.batch.lines import is_live
     from pagedcli.cli.plan_models import ModelRow, print_models
 
-    if options.tokenizer is not None or options.tune or options.workers is not None:
-        raise UsageError("--tokenizer, --tune and --workers take one model", hint="name one with -m")
+    if options.tokenizer is not None or options.tune or options.measure or options.workers is not None:
+        raise UsageError("--tokenizer, --tune, --measure and --workers take one model", hint="name one with -m")
     if is_live(options.prompts):
         raise UsageError("several models read the prompts one after the other", hint="write them to a file first")
     rows = []
@@ -177,8 +191,9 @@ def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
     from pagedcli.cli.tuning import print_tuned
-    from pagedcli.simulation.advice import ADVICE_S, BLOCK_SIZE, advise, enough_blocks
+    from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
+    from pagedcli.simulation.settings import BLOCK_SIZE
     from pagedcli.simulation.tables import advice_table
 
     engine = loaded.config.engine
@@ -395,10 +410,10 @@ class _ExpectedRun:
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
     from pagedcli.cli.tuning import smaller_kv, time_in_turns
-    from pagedcli.simulation.advice import Subject
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
     from pagedcli.simulation.forecast import forecast, with_hits_of_all
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
+    from pagedcli.simulation.settings import Subject
 
     decision, run, requests = survey.decision, loaded.config.run, survey.requests
     assert decision is not None, "it has a pool"
@@ -445,7 +460,10 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         step_time=step_time,
         left_out=requests.left_out,
         smaller_kv=smaller_kv(loaded, decision) if options.allow_kv_dtype else None,
-        time_in_turns=None if options.no_calibrate else partial(time_in_turns, loaded, found),
+        calibration=decision.time_key.file_name,
+        time_in_turns=partial(time_in_turns, loaded, found) if options.may_measure else None,
+        measure_s=options.measure_s or MEASURE_S,
+        lists_untimed=True,
     )
     progress.close()
     return _ExpectedRun(subject, found, {**forecast_row(found, step_time), "time_source": source}, tables)

@@ -25,7 +25,7 @@ from pagedcli.cli.summary import (
 )
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
-from pagedcli.planning.step_time import StepTime, learn, load_step_time
+from pagedcli.planning.step_time import TimeKey, learn, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
@@ -96,7 +96,7 @@ def run_job(
         busy = watch.read()
         if result.outcome == "complete" and (busy is None or not busy.disturbs):
             learn(key, end_time.ratio)
-        advice = _advice(job, served, result, load_step_time(key))
+        advice = _advice(job, served, result, key)
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
@@ -158,14 +158,12 @@ def _parting(work: OpenJob, engine: "LLMEngine", served: ServedRequests) -> list
         return []
 
 
-def _advice(job: Job, served: ServedRequests, result: BatchResult, step_time: StepTime | None) -> Advice:
-    """Find and print what to change. `step_time`: of steps as calibrated here, and refined by this run."""
+def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> Advice:
+    """Find and print what to change. `key`: of the time of steps, as calibrated here and refined by this run."""
     run = job.loaded.config.run
     budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
     try:
-        advice = served.advice(
-            step_time, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s
-        )
+        advice = served.advice(key, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
     except MemoryError:  # all rows are written: the run has not failed
         advice = Advice(not_tried="memory has run out")
     if result.stats.facts.num_prompt_tokens:

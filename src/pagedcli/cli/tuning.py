@@ -1,8 +1,10 @@
-"""`plan --tune` and `generate --tune`: the fastest settings for a file, found in the simulator and timed, as YAML."""
+"""`plan --tune` and `generate --tune`: the fastest settings for a file, found in the simulator and timed, as YAML; and
+runs in turns for `plan --measure`.
+"""
 
 import time
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,20 +12,20 @@ import yaml
 
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.errors import ConfigError, PagedcliError, UsageError
-from pagedcli.printable import percent_text
+from pagedcli.printable import percent_text, plural
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.terminal import ProgressLine, say
-from pagedcli.simulation.advice import KV_DTYPE, ORDER, POOL, Changes, SmallerKV, Subject, Turns, flags_of, tune
+from pagedcli.simulation.advice import tune
 from pagedcli.simulation.forecast import Forecast, in_prefix_order
 from pagedcli.simulation.requests import TraceRequest, largest_output, work_of
+from pagedcli.simulation.settings import KV_DTYPE, ORDER, POOL, Changes, SmallerKV, Subject, flags_of
+from pagedcli.simulation.turns import Turns, in_turns, keep_turns, pass_s
 
 if TYPE_CHECKING:
     from pagedcli.planning.decision import Decision
     from pagedcli.runner.llm_engine import LLMEngine
 
 _TUNE_S = 60.0  # seconds of trials
-_PASS_S = 1.5  # seconds of a timed pass, as predicted
-_ORDER = (0, 1, 1, 0, 0, 1, 1, 0)  # passes without (0) and with (1) other settings: drift falls on both
 
 
 def smaller_kv(loaded: LoadedConfig, decision: "Decision") -> SmallerKV | None:
@@ -45,41 +47,45 @@ def smaller_kv(loaded: LoadedConfig, decision: "Decision") -> SmallerKV | None:
     return None
 
 
-def time_in_turns(loaded: LoadedConfig, base: Forecast, subject: Subject, changes: Changes) -> Turns | None:
-    """Time the first rows of a file with and without other settings, in turns; None, after saying why, if the engines
-    do not start. `base`: the predicted run without them."""
+def time_in_turns(
+    loaded: LoadedConfig, base: Forecast, subject: Subject, changes: Changes, budget_s: float
+) -> Turns | None:
+    """Time the first rows of a file with and without other settings in turns, for so many seconds at most, and keep
+    what that says; None, after saying why, if the engines do not start. `base`: the predicted run without them."""
+    from pagedcli.bench.spread import BusyWatch
     from pagedcli.runner.llm_engine import LLMEngine
 
     pool = {POOL: subject.num_blocks}
     configs = [_engine_config(loaded.config.engine, each) for each in (pool, {**pool, **changes})]
     whole_s = base.seconds or 0.0
-    share = min(1.0, _PASS_S / whole_s) if whole_s else 1.0
+    share = min(1.0, pass_s(budget_s) / whole_s) if whole_s else 1.0
     most, sample = share * (sum(map(work_of, subject.workload.requests)) + subject.left_out), list[TraceRequest]()
     while len(sample) < len(subject.workload.requests) and most > 0:
         sample.append(subject.workload.requests[len(sample)])
         most -= work_of(sample[-1])
     orders = [sample, in_prefix_order(sample) if changes.get(ORDER) == "prefix" else sample]
-    times: tuple[list[float], list[float]] = ([], [])
     say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {len(sample):,} prompts")
-    progress = ProgressLine(line_every_s=5.0)
+    progress, watch = ProgressLine(line_every_s=5.0), BusyWatch()
     try:
         with LLMEngine(configs[0]) as before, LLMEngine(configs[1]) as after:
-            engines = (before, after)
-            for number, which in enumerate((0, 1, *_ORDER)):
-                seconds = _serve(engines[which], orders[which], number)
-                progress.show(partial(_pass_text, number))
-                if number > 1:  # the first pass of each starts threads and uses memory for the first time
-                    times[which].append(seconds)
+
+            def serve(which: int, number: int) -> float:
+                progress.show(lambda _: f"timing: pass {number + 1}")
+                return _serve((before, after)[which], orders[which], number)
+
+            found = in_turns(serve, budget_s)
     except PagedcliError as error:
         say(f"not timed: {error.message}")
         return None
     finally:
         progress.close()
-    return Turns(tuple(times[0]), tuple(times[1]))
-
-
-def _pass_text(number: int, _: float) -> str:
-    return f"timing: pass {number + 1} of {2 + len(_ORDER)}"
+    busy = watch.read()
+    found = replace(found, busy=0.0 if busy is None else busy.others + busy.steal)
+    name = subject.name_of_turns(changes)
+    if name is not None:
+        keep_turns(name, found)
+    say(f"{' '.join(flags_of(changes))}: {found.text}, by {plural(len(found.after_s), 'pass')} each")
+    return found
 
 
 def _engine_config(engine: EngineConfig, changes: Changes) -> EngineConfig:

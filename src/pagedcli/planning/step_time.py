@@ -388,13 +388,17 @@ def save_step_time(key: TimeKey, step_time: StepTime, *, load_s: float | None = 
     """Keep a calibration, and how long the model took to load for it; by default as before. Without a folder that can
     be written it is lost, and the next command calibrates again."""
     load_s = load_seconds(key) if load_s is None else load_s
+    keep_file(cache_folder() / key.file_name, msgspec.json.encode(_File(key, step_time, load_s)))
+
+
+def keep_file(path: Path, content: bytes) -> None:
+    """Write what was measured to a file, if that is possible."""
     with suppress(OSError):
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        path = cache_folder() / key.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
         if is_stream(path):  # it would be written to
             path.unlink()
         with whole_file(path, overwrite=True) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(_File(key, step_time, load_s))) + b"\n")
+            file.write(msgspec.json.format(content) + b"\n")
 
 
 def learn(key: TimeKey, ratio: float | None) -> None:

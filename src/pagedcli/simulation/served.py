@@ -6,9 +6,10 @@ from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.planning.step_time import StepTime
-from pagedcli.simulation.advice import Advice, Subject, advise
+from pagedcli.planning.step_time import TimeKey, load_step_time
+from pagedcli.simulation.advice import Advice, advise
 from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.settings import Subject
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they part: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
@@ -59,16 +60,19 @@ class ServedRequests:
             for prompt in answers
         ]
 
-    def advice(
-        self, step_time: StepTime | None, *, is_reordered: bool, read_ahead: int | None, budget_s: float
-    ) -> Advice:
-        """What to change. `step_time`: of the run's steps, if they have been timed. Rows of a run with --reorder prefix
-        have come in that order."""
+    def advice(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None, budget_s: float) -> Advice:
+        """What to change. `key`: of the time of the run's steps. Rows of a run with --reorder prefix have come in that
+        order."""
         if self._why_not is not None:
             return Advice(not_tried=self._why_not)
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
         workload = Workload(requests, format="prompts")
         subject = Subject(
-            workload, self._plan, may_reorder=not is_reordered, read_ahead=read_ahead, step_time=step_time
+            workload,
+            self._plan,
+            may_reorder=not is_reordered,
+            read_ahead=read_ahead,
+            step_time=load_step_time(key),
+            calibration=key.file_name,
         )
         return advise(subject, budget_s=budget_s)

@@ -130,6 +130,7 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     """Every setting that was tried, best first, and what to change. `limits`: of the run as it is, where there are
     several."""
     notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
+    notes += advice.notes
     if advice.by_time:
         notes.append("seconds: as if all prompts were given as tokens, which is the same for every setting")
     title = "What other settings would do, each run in the simulator"

@@ -1,0 +1,243 @@
+"""A run that advice is about, and the settings of it that the adviser changes: one table. A setting is values of
+configuration keys; flags are printed from them. Used by `advice`.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pagedcli.core.budget import blocks_for
+from pagedcli.core.eviction import POLICIES
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+from pagedcli.planning.step_time import StepTime
+from pagedcli.printable import byte_text, plural
+from pagedcli.simulation.forecast import Forecast
+from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
+from pagedcli.simulation.run import Schedule
+from pagedcli.simulation.turns import Turns, kept_turns
+
+_MOST_POOLS = 4  # the largest pool that is tried, in pools of the run
+CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
+BLOCK_SIZE, POOL, KV_DTYPE = "engine.block_size", "engine.num_gpu_blocks_override", "engine.kv_cache_dtype"
+Changes = Mapping[str, Any]
+"""Configuration keys with other values. They belong together."""
+
+
+def flags_of(changes: Changes) -> list[str]:
+    """The flags that set these keys."""
+    words = []
+    for key, value in changes.items():
+        words.append("--" + key.partition(".")[2].replace("_", "-"))
+        words += [] if value is True else [str(value)]
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class SmallerKV:
+    """A smaller type of the KV cache. It rounds differently: tried only where the user allows it."""
+
+    name: str  # value of kv_cache_dtype
+    block_bytes: int
+    own_block_bytes: int  # bytes of a block of as many tokens in the run's type
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A run: its requests in the order in which they come, and the engine that serves them."""
+
+    workload: Workload
+    plan: Plan  # with the pool
+    reorder: str = "none"  # order of the run, if the requests are in the order of the file
+    may_reorder: bool = True  # whether --reorder can be tried
+    read_ahead: int | None = None
+    step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
+    left_out: float = 0.0  # work of more requests like these, see forecast
+    arrivals: Schedule | None = None  # when requests arrive; None: all are there from the start
+    largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
+    smaller_kv: SmallerKV | None = None
+    calibration: str | None = None  # name of that of its steps; None: nothing that was timed belongs to it
+    # times a run with other settings in turns with this one, within so many seconds; None: this command times nothing
+    time_in_turns: Callable[["Subject", Changes, float], Turns | None] | None = None
+    measure_s: float = 0.0  # seconds that this may take in all
+    lists_untimed: bool = False  # whether settings that have not been timed are tried, too, as they could be
+
+    @property
+    def limits(self) -> Limits:
+        return self.plan.limits
+
+    @property
+    def num_blocks(self) -> int:
+        return self.limits.num_blocks or 0
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.workload.hash_size is None
+
+    def is_tight(self, limits: Limits) -> bool:
+        """Whether blocks may run out, so that the size of the pool matters."""
+        return sum(_blocks_of(request, limits) for request in self.workload.requests) > (limits.num_blocks or 0)
+
+    def name_of_turns(self, changes: Changes) -> str | None:
+        """The name under which the same prompts with these changes, in turns with them on this engine, are kept."""
+        if self.calibration is None:
+            return None
+        limits, requests = self.limits, self.workload.requests
+        lengths = array("q", sorted(request.num_prompt_tokens for request in requests)).tobytes()
+        run = (
+            self.calibration, self.may_reorder, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens,
+            limits.chunked_prefill_size, limits.enable_prefix_caching, limits.eviction, limits.preemption_policy,
+            limits.num_blocks if self.is_tight(limits) else None, sorted(changes.items()),
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(run) + lengths).hexdigest()[:20] + ".json"
+
+    def kept_turns(self, changes: Changes) -> Turns | None:
+        """What an earlier command has measured of these changes."""
+        name = self.name_of_turns(changes)
+        return None if name is None else kept_turns(name)
+
+    def changed(self, key: str, value: Any) -> "Subject":
+        """The run with another value of a configuration key. Another type or size of blocks keeps the memory."""
+        plan, limits, smaller_kv = self.plan, self.limits, self.smaller_kv
+        if key == ORDER:
+            return replace(self, reorder=value)
+        if key == POOL:
+            limits = replace(limits, num_blocks=value)
+        elif key == BLOCK_SIZE:
+            num_blocks = self.num_blocks * limits.block_size // value
+            plan = replace(plan, block_bytes=plan.block_bytes * value // limits.block_size)
+            limits = replace(limits, block_size=value, num_blocks=num_blocks)
+        elif key == KV_DTYPE:
+            assert smaller_kv is not None, "only this type is tried"
+            num_bytes, own = smaller_kv.block_bytes, smaller_kv.own_block_bytes
+            plan = replace(plan, block_bytes=plan.block_bytes * num_bytes // own)
+            limits, smaller_kv = replace(limits, num_blocks=self.num_blocks * own // num_bytes), None
+        else:
+            limits = replace(limits, **{key.partition(".")[2]: value})
+        return replace(self, plan=replace(plan, limits=limits), smaller_kv=smaller_kv)
+
+
+def _blocks_of(request: TraceRequest, limits: Limits) -> int:
+    """Blocks of a request if it shares none and releases none."""
+    num_tokens = request.num_prompt_tokens + largest_output(request)
+    return request.num_samples * blocks_for(num_tokens, limits.block_size) * len(limits.groups)
+
+
+# ---------------------------------------------------------------------- what can be changed
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A configuration key that the adviser changes."""
+
+    name: str
+    key: str
+    values: Callable[[Subject, Forecast], Iterable[Any]]  # values to try, for a run that went as in this forecast
+    cost: str = ""  # in words; empty: nothing
+    cost_of_more: str | None = None  # cost of a larger value than that of the run; None: the same
+    needs_caching: bool = False
+    keeps_pool: bool = False  # the pool would change with it where its size is not given
+    is_timed: bool = False  # changes the speed of a step: advised only after runs in turns
+
+
+def _smaller_blocks(subject: Subject, _: Forecast) -> list[int]:
+    """The largest first, as larger blocks mean shorter tables."""
+    hash_size = subject.workload.hash_size
+    smallest = BLOCK_SIZES[0] if subject.plan.on_cpu else SMALLEST_RECOMMENDED  # The kernels have a smallest size.
+    sizes = [size for size in BLOCK_SIZES if smallest <= size < subject.limits.block_size]
+    return [size for size in reversed(sizes) if hash_size is None or not size % hash_size]
+
+
+def _other_policies(subject: Subject, _: Forecast) -> list[str]:
+    return [name for name in POLICIES if name != subject.limits.eviction] if subject.is_tight(subject.limits) else []
+
+
+def _orders(subject: Subject, _: Forecast) -> list[str]:
+    return ["prefix"] if subject.may_reorder and subject.reorder == "none" and subject.has_tokens else []
+
+
+def _preemption_policies(subject: Subject, base: Forecast) -> list[str]:
+    return [name for name in ("last", "largest") if base.num_preemptions and name != subject.limits.preemption_policy]
+
+
+def _step_tokens(subject: Subject, _: Forecast) -> list[int]:
+    now, least = subject.limits.max_num_batched_tokens, subject.limits.max_num_seqs
+    return [number for number in (now // 2, 2 * now, 4 * now) if number >= least]
+
+
+def _chunks(subject: Subject, _: Forecast) -> list[int]:
+    limits = subject.limits
+    return [n for n in (128, 512) if n < limits.max_num_batched_tokens and n != limits.chunked_prefill_size]
+
+
+def _num_seqs(subject: Subject, _: Forecast) -> list[int]:
+    limits, now = subject.limits, subject.limits.max_num_seqs
+    if limits.has_states:  # slots depend on the number of sequences
+        return []
+    return [number for number in (now // 4, now // 2, 2 * now) if 1 <= number <= limits.max_num_batched_tokens]
+
+
+def _largest_pool(subject: Subject, _: Forecast) -> list[int]:
+    most = max(_MOST_POOLS * subject.num_blocks, subject.largest_pool)
+    return [most] if subject.is_tight(subject.limits) else []
+
+
+# from cheap to expensive
+KINDS = (
+    Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
+    Kind("policy", "engine.eviction", _other_policies, needs_caching=True),
+    Kind("order", ORDER, _orders, "rows that start in another order", needs_caching=True),
+    Kind("block size", BLOCK_SIZE, _smaller_blocks, "more blocks to read", needs_caching=True, keeps_pool=True,
+         is_timed=True),
+    Kind("preemption", "engine.preemption_policy", _preemption_policies),
+    Kind("step tokens", "engine.max_num_batched_tokens", _step_tokens, "more steps", "later tokens while prompts run",
+         keeps_pool=True, is_timed=True),
+    Kind("chunk", "engine.chunked_prefill_size", _chunks, "more steps", is_timed=True),
+    Kind("sequences", "engine.max_num_seqs", _num_seqs, "later first tokens", "slower tokens of each row",
+         keeps_pool=True, is_timed=True),
+    Kind("pool", POOL, _largest_pool),
+    Kind("KV dtype", KV_DTYPE, lambda subject, _: [] if subject.smaller_kv is None else [subject.smaller_kv.name],
+         "other rounding: some tokens may differ", keeps_pool=True, is_timed=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One change of a run's settings."""
+
+    kind: Kind
+    changes: dict[str, Any]  # configuration key -> value; they belong together
+    subject: Subject  # the run with it
+    cost: str  # in words; empty: nothing
+
+    @classmethod
+    def of(cls, kind: Kind, subject: Subject, value: Any) -> "Setting":
+        """A run with another value. The number of blocks is part of it where they may run out, either as many as then
+        or as many as the run has: a number that the user gave would stay."""
+        then, changes = subject.changed(kind.key, value), {kind.key: value}
+        tight = (then.limits, replace(then.limits, num_blocks=subject.num_blocks))
+        if kind.keeps_pool and any(map(subject.is_tight, tight)):
+            changes[POOL] = then.num_blocks
+        now = getattr(subject.limits, kind.key.partition(".")[2], None)
+        cost = kind.cost if kind.cost_of_more is None or value < now else kind.cost_of_more
+        if kind.key == POOL:
+            more = value - subject.num_blocks
+            num_bytes = more * subject.plan.block_bytes
+            cost = f"{byte_text(num_bytes)} of memory" if num_bytes else f"{plural(more, 'block')} more"
+        return cls(kind, changes, then, cost)
+
+    @property
+    def text(self) -> str:
+        return " ".join(flags_of(self.changes))
+
+    @property
+    def short(self) -> str:
+        """The first flag, and the blocks that the same memory then has."""
+        first, *others = self.changes.items()
+        blocks = f" ({plural(self.changes[POOL], 'block')})" if others else ""
+        return " ".join(flags_of(dict([first]))) + blocks
