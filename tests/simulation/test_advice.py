@@ -483,6 +483,39 @@ def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, m
     assert "write it into a file first" in pagedcli("generate", "-", "--tune", stdin="{}", expect=2).stderr
 
 
+def test_plan_times_settings_only_where_it_is_asked_to_and_knows_them_afterwards(runs, tmp_path, monkeypatch):
+    folder, _ = runs
+    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
+    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME.scaled(20), "a test"))
+    asked = []
+
+    def planted(serve, budget_s):
+        asked.append(budget_s)
+        return FASTER
+
+    monkeypatch.setattr("pagedcli.cli.tuning.in_turns", planted)
+    arguments = ("plan", folder / "in.jsonl", *FLAGS, "--outputs", folder / "out.jsonl", "--allow-kv-dtype")
+    before = as_json(*arguments)
+    assert not asked
+    costs = {row["setting"].split()[0]: row["cost"] for row in before["settings_tried"]}
+    named = ("--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype")
+    assert all(costs[name] == "not timed here" for name in named), "all that it says it tries"
+    measured = as_json(*arguments, "--measure", "--measure-s", "30")
+    assert asked == [15.0, 15.0]
+    after = as_json(*arguments)
+    assert len(asked) == 2
+    [first, *_] = after["advised"]
+    assert (first["saved_low"], first["saved_high"]) == FASTER.interval
+    assert first == measured["advised"][0]
+    for flags, message in (
+        (("--measure-s", "5"), "--measure-s needs --measure or --tune"),
+        (("--measure", "--no-calibrate"), "--measure loads the model"),
+    ):
+        assert message in pagedcli(*arguments, *flags, expect=2).stderr
+    refused = pagedcli("generate", folder / "in.jsonl", "--measure-s", "5", expect=2)
+    assert "--measure-s needs --tune" in refused.stderr
+
+
 def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys):
     folder, _ = runs
     loaded = load_config(None, {"engine.max_num_seqs": 4, "engine.num_gpu_blocks_override": 16})

@@ -71,12 +71,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     dump = Dump.of(options.dump_kv, options.steps, options.every)
     dump_files = dump.named_files(overwrite=options.overwrite, resume=options.resume)
     tables_format = _tables_format(dump, options.format_)
-    if options.allow_kv_dtype and not options.tune:
-        raise UsageError("--allow-kv-dtype needs --tune", hint="--kv-cache-dtype sets the type of the KV cache")
-    if options.measure_s is not None and not options.tune:
-        raise UsageError("--measure-s needs --tune", hint="it bounds the time that --tune measures for")
-    if options.tune:
-        loaded = load_config(options.config, {**flags, **_tuned_keys(loaded, options)})
+    tuned = _tuned_keys(loaded, options)
+    loaded = load_config(options.config, {**flags, **tuned}) if tuned else loaded
     job = Job(
         loaded,
         options.input_name,
@@ -111,12 +107,19 @@ def _run_job(
 
 
 def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:
-    from pagedcli.cli.plan import PlanOptions, tuned_keys
-
+    """The settings that --tune finds; none without it."""
+    if not options.tune:
+        if options.allow_kv_dtype:
+            raise UsageError("--allow-kv-dtype needs --tune", hint="--kv-cache-dtype sets the type of the KV cache")
+        if options.measure_s is not None:
+            raise UsageError("--measure-s needs --tune", hint="it bounds the time that --tune measures for")
+        return {}
     if options.ray or options.ray_address is not None:
         raise UsageError("--ray cannot be combined with --tune", hint="pagedcli plan --tune prints the settings")
     if options.input_name == "-":
         raise UsageError("--tune reads the input before the run", hint="write it into a file first")
+    from pagedcli.cli.plan import PlanOptions, tuned_keys
+
     tuning = PlanOptions(
         options.input_name, tune=True, measure_s=options.measure_s, allow_kv_dtype=options.allow_kv_dtype
     )

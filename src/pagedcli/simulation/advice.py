@@ -313,7 +313,8 @@ class _Search:
         is_shown = setting.kind.key == POOL and more_s > _AS_GOOD * (base.seconds or 0.0)
         # Less time for as many tokens is only what a calibration says of steps of other sizes.
         fewest = (1 - WORTH_SAYING) * base.num_computed_tokens
-        is_certain = not setting.kind.is_timed and (gain <= 0 or found.num_computed_tokens <= fewest)
+        is_exact = not self.by_time or gain <= 0 or found.num_computed_tokens <= fewest
+        is_certain = is_exact and not setting.kind.is_timed
         trial = Trial(setting, found, gain, is_certain, more_s if is_shown else 0.0)
         turns = self.subject.kept_turns(setting.changes) if setting.kind.is_timed and self.by_time else None
         return trial if turns is None else trial.timed(turns)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from math import hypot
-from typing import Any
+from typing import Annotated, Any
 
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import duration_text, percent_text, plural
-from pagedcli.show.tables import Column, Table, percent
+from pagedcli.records import Share
+from pagedcli.show.tables import Quantity, Table, quantities, table
 from pagedcli.simulation.forecast import Forecast
 
 PART_NAMES = {
@@ -58,20 +59,32 @@ def forecast_table(
 ) -> Table:
     """What the run will be. `source` says where times come from."""
     low, high = time_range(found, step_time)
-    values: list[tuple[str, str]] = []
+    values: list[Quantity] = []
     if found.seconds is not None and low is not None and high is not None:
+        first_s, rate = found.first_row_s or 0.0, found.tokens_per_s or 0.0
+        time = f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})"
         values += [
-            ("time", f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})"),
-            ("first row after", duration_text(found.first_row_s or 0.0)),
-            ("generated tokens per second", f"{found.tokens_per_s or 0:,.0f}"),
+            Quantity("seconds", "time", found.seconds, "s", time, {"low": low, "high": high}),
+            Quantity("first_row_s", "first row after", first_s, "s", duration_text(first_s)),
+            Quantity("tokens_per_s", "generated tokens per second", rate, "tokens/s", f"{rate:,.0f}"),
         ]
-    share = found.peak_used_blocks / num_blocks
+    share, peak = found.peak_used_blocks / num_blocks, found.peak_used_blocks
+    cached, again = found.num_cached_tokens, found.num_recomputed_tokens
     values += [
-        ("steps", f"{found.num_steps:,}"),
-        ("prompt tokens found in the cache", f"{found.num_cached_tokens:,} ({percent_text(found.hit_rate)})"),
-        ("KV blocks at the peak", f"{found.peak_used_blocks:,} of {num_blocks:,} ({percent_text(share)})"),
-        ("preemptions", f"{found.num_preemptions:,}, {plural(found.num_recomputed_tokens, 'token')} computed again"),
-    ]
+        Quantity("steps", "steps", found.num_steps, "steps", f"{found.num_steps:,}"),
+        Quantity(
+            "cached_tokens", "prompt tokens found in the cache", cached, "tokens",
+            f"{cached:,} ({percent_text(found.hit_rate)})", {"share": found.hit_rate},
+        ),
+        Quantity(
+            "kv_blocks_peak", "KV blocks at the peak", peak, "blocks",
+            f"{peak:,} of {num_blocks:,} ({percent_text(share)})", {"share": share},
+        ),
+        Quantity(
+            "preemptions", "preemptions", found.num_preemptions, "sequences",
+            f"{found.num_preemptions:,}, {plural(again, 'token')} computed again", {"recomputed_tokens": again},
+        ),
+    ]  # fmt: skip
     notes = ["the real scheduler with the settings that generate uses here, without the model", *notes]
     notes.append(
         f"time: {source}"
@@ -86,8 +99,15 @@ def forecast_table(
     if found.share < 1:
         simulated = percent_text(found.share)
         notes.append(f"simulated: {simulated} of the work, from all over the file; the rest is assumed to be like it")
-    rows = [{"what": what, "value": value} for what, value in values]
-    return Table("expected_run", "Expected run", [Column("what", "what"), Column("value", "expected")], rows, notes)
+    return quantities("expected_run", "Expected run", values, header="expected", notes=notes)
+
+
+class Part:
+    """What the time of a run is for."""
+
+    what: Annotated[str, "part"]
+    seconds: Annotated[float, "time", duration_text]
+    share: Share
 
 
 def parts_table(found: Forecast) -> Table:
@@ -97,9 +117,4 @@ def parts_table(found: Forecast) -> Table:
         {"part": name, "what": PART_NAMES[name], "seconds": seconds, "share": seconds / total}
         for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1])
     ]
-    columns = [
-        Column("what", "part"),
-        Column("seconds", "time", duration_text),
-        Column("share", "share", percent),
-    ]
-    return Table("expected_parts", "Where the time goes", columns, rows)
+    return table(Part, "expected_parts", "Where the time goes", rows)

@@ -12,12 +12,12 @@ import numpy as np
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
-from pagedcli.records import LEFT, RIGHT, Bytes, columns_of, count, percent, size
+from pagedcli.records import LEFT, Bytes, columns_of, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
-from pagedcli.show.tables import Format, Table, table
+from pagedcli.show.tables import Format, Quantity, Table, quantities, table
 from pagedcli.simulation.advice import Advice
-from pagedcli.simulation.caches import PARTS, LruCurve
+from pagedcli.simulation.caches import PARTS
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.sweep import Sweep, SweepPoint
@@ -69,13 +69,6 @@ class SettingRow:
     hit_rate: Hits
     num_preemptions: Annotated[int, "preempted"]
     cost: Annotated[str, "costs"]
-
-
-class Value:
-    """Something about the whole trace."""
-
-    what: str
-    value: Annotated[str, RIGHT]
 
 
 class Checkpoints:
@@ -146,27 +139,28 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:
     """What is in the trace."""
-    outputs = [request.num_output_tokens or 1 for request in workload.requests]
-    values = {
-        "requests": count(len(workload.requests)),
-        "time span": f"{workload.requests[-1].arrival_s:,.0f} s" if workload.has_times else None,
-        "prompt tokens": count(workload.num_prompt_tokens),
-        "output tokens": count(sum(outputs)),
-        "full blocks looked up": count(len(sweep.accesses.blocks)),
-        "unique blocks": count(sweep.num_unique_blocks),
-        "hit rate without limit": _ceiling_text(sweep.curve),
-    }
+    num_outputs = sum(request.num_output_tokens or 1 for request in workload.requests)
+    span_s = (workload.requests[-1].arrival_s or 0.0) if workload.has_times else None
+    blocks, tokens = sweep.curve.ceiling
+    in_blocks, in_tokens = _rate(blocks, sweep.curve.num_blocks) or 0, _rate(tokens, sweep.curve.num_tokens) or 0
+    hits = f"{percent(in_tokens)} of tokens, {percent(in_blocks)} of blocks"
+
+    def number(name: str, what: str, value: int, unit: str) -> Quantity:
+        return Quantity(name, what, value, unit, count(value))
+
+    values = [
+        number("num_requests", "requests", len(workload.requests), "requests"),
+        *([] if span_s is None else [Quantity("span_s", "time span", span_s, "s", f"{span_s:,.0f} s")]),
+        number("num_prompt_tokens", "prompt tokens", workload.num_prompt_tokens, "tokens"),
+        number("num_output_tokens", "output tokens", num_outputs, "tokens"),
+        number("num_blocks", "full blocks looked up", len(sweep.accesses.blocks), "blocks"),
+        number("num_unique_blocks", "unique blocks", sweep.num_unique_blocks, "blocks"),
+        Quantity("hit_rate", "hit rate without limit", in_tokens, "share of tokens", hits, {"of_blocks": in_blocks}),
+    ]
     notes = [f"bad line {bad.place}: {bad.reason}" for bad in workload.bad_lines[:5]]
     if workload.num_bad > 5:
         notes.append(f"and {workload.num_bad - 5:,} more bad lines; --format json lists the first ones")
-    rows = [{"what": what, "value": value} for what, value in values.items() if value is not None]
-    return table(Value, "trace", f"Trace ({workload.format})", rows, notes=[*notes, *workload.notes])
-
-
-def _ceiling_text(curve: LruCurve) -> str:
-    blocks, tokens = curve.ceiling
-    in_blocks, in_tokens = _rate(blocks, curve.num_blocks), _rate(tokens, curve.num_tokens)
-    return f"{percent(in_tokens or 0)} of tokens, {percent(in_blocks or 0)} of blocks"
+    return quantities("trace", f"Trace ({workload.format})", values, notes=[*notes, *workload.notes])
 
 
 def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
