@@ -51,7 +51,7 @@ class Trial:
     @property
     def may_be_timed(self) -> bool:
         """Whether runs in turns could still tell what it gains."""
-        return self.setting.kind.is_timed and (self.turns is None or not self.turns.is_decided)
+        return not self.is_certain and (self.turns is None or not self.turns.is_decided)
 
     def timed(self, turns: Turns) -> "Trial":
         """What runs in turns say of it."""
@@ -60,8 +60,7 @@ class Trial:
     @property
     def cost(self) -> str:
         if not self.is_certain:
-            unknown = NOT_TIMED if self.setting.kind.is_timed else "not sure: it computes as many tokens"
-            return unknown if self.turns is None else self.turns.text
+            return NOT_TIMED if self.turns is None else self.turns.text
         memory = f"memory used for the first time: {duration_text(self.first_use_s)}"
         return "; ".join(filter(None, [self.setting.cost, memory if self.first_use_s > 0 else ""]))
 
@@ -316,7 +315,7 @@ class _Search:
         is_exact = not self.by_time or gain <= 0 or found.num_computed_tokens <= fewest
         is_certain = is_exact and not setting.kind.is_timed
         trial = Trial(setting, found, gain, is_certain, more_s if is_shown else 0.0)
-        turns = self.subject.kept_turns(setting.changes) if setting.kind.is_timed and self.by_time else None
+        turns = self.subject.kept_turns(setting.changes) if self.by_time and not is_certain else None
         return trial if turns is None else trial.timed(turns)
 
     def explore(self, *, without: frozenset[str] = frozenset()) -> None:
@@ -432,12 +431,13 @@ def tune(
     budget_s: float | None = None,
 ) -> Tuned | None:
     """Change what gains most, then look again, until nothing gains enough; settings that change the speed of steps are
-    kept only if runs in turns are faster with them beyond doubt. `base`: the run as it is, if
-    it has been simulated. `fixed`: keys that stay as they are. None: the time was not enough for the first round."""
+    kept only if runs in turns are faster with them beyond doubt. `base`: the run as it is, if it has been simulated.
+    `fixed`: keys that stay as they are. None: the time was not enough for the first round."""
     subject = replace(subject, lists_untimed=False)
     deadline_s = None if budget_s is None else time.thread_time() + budget_s
     search = _Search(subject, deadline_s, None if base is None else base.without_text)
     changes: dict[str, Any] = {}
+    is_sure = True
     try:
         search.start()
     except OutOfTimeError:
@@ -446,11 +446,12 @@ def tune(
     least = _LEAST_TUNED if search.by_time else WORTH_SAYING
     for trial in _rounds(search, fixed | {POOL}, least):
         changes |= trial.setting.changes
+        is_sure &= trial.is_certain
         found, now = trial.forecast, trial.setting.subject
         if POOL in changes:
             changes[POOL] = now.num_blocks
     tuned = Tuned(first, found, changes, search.by_time)
-    if subject.time_in_turns is None or not any(kind.is_timed and kind.key in changes for kind in KINDS):
+    if subject.time_in_turns is None or is_sure:
         return tuned
     turns = subject.kept_turns(changes)
     if turns is None or not turns.is_decided:
@@ -469,7 +470,8 @@ def _rounds(search: _Search, fixed: frozenset[str], least: float) -> Iterator[Tr
             search.explore(without=fixed)
         except OutOfTimeError:  # what has been tried counts
             num_left = 0
-        tried = [trial for trial in search.sorted() if trial.is_certain or trial.may_be_timed]
+        may_time = search.subject.time_in_turns is not None
+        tried = [trial for trial in search.sorted() if trial.is_certain or (trial.may_be_timed and may_time)]
         best = max(tried, key=lambda trial: trial.gain, default=None)
         if best is None or best.gain < least:
             return
