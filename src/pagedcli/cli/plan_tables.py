@@ -59,12 +59,15 @@ def short_tables(
 
 
 def _settings(found: Table) -> list[Table]:
-    """The settings that change at least a hundredth, and how many do not."""
-    rows = [row for row in found.rows if row["setting"] == "as it is" or abs(row["saved"] or 0.0) >= _WORTH_A_ROW]
-    num_others = len(found.rows) - len(rows)
-    if len(rows) < 2:
+    """The settings that change at least a hundredth or have been timed, and how many do not or have not."""
+    shown = [row for row in found.rows if row["saved"] is None or abs(row["saved"]) >= _WORTH_A_ROW]
+    timed = [row for row in shown if row["saved"] is not None or row["saved_low"] is not None]
+    if not timed:
         return []
-    notes = [f"{num_others:,} more change nothing"] if num_others else []
+    rows = [row for row in found.rows if row["setting"] == "as it is" or row in timed]
+    num_others, num_untimed = len(found.rows) - len(rows), len(shown) - len(timed)
+    notes = [f"{num_others - num_untimed:,} more change nothing"] if num_others > num_untimed else []
+    notes += [f"{num_untimed:,} not timed here: plan --measure"] if num_untimed else []
     return [replace(found, rows=rows[:4], notes=notes)]
 
 

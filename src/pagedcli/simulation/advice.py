@@ -130,10 +130,15 @@ class Advice:
         return [_row("as it is", "", self.base, 0.0), *map(_trial_row, self.trials)]
 
     @property
+    def num_untimed(self) -> int:
+        """Settings of which only runs in turns would tell."""
+        return sum(trial.may_be_timed and trial.turns is None for trial in self.trials)
+
+    @property
     def notes(self) -> list[str]:
         """How sure the gains are."""
         is_exact = any(trial.is_certain and trial.turns is None for trial in self.trials)
-        num_untimed = sum(trial.may_be_timed and trial.turns is None for trial in self.trials)
+        num_untimed = self.num_untimed
         exact = ["pools, policies and orders: tokens, hits and preemptions are exact, by simulation"]
         untimed = [f"{plural(num_untimed, 'setting')} {NOT_TIMED}: plan --measure times the most promising ones"]
         return exact * is_exact + untimed * (num_untimed > 0)

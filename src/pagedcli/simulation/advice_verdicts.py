@@ -10,12 +10,16 @@ def advice_verdicts(advice: Advice, *, or_nothing: bool = True) -> list[Verdict]
     found = [_of_trial(advice, trial) for trial in advice.best]
     if found or not or_nothing or advice.base is None:
         return found
+    num_untimed = advice.num_untimed
+    num_tried = len(advice.trials) - num_untimed
+    tried = plural(num_tried, "other setting") if num_tried else "no other setting"
+    untimed = f"{plural(num_untimed, 'setting')} not timed here (plan --measure)" if num_untimed else None
     return [
         Verdict(
             finding="nothing to change",
             measure="time" if advice.by_time else "computed tokens",
-            certainty=f"{plural(len(advice.trials), 'other setting')} tried in the simulator",
-            not_looked_at=advice.not_tried,
+            certainty=f"{tried} tried in the simulator",
+            not_looked_at="; ".join(filter(None, [advice.not_tried, untimed])) or None,
         )
     ]
 
@@ -23,7 +27,8 @@ def advice_verdicts(advice: Advice, *, or_nothing: bool = True) -> list[Verdict]
 def _of_trial(advice: Advice, trial: Trial) -> Verdict:
     assert advice.base is not None, "gains are compared with it"
     now, then = advice.base, trial.forecast
-    details = ["simulated" if trial.turns is None else "timed in turns"]
+    exact = "simulated" if advice.by_time else "exact by simulation"
+    details = [exact if trial.turns is None else f"{trial.turns.text}, timed in turns"]
     if percent_text(now.hit_rate) != percent_text(then.hit_rate):
         details.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
     if now.num_preemptions != then.num_preemptions:
