@@ -14,8 +14,8 @@ from pagedcli.distributed.worker import Worker
 
 KEPT = sorted(path for path in (Path(__file__).parent / "data" / "kept").iterdir() if path.is_dir())
 TRACES = ("preemption", "samples", "windows", "state")
-# Texts for people may be reworded.
-WORDS = {"label", "reason", "note", "notes", "title", "text"}
+# Texts for people may be reworded; where a prompt parts from several others at the same token, one of them is named.
+WORDS = {"label", "reason", "note", "notes", "title", "text", "divergence"}
 
 pytestmark = pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 
