@@ -24,6 +24,7 @@ _MOST_END_CHARS = 32  # characters shown of each end of a shared text
 _MOST_END_TOKENS = 64  # tokens decoded of each end
 _WORTH_A_ROW = 0.01  # share saved by a setting
 ALL_HINT = "every table: --all"
+_DOUBTS = ("time:", "other work", "rows with several samples")  # beginnings of notes that say how sure the run is
 
 
 def full_tables(
@@ -44,9 +45,7 @@ def short_tables(
     tables = []
     for each in run_tables:
         if each.key == "expected_run":
-            tables.append(
-                replace(each, notes=[note for note in each.notes if note.startswith(("time:", "other work"))])
-            )
+            tables.append(replace(each, notes=[note for note in each.notes if note.startswith(_DOUBTS)]))
         elif each.key == "settings_tried":
             tables += _settings(each)
     if scan.num_bad:
