@@ -29,7 +29,7 @@ from pagedcli.errors import RequestError
 if TYPE_CHECKING:
     from pagedcli.batch.stream import RowStream
 
-_MAX_TOKENS = 2048  # of an answer, if the task says nothing; less where the model's length leaves less
+_MAX_TOKENS = 2048  # longest answer if the task says nothing; less where the model's length leaves less
 # fields of GenerateConfig with other names here, and those that are named alike
 _RENAMED = {"stop_seqs": "stop", "num_choices": "n"}
 _SAME = (

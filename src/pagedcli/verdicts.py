@@ -18,7 +18,7 @@ class Verdict:
     measure: str  # what the size is a share of: `hits`, of the prompt tokens, or `time`
     now: float | None = None  # None: `after` is a saving
     after: float | None = None  # None: nobody knows
-    low: float | None = None  # of `after`; None: it is exact
+    low: float | None = None  # lower end of `after`; None: it is exact
     high: float | None = None
     to_do: str | None = None  # None: nothing
     change: str | None = None  # the command, setting or text for it

@@ -66,7 +66,7 @@ class ComparedRow:
     error: str | None  # code
     num_prompt_tokens: int | None
     samples: list[ComparedSample]
-    scores: RowScores | None = None  # of given continuations
+    scores: RowScores | None = None  # scores of given continuations
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import xxhash
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, Line, LineSource
 
 MOST_ROWS = 2000  # about
-MOST_BYTES = 2**20  # of these rows, about: text that takes about a second to tokenize
+MOST_BYTES = 2**20  # bytes of the sampled rows: about a second to tokenize
 _SPANS = 64
 _TYPICAL_BYTES = 2**15  # first bytes of a file, by which the length of its rows is guessed
 _LEAST_TIMES = 4  # a file with fewer times the bytes of its sample is read at once
@@ -36,7 +36,7 @@ class LineSample:
     """Rows of a file. Their numbers are those of the sample."""
 
     spans: Sequence[Sequence[Line]]
-    share: float  # of the file's bytes
+    share: float  # share of the file's bytes
 
     def __iter__(self) -> Iterator[Line]:
         return (line for span in self.spans for line in span)

@@ -55,7 +55,7 @@ class ScoreComparison:
 
     num_rows: int = 0
     num_scores: int = 0
-    sum_delta: float = 0.0  # of absolute differences of log-probabilities
+    sum_delta: float = 0.0  # sum of absolute differences of log-probabilities
     largest_delta: float = 0.0
     _flipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEASURES, 0))
     _num_right: dict[str, list[int]] = field(default_factory=lambda: {name: [0, 0] for name in MEASURES})

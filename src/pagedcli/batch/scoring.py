@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
 
 Continuation = str | Sequence[int]
-FIELDS = ("continuations", "logprobs_from", "score_tokens")  # of a line
+FIELDS = ("continuations", "logprobs_from", "score_tokens")  # fields of a line
 # what would make a row generate: values without effect
 _GENERATING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -39,7 +39,7 @@ class Score(msgspec.Struct, frozen=True):
     index: int  # place among the continuations
     logprob: float  # sum over its tokens: raw log-softmax at temperature 1, without penalties, bias or grammar
     num_tokens: int
-    num_bytes: int | None  # of its text as given, in UTF-8; None: token ids were given, and not decoded
+    num_bytes: int | None  # UTF-8 bytes of its text as given; None: token ids were given, and not decoded
     is_greedy: bool  # each token is the likeliest one, ties going to the lowest id
     token_ids: list[int]
     logprobs: list[float]  # one per token
@@ -140,7 +140,7 @@ class ScoredTokens:
 
     context: list[int]
     continuations: list[list[int]]
-    num_bytes: list[int]  # of each
+    num_bytes: list[int]  # bytes of each
     with_tokens: bool  # rows have the scores of single tokens
 
 

@@ -52,11 +52,11 @@ class Lesson:
     """A lesson as its file has it."""
 
     number: int
-    name: str  # of its file
+    name: str  # file name
     title: str
     ask: str
     answer: str  # the value of the trace that answers
-    step: int  # of the picture
+    step: int  # step that the picture shows
     claims: dict[str, Any]  # values of the trace that the text mentions
     choices: dict[str, tuple[str, str]]  # letter -> value and its words; empty: a number is asked
     question: str

@@ -25,12 +25,12 @@ NO_TIME = "no time: the first plan without --sample measures this machine"
 class FirstAnswer:
     """What a sample lets expect of a file."""
 
-    scan: PromptScan  # of the sample
+    scan: PromptScan  # survey of the sample
     rows: About
     prompt_tokens: About
     generated_tokens: About
     hit_rate: float | None = None  # at least, as more rows have more beginnings in common; None: there is no engine
-    seconds: About | None = None  # of the run; None: there is no calibration
+    seconds: About | None = None  # time of the run; None: there is no calibration
     decision: "Decision | None" = None
     refusal: str | None = None  # why there is no engine
 

@@ -41,13 +41,13 @@ class PromptScan:
     max_model_len: int | None  # tokens
     plan: PromptSurvey
     tokenizer: "Tokenizer"
-    drawn: PromptSample = field(default_factory=PromptSample)  # of the prompts, to find where they part
+    drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they part
     num_rows: int = 0
     num_deduplicated: int = 0  # rows left out because an equal one answers them (--deduplicate)
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
-    scores: Counter[str] = field(default_factory=Counter)  # of rows whose continuations are scored: see add_scored
+    scores: Counter[str] = field(default_factory=Counter)  # counts of scored rows and tokens: see add_scored
 
     def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
         """Count a row with continuations, whose context begins with so many tokens of earlier ones: the tokens that

@@ -23,7 +23,7 @@ SCORING = SamplingParams(temperature=0)  # parameters of requests that generate 
 class TokenScore(NamedTuple):
     """What the model says of one given token."""
 
-    logprob: float  # of the raw logits, at temperature 1
+    logprob: float  # sum over its tokens, raw logits at temperature 1
     is_greedy: bool  # it has the largest logit, and no token with a lower id has the same
 
 
@@ -53,7 +53,7 @@ class Targets:
     token_ids: list[int]
     first: int  # position of the token that predicts the first of them
     together: bool = False  # this token predicts all of them; otherwise each is predicted by the one before
-    index: int = 0  # of the continuation
+    index: int = 0  # place of the continuation in its row
     found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
     is_done: bool = False  # its last token has been computed, and the result read
 

@@ -44,7 +44,7 @@ class Lookups:
     capacity: int | None = None  # blocks of a cache, where the events say so
     first_s: float | None = None
     last_s: float | None = None
-    num_other_blocks: int = 0  # of another size, another cache group or medium: left out
+    num_other_blocks: int = 0  # blocks of another size, cache group or medium: left out
     _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
     _contents: list[Content] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Publisher:
         self._place: tuple[str | None, str] | None = None  # cache group and medium that are followed
         self._node_of: dict[wire.BlockHash, int] = {}
         self._resident: set[wire.BlockHash] = set()
-        self._salts: dict[wire.BlockHash, str] = {}  # of the blocks of requests that have one
+        self._salts: dict[wire.BlockHash, str] = {}  # salt of each block of a request with one
         self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
         self._just_stored: set[wire.BlockHash] = set()  # by the message before
 

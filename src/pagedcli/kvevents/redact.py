@@ -18,7 +18,7 @@ from pagedcli.kvevents.formats import FIELDS, format_of
 from pagedcli.kvevents.wire import WireError, decode_payload, split_frames
 
 _SEQUENCE_BYTES = 8
-_MOST_BLOCKS = 2**22  # whose content is remembered for that of the next block: about 500 MB
+_MOST_BLOCKS = 2**22  # blocks with remembered content, for that of the next block: about 500 MB
 
 
 class Redactor:

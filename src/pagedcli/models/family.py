@@ -261,7 +261,7 @@ class RotatesByWindow(Alternating):
     """Layers with a window have another rotary embedding."""
 
     rope_local_base_freq: Any = None
-    local_theta: ClassVar[float | None] = None  # of layers with a window; None: that of full attention
+    local_theta: ClassVar[float | None] = None  # rope theta of layers with a window; None: that of full attention
 
     def ropes(self) -> Sequence[RopeSpec | None]:
         nested, theta = _part(self.rope_parameters or self.default_rope, "rope_parameters"), self.rope_theta or 1e6

@@ -233,8 +233,8 @@ _NVFP4_NAMES = {
     "modelopt": ("weight", "weight_scale_2"),
     "compressed-tensors nvfp4-pack-quantized": ("weight_packed", "weight_global_scale"),
 }
-_LARGEST_STEP = 128.0  # of kernels that store it times 2^120
-E2M1_DEVIATION = 2.93  # of numbers of random bits
+_LARGEST_STEP = 128.0  # largest step of kernels that store it times 2^120
+E2M1_DEVIATION = 2.93  # standard deviation of numbers of random bits
 _MXFP4_NUMBERS = {"scales": "blocks", "weight_scale": "weight_packed"}
 
 

@@ -16,7 +16,7 @@ Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 Ids = Sequence[int]
 
-MOST_BYTES = 2**28  # of the windows that are kept; beyond it every other one is dropped, again and again
+MOST_BYTES = 2**28  # bytes of the windows that are kept; beyond it every other one is dropped, again and again
 _BATCH_TOKENS = 2**20
 _WINDOW_BYTES = 24  # two hashes, row and place of a window
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
@@ -38,7 +38,7 @@ class EqualRuns:
     """What prompts have in common after they part."""
 
     pairs: list[Pair]  # one of each prompt that has such a window
-    share: float  # of all tokens that lie in such windows, roughly
+    share: float  # share of all tokens in such windows, roughly
 
 
 def hit_tokens(prompts: Sequence[Ids], salts: Sequence[str | None], block_size: int) -> Ints:
@@ -69,7 +69,7 @@ def equal_runs(prompts: Sequence[Ids], block_size: int, ignored: Sequence[Ids] =
     windows = windows.only(is_ours)
     windows = windows.only(np.lexsort((windows.rows, windows.prefixes, windows.hashes)))
     is_new_hash = np.diff(windows.hashes, prepend=_NONE) != 0
-    is_first = is_new_hash | (np.diff(windows.prefixes, prepend=_NONE) != 0)  # of all with this beginning
+    is_first = is_new_hash | (np.diff(windows.prefixes, prepend=_NONE) != 0)  # the first of all with this beginning
     windows, is_new_hash = windows.only(is_first), is_new_hash[is_first]
     at = np.flatnonzero(~is_new_hash)
     at = at[windows.rows[at] != windows.rows[at - 1]]
@@ -115,10 +115,10 @@ class _Batch:
 
     first_row: int
     lengths: Ints
-    starts: Ints  # of each prompt in the sums
-    rows: Ints  # of each token, counted from first_row
-    places: Ints  # of each token in its prompt
-    sums: Hashes  # of all numbers before each token, and of all
+    starts: Ints  # place of each prompt in the sums
+    rows: Ints  # row of each token, counted from first_row
+    places: Ints  # place of each token in its prompt
+    sums: Hashes  # sum of all numbers before each token, then of all
 
 
 def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[_Batch, Hashes]]:
@@ -167,7 +167,7 @@ class _Windows:
     """Windows of tokens, in four columns."""
 
     hashes: Hashes
-    prefixes: Hashes  # of everything before them
+    prefixes: Hashes  # hash of everything before them
     rows: npt.NDArray[np.int32]
     places: npt.NDArray[np.int32]
 

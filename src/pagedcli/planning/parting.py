@@ -27,9 +27,9 @@ from pagedcli.planning.equal_runs import (
 )
 from pagedcli.planning.prompt_sample import Prompt
 
-LEAST_SHARE = 0.05  # of the prompts that a finding must concern
+LEAST_SHARE = 0.05  # smallest share of the prompts that makes a finding
 LEAST_PROMPTS = 3
-LEAST_GAIN = 0.02  # of all prompt tokens
+LEAST_GAIN = 0.02  # smallest gain that makes a finding, in shares of all prompt tokens
 _MOST_PAIRS = 256  # compared as texts
 _MOST_TRIED = 2_000  # prompts that ways to change them are tried on, before the best one is tried on all
 _MOST_PLACES = 4
@@ -47,7 +47,7 @@ Encode = Callable[[list[str]], list[list[int]]]
 class Parting:
     """A cause why prompts share less than they could. Tokens are counted from 0, rates are shares of prompt tokens."""
 
-    kind: str  # of what differs
+    kind: str  # kind of text that differs
     action: Action
     first_token: int  # where prompts part, at the earliest
     last_token: int  # at the latest
@@ -58,9 +58,9 @@ class Parting:
     is_sample: bool
     rate: float  # hits as it is
     new_rate: float  # hits after the change, with the changes before
-    margin: float  # to each side of it: 19 of 20 files that this is a sample of have a rate within
-    lost_share: float  # of all prompt tokens that are computed because of it
-    block_size: int  # that the rates are of; of action `block size` the one to use
+    margin: float  # half width of the interval that 19 of 20 files with this sample lie in
+    lost_share: float  # share of all prompt tokens, computed because of it
+    block_size: int  # block size of the rates; for the action `block size` the one to use
     others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
     change: "Change | None" = None
 

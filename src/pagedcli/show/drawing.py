@@ -64,7 +64,7 @@ class Shape(StrEnum):
     """The values of --shape."""
 
     SLIDE = "slide"  # 16:9
-    COLUMN = "column"  # of a paper, as high as its content
+    COLUMN = "column"  # a paper's column, as high as its content
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from pagedcli.views.request_life import RequestLife
 from pagedcli.views.rows import chosen, values_of
 from pagedcli.views.step_rows import TABLES, Row, StepChoice, StepRows, file_columns
 
-_MOST_STEPS = 2000  # of a film
+_MOST_STEPS = 2000  # longest film
 
 
 def open_trace(path: str | Path) -> "Trace":

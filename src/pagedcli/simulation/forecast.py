@@ -19,7 +19,7 @@ from pagedcli.simulation.run import RunResult, Schedule, simulate
 MOST_SIMULATED = 2**20  # work that is simulated of a file, see requests.work_of: some 5 seconds
 MOST_IN_FULL = 2**18  # work that each trial of another setting simulates in full: about a second
 SAMPLED = 2**17  # work that it simulates of a file with more
-_FEWEST_PARTS, _MOST_PARTS = 4, 16  # of a sample, whose differences say how far off it may be
+_FEWEST_PARTS, _MOST_PARTS = 4, 16  # parts of a sample; their differences say how far off it may be
 PARTS = ("prompts", "generation", "attention", "sampling", "memory", "rows")
 
 

@@ -279,7 +279,7 @@ class PromptRequests:
         self._expected_tokens = expected_tokens
         self._most_tokens = most_tokens
         self.work = 0.0  # work of requests that were kept
-        self._every = 1  # of so many spans one is kept
+        self._every = 1  # one span of this many is kept
         self._num_without = 0  # rows without an output in the earlier run
 
     def add(self, row: BatchRow, max_tokens: list[int]) -> None:

@@ -77,7 +77,7 @@ class Lookup:
     evicted_step: int | None = None  # when the first missing block was evicted
     evicted_block_id: int | None = None
     evicted_for: str | None = None  # what a person calls the request that needed its room
-    wanted_step: int | None = None  # of the last lookup that missed the same block
+    wanted_step: int | None = None  # step of the last lookup that missed the same block
     num_more_blocks: int | None = None  # the least growth of the pool that keeps it, all else unchanged; lru
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
@@ -335,7 +335,7 @@ class Explainer(View[PoolState]):
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
         self._token_ids: dict[int, list[int]] = {}  # the tokens of live sequences, if recorded
         self._salts: dict[int, str] = {}  # seq_id -> its salt
-        self._part = ""  # of a resumed run, whose salts are numbered on their own
+        self._part = ""  # part of a resumed run: each numbers its salts on its own
         self._forget_cache()
 
     def _forget_cache(self) -> None:

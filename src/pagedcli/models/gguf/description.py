@@ -26,7 +26,7 @@ class Description:
     """A model as its file describes it."""
 
     model_type: str
-    fields: dict[str, Any]  # of the family's class
+    fields: dict[str, Any]  # fields of the family's class
 
 
 def describe(header: Header) -> Description:
