@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from model_zoo import tiny_model
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
+from pagedcli.cli.profile_memory import BarPart, memory_bar
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
@@ -83,8 +85,51 @@ def test_the_known_machine_gives_28_mib_and_621_blocks(qwen3):
 
 def test_the_known_machine_on_a_screen_of_80_columns(qwen3):
     screen = profile_memory("-m", qwen3, "--block-size", 256, *KNOWN).stdout
-    assert "x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128" in screen
-    assert "621 blocks of 28.00 MiB = 158,976 tokens" in screen
+    formula = "x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
+    assert formula in screen
+    assert screen.startswith("621 KV blocks fit, 16.98 GiB: 158,976 tokens, enough for 3 sequences of 40,960 tokens")
+    in_full = profile_memory("-m", qwen3, "--block-size", 256, *KNOWN, "--all").stdout
+    assert formula in in_full
+    assert "621 blocks of 28.00 MiB = 158,976 tokens" in in_full
+
+
+def test_the_bar_shows_every_term_in_proportion_and_nothing_else(qwen3):
+    flags = ("-m", qwen3, "--block-size", 256, *KNOWN)
+    _, _, bar, *legend = profile_memory(*flags).stdout.splitlines()
+    terms = terms_of(as_json(*flags), "predicted_bytes")
+    cells = Counter(bar.removeprefix("[").removesuffix("]"))
+    assert sum(cells.values()) == 72
+    for mark, term in {".": "reserve", "o": "others", "W": "weights", "a": "activations", "K": "pool"}.items():
+        assert cells[mark] == pytest.approx(terms[term] / terms["total"] * 72, abs=1.5), term
+        assert any(line.startswith(f"{mark}     ") for line in legend), term
+    assert {each for each in cells if each != " "} == {line[0] for line in legend if line[1:6] == "     " != line[:5]}
+
+
+def test_a_part_that_is_small_has_a_cell():
+    tiny = [BarPart("W", "weights", 1, 1e-9, ""), BarPart("K", "KV cache", 10**9, 1.0, "")]
+    assert memory_bar(tiny, 10) == "[W" + 9 * "K" + "]"
+    assert memory_bar(tiny[1:], 10) == "[" + 10 * "K" + "]"
+
+
+def test_the_answer_takes_30_lines_and_all_has_every_table(qwen3, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": [5] * n, "max_tokens": 4}) + "\n" for n in range(20, 30)))
+    asked = ("--prompts", prompts, "--target-concurrency", 64)
+    for flags in (("--max-num-seqs", 4), asked, ("-m", qwen3, *KNOWN), ("-m", qwen3, "--gpu", "h200")):
+        short, in_full = (profile_memory(*flags, *more).stdout.splitlines() for more in ((), ("--all",)))
+        assert len(short) <= 30 < len(in_full)
+        assert re.match(r"[\d,]+ KV blocks fit, .*: [\d,]+ tokens, enough for [\d,]+ sequences? of ", short[0])
+
+
+def test_where_no_block_fits_that_is_the_answer(large):
+    screen = profile_memory("-m", large, "--memory", "24GiB", expect=2).stdout
+    assert screen.startswith("No KV block fits: 0 B is left for the cache.\n")
+    assert "--quantization int4" in screen
+
+
+def test_a_pool_smaller_than_one_request_names_the_longest_that_fits():
+    screen = profile_memory("--num-gpu-blocks-override", 8, *SMALL).stdout
+    assert "enough for 0 sequences of 2,048 tokens at once: the longest that fits has 128 tokens. All" in screen
 
 
 def test_a_card_by_name_needs_neither_card_nor_weights(qwen3):
@@ -106,7 +151,8 @@ def test_no_block_says_who_holds_the_memory_and_what_to_change(qwen3):
     assert "no KV block fits: one needs 1.75 MiB" in result.stderr
     assert "other processes 2.55 GiB, weights 1.14 GiB" in result.stderr
     assert "hint: end other processes" in result.stderr
-    assert "= room for KV" in result.stdout
+    assert result.stdout.startswith("No KV block fits")
+    assert "= room for KV" in profile_memory("-m", qwen3, "--gpu-memory", "4GiB", *KNOWN[2:], "--all", expect=2).stdout
 
 
 @pytest.fixture
@@ -340,7 +386,8 @@ def test_notes_about_groups_write_bytes_and_shares_as_the_tables_do(tmp_path):
     path = tiny_model(
         "gemma4-e2b", tmp_path / "model", num_hidden_layers=8, num_kv_shared_layers=1, sliding_window=64, **layers
     )
-    screen = profile_memory("-m", path, "--block-size", 16, "--max-model-len", 160, "--memory", "1GiB").stdout
+    screen = profile_memory("-m", path, "--block-size", 16, "--max-model-len", 160, "--memory", "1GiB", "--all")
+    screen = screen.stdout
     for line in (
         "group 0: 3 layers, window 64, 1 KV head of 32, 12.00 KiB of 16.00 KiB used",
         "group 1: 2 layers, window 64, 1 KV head of 32, 8.00 KiB of 16.00 KiB used",

@@ -98,6 +98,9 @@ def test_6_over_what_is_this_rate_and_in_tokens_or_blocks(files):
 
 def test_7_how_many_blocks_do_i_get_and_why():
     text = answer("profile-memory", "--max-num-seqs", "4")
+    first = "512 KV blocks fit, 16.00 MiB: 8,192 tokens, enough for 4 sequences of 2,048 tokens at once"
+    assert first in text
+    text = answer("profile-memory", "--max-num-seqs", "4", "--all")
     for term in ("total", "- other processes", "- weights", "- activation peak", "= room for KV", "KV cache"):
         assert re.search(rf"^{re.escape(term)} ", text, re.MULTILINE), term
     formula = "bytes/block = 2 (K and V) x 4 layers x 16 tokens x 2 kv_heads x 64 head_dim x 2 bytes = 32,768"
@@ -105,7 +108,12 @@ def test_7_how_many_blocks_do_i_get_and_why():
 
 
 def test_8_which_concurrency_does_the_pool_hold_and_what_do_n_users_need(files):
-    text = answer("profile-memory", "--prompts", files / "shared.jsonl", "--target-concurrency", "64", *SMALL_POOL)
+    flags = ("--prompts", files / "shared.jsonl", "--target-concurrency", "64", *SMALL_POOL)
+    short, text = answer("profile-memory", *flags), answer("profile-memory", *flags, "--all")
+    in_short, in_full = (
+        [line.split()[:5] for line in each.splitlines() if line.startswith("file ")] for each in (short, text)
+    )
+    assert in_short == in_full != []
     assert re.search(
         r"^requests of +tokens +blocks +at once +sharing 240 tokens( +in all that is left)?$", text, re.MULTILINE
     )

@@ -66,7 +66,7 @@ def found(tmp_path_factory):
         "unknown": ["generate", prompts, "--quantization", "fake9"],
         "plan": ["plan", prompts, *small, "--format", "json"],
         "profile": [*described, "--format", "json"],
-        "table": described,
+        "table": [*described, "--all"],
         "measured": ["profile-memory", *dummy, "--max-num-seqs", "2", "--max-model-len", "64", "--format", "json"],
         "throughput": ["bench", "throughput", *dummy, *lengths, "--format", "json"],
         "doctor": ["doctor", "--device", "cpu", "--format", "json"],

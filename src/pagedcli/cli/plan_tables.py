@@ -84,7 +84,8 @@ def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", eno
     if here is not None and here.pool is not None:
         enough_text = "" if enough is None else f"; {enough:,} are enough for this file"
         blocks = f"{plural(here.pool.num_blocks, 'block')} of {engine.block_size} tokens"
-        facts.append(Fact("pool here", f"{blocks}, {size(here.pool.num_blocks * here.block_bytes)}{enough_text}"))
+        why = "" if here.pool.num_blocks else f": {here.pool.reason}"
+        facts.append(Fact("pool here", f"{blocks}, {size(here.pool.num_blocks * here.block_bytes)}{enough_text}{why}"))
     return facts
 
 

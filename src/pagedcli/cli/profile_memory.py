@@ -1,7 +1,7 @@
 """`pagedcli profile-memory`: where memory goes, how many KV blocks fit, and what N requests need."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pagedcli.runner.memory_profile import Profile
 
 _requests = partial(option, panel="Requests")
+_ALL_HELP = "Show every table: measured against predicted, weight formats, KV dtypes, block sizes."
 _described = partial(option, panel="Prediction for another machine (no GPU or weights needed)", metavar="BYTES")
 
 
@@ -48,11 +49,15 @@ def profile_memory(
     used: Annotated[str | None, _described(help="Memory in use by all processes, with the model loaded.")] = None,
     peak: Annotated[str | None, _described(help="Peak allocation of this process, in the largest step.")] = None,
     current: Annotated[str | None, _described(help="Allocation of this process with the model loaded.")] = None,
+    all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
     """Show where memory goes, how many KV blocks fit, and how many requests they serve.
+
+    Begins with how many blocks and sequences fit, and draws the memory as one bar; --all and other formats have every
+    table.
 
     Loads the model, runs the largest step that the limits allow, and measures. With --gpu, --gpu-memory or --memory it
     predicts for another machine and needs only config.json, as it does here for a model that does not fit.
@@ -79,21 +84,42 @@ def profile_memory(
     lengths, shared = {"model length": profile.plan.limits.max_model_len}, None
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths)
-    tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
-    if len(profile.plan.limits.groups) > 1 or profile.plan.limits.tables.has_windows:
-        tables.append(_group_table(profile, lengths))
+    is_short = format_ is Format.TABLE and not all_
+    if is_short:
+        tables = _short_tables(profile, lengths, shared)
+    else:
+        tables = _full_tables(profile, lengths, shared)
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
-    if profile.fits:
-        tables.append(_fit_table(profile))
-    tables.append(_size_table(profile))
-    print_tables(tables, format_, facts=_facts(profile, shared))
+    print_tables(tables, format_, facts=_facts(profile, shared), story=_answer(profile) if is_short else ())
     if not profile.pool.num_blocks:
         missing = missing_memory(profile.terms, profile.plan.block_bytes, profile.holders)
         message, hint = missing or (profile.pool.reason, profile.pool.hint)
         if profile.fits:
             hint = fitting_hint(profile.fits, is_here=described is None)
         raise ConfigError(message, hint=hint)
+
+
+def _short_tables(profile: "Profile", lengths: dict[str, int], shared: int | None) -> list[Table]:
+    """The bar's legend and, for a file, how many of its requests fit. Takes the model length, which the first sentence
+    has, out of the lengths of a file."""
+    tables = [_bar_table(profile)]
+    if len(lengths) > 1:
+        del lengths["model length"]
+        at_once = _concurrency_table(profile, lengths, shared)
+        tables.append(replace(at_once, notes=at_once.notes[:1]))
+    if profile.fits and not profile.pool.num_blocks:
+        tables.append(_fit_table(profile))
+    return tables
+
+
+def _full_tables(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> list[Table]:
+    tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
+    if len(profile.plan.limits.groups) > 1 or profile.plan.limits.tables.has_windows:
+        tables.append(_group_table(profile, lengths))
+    if profile.fits:
+        tables.append(_fit_table(profile))
+    return [*tables, _size_table(profile)]
 
 
 def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -106,6 +132,92 @@ def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> 
     shares = {"file p50": 0.5, "file p95": 0.95, "file max": 1.0}
     found = {name: percentile(scan.plan.total_lengths, share) for name, share in shares.items()}
     return lengths | found, scan.plan.common_prefix_tokens()
+
+
+# ---------------------------------------------------------------------- the answer and the bar
+
+_BAR_CELLS = 72
+_MARKS = {"reserve": ".", "others": "o", "runtime": "r", "weights": "W", "activations": "a", "graphs": "g"}
+
+
+@dataclass(frozen=True, slots=True)
+class BarPart:
+    """A part of a device's memory in the bar."""
+
+    mark: str
+    name: Annotated[str, "memory"]
+    num_bytes: Annotated[Bytes, "bytes"]
+    share: Annotated[Share, "share"]  # of the device
+    note: Annotated[str, "what it is"]
+
+
+def bar_parts(profile: "Profile") -> list[BarPart]:
+    """What takes the device's memory, and what is left of it. Without the parts that take nothing."""
+    terms, pool, limits = profile.terms, profile.pool, profile.plan.limits
+    found = {
+        (_MARKS[term], name.removeprefix("- "), note): getattr(terms, term)
+        for term, (name, note) in _labels(profile).items()
+        if term in _MARKS
+    }
+    states = pool.state_bytes(limits)
+    found["S", "recurrent state", f"{plural(pool.num_state_slots or 0, 'slot')}"] = states
+    kv_bytes = pool.num_blocks * profile.plan.block_bytes
+    found["K", "KV cache", pool.reason.partition(":")[0]] = kv_bytes
+    found[" ", "left", ""] = terms.kv_cache - states - kv_bytes
+    return [
+        BarPart(mark, name, num_bytes, num_bytes / terms.total, note)
+        for (mark, name, note), num_bytes in found.items()
+        if num_bytes > 0
+    ]
+
+
+def memory_bar(parts: Sequence[BarPart], num_cells: int) -> str:
+    """The parts in their order, each by its mark as often as it is large, and at least once."""
+    total = sum(part.num_bytes for part in parts)
+    cells = [max(1, round(part.num_bytes / total * num_cells)) for part in parts]
+    cells[cells.index(max(cells))] += num_cells - sum(cells)  # what rounding has changed
+    return "[" + "".join(part.mark * count for part, count in zip(parts, cells, strict=True)) + "]"
+
+
+def _bar_table(profile: "Profile") -> Table:
+    parts, plan = bar_parts(profile), profile.plan
+    how = "as measured" if profile.terms.measured else "as predicted"
+    num_ranks = profile.config.tensor_parallel_size
+    ranks = f", each of {num_ranks} ranks" if num_ranks > 1 else ""
+    title = f"Memory of {profile.config.model}{ranks}, {how}: {size(profile.terms.total)} of {profile.device}"
+    largest = max(plan.limits.groups, key=lambda group: group.token_bytes or 0)
+    notes = [f"bytes/block = {block_formula(largest, plan.limits.block_size, plan.kv_dtype)}"]
+    return table(BarPart, "memory", title, parts, notes=notes)
+
+
+def _answer(profile: "Profile") -> list[str]:
+    """How many blocks fit, the tokens and the sequences of the model's length that they hold, and the bar."""
+    pool, limits = profile.pool, profile.plan.limits
+    bar = memory_bar(bar_parts(profile), _BAR_CELLS)
+    if not pool.num_blocks:
+        return [f"No KV block fits: {size(max(0, profile.terms.kv_cache))} is left for the cache.", "", bar]
+    num_tokens, length = pool.num_blocks // len(limits.groups) * limits.block_size, limits.max_model_len
+    text = (
+        f"{plural(pool.num_blocks, 'KV block')} fit, {size(pool.num_blocks * profile.plan.block_bytes)}:"
+        f" {plural(num_tokens, 'token')}, enough for {_at_once(profile, pool.num_blocks)}"
+    )
+    if not int(limits.tables.concurrency(pool.num_blocks, length)):
+        longest = limits.tables.longest(pool.num_blocks, limits.chunk_size, length)
+        text += f": the longest that fits has {plural(longest, 'token')}"
+    if (left := _left_setting(profile)) is not None:
+        most = _all_blocks(profile)
+        text += f". All that is left holds {plural(most, 'block')}, {_at_once(profile, most)}: {left}"
+    return [f"{text}.", "", bar]
+
+
+def _at_once(profile: "Profile", num_blocks: int) -> str:
+    """How many sequences of the model's length so many blocks hold, and what allows fewer to run."""
+    limits = profile.plan.limits
+    held = int(limits.tables.concurrency(num_blocks, limits.max_model_len))
+    bounds = {"--max-num-seqs": profile.config.max_num_seqs, "--num-state-slots": profile.pool.num_state_slots}
+    flag, most = min(((flag, most) for flag, most in bounds.items() if most is not None), key=lambda each: each[1])
+    allowed = f" ({flag} allows {most:,})" if most < held else ""
+    return f"{plural(held, 'sequence')} of {limits.max_model_len:,} tokens at once{allowed}"
 
 
 # ---------------------------------------------------------------------- where it goes
@@ -372,7 +484,7 @@ class ServedNeed:
     num_blocks: int
     kv_cache_bytes: Annotated[Bytes, "KV cache"]  # recurrent state included
     device_bytes: Annotated[Bytes, "whole device"]
-    utilization: float  # share of this device; above 1: it is too small
+    utilization: Annotated[float, "of this device"]  # a share; above 1: it is too small
     fits: bool
 
 
@@ -407,8 +519,7 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
         state_bytes=limits.state_bytes,
     )
     columns = "at num_blocks kv_cache_bytes device_bytes utilization fits"
-    notes = ["utilization: share of this device's memory, all else as above; above 1, the device is too small"]
-    return table(ServedNeed, "target", f"What {num_requests:,} concurrent requests need", rows, columns, notes=notes)
+    return table(ServedNeed, "target", f"What {num_requests:,} concurrent requests need", rows, columns)
 
 
 # ---------------------------------------------------------------------- what else could be chosen
