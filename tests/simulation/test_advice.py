@@ -7,6 +7,7 @@ import re
 from array import array
 from dataclasses import replace
 
+import msgspec
 import pytest
 from cli_harness import pagedcli
 
@@ -24,6 +25,7 @@ from pagedcli.simulation.advice import (
     recorded_plan,
     tune,
 )
+from pagedcli.simulation.advice_verdicts import advice_verdicts
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.settings import KINDS, SmallerKV, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
@@ -359,7 +361,9 @@ def test_all_commands_give_the_same_answer(runs):
     found = recorded_advice(folder / "run.jsonl")
     assert found.best
     assert re.findall(r"^  (?:to change|or) +(.*)$", said, re.MULTILINE) == found.sentences()
-    summary = json.loads((folder / "summary.json").read_text())["cache"]
+    document = json.loads((folder / "summary.json").read_text())
+    assert document["verdicts"] == msgspec.to_builtins(advice_verdicts(found))
+    summary = document["cache"]
     assert summary["advice"] == "; or ".join(found.sentences())
     assert summary["advised_flag"] == found.flag
     explained = pagedcli("explain", folder / "run.jsonl", "--format", "json", columns=1000).stdout

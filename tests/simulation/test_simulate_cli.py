@@ -53,6 +53,22 @@ def test_the_table_says_what_the_json_says(trace):
     assert max(len(line) for line in text.split("Answers")[0].splitlines() if "  " in line) <= 80
 
 
+def test_the_first_sentence_names_the_smallest_pool_within_a_point_of_no_limit(trace):
+    first = simulate(trace, "--pool", "30").stdout.splitlines()[0]
+    num_blocks = int(re.match(r"(\d+) blocks are enough to hit within 1 point of a cache without limit: ", first)[1])
+    found = as_json(trace, "--no-schedule", "--pool", f"{num_blocks - 1},{num_blocks}")
+    assert found["verdicts"][0]["finding"] in first
+    below, enough = (row["hit_rate_tokens"] for row in found["pools"])
+    assert below < found["unlimited_hit_rate_tokens"] - 0.01 <= enough
+    assert f"{100 * enough:.1f} % of the prompts' tokens, without limit" in first
+
+
+def test_the_first_sentence_says_where_a_cache_has_no_benefit(tmp_path):
+    alone = [{"timestamp": n, "input_length": 4, "output_length": 5, "hash_ids": [n]} for n in range(9)]
+    first = simulate(write(tmp_path / "alone.jsonl", alone), "--pool", "30").stdout.splitlines()[0]
+    assert first.startswith("A prefix cache has little benefit: even without limit 0.0 % of the prompts' tokens hit")
+
+
 def test_every_policy_is_a_row(trace):
     policies = ["lru", "fifo", "lfu", "prefix-lru", "next-use"]
     for flags in ((), ("--no-schedule",)):
@@ -119,6 +135,7 @@ def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
     path = write(tmp_path / "in.jsonl", [{"prompt": [5, 6, 7], "max_tokens": 40} for _ in range(3)])
     document = json.loads(pagedcli("simulate", path, "--format", "json").stdout)
     assert document["answers"][0] == "No request fits into a pool of 1 block: name larger ones with --pool."
+    assert f"{document['verdicts'][0]['finding']}." == document["answers"][0]
     assert document["advised"] == []
     found = json.loads(pagedcli("simulate", path, "--pool", "1,8", "--format", "json").stdout)
     assert found["answers"][0] == document["answers"][0]
@@ -246,6 +263,10 @@ def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
     assert found["block_bytes"] == 2 * 3 * 16 * 256 * 2  # K and V of three layers
     assert found["num_unique_blocks"] == 6 * (32 + 8 * 7 * 32)
     small, large = found["pools"]
+    near = [row["pool_blocks"] for row in found["pools"] if row["hit_rate_tokens"] >= 7 / 64 - 0.01]
+    assert found["verdicts"][0]["finding"].startswith(
+        f"{near[0]:,} blocks are enough to hit within 1 point of the 10.9 %"
+    )
     assert small["pool_blocks"] == 2**26 // found["block_bytes"]
     assert large["hit_rate_tokens"] == found["unlimited_hit_rate_tokens"] == 7 / 64
     # one request at a time holds its last window and one chunk in five groups, and everything in one

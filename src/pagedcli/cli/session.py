@@ -30,6 +30,7 @@ from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
 from pagedcli.simulation.advice import Advice
+from pagedcli.simulation.advice_verdicts import advice_verdicts
 from pagedcli.simulation.served import ServedRequests
 from pagedcli.verdicts import Verdict
 from pagedcli.views.whole_run import Findings
@@ -88,8 +89,9 @@ def run_job(
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
+        parting = _parting(work, engine, served)
         print_verdicts(
-            _parting(work, engine, served),
+            parting,
             on_stdout=not (stdout_is_taken or terminal_is_taken or job.output_file is None),
         )
         say_summary(result, findings, predicted=end_time.first)
@@ -102,7 +104,8 @@ def run_job(
         if metrics is not None:
             metrics.update(result.stats, now=True)
         if job.summary_json is not None:
-            write_summary(job.summary_json, result, findings, advice)
+            verdicts = [*parting, *advice_verdicts(advice, or_nothing=not parting)]
+            write_summary(job.summary_json, result, findings, advice, verdicts)
         code = _exit_code(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
             return EXIT_FATAL

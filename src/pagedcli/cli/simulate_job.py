@@ -36,7 +36,16 @@ from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import VOCAB_SIZE, RunResult, Schedule
 from pagedcli.simulation.settings import Subject
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
-from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, answers, parse_policies, parse_pools, points
+from pagedcli.simulation.sweep import (
+    DEFAULT_POOLS,
+    Sweep,
+    SweepPoint,
+    answers,
+    parse_policies,
+    parse_pools,
+    points,
+    pool_verdict,
+)
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 
@@ -106,7 +115,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    print_tables(shown, options.format_, facts=facts)
+    print_tables(shown, options.format_, facts=facts, verdicts=[pool_verdict(sweep, found, block_bytes)])
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
 

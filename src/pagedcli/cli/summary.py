@@ -162,9 +162,12 @@ def _findings_document(findings: Findings, advice: Advice | None) -> dict[str, o
 
 
 def summary_document(
-    result: BatchResult, findings: Findings | None = None, advice: Advice | None = None
+    result: BatchResult,
+    findings: Findings | None = None,
+    advice: Advice | None = None,
+    verdicts: Sequence[Verdict] | None = None,
 ) -> dict[str, object]:
-    """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured.
+    """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured, or not judged.
 
     ttft_s: from admission of a row to its first token; queued_s: the part of it before the row's first step.
     """
@@ -185,16 +188,22 @@ def summary_document(
             for key, values in times.items()
         },
         "cache": None if findings is None else _findings_document(findings, advice),
+        "verdicts": verdicts,
     }
 
 
 def write_summary(
-    path: Path, result: BatchResult, findings: Findings | None = None, advice: Advice | None = None
+    path: Path,
+    result: BatchResult,
+    findings: Findings | None = None,
+    advice: Advice | None = None,
+    verdicts: Sequence[Verdict] | None = None,
 ) -> None:
     """Raises: PagedcliError if the file cannot be written."""
     try:
         with whole_file(path, overwrite=True) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result, findings, advice))) + b"\n")
+            document = summary_document(result, findings, advice, verdicts)
+            file.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
     except OSError as error:
         raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
 

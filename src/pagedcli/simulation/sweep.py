@@ -32,6 +32,7 @@ from pagedcli.simulation.caches import (
 )
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
+from pagedcli.verdicts import Verdict
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
 MOST_BLOCKS = 2**24  # blocks of a simulated pool: each takes about 200 bytes
@@ -209,6 +210,7 @@ def points(
 
 SHARES = (0.90, 0.95, 0.99)
 _NOTABLE = 0.001  # a gain of less than 0.1 points is none
+NEARLY = 0.01  # a hit rate within a point of the best is as good
 
 
 def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> list[str]:
@@ -225,6 +227,35 @@ def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None)
         *_in_use(points),
         *_policies(points),
     ]
+
+
+def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> Verdict:
+    """The smallest pool that hits nearly as much as one without limit, or why there is none."""
+    curve, num_hit = sweep.curve, sweep.curve.ceiling[1]
+    unlimited, of_all = num_hit / max(1, curve.num_tokens), _percent(num_hit, curve)
+    is_served = any(point.run is None or point.run.num_refused < point.run.num_requests for point in points)
+    most = max((point.run.peak_used_blocks for point in points if point.run is not None), default=0)
+    certainty = "exact for LRU without running requests"
+    if most:
+        certainty += f", which use up to {plural(most, 'block')} at once"
+    if not is_served:
+        finding, certainty = _refused(points)[0].removesuffix("."), "exact by simulation"
+    elif unlimited <= NEARLY:
+        finding = f"a prefix cache has little benefit: even without limit {of_all} of the prompts' tokens hit"
+        certainty = "exact for this trace"
+    elif sweep.has_windows:  # there is no curve in one pass
+        near = sorted(point.num_blocks for point in points if point.hit_rate >= unlimited - NEARLY)
+        enough = f"{plural(near[0], 'block')} are enough" if near else "no pool of this sweep is enough"
+        finding = f"{enough} to hit within 1 point of the {of_all} of a cache without limit"
+        certainty = "exact for the pools below"
+    else:
+        size = curve.size_for(1 - NEARLY * curve.num_tokens / num_hit) or 0
+        memory = "" if block_bytes is None else f" ({byte_text(size * block_bytes)})"
+        finding = (
+            f"{plural(size, 'block')}{memory} {'is' if size == 1 else 'are'} enough to hit within 1 point of a cache"
+            f" without limit: {_percent(curve.hits_at(size)[1], curve)} of the prompts' tokens, without limit {of_all}"
+        )
+    return Verdict(finding=finding, measure="hits", certainty=certainty)
 
 
 def _refused(points: Sequence[SweepPoint]) -> list[str]:
