@@ -93,14 +93,16 @@ def test_the_known_machine_on_a_screen_of_80_columns(qwen3):
     assert "621 blocks of 28.00 MiB = 158,976 tokens" in in_full
 
 
-def test_the_bar_shows_every_term_in_proportion_and_nothing_else(qwen3):
+@pytest.mark.parametrize(("columns", "num_cells"), [(80, 72), (60, 58)])
+def test_the_bar_shows_every_term_in_proportion_and_nothing_else(columns, num_cells, qwen3, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     flags = ("-m", qwen3, "--block-size", 256, *KNOWN)
     _, _, bar, *legend = profile_memory(*flags).stdout.splitlines()
     terms = terms_of(as_json(*flags), "predicted_bytes")
     cells = Counter(bar.removeprefix("[").removesuffix("]"))
-    assert sum(cells.values()) == 72
+    assert sum(cells.values()) == num_cells
     for mark, term in {".": "reserve", "o": "others", "W": "weights", "a": "activations", "K": "pool"}.items():
-        assert cells[mark] == pytest.approx(terms[term] / terms["total"] * 72, abs=1.5), term
+        assert cells[mark] == pytest.approx(terms[term] / terms["total"] * num_cells, abs=1.5), term
         assert any(line.startswith(f"{mark}     ") for line in legend), term
     assert {each for each in cells if each != " "} == {line[0] for line in legend if line[1:6] == "     " != line[:5]}
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, UnsetType
@@ -193,7 +194,7 @@ def _bar_table(profile: "Profile") -> Table:
 def _answer(profile: "Profile") -> list[str]:
     """How many blocks fit, the tokens and the sequences of the model's length that they hold, and the bar."""
     pool, limits = profile.pool, profile.plan.limits
-    bar = memory_bar(bar_parts(profile), _BAR_CELLS)
+    bar = memory_bar(bar_parts(profile), max(len(_MARKS) + 3, min(_BAR_CELLS, get_terminal_size().columns - 2)))
     if not pool.num_blocks:
         return [f"No KV block fits: {size(max(0, profile.terms.kv_cache))} is left for the cache.", "", bar]
     num_tokens, length = pool.num_blocks // len(limits.groups) * limits.block_size, limits.max_model_len
