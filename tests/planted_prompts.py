@@ -176,6 +176,15 @@ def blank(draw, num):
     return _in_groups(draw, num, variant, ("blank",))
 
 
+def blank_in_half(draw, num):
+    """Groups of four, two prompts of each with a blank more: as they are, each finds one with its own beginning."""
+
+    def variant(place, shared, question):
+        return " " * (1 + place % 2) + f"{shared}\nQ: {question}\nA:"
+
+    return _in_groups(draw, num, variant, ("blank",), size=4)
+
+
 def templates(draw, num):
     def variant(place, shared, question):
         return chat(shared, question) if place == 0 else f"[INST] <<SYS>>\n{shared}\n<</SYS>>\n\n{question} [/INST]"

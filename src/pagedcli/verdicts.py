@@ -19,22 +19,25 @@ class Verdict:
     now: float | None = None  # None: `after` is a saving
     after: float | None = None  # None: nobody knows
     low: float | None = None  # lower end of `after`; None: it is exact
-    high: float | None = None
+    high: float | None = None  # None with a `low`: nobody knows
     to_do: str | None = None  # None: nothing
     change: str | None = None  # the command, setting or text for it
     certainty: str  # where the size is from
     not_looked_at: str | None = None
 
     def size(self) -> str:
-        """`hits 0.0 % -> 90.1 % (89.7 % to 90.5 %)`."""
+        """`hits 0.0 % -> 90.1 % (89.7 % to 90.5 %)`, or `hits 0.0 % -> at least 89.7 %`."""
         if self.after is None:
             return ""
-        change = f"{percent_text(self.now)} -> {percent_text(self.after)}" if self.now is not None else ""
+        after = percent_text(self.after)
+        if self.low is not None and self.high is None:
+            after = f"at least {percent_text(self.low)}"
+        change = f"{percent_text(self.now)} -> {after}" if self.now is not None else ""
         interval = ""
         if self.low is not None and self.high is not None and percent_text(self.low) != percent_text(self.high):
             interval = f" ({percent_text(self.low)} to {percent_text(self.high)})"
         if not change:
-            return f"{percent_text(self.after)}{interval} less {self.measure}"
+            return f"{after}{interval} less {self.measure}"
         return f"{self.measure} {change}{interval}"
 
     def text(self) -> str:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 _NO_LIMIT = 2**31  # tokens of a text
 
 
-def find_partings(drawn: PromptSample, block_size: int, tokenizer: "Tokenizer | None") -> "list[Parting]":
-    """Causes why these prompts share less than they could. Without a tokenizer they are found, but not named."""
+def find_partings(
+    drawn: PromptSample, block_size: int, tokenizer: "Tokenizer | None", *, rate_in_file: float | None = None
+) -> "list[Parting]":
+    """Causes why these prompts share less than they could. Without a tokenizer they are found, but not named.
+    `rate_in_file`: the hits of all prompts in an unlimited cache, drawn or not; None: not counted."""
     from pagedcli.planning.parting import Finder  # loads numpy
 
     if tokenizer is None:
-        return Finder(block_size, num_in_file=drawn.num_seen).find(drawn.prompts)
+        return Finder(block_size, num_in_file=drawn.num_seen, rate_in_file=rate_in_file).find(drawn.prompts)
 
     def encode(texts: list[str]) -> list[list[int]]:
         found = tokenizer.encode_all(texts, _NO_LIMIT, add_special_tokens=False)
@@ -32,7 +35,7 @@ def find_partings(drawn: PromptSample, block_size: int, tokenizer: "Tokenizer | 
         template = tokenizer.encode_chat([{"role": "user", "content": "word"}])
     except RequestError:  # no template, or none that takes a single word
         template = []
-    return Finder(block_size, decode, encode, template, drawn.num_seen).find(drawn.prompts)
+    return Finder(block_size, decode, encode, template, drawn.num_seen, rate_in_file).find(drawn.prompts)
 
 
 def part_verdicts(

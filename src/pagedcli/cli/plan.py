@@ -22,6 +22,7 @@ from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
 from pagedcli.planning.prompt_sample import PromptSample
+from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped
@@ -235,7 +236,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
-    partings = find_partings(scan.drawn, engine.block_size, scan.tokenizer) if engine.enable_prefix_caching else []
+    partings = _partings(scan, engine.block_size) if engine.enable_prefix_caching else []
     print_tables(tables, options.format_, facts=facts, verdicts=_verdicts(partings, advice, options))
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)
@@ -244,6 +245,12 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         )
         say(f"{options.try_reordered}: {plural(num_changed, 'row')} changed{cannot}; compare with plan, and read them")
     return code
+
+
+def _partings(scan: PromptScan, block_size: int) -> "list[Parting]":
+    """Where prompts part; of drawn ones with the hits of the whole file as it is."""
+    rate = None if block_size % UNIT else scan.plan.ideal_hit_rate(block_size)
+    return find_partings(scan.drawn, block_size, scan.tokenizer, rate_in_file=rate)
 
 
 def _verdicts(partings: "list[Parting]", advice: "Advice | None", options: PlanOptions) -> list[Verdict]:

@@ -7,7 +7,7 @@ A pure function of token ids, salts and texts, for prompt files, recordings and 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Literal
@@ -58,11 +58,12 @@ class Parting:
     is_sample: bool
     rate: float  # hits as it is
     new_rate: float  # hits after the change, with the changes before
-    margin: float  # half width of the interval that 19 of 20 files with this sample lie in
+    margin: float  # half the 95 % interval of a sample's rate; a lower bound for the file is the rate less this
     lost_share: float  # share of all prompt tokens, computed because of it
     block_size: int  # block size of the rates; for the action `block size` the one to use
     others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
     change: "Change | None" = None
+    rate_in_file: float | None = None  # hits of the whole file before the change, of a sample; None: not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Finder:
     encode: Encode | None = None
     template: Ids = ()
     num_in_file: int | None = None  # prompts, if more than are looked at
+    rate_in_file: float | None = None  # hits of the whole file as it is; None: not counted
 
     @property
     def has_words(self) -> bool:
@@ -131,7 +133,11 @@ class Finder:
             found.append(each)
         if len(found) < most:
             found += self._shorter_blocks(state)
-        return found
+        now = self.rate_in_file
+        if now is None:
+            return found
+        after_others = [replace(each, rate_in_file=max(now, each.rate)) for each in found[1:]]
+        return [replace(each, rate_in_file=now) for each in found[:1]] + after_others
 
     # ------------------------------------------------------------------ causes
 

@@ -1,9 +1,12 @@
 """Causes why prompts part, as verdicts."""
 
-from pagedcli.planning.parting import Parting
+from dataclasses import replace
+
+from pagedcli.planning.parting import LEAST_GAIN, Parting
 from pagedcli.printable import percent_text, plural
 from pagedcli.verdicts import Verdict
 
+NOT_DRAWN = "rows that were not drawn"
 _WHAT = {
     "time": "the time",
     "date": "the date",
@@ -43,19 +46,38 @@ def parting_verdict(found: Parting, *, change: str | None = None) -> Verdict:
         after = f"{plural(found.num_equal, 'token')} after it {'is' if found.num_equal == 1 else 'are'} equal"
         finding = f"{part_at}{place}: {_WHAT[found.kind]} differs, {after}"
         to_do = _TO_DO[found.action]
-    others = "".join(f"; {name}: {percent_text(rate)}" for name, rate in found.others)
-    return Verdict(
-        finding=finding,
-        measure="hits",
-        now=found.rate,
-        after=found.new_rate,
-        low=max(0.0, found.new_rate - found.margin) if found.is_sample else None,
-        high=min(1.0, found.new_rate + found.margin) if found.is_sample else None,
-        to_do=to_do,
-        change=change if found.action in ("move", "sort", "replace") else None,
-        certainty=f"the changed prompts in an unlimited cache{others}",
-        not_looked_at="rows that were not drawn (--all: every row)" if found.is_sample else None,
+    return _sized(
+        found,
+        Verdict(
+            finding=finding,
+            measure="hits",
+            now=found.rate,
+            after=found.new_rate,
+            to_do=to_do,
+            change=change if found.action in ("move", "sort", "replace") else None,
+            certainty="the changed prompts in an unlimited cache",
+        ),
     )
+
+
+def _sized(found: Parting, verdict: Verdict) -> Verdict:
+    """Add other changes and what a sample can promise: a prompt has hits on those before it, and in the whole file
+    there are more of them, so the rate of a sample is a lower bound."""
+    low = max(0.0, found.new_rate - found.margin)
+    now, certainty = found.rate_in_file, verdict.certainty
+    others = "".join(f"; {name}: {percent_text(rate)}" for name, rate in found.others)
+    if not found.is_sample:
+        return replace(verdict, certainty=certainty + others)
+    if now is None:
+        certainty += f"{others}; of all prompts at least {percent_text(low)}"
+        return replace(verdict, measure="hits of those drawn", certainty=certainty, not_looked_at=NOT_DRAWN)
+    not_drawn = f"{NOT_DRAWN} (--all: every row)"
+    if low < now + LEAST_GAIN:
+        certainty = "too few of the prompts that share were drawn together to tell the hits afterwards"
+        return replace(verdict, now=now, after=None, certainty=certainty, not_looked_at=not_drawn)
+    least = ((name, max(0.0, rate - found.margin)) for name, rate in found.others)
+    certainty += "".join(f"; {name}: at least {percent_text(rate)}" for name, rate in least)
+    return replace(verdict, now=now, low=low, certainty=certainty, not_looked_at=not_drawn)
 
 
 def _prompts(found: Parting) -> str:
