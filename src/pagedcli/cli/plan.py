@@ -374,14 +374,15 @@ def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
     from pagedcli.batch.prompts import open_source
 
     run = loaded.config.run
-    source = open_source(options.prompts, Columns.of(run))
-    if options.sample and (run.limit is not None or not source.is_plain):
+    # a pipe gives its rows once: it is opened by the one that reads all of it
+    source = open_source(options.prompts, Columns.of(run)) if Path(options.prompts).is_file() else None
+    if options.sample and (run.limit is not None or source is None or not source.is_plain):
         raise UsageError(
             "--sample draws rows from all over a JSONL file, not from tables, folders, compressed files or streams, nor"
             " with --limit",
             hint="leave it out: the first answer then comes from the beginning of the input",
         )
-    return None if run.limit is not None else sample_lines(source)
+    return None if run.limit is not None or source is None else sample_lines(source)
 
 
 def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:
