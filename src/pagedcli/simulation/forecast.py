@@ -126,6 +126,8 @@ def _sample_error(run: RunResult, requests: Sequence[TraceRequest], share: float
     all_work = np.array([work_of(request) for request in requests])[served]
     work = np.add.reduceat(all_work, starts)[:-1]
     times = np.diff([np.asarray(run.waited_s)[served[start : start + at_once]].mean() for start in starts])
+    if not times.sum():  # all parts started at once: their differences say nothing
+        return 0.0
     off = times - times.sum() / work.sum() * work
     quantile = 2 + 4 / (num - 1)  # nearly that of Student's distribution
     return float(quantile * np.sqrt(num / (num - 1) * (off**2).sum() * (1 - share)) / times.sum())
