@@ -1,6 +1,7 @@
 """Files that earlier versions wrote are resumed, merged, replayed and loaded by this one: see data/kept/README.md."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from pagedcli.distributed.worker import Worker
 
 KEPT = sorted(path for path in (Path(__file__).parent / "data" / "kept").iterdir() if path.is_dir())
 TRACES = ("preemption", "samples", "windows", "state")
-# Texts for people may be reworded; where a prompt parts from several others at the same token, one of them is named.
-WORDS = {"label", "reason", "note", "notes", "title", "text", "divergence"}
+# Texts for people may be reworded.
+WORDS = {"label", "reason", "note", "notes", "title", "text"}
 
 pytestmark = pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
+
+# What an explanation says of the other prompt: its text from the place on, and the request.
+_NAMED = re.compile(r"earlier .* \(request [^)]*\)")
 
 
 def unpacked(path: Path) -> str:
@@ -35,6 +39,10 @@ def differences(before, now, place="$"):
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
             yield from differences(old, new, f"{place}[{number}]")
+    elif place.endswith(".divergence"):
+        # a prompt may part from several others at the same token, and one of them is named
+        if _NAMED.sub("", before or "") != _NAMED.sub("", now or ""):
+            yield f"{place}: {before!r} became {now!r}"
     elif before != now:
         yield f"{place}: {before!r} became {now!r}"
 

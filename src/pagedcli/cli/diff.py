@@ -11,11 +11,12 @@ from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.files import TRACE, check_files, whole_file
+from pagedcli.files import TRACE, check_files
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import plural
+from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.verdicts import Verdict
@@ -107,7 +108,7 @@ def _compare(
     if found.sides[1].hits is not None and "prompts" not in found.hidden:
         shown.append(tables.losses_table(found, {} if outcomes is None else outcomes.of_requests(decode)))
     if output_file is not None:
-        _write(output_file, tables.page(found, shown))
+        write_page(output_file, tables.page(found, shown))
     if format_ in (Format.TABLE, Format.MD):
         print(tables.sentence(found) + "\n", flush=True)
     if format_ is Format.CSV:
@@ -158,12 +159,3 @@ def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[tuple[Side, Side
         workload = read_prompts(str(path), prompts)
         sides.append(Side(path.name, workload, plan, step_time=step_time))
     return (sides[0], sides[1]), prompts.tokenizer
-
-
-def _write(path: Path, page: bytes) -> None:
-    try:
-        with whole_file(path, overwrite=True) as file:  # checked before
-            file.write(page)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    say(f"{path}: open it in a browser")

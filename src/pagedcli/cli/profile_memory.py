@@ -148,7 +148,7 @@ class BarPart:
     mark: str
     name: Annotated[str, "memory"]
     num_bytes: Annotated[Bytes, "bytes"]
-    share: Annotated[Share, "share"]  # of the device
+    share: Annotated[Share, "share"]  # share of the device
     note: Annotated[str, "what it is"]
 
 

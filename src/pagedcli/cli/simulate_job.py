@@ -19,15 +19,15 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.states import POLICIES
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Eviction
-from pagedcli.files import whole_file
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
 from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import plural
+from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, Table, print_tables
-from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation import tables
 from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan
 from pagedcli.simulation.caches import accesses_of
@@ -108,7 +108,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.output_file is not None:
         on_page = [table for table in shown if table.key != "answers"]  # those are a list there
         page = tables.render_page(options.traces, sweep, found, sentences, on_page, block_bytes)
-        _write_page(options.output_file, page)
+        write_page(options.output_file, page)
     if drawing is not None:
         write_file(drawing, iter([tables.hit_rate_picture(sweep, found, block_bytes, drawing.shape)]), overwrite=True)
     facts = tables.facts(sweep, block_size, block_bytes)
@@ -117,15 +117,6 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
     print_tables(shown, options.format_, facts=facts, verdicts=[pool_verdict(sweep, found, block_bytes)])
     return EXIT_BAD_ROWS if workload.num_bad else 0
-
-
-def _write_page(path: Path, page: bytes) -> None:
-    try:
-        with whole_file(path, overwrite=True) as file:  # checked before
-            file.write(page)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    say(f"{path}: open it in a browser")
 
 
 # ---------------------------------------------------------------------- input
