@@ -13,9 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from pagedcli.app.pool_decks import LiveDeck
+
 from pagedcli.app.base import watch
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import LiveDeck
 from pagedcli.config import EngineConfig
 from pagedcli.events import Emit
 from pagedcli.runner.llm_engine import LLMEngine

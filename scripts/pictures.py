@@ -13,8 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
+
+from pagedcli.app.pool_app import PoolApp
 from pagedcli.show.report import render_report
 from pagedcli.simulation.advice import recorded_advice
 from pagedcli.trace.files import TraceReader

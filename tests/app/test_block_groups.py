@@ -11,7 +11,7 @@ from trace_harness import EventList, simulated
 from pagedcli.app.block_map import _CACHED_OF_GROUP, _MARKED, _STYLES, _cells
 from pagedcli.app.colours import contrast
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import ReplayDeck
+from pagedcli.app.pool_players import ReplayPlayer
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_of
 from pagedcli.views.moment import Replay
@@ -30,12 +30,12 @@ def many_events():
 
 
 def app_of(events):
-    return PoolApp(ReplayDeck(Replay(EventList(events))), "pagedcli replay run.jsonl")
+    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli replay run.jsonl")
 
 
 def check_cells(app):
     """Each cell shows the most common group of its blocks, by hand; returns what the cells show."""
-    state, cells, per_cell = app.deck.moment.state, app._map._cells, app._map._per_cell
+    state, cells, per_cell = app.player.moment.state, app._map._cells, app._map._per_cell
     for cell, (kind, glyph, is_marked) in enumerate(cells):
         ids = app._map._shown[cell * per_cell : (cell + 1) * per_cell]
         held = [block_id for block_id in ids if group_of(state, block_id) is not None]
@@ -53,11 +53,11 @@ def test_a_key_draws_the_group_of_each_block_at_every_step(events):
 
     async def script(pilot):
         await press(pilot, "G")
-        for stop in range(app.deck.last + 1):
-            app.deck.move_to(stop)
+        for stop in range(app.player.last + 1):
+            app.player.move_to(stop)
             app.tick()
             seen.update(check_cells(app))
-            state = app.deck.moment.state
+            state = app.player.moment.state
             uses = Counter(cell[1] for cell in app._map._cells)
             assert uses["·"] == state.num_empty_blocks
         await settle(pilot)
@@ -80,8 +80,8 @@ def test_the_map_of_a_small_run_by_hand():
     async def script(pilot):
         await press(pilot, "G")
         drawn = []
-        for stop in range(app.deck.last + 1):
-            app.deck.move_to(stop)
+        for stop in range(app.player.last + 1):
+            app.player.move_to(stop)
             app.tick()
             await settle(pilot)
             y = app._map.region.y + 1
@@ -104,8 +104,8 @@ def test_a_cell_of_several_blocks_shows_the_most_common_group(many_events, keys)
     app = app_of(many_events)
 
     async def script(pilot):
-        for stop in range(5, app.deck.last, 9):
-            app.deck.move_to(stop)
+        for stop in range(5, app.player.last, 9):
+            app.player.move_to(stop)
             app.tick()
             await settle(pilot)
             if stop == 5:
@@ -135,7 +135,7 @@ def test_the_line_under_the_cursor_and_the_copy_name_the_group(events):
 
     async def script(pilot):
         await press(pilot, *"5", "enter")
-        state = app.deck.moment.state
+        state = app.player.moment.state
         block_id = next(seq for seq in state.running()).held_block_ids[1]
         group = state.block_groups[block_id]
         window = "no window" if WINDOWS[group] is None else f"window {WINDOWS[group]}"
@@ -157,7 +157,7 @@ def test_the_line_under_a_cell_counts_its_blocks_by_group(many_events):
 
     async def script(pilot):
         await press(pilot, ">", "G", "shift+tab", "home")
-        state, ids = app.deck.moment.state, app._map._ids_at(0)
+        state, ids = app.player.moment.state, app._map._ids_at(0)
         counts = Counter(group for each in ids if (group := group_of(state, each)) is not None)
         assert len(ids) == 7
         assert counts == {0: 3, 1: 2, 2: 2}
@@ -182,7 +182,7 @@ def test_groups_have_a_page_that_follows_the_steps(events):
         await typed(pilot, ":", "groups")
         await settle(pilot)
         for _ in range(3):
-            state = app.deck.moment.state
+            state = app.player.moment.state
             text = await press(pilot, "down")
             assert f"groups of layers, step {state.step_number}" in text
             await press(pilot, "y")
@@ -200,12 +200,12 @@ def test_a_moment_is_shown_while_the_screen_closes(events, monkeypatch):
     app = app_of(events)
 
     async def script(pilot):
-        app.deck.move_to(20)
-        app.deck.poll()
+        app.player.move_to(20)
+        app.player.poll()
         with monkeypatch.context() as patch:
             patch.setattr(app, "_screen_stacks", {"_default": []})
             app.show_moment()
-        assert app._map._moment is app.deck.moment
+        assert app._map._moment is app.player.moment
 
     drive(app, script)
 

@@ -7,7 +7,7 @@ from app_harness import drive, press, screen_text, settle, shown
 from kv_event_harness import message, removed, stored
 
 from pagedcli.app.base import watch
-from pagedcli.app.kv_app import AttachDeck, CaptureDeck, KVApp
+from pagedcli.app.kv_app import AttachPlayer, CapturePlayer, KVApp
 from pagedcli.kvevents.fold import KVState
 
 MESSAGES = [
@@ -21,7 +21,9 @@ MESSAGES = [
 
 
 def recording(**options):
-    return KVApp(CaptureDeck([(frames, float(i), 0) for i, frames in enumerate(MESSAGES)], ["server"]), "t", **options)
+    return KVApp(
+        CapturePlayer([(frames, float(i), 0) for i, frames in enumerate(MESSAGES)], ["server"]), "t", **options
+    )
 
 
 def state_after(num_messages):
@@ -56,8 +58,8 @@ def test_a_recording_moves_both_ways_and_jumps():
         seen = []
         for keys in ([".", "."], ["e"], ["m"], ["e"], ["E"], ["[", "4", "enter"], [","]):
             await press(pilot, *keys)
-            seen.append(app.deck.position)
-            assert app.deck.moment.facts["num_resident_blocks"] == state_after(app.deck.position).num_resident
+            seen.append(app.player.position)
+            assert app.player.moment.facts["num_resident_blocks"] == state_after(app.player.position).num_resident
         assert "no earlier miss" in await press(pilot, "M")
         return seen
 
@@ -89,8 +91,8 @@ def test_enter_shows_the_blocks_of_a_subtree():
 
 
 def test_a_running_server_is_shown_until_it_ends(monkeypatch):
-    deck = AttachDeck()
-    app = KVApp(deck, "pagedcli attach")
+    player = AttachPlayer()
+    app = KVApp(player, "pagedcli attach")
     state = KVState(["server"])
     next_message = threading.Event()
 
@@ -99,23 +101,23 @@ def test_a_running_server_is_shown_until_it_ends(monkeypatch):
             next_message.wait()
             next_message.clear()
             state.take(frames, float(place))
-            while deck._picture is None or deck._picture.facts["num_batches"] <= place:
-                deck.offer(state, float(place))
-                if deck.stop_requested:
+            while player._snapshot is None or player._snapshot.facts["num_batches"] <= place:
+                player.offer(state, float(place))
+                if player.stop_requested:
                     return "stopped"
         return "ended"
 
     async def script(pilot):
         next_message.set()
-        while deck.moment is None:
+        while player.moment is None:
             await pilot.pause(0.02)
         await settle(pilot)
         assert "3 blocks resident" in screen_text(app)
         await press(pilot, "space")
         next_message.set()
-        while deck._picture is deck._shown:
+        while player._snapshot is player._shown:
             await pilot.pause(0.02)
-        assert "3 blocks resident" in await press(pilot, "z")  # paused: the picture is another one
+        assert "3 blocks resident" in await press(pilot, "z")  # paused: the snapshot is another one
         assert "5 blocks resident" in await press(pilot, ".")
         assert "cannot go back" in await press(pilot, ",")
         await press(pilot, "q")
@@ -124,23 +126,23 @@ def test_a_running_server_is_shown_until_it_ends(monkeypatch):
             await pilot.pause(0.02)
 
     monkeypatch.setattr(app, "run", lambda: drive(app, script))
-    assert watch(app, deck, follow) == "stopped"
+    assert watch(app, player, follow) == "stopped"
 
 
 def test_a_screen_that_fails_does_not_end_the_work(monkeypatch):
-    deck = AttachDeck()
-    app = KVApp(deck, "pagedcli attach")
+    player = AttachPlayer()
+    app = KVApp(player, "pagedcli attach")
     monkeypatch.setattr(app, "run", lambda: None)
-    assert watch(app, deck, lambda: deck.screen_is_open.wait(5)) is True
+    assert watch(app, player, lambda: player.screen_is_open.wait(5)) is True
 
 
 def test_what_the_work_raises_is_raised(monkeypatch):
-    deck = AttachDeck()
-    app = KVApp(deck, "pagedcli attach")
+    player = AttachPlayer()
+    app = KVApp(player, "pagedcli attach")
     monkeypatch.setattr(app, "run", lambda: None)
 
     def fail():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        watch(app, deck, fail)
+        watch(app, player, fail)

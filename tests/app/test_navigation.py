@@ -14,7 +14,7 @@ from pagedcli.app.colours import ANSI, contrast
 from pagedcli.app.commands import run_command
 from pagedcli.app.pages import StoryPage
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import LiveDeck, ReplayDeck
+from pagedcli.app.pool_players import LivePlayer, ReplayPlayer
 from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Replay
 
@@ -25,7 +25,7 @@ def events():
 
 
 def app_of(events):
-    return PoolApp(ReplayDeck(Replay(EventList(events))), "pagedcli replay run.jsonl")
+    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli replay run.jsonl")
 
 
 async def mouse(app, kind, widget, x, y=1):
@@ -52,7 +52,7 @@ async def typed(pilot, key, text):
 def test_the_time_line_draws_the_pool_of_each_step(events):
     app = app_of(events)
     text = shown(app, size=(120, 40))
-    series, num_blocks = app.deck.series, 14
+    series, num_blocks = app.player.series, 14
     starts, levels = app._time._starts(), 8 * (app._time.size.height - 1)
     for x, start in enumerate(starts):
         column = [row[0] for row in app._time._columns[x]]
@@ -75,18 +75,18 @@ def test_a_click_a_drag_and_the_wheel_move_and_zoom(events):
         app._pilot, line = pilot, app._time
         starts = line._starts()
         await mouse(app, MouseDown, line, 40)
-        assert app.deck.position == starts[40]
+        assert app.player.position == starts[40]
         for x in (50, 60, 20):
             await mouse(app, MouseMove, line, x)
-            assert app.deck.position == starts[x]
+            assert app.player.position == starts[x]
         await mouse(app, MouseUp, line, 20)
         await mouse(app, MouseMove, line, 70)
-        assert app.deck.position == starts[20], "the button is up"
+        assert app.player.position == starts[20], "the button is up"
         await mouse(app, MouseScrollUp, line, 40)
         first, after = line.shown_range
-        assert after - first == pytest.approx(len(app.deck.series) / 2, abs=1)
+        assert after - first == pytest.approx(len(app.player.series) / 2, abs=1)
         assert first <= starts[40] < after
-        assert f" of {len(app.deck.series)}; Esc: all" in screen_text(app)
+        assert f" of {len(app.player.series)}; Esc: all" in screen_text(app)
 
     drive(app, script)
 
@@ -98,15 +98,15 @@ def test_the_keys_of_the_time_line_move_zoom_and_follow(events):
         app._time.focus()
         await press(pilot, "3", "0", "enter", "up", "up")
         first, after = app._time.shown_range
-        assert after - first < len(app.deck.series) / 2
+        assert after - first < len(app.player.series) / 2
         assert first <= 30 < after
         await press(pilot, "right")
         await pilot.pause(0.05)
-        assert app.deck.position == 31
+        assert app.player.position == 31
         await press(pilot, "5", "enter")
         assert app._time.shown_range[0] <= 5 < app._time.shown_range[1]
         await press(pilot, "escape")
-        assert app._time.shown_range == (0, len(app.deck.series))
+        assert app._time.shown_range == (0, len(app.player.series))
 
     drive(app, script)
 
@@ -119,21 +119,21 @@ def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
 
     async def script(pilot):
         await typed(pilot, ":", "step 12")
-        assert app.deck.moment.state.step_number == 12
+        assert app.player.moment.state.step_number == 12
         await typed(pilot, ":", "7")
-        assert app.deck.moment.state.step_number == 7
-        stop = app.deck.replay.next_landmark("preemption")
+        assert app.player.moment.state.step_number == 7
+        stop = app.player.replay.next_landmark("preemption")
         await typed(pilot, ":", "preempt")
-        assert app.deck.position == stop
+        assert app.player.position == stop
         await typed(pilot, ":", "start")
         assert "no earlier preemption" in await typed(pilot, ":", "preempt back")
         await press(pilot, "escape")
         assert "block 9: " in await typed(pilot, ":", "block 9")
         assert app.focused is app._map
-        late = max(app.deck.all_seqs(), key=lambda seq: (seq.added_step or 0, seq.sample_index == 0))
+        late = max(app.player.all_seqs(), key=lambda seq: (seq.added_step or 0, seq.sample_index == 0))
         await typed(pilot, ":", f"req {late.label}")
         await settle(pilot)
-        assert app.deck.moment.state.seq(app._sequences.cursor_key).label == late.label
+        assert app.player.moment.state.seq(app._sequences.cursor_key).label == late.label
         await typed(pilot, ":", "seq 3")
         await settle(pilot)
         assert app._sequences.cursor_key == 3
@@ -198,12 +198,12 @@ def test_a_search_lists_what_it_finds_and_n_goes_on(events):
         assert "─ search: preempt ─" in text
         steps = [hit.step for hit in app._hits]
         text = await press(pilot, "enter")
-        assert app.deck.moment.state.step_number == steps[0]
+        assert app.player.moment.state.step_number == steps[0]
         assert f"1 of {len(steps)}: step {steps[0]} preempt seq " in text
         await press(pilot, "n")
-        assert app.deck.moment.state.step_number == steps[1]
+        assert app.player.moment.state.step_number == steps[1]
         await press(pilot, "N", "N")
-        assert app.deck.moment.state.step_number == steps[-1]
+        assert app.player.moment.state.step_number == steps[-1]
         assert "nothing was found" in await typed(pilot, "/", "xyzzy")
         await press(pilot, "escape")
         await typed(pilot, "/", "block 5")
@@ -220,7 +220,7 @@ def test_filters_with_conditions_and_what_is_wrong_with_them(events):
     async def script(pilot):
         await press(pilot, "2", "0", "enter")
         await typed(pilot, "f", "waited>10 state=waiting")
-        state = app.deck.moment.state
+        state = app.player.moment.state
         expected = [seq.seq_id for seq in state.seqs.values() if not seq.running and seq.num_steps_waited(20) > 10]
         assert sorted(app._sequences._keys) == sorted(expected)
         text = await typed(pilot, "f", "wait>3")
@@ -276,10 +276,10 @@ def test_the_cursor_and_the_selection_hide_no_ref_count(events):
 
     async def script(pilot):
         app._map.focus()
-        for stop in range(app.deck.last):
-            app.deck.move_to(stop)
+        for stop in range(app.player.last):
+            app.player.move_to(stop)
             app.tick()
-            state = app.deck.moment.state
+            state = app.player.moment.state
             shared = [block_id for block_id, count in enumerate(state.ref_counts) if count > 1]
             if not shared:
                 continue
@@ -309,8 +309,8 @@ def test_at_80_columns_a_key_shows_block_tables_and_reasons(events):
 
 def test_a_page_says_reading_until_its_story_is_known(events, monkeypatch):
     app, go_on = app_of(events), threading.Event()
-    story = app.pool_deck.sequence_story
-    monkeypatch.setattr(app.pool_deck, "sequence_story", lambda seq_id: (go_on.wait(10), story(seq_id))[1])
+    story = app.pool_player.sequence_story
+    monkeypatch.setattr(app.pool_player, "sequence_story", lambda seq_id: (go_on.wait(10), story(seq_id))[1])
 
     async def script(pilot):
         text = await press(pilot, *"20", "enter", "enter")
@@ -336,7 +336,7 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
     async def script(pilot):
         await press(pilot, *"20", "enter")
         assert "to the clipboard (OSC 52); Y writes a file" in await press(pilot, "y")
-        state = app.deck.moment.state
+        state = app.player.moment.state
         heading, *rows = [line.split("\t") for line in app.clipboard.splitlines()]
         assert heading[:3] == ["seq", "request", "state"]
         assert {int(row[0]) for row in rows} == set(state.seqs)
@@ -348,7 +348,7 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
         app._time.focus()
         await press(pilot, "Y", "enter")
         lines = (tmp_path / "time-step-20.tsv").read_text().splitlines()
-        assert [int(line.split("\t")[1]) for line in lines[1:]] == list(app.deck.series.columns["used"])
+        assert [int(line.split("\t")[1]) for line in lines[1:]] == list(app.player.series.columns["used"])
         assert "File exists" in await press(pilot, "Y", "enter")
 
     drive(app, script)
@@ -360,22 +360,22 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
 def watched_to_its_end(script, **options):
     """A small run under the application, which is driven once it has ended."""
     events = []
-    deck = LiveDeck(**options)
-    app = PoolApp(deck, "pagedcli trace")
+    player = LivePlayer(**options)
+    app = PoolApp(player, "pagedcli trace")
 
     def work():
-        sim = Simulation(8, 2, emit=lambda event: (events.append(event), deck.on_event(event)), max_num_seqs=3)
+        sim = Simulation(8, 2, emit=lambda event: (events.append(event), player.on_event(event)), max_num_seqs=3)
         for index in range(4):
             sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
         sim.run()
-        deck.finish()
+        player.finish()
 
     threading.Thread(target=work, daemon=True).start()
-    assert deck.has_started.wait(10)
+    assert player.has_started.wait(10)
 
     async def when_ended(pilot):
         end = time.monotonic() + 10
-        while not deck.has_ended or (deck._is_read_back and app.deck is deck):
+        while not player.has_ended or (player._is_read_back and app.player is player):
             assert time.monotonic() < end
             await pilot.pause(0.02)
         await pilot.pause(0.15)
@@ -387,20 +387,20 @@ def watched_to_its_end(script, **options):
 def test_a_finished_run_goes_back_to_any_step():
     async def script(pilot, app, events):
         assert "FINISHED" in screen_text(app)
-        for step in (0, 3, app.deck.series.first_step + len(app.deck.series) - 1, 1):
+        for step in (0, 3, app.player.series.first_step + len(app.player.series) - 1, 1):
             await typed(pilot, ":", str(step))
             cut = next(i for i, e in enumerate(events) if type(e).__name__ == "StepScheduled" and e.step == step)
             expected = fold(EventList(events[: cut + 1]))
-            assert app.deck.moment.state.ref_counts == expected.ref_counts
-            assert app.deck.moment.state.hashes == expected.hashes
+            assert app.player.moment.state.ref_counts == expected.ref_counts
+            assert app.player.moment.state.hashes == expected.hashes
         await press(pilot, "]", ",")
-        assert app.deck.position == app.deck.last - 1
+        assert app.player.position == app.player.last - 1
 
     watched_to_its_end(script)
 
 
 def test_a_run_too_long_to_keep_says_so(monkeypatch):
-    monkeypatch.setattr("pagedcli.app.pool_decks._KEPT_EVENTS", 20)
+    monkeypatch.setattr("pagedcli.app.pool_players._KEPT_EVENTS", 20)
 
     async def script(pilot, app, events):
         assert len(events) > 20
@@ -420,11 +420,11 @@ def test_a_key_in_ten_thousand_steps_takes_effect_within_100_ms():
     app = app_of(events)
 
     async def script(pilot):
-        assert app.deck.last >= 10_000
+        assert app.player.last >= 10_000
         times = []
         for move in range(40):
             start = time.process_time()
-            app.deck.move_to((move * 7919) % app.deck.last)
+            app.player.move_to((move * 7919) % app.player.last)
             app.tick()
             await settle(pilot)
             times.append(time.process_time() - start)

@@ -8,7 +8,7 @@ from trace_harness import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import ReplayDeck
+from pagedcli.app.pool_players import ReplayPlayer
 from pagedcli.app.rows import Painted
 from pagedcli.events import RequestAdded, RequestPreempted
 from pagedcli.trace.fold import fold
@@ -26,7 +26,7 @@ def events():
 
 
 def app_of(events, **options):
-    return PoolApp(ReplayDeck(Replay(EventList(events), **options)), "pagedcli replay run.jsonl")
+    return PoolApp(ReplayPlayer(Replay(EventList(events), **options)), "pagedcli replay run.jsonl")
 
 
 def large_run(num_blocks):
@@ -50,7 +50,7 @@ def test_every_panel_is_on_the_screen(size, num_blocks):
 
 def test_the_keys_step_jump_and_go_to(events):
     app = app_of(events)
-    replay = app.deck.replay
+    replay = app.player.replay
     preempted = sorted({stop for stop in range(replay.last_stop) if replay.go(stop).state.step.preemptions})
     replay.go(0)
 
@@ -86,11 +86,11 @@ def test_playing_ends_at_the_end(events):
 
     async def script(pilot):
         await press(pilot, *("+" * 8), "space")
-        while not app.deck.paused:
+        while not app.player.paused:
             await pilot.pause(0.05)
-        return app.deck.position
+        return app.player.position
 
-    assert drive(app, script) == app.deck.last
+    assert drive(app, script) == app.player.last
 
 
 def listed(app):
@@ -102,7 +102,7 @@ def test_the_list_sorts_filters_and_shows_finished_sequences(events):
 
     async def script(pilot):
         await press(pilot, "3", "0", "enter")
-        state = app.deck.moment.state
+        state = app.player.moment.state
         assert set(listed(app)) == set(state.seqs)
         for order, key in (
             ("waited", lambda seq: seq.num_steps_waited(30)),
@@ -132,9 +132,9 @@ def test_enter_tells_the_story_of_a_sequence_and_goes_to_its_step(events):
         assert f"─ seq {seq_id} ─" in text
         for part in ("prompt  ", "waited  ", "preempted  ", "admit: hit", "first token"):
             assert part in text
-        story = app.pool_deck.sequence_story(seq_id)
+        story = app.pool_player.sequence_story(seq_id)
         await press(pilot, "end", "enter")
-        assert app.deck.moment.state.step_number == story[-1][0]
+        assert app.player.moment.state.step_number == story[-1][0]
         assert "prefix hits" in screen_text(app)  # the page is closed
 
     drive(app, script, (120, 40))
@@ -145,7 +145,7 @@ def test_the_map_zooms_to_the_blocks_in_use_and_enter_tells_who_holds_one(events
 
     async def script(pilot):
         await press(pilot, ">", "shift+tab")
-        state = app.deck.moment.state
+        state = app.player.moment.state
         assert "1 cell =" in screen_text(app)
         text = await press(pilot, "z")
         assert "blocks in use" in text
@@ -167,7 +167,7 @@ def test_the_map_zooms_to_the_blocks_in_use_and_enter_tells_who_holds_one(events
 def test_a_small_pool_is_drawn_block_by_block(events):
     app = app_of(events)
     drive(app, lambda pilot: press(pilot, "p"))
-    state, marked = app.deck.moment.state, app._map._marked
+    state, marked = app.player.moment.state, app._map._marked
     assert marked
     for block_id, (_, glyph, is_marked) in enumerate(app._map._cells):
         ref_count, cached = state.ref_counts[block_id], state.hashes[block_id] is not None
@@ -221,7 +221,7 @@ def test_text_of_a_request_cannot_steer_the_terminal(events):
     app = app_of(events)
 
     async def script(pilot):
-        app.deck.moment.state.seqs[0].request_id = evil
+        app.player.moment.state.seqs[0].request_id = evil
         text = await press(pilot, "z", "enter")
         assert "\x1b" not in text
         assert "\u202e" not in text

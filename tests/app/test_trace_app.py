@@ -13,7 +13,7 @@ from app_harness import drive, press, screen_text, settle
 from scripted import Simulation
 
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import LiveDeck
+from pagedcli.app.pool_players import LivePlayer
 from pagedcli.batch.job import Job
 from pagedcli.cli.session import run_job
 from pagedcli.cli.trace import both
@@ -27,8 +27,8 @@ class Run:
     """A simulated engine in a thread, under an application."""
 
     def __init__(self, *, num_requests=3, num_new=6, act=lambda run: None, **options):
-        self.deck = LiveDeck(**options)
-        self.app = PoolApp(self.deck, "pagedcli trace")
+        self.player = LivePlayer(**options)
+        self.app = PoolApp(self.player, "pagedcli trace")
         self.error = None
         self._size = (num_requests, num_new)
         self._act = act
@@ -36,25 +36,25 @@ class Run:
 
     def _work(self):
         try:
-            self.sim = Simulation(8, 2, emit=self.deck.on_event, max_num_seqs=3, max_num_batched_tokens=64)
+            self.sim = Simulation(8, 2, emit=self.player.on_event, max_num_seqs=3, max_num_batched_tokens=64)
             num_requests, num_new = self._size
             for index in range(num_requests):
                 self.sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], num_new)
             self._act(self)
-            while self.sim.has_unfinished_requests() and not self.deck.stop_requested:
+            while self.sim.has_unfinished_requests() and not self.player.stop_requested:
                 self.sim.step()
         except BaseException as error:
             self.error = error
-        self.deck.finish()
+        self.player.finish()
 
     def under(self, script, size=(80, 24)):
         """Run `script(pilot)` while the engine runs, and release the engine afterwards."""
         self.thread.start()
-        assert self.deck.has_started.wait(10)
+        assert self.player.has_started.wait(10)
         try:
             return drive(self.app, script, size)
         finally:
-            self.deck.release()
+            self.player.release()
             self.thread.join(10)
             assert not self.thread.is_alive()
 
@@ -70,7 +70,7 @@ async def until(pilot, holds, seconds=10.0):
 
 def at_step(run, step):
     def holds():
-        moment = run.deck.moment
+        moment = run.player.moment
         return moment is not None and moment.state.step_number == step
 
     return holds
@@ -87,10 +87,10 @@ def test_a_paused_run_does_one_step_for_each_press():
         await press(pilot, "right", "right")
         await until(pilot, at_step(run, 3))
         await pilot.pause(0.2)
-        assert run.deck.live.state.step_number == 3, "nothing ran without a key"
+        assert run.player.live.state.step_number == 3, "nothing ran without a key"
         assert "cannot go back" in await press(pilot, ",")
         await press(pilot, "space")
-        await until(pilot, lambda: run.deck.has_ended)
+        await until(pilot, lambda: run.player.has_ended)
 
     run.under(script)
     assert run.error is None
@@ -102,12 +102,12 @@ def test_a_goal_pauses_the_run_there():
     async def script(pilot):
         await until(pilot, at_step(run, 0))
         await press(pilot, "p")
-        await until(pilot, lambda: run.deck.paused and run.deck.moment.state.step.preemptions)
-        assert run.deck.moment.state.step_number == 4
+        await until(pilot, lambda: run.player.paused and run.player.moment.state.step.preemptions)
+        assert run.player.moment.state.step_number == 4
         assert "step 4 preempt seq 2: 4 tokens dropped" in screen_text(pilot.app)
         await press(pilot, "6", "enter")
         await until(pilot, at_step(run, 6))
-        assert run.deck.paused
+        assert run.player.paused
         assert "cannot go back" in await press(pilot, "2", "enter")
 
     run.under(script)
@@ -117,7 +117,7 @@ def test_the_last_screen_stays_until_a_key():
     run = Run()
 
     async def script(pilot):
-        await until(pilot, lambda: pilot.app.deck is run.deck.past)
+        await until(pilot, lambda: pilot.app.player is run.player.past)
         await pilot.pause(0.2)
         text = screen_text(pilot.app)
         assert "FINISHED, q closes" in text
@@ -142,27 +142,27 @@ def test_quitting_ends_the_run_after_its_step(key):
 
     run.under(script)
     assert run.error is None
-    assert isinstance(run.deck._events[-1], StepFinished)
-    assert run.deck.live.state.step_number == 0
+    assert isinstance(run.player._events[-1], StepFinished)
+    assert run.player.live.state.step_number == 0
 
 
 def test_quitting_twice_ends_the_run_at_once():
     def second_press(run):
-        run.deck.request_stop()
-        run.deck.request_stop()
+        run.player.request_stop()
+        run.player.request_stop()
         run.sim.step()
 
     run = Run(act=second_press)
 
     async def script(pilot):
-        await until(pilot, lambda: run.deck.has_ended)
+        await until(pilot, lambda: run.player.has_ended)
 
     run.under(script)
     assert isinstance(run.error, KeyboardInterrupt)
 
 
 def test_contradictory_events_end_the_view_not_the_run():
-    run = Run(act=lambda run: run.deck.on_event(StepFinished(77, 1, 0, 0, 0, 0)))
+    run = Run(act=lambda run: run.player.on_event(StepFinished(77, 1, 0, 0, 0, 0)))
 
     async def script(pilot):
         await until(pilot, lambda: "THE VIEW ENDED EARLY" in screen_text(pilot.app))
@@ -182,7 +182,7 @@ def test_the_speed_is_that_of_the_keys():
         for step in range(1, 6):
             await until(pilot, lambda step=step: run.sim.stats.num_steps >= step)
             times.append(time.monotonic())
-        await until(pilot, lambda: run.deck.has_ended)
+        await until(pilot, lambda: run.player.has_ended)
 
     run.under(script)
     assert times[-1] - times[0] > 3 / 25
@@ -204,29 +204,29 @@ def test_moments_are_copied_only_when_the_screen_asks(monkeypatch):
     """Drawing may take a small share of the time; in between the engine only folds."""
     now_s = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], thread_time=float)
-    monkeypatch.setattr("pagedcli.app.pool_decks.time", clock)
-    deck = LiveDeck()
-    deck.screen_is_open.set()
+    monkeypatch.setattr("pagedcli.app.pool_players.time", clock)
+    player = LivePlayer()
+    player.screen_is_open.set()
     copies = []
-    original = deck.live.copy
-    deck.live.copy = lambda: (copies.append(1), original())[1]
-    sim = Simulation(60, 4, emit=deck.on_event)
+    original = player.live.copy
+    player.live.copy = lambda: (copies.append(1), original())[1]
+    sim = Simulation(60, 4, emit=player.on_event)
     for index in range(30):
         sim.add([index, 2, 3], 20)
     for _ in range(10):
         sim.step()
     assert len(copies) == 2  # at the start and at the first step
-    deck.poll()
+    player.poll()
     now_s[0] += 0.11
-    deck.poll()
+    player.poll()
     for _ in range(10):
         sim.step()
     assert len(copies) == 3
 
 
 def test_every_key_may_come_before_the_first_step():
-    deck = LiveDeck()
-    app = PoolApp(deck, "pagedcli trace")
+    player = LivePlayer()
+    app = PoolApp(player, "pagedcli trace")
 
     async def script(pilot):
         for key in (*"sazpem.,+-<>[]", "tab", "up", "enter", "z", "right", "enter", "escape", "space"):
@@ -264,35 +264,35 @@ def test_paused_time_is_no_time_of_the_run(tmp_path):
     prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 3}\n{"prompt": "Once upon a time", "max_tokens": 5}\n')
     loaded = load_config(None, {"engine.num_gpu_blocks_override": 64})
-    deck = LiveDeck(paused=True)
-    deck.clock_ns = WatchedClock()
+    player = LivePlayer(paused=True)
+    player.clock_ns = WatchedClock()
     job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
     results, steps = [], []
 
     def emit_step(event):
         steps.extend([event.step] if isinstance(event, StepScheduled) else [])
-        deck.on_event(event)
+        player.on_event(event)
 
     def work():
         with TraceWriter(trace) as writer:
             emit = both(writer, emit_step)
-            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=deck.clock_ns))
-        deck.finish()
+            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=player.clock_ns))
+        player.finish()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert deck.has_started.wait(60)
+    assert player.has_started.wait(60)
     start, paused_s = time.monotonic(), 0.0
-    deck.screen_is_open.set()
+    player.screen_is_open.set()
     for step in range(4):
-        while not (deck.clock_ns.is_held and steps[-1:] == [step]):
+        while not (player.clock_ns.is_held and steps[-1:] == [step]):
             time.sleep(0.001)
         before = time.monotonic()
         time.sleep(0.3)
         paused_s += time.monotonic() - before
         if step < 3:
-            deck.step(1)
-    deck.release()
+            player.step(1)
+    player.release()
     thread.join(60)
     running_s = time.monotonic() - start - paused_s
     assert results == [0]
@@ -308,18 +308,18 @@ def test_paused_time_is_no_time_of_the_run(tmp_path):
 
 def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
     """The screen showed an earlier one, for which it had asked last, and `.` seemed to do two steps."""
-    deck, steps = LiveDeck(paused=True), []
-    deck.clock_ns = WatchedClock()
+    player, steps = LivePlayer(paused=True), []
+    player.clock_ns = WatchedClock()
 
     def emit(event):
         steps.extend([event.step] if isinstance(event, StepScheduled) else [])
-        deck.on_event(event)
+        player.on_event(event)
 
     def work():
         sim = Simulation(8, 2, emit=emit)
         sim.add([1, 2, 3], 6)
         sim.run()
-        deck.finish()
+        player.finish()
 
     def wait(holds):
         end = time.monotonic() + 10
@@ -327,18 +327,18 @@ def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    deck.screen_is_open.set()
+    player.screen_is_open.set()
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    wait(lambda: steps == [0] and deck.clock_ns.is_held)
-    deck.faster(-7)  # a step in two seconds
-    deck.toggle_pause()
-    wait(lambda: steps == [0, 1] and deck.clock_ns.is_held)
-    deck.toggle_pause()
-    wait(lambda: deck.live.state.step_number == 1)
-    assert deck.poll()
-    assert deck.moment.state.step_number == 1
-    deck.release()
+    wait(lambda: steps == [0] and player.clock_ns.is_held)
+    player.faster(-7)  # a step in two seconds
+    player.toggle_pause()
+    wait(lambda: steps == [0, 1] and player.clock_ns.is_held)
+    player.toggle_pause()
+    wait(lambda: player.live.state.step_number == 1)
+    assert player.poll()
+    assert player.moment.state.step_number == 1
+    player.release()
     thread.join(10)
 
 
@@ -347,47 +347,47 @@ def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
     prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 12}\n{"prompt": "Once upon a time", "max_tokens": 3}\n')
     loaded = load_config(None, {"engine.num_gpu_blocks_override": 64, "engine.max_num_seqs": 1})
-    deck = LiveDeck(paused=True)
-    deck.clock_ns = WatchedClock()
+    player = LivePlayer(paused=True)
+    player.clock_ns = WatchedClock()
     job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
-    app = PoolApp(deck, "pagedcli trace")
+    app = PoolApp(player, "pagedcli trace")
     results, pauses = [], []
 
     def work():
         with TraceWriter(trace) as writer:
-            emit = both(writer, deck.on_event)
-            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=deck.clock_ns))
-        deck.finish()
+            emit = both(writer, player.on_event)
+            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=player.clock_ns))
+        player.finish()
 
     async def pause(pilot):
-        await until(pilot, lambda: "PAUSED" in screen_text(app) and deck.clock_ns.is_held)
-        step, start = deck.live.state.step_number, time.monotonic()
+        await until(pilot, lambda: "PAUSED" in screen_text(app) and player.clock_ns.is_held)
+        step, start = player.live.state.step_number, time.monotonic()
         await pilot.pause(1)
-        assert deck.live.state.step_number == step
+        assert player.live.state.step_number == step
         pauses.append(time.monotonic() - start)
 
     async def script(pilot):
-        await until(pilot, lambda: deck.moment is not None and deck.moment.state.step_number == 0)
+        await until(pilot, lambda: player.moment is not None and player.moment.state.step_number == 0)
         await pause(pilot)
         await press(pilot, "-", "-", "space")  # 25 steps per second
-        await until(pilot, lambda: deck.live.state.step_number >= 2)
+        await until(pilot, lambda: player.live.state.step_number >= 2)
         await press(pilot, "space")
         await pause(pilot)
-        before = deck.live.state.step_number
+        before = player.live.state.step_number
         await press(pilot, ".")
-        await until(pilot, lambda: deck.live.state.step_number == before + 1)
+        await until(pilot, lambda: player.live.state.step_number == before + 1)
         await pause(pilot)
         await press(pilot, "space")
-        await until(pilot, lambda: deck.has_ended)
+        await until(pilot, lambda: player.has_ended)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert deck.has_started.wait(60)
+    assert player.has_started.wait(60)
     start = time.monotonic()
     try:
         drive(app, script)
     finally:
-        deck.release()
+        player.release()
         thread.join(60)
     running_s = time.monotonic() - start - sum(pauses)
     assert results == [0]

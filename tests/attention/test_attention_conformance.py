@@ -108,7 +108,7 @@ def test_blocks_that_lie_apart_give_the_bits_of_those_that_follow_each_other(nam
     lengths = [(40, 1), (20, 18)] if INTERPRETED else [(290, 1), (40, 30)]
     case = replace(make_case(lengths, (16, 2, 2, 16), F32), num_others=3)
     backend = backend_for(name, case)
-    if not backend.capabilities.apart:
+    if not backend.capabilities.strided_blocks:
         pytest.skip(f"{name} does not take them")
     assert torch.equal(run(backend, case), run(backend, replace(case, num_others=0)))
 

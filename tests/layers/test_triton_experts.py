@@ -30,17 +30,17 @@ def logits_of(tokens, num_experts):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize(("num_experts", "prefers"), [(8, False), (5, True), (70, True)])
-def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_experts, prefers, dtype):
+@pytest.mark.parametrize(("num_experts", "has_router_bias"), [(8, False), (5, True), (70, True)])
+def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_experts, has_router_bias, dtype):
     from pagedcli.layers import triton_experts
 
     logits, routing = logits_of(9, num_experts).to(dtype), ROUTINGS[name]
     logits[0] = 0.5
-    preference = torch.arange(num_experts).float().remainder_(3) if prefers else None
-    gains = torch.linspace(0.5, 2, num_experts) if prefers else None
-    weights, chosen = route(logits, routing, preference, gains)
+    router_bias = torch.arange(num_experts).float().remainder_(3) if has_router_bias else None
+    expert_scales = torch.linspace(0.5, 2, num_experts) if has_router_bias else None
+    weights, chosen = route(logits, routing, router_bias, expert_scales)
     chosen, order = chosen.sort(-1)
-    found, experts = triton_experts.route(logits, routing, preference, gains)
+    found, experts = triton_experts.route(logits, routing, router_bias, expert_scales)
     assert torch.equal(experts, chosen.int())
     torch.testing.assert_close(found, weights.gather(1, order), rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=0)
 
@@ -57,14 +57,14 @@ def test_logits_that_are_no_numbers_pick_experts_that_exist():
     assert torch.equal(triton_experts.route(logits[3:], ROUTINGS["softmax"], None)[0], weights[3:])
 
 
-def mixture_of(gate_up, down, routing, activation="silu", biases=(None, None), preference=None, gains=None):
+def mixture_of(gate_up, down, routing, activation="silu", biases=(None, None), router_bias=None, expert_scales=None):
     """The twin for weights as numbers."""
 
     def expert(i):
         biases_of = [None if bias is None else bias[i] for bias in biases]
         return lambda x: F.linear(ACTIVATIONS[activation](F.linear(x, gate_up[i], biases_of[0])), down[i], biases_of[1])
 
-    return Mixture([expert(i) for i in range(len(down))], routing, preference, gains)
+    return Mixture([expert(i) for i in range(len(down))], routing, router_bias, expert_scales)
 
 
 @interpreted
@@ -96,7 +96,7 @@ def test_grouped_experts_give_the_weighted_sum(
         gate_up = [4 * weight for weight in gate_up]
         options["biases"] = noise(num_experts, 2 * inner), noise(num_experts, width)
     if routing == "sigmoid":
-        options |= {"preference": noise(num_experts), "gains": noise(num_experts)}
+        options |= {"router_bias": noise(num_experts), "expert_scales": noise(num_experts)}
     twin = mixture_of(gate_up, down, ROUTINGS[routing], **options)
     grouped = GroupedExperts(gate_up.copy(), down.copy(), ROUTINGS[routing], **options)
     x, logits = noise(tokens, width), logits_of(tokens, num_experts)

@@ -9,7 +9,7 @@ from engine_harness import ragged_prompts
 from model_zoo import tiny_model
 
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import ReplayDeck
+from pagedcli.app.pool_players import ReplayPlayer
 from pagedcli.config import EngineConfig
 from pagedcli.events import BlockCopied, StepScheduled
 from pagedcli.runner.llm_engine import LLMEngine
@@ -87,14 +87,14 @@ def test_the_groups_of_a_trace_are_those_of_the_model(traced):
 def test_blocks_tables_and_map_agree_with_the_engine_at_every_step(traced):
     watched, trace = traced
     replay = Replay(TraceReader(trace))
-    app = PoolApp(ReplayDeck(replay), "pagedcli replay run.jsonl.zst")
+    app = PoolApp(ReplayPlayer(replay), "pagedcli replay run.jsonl.zst")
     num_groups = len(watched.engine.plan.limits.groups)
 
     async def script(pilot):
         await press(pilot, "G")
         seen = 0
         for stop, step in enumerate(replay.steps):
-            app.deck.move_to(stop)
+            app.player.move_to(stop)
             app.tick()
             state = replay.moment.state
             tables = [] if step is None else watched.tables[step]

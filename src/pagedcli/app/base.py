@@ -22,8 +22,8 @@ from textual.events import Print
 
 from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import Command, completed, help_lines, hint, number, run_command
-from pagedcli.app.deck import Deck, RunningDeck
 from pagedcli.app.pages import Ask, HelpPage
+from pagedcli.app.player import Player, RunningPlayer
 from pagedcli.app.rows import Lines, Painted
 from pagedcli.printable import byte_text, one_line, plural
 
@@ -53,8 +53,8 @@ KEYS = """\
 """
 
 
-class DeckApp(App[None]):
-    """An application that shows a deck. Subclasses compose the panels and fill them in `show_moment`.
+class PlayerApp(App[None]):
+    """An application that shows a player. Subclasses compose the panels and fill them in `show_moment`.
 
     The panels are attributes: a query would search the topmost page, and find nothing while the screen closes.
     """
@@ -90,10 +90,10 @@ class DeckApp(App[None]):
     ]
     MORE_KEYS = ""
 
-    def __init__(self, deck: Deck[Any], title: str) -> None:
+    def __init__(self, player: Player[Any], title: str) -> None:
         super().__init__()
         self.ansi_theme_dark = ANSI
-        self.deck = deck
+        self.player = player
         self.head_line = Lines(id="head")
         self.shown_title = one_line(title)
         self.was_interrupted = False
@@ -102,18 +102,18 @@ class DeckApp(App[None]):
         self._said = ""
         self._shown_notices: tuple[str, ...] = ()
         self._is_leaving = False
-        self._is_live = isinstance(deck, RunningDeck)  # a finished run may get another deck
+        self._is_live = isinstance(player, RunningPlayer)  # a finished run may get another player
         self._tick_is_due = False
 
     def on_mount(self) -> None:
         self.begin_capture_print(self)
         self._keep_ticking()
-        if isinstance(self.deck, RunningDeck):
-            self.call_after_refresh(self.deck.screen_is_open.set)  # the first screen takes no time from the run
+        if isinstance(self.player, RunningPlayer):
+            self.call_after_refresh(self.player.screen_is_open.set)  # the first screen takes no time from the run
 
     def _keep_ticking(self) -> None:
         self.tick()
-        self.set_timer(self.deck.wait_s, self._keep_ticking)
+        self.set_timer(self.player.wait_s, self._keep_ticking)
 
     def on_print(self, event: Print) -> None:
         self.printed.append(event.text)
@@ -122,13 +122,13 @@ class DeckApp(App[None]):
         self.call_after_refresh(self.refresh_all)
 
     def tick(self) -> None:
-        """Show the deck's moment if it is another one, take note of signals, and close the screen if it is time."""
+        """Show the player's moment if it is another one, take note of signals, and close the screen if it is time."""
         if self._num_signals:
             self._num_signals -= 1
             self.action_interrupt()
-        if self.has_ended and (self._is_leaving or self.deck.closes_at_end):
+        if self.has_ended and (self._is_leaving or self.player.closes_at_end):
             self.exit()
-        if self.deck.poll():
+        if self.player.poll():
             self.refresh_all()
         elif self._notices() != self._shown_notices:
             self._show_head()
@@ -136,7 +136,7 @@ class DeckApp(App[None]):
     def refresh_all(self) -> None:
         """Show the current moment."""
         self._show_head()
-        if self.deck.moment is not None:
+        if self.player.moment is not None:
             self.show_moment()
 
     # ------------------------------------------------------------------ for subclasses
@@ -160,11 +160,11 @@ class DeckApp(App[None]):
 
     def commands(self) -> list[Command]:
         """What one can type after `:`. The first one takes a bare number."""
-        unit = self.deck.unit
+        unit = self.player.unit
         return [
             Command(unit, "N", f"go to a {unit} by its number; also :N", self._jump_to_number),
-            Command("start", "", f"to the first {unit}", lambda _: self.deck.go_to_end(last=False)),
-            Command("end", "", f"to the last {unit}", lambda _: self.deck.go_to_end(last=True)),
+            Command("start", "", f"to the first {unit}", lambda _: self.player.go_to_end(last=False)),
+            Command("end", "", f"to the last {unit}", lambda _: self.player.go_to_end(last=True)),
         ]
 
     def landmark_command(self, name: str, landmark: str, meaning: str) -> Command:
@@ -173,13 +173,13 @@ class DeckApp(App[None]):
         def run(argument: str) -> str:
             if argument not in ("", "back"):
                 return f"{name} takes no {argument!r}: back, or nothing"
-            return self.deck.jump(landmark, backward=argument == "back")
+            return self.player.jump(landmark, backward=argument == "back")
 
         return Command(name, "[back]", f"to the next {meaning}, or back", run, lambda: ("back",))
 
     def _jump_to_number(self, argument: str) -> str:
         place = number(argument)
-        return f"{argument!r} is no {self.deck.unit}" if place is None else self.deck.go_to(place)
+        return f"{argument!r} is no {self.player.unit}" if place is None else self.player.go_to(place)
 
     @property
     def table_name(self) -> str:
@@ -189,14 +189,14 @@ class DeckApp(App[None]):
     # ------------------------------------------------------------------ the head line
 
     def _notices(self) -> tuple[str, ...]:
-        deck = self.deck
-        speed = "" if deck.speed is None else f"{deck.speed:g} {deck.unit}s/s"
-        return "PAUSED" if deck.paused and not self._has_run else speed, deck.place, self._said
+        player = self.player
+        speed = "" if player.speed is None else f"{player.speed:g} {player.unit}s/s"
+        return "PAUSED" if player.paused and not self._has_run else speed, player.place, self._said
 
     def _show_head(self) -> None:
-        deck, self._shown_notices = self.deck, self._notices()
+        player, self._shown_notices = self.player, self._notices()
         parts = [(f" {part} ", "bold yellow") for part in self._shown_notices if part]
-        figures = Text("waiting for the first one ...", "italic") if deck.moment is None else self.head()
+        figures = Text("waiting for the first one ...", "italic") if player.moment is None else self.head()
         text = Text.assemble(*parts, " ", figures, "  ", (self.shown_title, "white"), no_wrap=True, overflow="crop")
         self.head_line.show(text)
 
@@ -210,17 +210,17 @@ class DeckApp(App[None]):
     @property
     def _has_run(self) -> bool:
         """Whether what is shown is the end of a run that was watched."""
-        return self._is_live and self.deck.is_at_end
+        return self._is_live and self.player.is_at_end
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing runs any more."""
-        return isinstance(self.deck, RunningDeck) and self.deck.has_ended
+        return isinstance(self.player, RunningPlayer) and self.player.has_ended
 
     def action_leave(self) -> None:
-        if isinstance(self.deck, RunningDeck) and not self.deck.has_ended:
+        if isinstance(self.player, RunningPlayer) and not self.player.has_ended:
             self._is_leaving = True
-            self.deck.request_stop()
+            self.player.request_stop()
         else:
             self.exit()
 
@@ -233,7 +233,7 @@ class DeckApp(App[None]):
         self.action_leave()
 
     def action_help(self) -> None:
-        keys = KEYS.format(unit=self.deck.unit, more=self.MORE_KEYS, commands=help_lines(self.commands()))
+        keys = KEYS.format(unit=self.player.unit, more=self.MORE_KEYS, commands=help_lines(self.commands()))
         self.push_screen(HelpPage(keys + "\n" + self.legend()))
 
     def after(self, refusal: str) -> None:
@@ -243,27 +243,27 @@ class DeckApp(App[None]):
         self.set_timer(_KEY_TICK_S, self.tick)
 
     def action_pause(self) -> None:
-        self.after(self.deck.toggle_pause())
+        self.after(self.player.toggle_pause())
 
     def action_step(self, count: int) -> None:
-        self.after(self.deck.step(count))
+        self.after(self.player.step(count))
 
     def action_go_to_end(self, last: bool) -> None:
-        self.after(self.deck.go_to_end(last=last))
+        self.after(self.player.go_to_end(last=last))
 
     def action_faster(self, by: int) -> None:
-        self.deck.faster(by)
-        speed = self.deck.speed
-        self.say("full speed" if speed is None else f"{speed:g} {self.deck.unit}s/s")
+        self.player.faster(by)
+        speed = self.player.speed
+        self.say("full speed" if speed is None else f"{speed:g} {self.player.unit}s/s")
 
     def action_jump(self, name: str, backward: bool) -> None:
-        self.after(self.deck.jump(name, backward=backward))
+        self.after(self.player.jump(name, backward=backward))
 
     def action_ask_step(self, digits: str) -> None:
         def go(typed: str | None) -> None:
-            self.after(self.deck.go_to(int(typed)) if typed else "")
+            self.after(self.player.go_to(int(typed)) if typed else "")
 
-        self.push_screen(Ask(f"go to {self.deck.unit}", digits, only_digits=True), go)
+        self.push_screen(Ask(f"go to {self.player.unit}", digits, only_digits=True), go)
 
     def action_command(self) -> None:
         commands = self.commands()
@@ -280,7 +280,7 @@ class DeckApp(App[None]):
 
     def scrub(self, step: int) -> None:
         """Go to a step under a mouse that moves: the screen follows as fast as it can draw."""
-        self._said = self.deck.go_to(step)
+        self._said = self.player.go_to(step)
         if not self._tick_is_due:
             self._tick_is_due = True
             self.set_timer(_KEY_TICK_S, self._scrub_tick)
@@ -384,9 +384,9 @@ _SWITCH_S = (
 )
 
 
-def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
-    """Do `work`, which the deck of the application shows, and return its result. The screen opens when it has started,
-    and stays after its end until the user closes it, or closes by itself if that is what the deck says.
+def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> T:
+    """Do `work`, which the player of the application shows, and return its result. The screen opens when it has started,
+    and stays after its end until the user closes it, or closes by itself if that is what the player says.
 
     Raises: what `work` raises.
     """
@@ -396,23 +396,23 @@ def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
         try:
             outcome.set_result(work())
         except BaseException as error:
-            deck.closes_at_end = True  # so that its message is seen
+            player.closes_at_end = True  # so that its message is seen
             outcome.set_exception(error)
-        deck.finish()
+        player.finish()
 
     thread = threading.Thread(target=run, name="work", daemon=True)
     thread.start()
-    while not deck.has_started.wait(_WAIT_S):
+    while not player.has_started.wait(_WAIT_S):
         pass
-    if not deck.has_ended:
+    if not player.has_ended:
         switch_s = sys.getswitchinterval()
-        with on_signals(deck.request_stop):
+        with on_signals(player.request_stop):
             try:
                 sys.setswitchinterval(_SWITCH_S)
                 app.show()
             finally:  # the screen may have failed: the run does not
                 sys.setswitchinterval(switch_s)
-                deck.release()
+                player.release()
             while thread.is_alive():
                 thread.join(_WAIT_S)
     return outcome.result()

@@ -1,6 +1,6 @@
 """The application of `pagedcli attach`, and of `replay` for its recordings: prefix tree, caches, churn, the server.
 
-Its decks show pictures of a server's prefix trees, live or recorded.
+Its players show snapshots of a server's prefix trees, live or recorded.
 """
 
 import time
@@ -18,10 +18,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Static
 
-from pagedcli.app.base import DeckApp
+from pagedcli.app.base import PlayerApp
 from pagedcli.app.commands import Command
-from pagedcli.app.deck import Deck, Recording, RunningDeck
 from pagedcli.app.pages import Ask, StoryPage
+from pagedcli.app.player import Player, Recording, RunningPlayer
 from pagedcli.app.rows import Painted, Rows
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import CacheRow, ChurnRow, LoraRow, cache_rows, churn_rows, facts, limits, lora_rows
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 _MOST_BRANCHES = 200
 _MOST_TREES = 4
-_INTERVAL_S = 0.25  # least time between two pictures
-_DRAW_SHARE = 0.1  # largest share of the fold's time spent on pictures
+_INTERVAL_S = 0.25  # least time between two snapshots
+_DRAW_SHARE = 0.1  # largest share of the fold's time spent on snapshots
 _COUNTS = {"eviction": "num_removed", "miss": "num_tokens_again"}  # a message that raises it is such a place
 Message = tuple[list[bytes], float | None, int]  # frames, seconds, source
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Snapshot:
     """What the screen shows of a state. Later messages do not change it, but for the blocks of its branches."""
 
     seconds: float  # watched so far
@@ -55,8 +55,8 @@ class Picture:
     notes: list[str]
 
     @classmethod
-    def of(cls, state: KVState, seconds: float, decode: Decode | None = None) -> "Picture":
-        """The picture of a state, whose trees it walks."""
+    def of(cls, state: KVState, seconds: float, decode: Decode | None = None) -> "Snapshot":
+        """The snapshot of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
         branches: list[tuple[Branch, float]] = []
         shapes = Shapes()
@@ -71,32 +71,32 @@ class Picture:
         return cls(seconds, facts(state), cache_rows(state, shapes), lora_rows(state), churn, branches, findings, notes)
 
 
-class AttachDeck(RunningDeck[Picture]):
+class AttachPlayer(RunningPlayer[Snapshot]):
     """A running server. `offer` belongs to the thread that folds its messages, all else to the screen's."""
 
-    unit = "picture"
+    unit = "snapshot"
     closes_at_end = True
 
     def __init__(self, decode: Decode | None = None) -> None:
         super().__init__(paused=False, speed=None)
         self._decode = decode
         self.has_started.set()
-        self._picture: Picture | None = None
-        self._shown: Picture | None = None
+        self._snapshot: Snapshot | None = None
+        self._shown: Snapshot | None = None
         self._next_s = 0.0
-        self._num_allowed = 0  # pictures while paused
+        self._num_allowed = 0  # snapshots while paused
 
     def offer(self, state: KVState, seconds: float) -> None:
-        """Draw a picture if it is time."""
+        """Draw a snapshot if it is time."""
         start_s = time.monotonic()
-        if start_s < self._next_s or self._picture is not self._shown:
+        if start_s < self._next_s or self._snapshot is not self._shown:
             return
-        self._picture = Picture.of(state, seconds, self._decode)
+        self._snapshot = Snapshot.of(state, seconds, self._decode)
         end_s = time.monotonic()
         self._next_s = end_s + max(_INTERVAL_S, (end_s - start_s) / _DRAW_SHARE)
 
     @property
-    def moment(self) -> Picture | None:
+    def moment(self) -> Snapshot | None:
         return self._shown
 
     @property
@@ -104,10 +104,10 @@ class AttachDeck(RunningDeck[Picture]):
         return "" if self._shown is None else f"{self._shown.seconds:,.0f} s"
 
     def poll(self) -> bool:
-        if self._picture is self._shown or (self.paused and not self._num_allowed):
+        if self._snapshot is self._shown or (self.paused and not self._num_allowed):
             return False
         self._num_allowed = max(0, self._num_allowed - 1)
-        self._shown = self._picture
+        self._shown = self._snapshot
         return True
 
     def step(self, count: int) -> str:
@@ -128,7 +128,7 @@ class AttachDeck(RunningDeck[Picture]):
         return "only a recording has places to jump to: see --record"
 
 
-class CaptureDeck(Recording[Picture]):
+class CapturePlayer(Recording[Snapshot]):
     """A recording, message by message. Stepping back folds it again from the start."""
 
     unit = "message"
@@ -139,7 +139,7 @@ class CaptureDeck(Recording[Picture]):
         self._sources = sources
         self._state = KVState(sources, keep_tokens=True)
         self._position = 0  # messages folded
-        self._picture: Picture | None = None
+        self._snapshot: Snapshot | None = None
         self._places: dict[str, list[int]] = {}  # places by kind, found at the first jump
 
     @property
@@ -151,10 +151,10 @@ class CaptureDeck(Recording[Picture]):
         return len(self._messages)
 
     @property
-    def moment(self) -> Picture:
-        if self._picture is None:
-            self._picture = Picture.of(self._state, self._state.time_s or 0.0)
-        return self._picture
+    def moment(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = Snapshot.of(self._state, self._state.time_s or 0.0)
+        return self._snapshot
 
     @property
     def place(self) -> str:
@@ -165,7 +165,7 @@ class CaptureDeck(Recording[Picture]):
             self._state, self._position = KVState(self._sources, keep_tokens=True), 0
         for frames, time_s, source in self._messages[self._position : position]:
             self._state.take(frames, time_s, source)
-        self._position, self._picture = position, None
+        self._position, self._snapshot = position, None
 
     def go_to(self, number: int) -> str:
         return f"there is no message {number:,}" if number > self.last else self.move_to(number)
@@ -206,11 +206,11 @@ _LEGEND = """\
 """
 
 
-class KVApp(DeckApp):
-    """Shows the pictures of a server's caches."""
+class KVApp(PlayerApp):
+    """Shows the snapshots of a server's caches."""
 
     CSS = (
-        DeckApp.CSS
+        PlayerApp.CSS
         + """
     #left { height: 1fr; }
     #right { height: auto; }
@@ -246,9 +246,9 @@ class KVApp(DeckApp):
  f             show only prefixes with some text"""
 
     def __init__(
-        self, deck: Deck[Picture], title: str, *, decode: Decode | None = None, scraper: "Scraper | None" = None
+        self, player: Player[Snapshot], title: str, *, decode: Decode | None = None, scraper: "Scraper | None" = None
     ) -> None:
-        super().__init__(deck, title)
+        super().__init__(player, title)
         self._decode = decode
         self._scraper = scraper
         self._sort = 0
@@ -283,13 +283,13 @@ class KVApp(DeckApp):
     # ------------------------------------------------------------------ drawing
 
     @property
-    def _picture(self) -> Picture:
-        picture: Picture | None = self.deck.moment
-        assert picture is not None, "panels are filled once there is a picture"
-        return picture
+    def _snapshot(self) -> Snapshot:
+        snapshot: Snapshot | None = self.player.moment
+        assert snapshot is not None, "panels are filled once there is a snapshot"
+        return snapshot
 
     def head(self) -> Text:
-        facts = self._picture.facts
+        facts = self._snapshot.facts
         problems = facts["num_missed_messages"] + facts["num_malformed"]
         return Text.assemble(
             f"{plural(facts['num_batches'], 'batch')}  {plural(facts['num_resident_blocks'], 'block')} resident  ",
@@ -314,11 +314,11 @@ class KVApp(DeckApp):
     def show_moment(self) -> None:
         self._show_tree()
         self._figures.update(Group(*self._all_figures()))
-        self._verdict.update(Text("\n".join(map(one_line, self._picture.verdict))))
-        self._notes.show_lines(map(one_line, self._picture.notes), "dim")
+        self._verdict.update(Text("\n".join(map(one_line, self._snapshot.verdict))))
+        self._notes.show_lines(map(one_line, self._snapshot.notes), "dim")
 
     def _show_tree(self) -> None:
-        rows = [(branch, share, branch_label(branch, self._decode)) for branch, share in self._picture.branches]
+        rows = [(branch, share, branch_label(branch, self._decode)) for branch, share in self._snapshot.branches]
         rows = [row for row in rows if self._filter.lower() in row[2].lower()]
         if self._sort:
             keys = (lambda b: b.num_tokens, lambda b: len(b.nodes), lambda b: b.num_children)
@@ -348,15 +348,17 @@ class KVApp(DeckApp):
         return Text("prefix".ljust(max(8, width - _NUMBERS_WIDTH)) + " " + " ".join(cells))
 
     def _all_figures(self) -> list[RenderableType]:
-        picture = self._picture
-        parts: list[RenderableType] = [_figures(picture), _caches(picture)]
-        if picture.adapters:
-            cells = [(one_line(row.lora), f"{row.num_blocks:,}", f"{row.num_tokens:,}") for row in picture.adapters[:5]]
+        snapshot = self._snapshot
+        parts: list[RenderableType] = [_figures(snapshot), _caches(snapshot)]
+        if snapshot.adapters:
+            cells = [
+                (one_line(row.lora), f"{row.num_blocks:,}", f"{row.num_tokens:,}") for row in snapshot.adapters[:5]
+            ]
             parts.append(_table(("LoRA adapter", "blocks", "tokens"), cells))
-        parts += [Text(f"{plural(row.num_blocks, 'block')} stored again: {row.meaning}") for row in picture.churn]
+        parts += [Text(f"{plural(row.num_blocks, 'block')} stored again: {row.meaning}") for row in snapshot.churn]
         if self._scraper is not None:
             parts.append(_server(self._scraper))
-            if not picture.facts["num_messages"]:
+            if not snapshot.facts["num_messages"]:
                 parts.append(Text(self._scraper.metrics.silence, "bold red"))
         return parts
 
@@ -408,8 +410,8 @@ class KVApp(DeckApp):
             self.push_screen(page)
 
 
-def _figures(picture: Picture) -> Text:
-    facts = picture.facts
+def _figures(snapshot: Snapshot) -> Text:
+    facts = snapshot.facts
     again, stored = facts["num_blocks_stored_again"], facts["num_stored_blocks"]
     share = f" ({100 * again / stored:.1f} %)" if stored else ""
     lines = [
@@ -425,9 +427,9 @@ def _figures(picture: Picture) -> Text:
     return Text("\n".join(lines))
 
 
-def _caches(picture: Picture) -> Table:
-    several = len({row.publisher for row in picture.caches}) > 1
-    total = sum(row.num_blocks for row in picture.caches) or 1
+def _caches(snapshot: Snapshot) -> Table:
+    several = len({row.publisher for row in snapshot.caches}) > 1
+    total = sum(row.num_blocks for row in snapshot.caches) or 1
     rows = [
         (
             *([one_line(row.publisher)] if several else []),
@@ -435,7 +437,7 @@ def _caches(picture: Picture) -> Table:
             f"{row.num_prompts:,}", f"{row.max_depth_blocks:,}",
             f"{100 * row.num_blocks / (row.capacity_blocks or total):.0f} %",
         )
-        for row in picture.caches[:_MOST_CACHES]
+        for row in snapshot.caches[:_MOST_CACHES]
     ]  # fmt: skip
     names = ("group", "medium", "blocks", "tokens", "roots", "depth", "share")
     return _table(("cache", *names) if several else names, rows)

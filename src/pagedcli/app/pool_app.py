@@ -9,12 +9,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer
 
-from pagedcli.app.base import DeckApp
+from pagedcli.app.base import PlayerApp
 from pagedcli.app.block_map import ONE_GROUP, BlockMap
 from pagedcli.app.colours import MUTED
 from pagedcli.app.commands import Command, number
 from pagedcli.app.pages import Ask, StoryPage, TablePage
-from pagedcli.app.pool_decks import LiveDeck, PoolDeck
+from pagedcli.app.pool_players import LivePlayer, PoolPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows, block_facts, sequence_facts
 from pagedcli.app.timeline import TimeLine
@@ -51,11 +51,11 @@ _LEGEND = """\
 """
 
 
-class PoolApp(DeckApp):
-    """Shows the moments of a pool deck."""
+class PoolApp(PlayerApp):
+    """Shows the moments of a pool player."""
 
     CSS = (
-        DeckApp.CSS
+        PlayerApp.CSS
         + """
     #time { height: 4; }
     Screen.-tall #time { height: 5; }
@@ -108,9 +108,9 @@ class PoolApp(DeckApp):
  z             zoom to the blocks in use, and back
  G             the block pool by groups of layers, and back"""
 
-    def __init__(self, deck: PoolDeck, title: str) -> None:
-        super().__init__(deck, title)
-        self.pool_deck = deck
+    def __init__(self, player: PoolPlayer, title: str) -> None:
+        super().__init__(player, title)
+        self.pool_player = player
         self._list = SequenceList()
         self._time = TimeLine(id="time")
         self._map = BlockMap(id="map")
@@ -158,7 +158,7 @@ class PoolApp(DeckApp):
 
     @property
     def _moment(self) -> Moment:
-        moment = self.pool_deck.moment
+        moment = self.pool_player.moment
         assert moment is not None, "panels are filled once there is a moment"
         return moment
 
@@ -179,7 +179,7 @@ class PoolApp(DeckApp):
         moment = self._moment
         if moment.state.engine is None:
             return
-        self._time.show(self.pool_deck.series, moment.state.num_blocks, moment.state.step_number)
+        self._time.show(self.pool_player.series, moment.state.num_blocks, moment.state.step_number)
         self._show_sequences(moment)
         self._show_selected(moment)
         self._show_figures(moment)
@@ -242,7 +242,7 @@ class PoolApp(DeckApp):
     # ------------------------------------------------------------------ keys
 
     def on_rows_moved(self, message: Rows.Moved) -> None:
-        if self.pool_deck.moment is not None:
+        if self.pool_player.moment is not None:
             self._show_selected(self._moment)
 
     def on_rows_heading_clicked(self, message: Rows.HeadingClicked) -> None:
@@ -299,10 +299,10 @@ class PoolApp(DeckApp):
     def tick(self) -> None:
         if self.has_ended and not self._has_shown_end:  # nothing is left of what was listed until now
             self._has_shown_end = self._list.with_finished = True
-            if isinstance(self.pool_deck, LiveDeck):
-                self.pool_deck.read_back()
-        elif isinstance(self.pool_deck, LiveDeck) and self.pool_deck.past is not None and not self._is_leaving:
-            self.deck = self.pool_deck = self.pool_deck.past
+            if isinstance(self.pool_player, LivePlayer):
+                self.pool_player.read_back()
+        elif isinstance(self.pool_player, LivePlayer) and self.pool_player.past is not None and not self._is_leaving:
+            self.player = self.pool_player = self.pool_player.past
         super().tick()
 
     # ------------------------------------------------------------------ jumps
@@ -322,7 +322,7 @@ class PoolApp(DeckApp):
         ]
 
     def _names(self) -> Iterable[str]:
-        return dict.fromkeys(seq.label for seq in self.pool_deck.all_seqs())
+        return dict.fromkeys(seq.label for seq in self.pool_player.all_seqs())
 
     def _jump_to_block(self, argument: str) -> str:
         block_id, num_blocks = number(argument), self._moment.state.num_blocks
@@ -357,7 +357,7 @@ class PoolApp(DeckApp):
         return ""
 
     def _jump_to_request(self, argument: str) -> str:
-        seqs = self.pool_deck.all_seqs()
+        seqs = self.pool_player.all_seqs()
         named = [seq for seq in seqs if argument == seq.label] or [seq for seq in seqs if argument == seq.request_id]
         if named:
             return self._jump_to_seq(named[0])
@@ -365,7 +365,7 @@ class PoolApp(DeckApp):
         return f"{error.message}; {error.hint}"
 
     def _jump_to_number_of_seq(self, argument: str) -> str:
-        seq = next((seq for seq in self.pool_deck.all_seqs() if seq.seq_id == number(argument)), None)
+        seq = next((seq for seq in self.pool_player.all_seqs() if seq.seq_id == number(argument)), None)
         return f"there is no sequence {argument!r} in this run" if seq is None else self._jump_to_seq(seq)
 
     def _jump_to_seq(self, seq: SeqState) -> str:
@@ -373,7 +373,7 @@ class PoolApp(DeckApp):
         state = self._moment.state
         refusal = ""
         if state.seq(seq.seq_id) is None:
-            refusal = self.deck.go_to(0 if seq.added_step is None else seq.added_step + 1)
+            refusal = self.player.go_to(0 if seq.added_step is None else seq.added_step + 1)
         self._list.with_finished = self._list.with_finished or seq.seq_id in state.finished
         self._list.set_filter("")
         self._go_to_seq = seq.seq_id
@@ -389,9 +389,9 @@ class PoolApp(DeckApp):
         )
 
     def _search(self, text: str | None) -> None:
-        if not text or not text.strip() or self.pool_deck.moment is None:
+        if not text or not text.strip() or self.pool_player.moment is None:
             return
-        deck, state = self.pool_deck, self._moment.state
+        player, state = self.pool_player, self._moment.state
         page = StoryPage(f"search: {one_line(text)}", Text(""), hint="Enter goes there, ")
 
         def show(hits: list[Hit]) -> None:
@@ -402,7 +402,7 @@ class PoolApp(DeckApp):
             self.say(f"{plural(len(hits), 'place')} found; n and N go to the next and previous")
 
         self.push_screen(page, self._go_to_hit)
-        self.in_background(lambda: find(text, deck.events(), state, deck.all_seqs()), show)
+        self.in_background(lambda: find(text, player.events(), state, player.all_seqs()), show)
 
     def action_next_hit(self, by: int) -> None:
         if not self._hits:
@@ -419,23 +419,23 @@ class PoolApp(DeckApp):
         elif hit.kind == "seq":
             refusal = self._jump_to_number_of_seq(str(hit.key))
         else:
-            refusal = self.deck.go_to(hit.step or 0)
+            refusal = self.player.go_to(hit.step or 0)
         self.after(refusal or f"{place + 1:,} of {len(self._hits):,}: {_hit_name(hit)} {hit.words}")
 
     # ------------------------------------------------------------------ stories
 
     def on_rows_chosen(self, message: Rows.Chosen) -> None:
-        seq, deck = self._selected_seq(self._moment), self.pool_deck
+        seq, player = self._selected_seq(self._moment), self.pool_player
         if message.rows is self._sequences and seq is not None:
             seq_id = seq.seq_id
-            self._tell(f"seq {seq_id}", sequence_facts(self._moment, seq), lambda: deck.sequence_story(seq_id))
+            self._tell(f"seq {seq_id}", sequence_facts(self._moment, seq), lambda: player.sequence_story(seq_id))
 
     def on_block_map_chosen(self, message: BlockMap.Chosen) -> None:
-        block_id, deck = message.block_id, self.pool_deck
-        self._tell(f"block {block_id}", block_facts(self._moment, block_id), lambda: deck.block_story(block_id))
+        block_id, player = message.block_id, self.pool_player
+        self._tell(f"block {block_id}", block_facts(self._moment, block_id), lambda: player.block_story(block_id))
 
     def _tell(self, title: str, facts: Text, story_of: Callable[[], Story]) -> None:
-        can_go = not isinstance(self.deck, LiveDeck)
+        can_go = not isinstance(self.player, LivePlayer)
         page = StoryPage(title, facts, hint="Enter goes to the step, " if can_go else "")
         told: Story = []
 
@@ -446,7 +446,7 @@ class PoolApp(DeckApp):
         def go(place: int | None) -> None:
             step = None if place is None else told[place][0]
             if step is not None:
-                self.after(self.deck.go_to(step))
+                self.after(self.player.go_to(step))
 
         self.push_screen(page, go)
         self.in_background(story_of, show)

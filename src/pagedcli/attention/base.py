@@ -155,7 +155,7 @@ class Capabilities:
     soft_cap: bool = False  # AttentionLayer.soft_cap
     sinks: bool = False  # AttentionLayer.sinks
     negative_scale: bool = True  # AttentionLayer.scale below 0
-    apart: bool = False  # a layer's blocks may lie apart in memory
+    strided_blocks: bool = False  # a layer's blocks may lie apart in memory
     batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
     graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
     native_step: bool = False  # a decoder can attend within its own native call, see geometry_address

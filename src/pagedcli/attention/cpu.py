@@ -47,7 +47,7 @@ class CpuAttention(AttentionBackend):
         negative_scale=False,
         batch_invariant=True,
         native_step=True,
-        apart=True,
+        strided_blocks=True,
     )
 
     def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:

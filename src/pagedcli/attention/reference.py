@@ -19,7 +19,7 @@ class ReferenceAttention(AttentionBackend):
         windows=True,
         soft_cap=True,
         sinks=True,
-        apart=True,
+        strided_blocks=True,
     )
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

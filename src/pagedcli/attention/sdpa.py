@@ -49,7 +49,7 @@ class SdpaAttention(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
         windows=True,
         sinks=True,
-        apart=True,
+        strided_blocks=True,
     )
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -149,7 +149,7 @@ def _probe(entry: Entry, spec: AttentionSpec, is_here: bool, missing: Mapping[st
     parts = spec.parts
     for part in parts:
         kind = type(_load(entry, part)) if is_here else _check(entry, part)
-    if parts != (spec,) and not kind.capabilities.apart:
+    if parts != (spec,) and not kind.capabilities.strided_blocks:
         sizes = ", ".join(f"{part.num_kv_heads} of {part.head_dim}" for part in parts)
         raise BackendError(f"does not support layers that differ in their key/value heads ({sizes})")
     return kind

@@ -88,7 +88,7 @@ class TritonAttention(AttentionBackend):
         batch_invariant=True,
         graph_safe=True,
         fused_store=True,
-        apart=True,
+        strided_blocks=True,
     )
 
     def __init__(self, spec: AttentionSpec) -> None:

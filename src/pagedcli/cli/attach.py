@@ -26,7 +26,7 @@ from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 
 if TYPE_CHECKING:
-    from pagedcli.app.kv_app import AttachDeck
+    from pagedcli.app.kv_app import AttachPlayer
     from pagedcli.kvevents.scrape import Scraper
     from pagedcli.kvevents.sockets import Subscriber
 
@@ -129,11 +129,11 @@ def _watch(
     scraper: "Scraper | None",
 ) -> None:
     from pagedcli.app.base import watch
-    from pagedcli.app.kv_app import AttachDeck, KVApp
+    from pagedcli.app.kv_app import AttachPlayer, KVApp
 
-    session.deck = AttachDeck(decode)
-    app = KVApp(session.deck, title, decode=decode, scraper=scraper)
-    watch(app, session.deck, lambda: session.follow(duration, idle))
+    session.player = AttachPlayer(decode)
+    app = KVApp(session.player, title, decode=decode, scraper=scraper)
+    watch(app, session.player, lambda: session.follow(duration, idle))
 
 
 def _scraper(stack: ExitStack, url: str) -> "Scraper":
@@ -171,7 +171,7 @@ class _Session:
     ) -> None:
         fetch = self._fetch if subscriber.can_replay else None
         self.state = KVState(subscriber.endpoints, keep_tokens=keep_tokens, fetch=fetch)
-        self.deck: AttachDeck | None = None
+        self.player: AttachPlayer | None = None
         self._start = time.monotonic()
         self._next_line = self._start + _LINE_S
         self._said_lost: set[int] = set()  # sources of which a lost connection was printed
@@ -193,23 +193,23 @@ class _Session:
             self._note_lost()
             if idle is not None and self._now() - last_message >= idle:
                 return
-            if self.deck is None:
+            if self.player is None:
                 self._say_line()
-            elif self.deck.stop_requested:
+            elif self.player.stop_requested:
                 return
             else:
-                self.deck.offer(self.state, self._now())
+                self.player.offer(self.state, self._now())
 
     def _note_lost(self) -> None:
         for source in self._subscriber.take_lost():
             self.state.reconnected(source)
-            if self.deck is None and source not in self._said_lost:
+            if self.player is None and source not in self._said_lost:
                 say(f"note: {self.state.reconnect_note(source)}")
             self._said_lost.add(source)
 
     def _fetch(self, source: int, first: int, before: int | None) -> Iterator[list[bytes]]:
         for frames in self._subscriber.replay(source, first, before):
-            if self.deck is not None and self.deck.stop_requested:
+            if self.player is not None and self.player.stop_requested:
                 return
             self._keep(frames, self._now(), source)
             yield frames

@@ -214,12 +214,12 @@ def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
 
 def _play(trace: Path, follow: NamedRequest | None) -> None:
     from pagedcli.app.pool_app import PoolApp
-    from pagedcli.app.pool_decks import ReplayDeck
+    from pagedcli.app.pool_players import ReplayPlayer
 
     reader = TraceReader(trace)
     say(f"reading {trace} ...")
     past = Replay(reader, follow=follow)
-    PoolApp(ReplayDeck(past), f"pagedcli replay {trace.name}").show()
+    PoolApp(ReplayPlayer(past), f"pagedcli replay {trace.name}").show()
     _say_notes(reader.notes)
     if past.damage is not None:
         raise TraceError(past.damage)

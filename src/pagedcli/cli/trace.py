@@ -138,17 +138,19 @@ def _run_under_application(
 ) -> int:
     from pagedcli.app.base import watch
     from pagedcli.app.pool_app import PoolApp
-    from pagedcli.app.pool_decks import LiveDeck
+    from pagedcli.app.pool_players import LivePlayer
 
-    deck = LiveDeck(whole_run, follow=follow, paused=paused, recorded=recorded)
+    player = LivePlayer(whole_run, follow=follow, paused=paused, recorded=recorded)
 
     def work() -> int:
-        return run(deck, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested, clock_ns=deck.clock_ns)
+        return run(
+            player, terminal_is_taken=True, stop_requested=lambda: player.stop_requested, clock_ns=player.clock_ns
+        )
 
     try:
-        return watch(PoolApp(deck, "pagedcli trace"), deck, work)
+        return watch(PoolApp(player, "pagedcli trace"), player, work)
     finally:
-        print_ending(deck.live, deck.damage, Console(stderr=True))
+        print_ending(player.live, player.damage, Console(stderr=True))
 
 
 class EventView(Protocol):

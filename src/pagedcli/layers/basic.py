@@ -122,10 +122,10 @@ def split_heads(
     *,
     norm: tuple[Tensor, float] | None,
     angles: tuple[Tensor, Tensor] | None,
-    neighbours: bool = False,
+    interleaved: bool = False,
     norms_last: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the step's tokens, q and k normed and rotated, with `norms_last` rotated and normed. `neighbours`:
+    """q, k and v of the step's tokens, q and k normed and rotated, with `norms_last` rotated and normed. `interleaved`:
     the pairs (2i, 2i + 1) are rotated; q and k then hold their first elements before their second ones, which changes
     no product of the two.
 
@@ -138,7 +138,7 @@ def split_heads(
     if norm is not None and not norms_last:
         qk = rms_norm(qk, *norm)  # q and k in one pass
     if angles is not None:
-        qk = _rotate_first(qk, *angles, neighbours=neighbours)
+        qk = _rotate_first(qk, *angles, interleaved=interleaved)
     if norm is not None and norms_last:
         qk = rms_norm(qk, *norm)
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
@@ -156,10 +156,10 @@ def split_gate(qkv: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tens
     return torch.cat((q.flatten(1), qkv[:, width:]), dim=1), gate.flatten(1)
 
 
-def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """rotate of the first R elements of each head. Shapes: x [T, heads, D]; cos, sin [T, 1, R]."""
     first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    if neighbours:
+    if interleaved:
         first = torch.cat((first[..., ::2], first[..., 1::2]), dim=-1)
     rotated = rotate(first, cos, sin)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
@@ -206,23 +206,23 @@ class Routing:
 
 
 def route(
-    logits: Tensor, routing: Routing, preference: Tensor | None = None, gains: Tensor | None = None
+    logits: Tensor, routing: Routing, router_bias: Tensor | None = None, expert_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token with the largest scores, of equals the first, and their weights.
 
     A softmax is in float32.
 
-    Shapes:  logits [T, X] of the router; preference [X] float32, added to scores for picking alone; gains [X] float32
-             multiply the weights; returns weights [T, K] in the dtype of the logits, experts [T, K] int64.
+    Shapes:  logits [T, X] of the router; router_bias [X] float32, added to scores for picking alone; expert_scales [X]
+             float32 multiply the weights; returns weights [T, K] in the dtype of the logits, experts [T, K] int64.
     """
     scores = logits.sigmoid().float() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
-    wanted = scores if preference is None else scores + preference
+    wanted = scores if router_bias is None else scores + router_bias
     experts = wanted.sort(stable=True, dim=-1, descending=True).indices[:, : routing.num_per_token]
     weights = scores.gather(1, experts)
     if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True) + routing.least_sum
-    if gains is not None:
-        weights *= gains[experts]
+    if expert_scales is not None:
+        weights *= expert_scales[experts]
     return (weights * routing.scale).to(logits.dtype), experts
 
 
@@ -232,8 +232,8 @@ class Mixture:
 
     experts: Sequence[Callable[[Tensor], Tensor]]  # E -> E each
     routing: Routing
-    preference: Tensor | None  # [X] float32 of route
-    gains: Tensor | None = None  # the same
+    router_bias: Tensor | None  # [X] float32 of route
+    expert_scales: Tensor | None = None  # the same
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
         """For each token the weighted sum of its experts' results, plus sigmoid(gate) * shared.
@@ -241,7 +241,7 @@ class Mixture:
         Shapes:  x [T, E]; logits [T, X] of the router; shared [T, E], or None: nothing is added; gate [T, 1], or None:
                  `shared` counts in full; returns [T, E].
         """
-        out = weighted_sum(self.experts, x, *route(logits, self.routing, self.preference, self.gains))
+        out = weighted_sum(self.experts, x, *route(logits, self.routing, self.router_bias, self.expert_scales))
         if shared is not None:
             out += shared if gate is None else gate.sigmoid() * shared
         return out

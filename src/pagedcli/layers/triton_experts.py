@@ -43,18 +43,23 @@ class GroupedExperts:
         *,
         activation: str,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
-        preference: Tensor | None = None,
-        gains: Tensor | None = None,
+        router_bias: Tensor | None = None,
+        expert_scales: Tensor | None = None,
     ) -> None:
         """`activation` is one of layers.basic.ACTIVATIONS; both lists are emptied.
 
         Shapes: of each expert gate_up [2I, E], gate first, and down [E, I]; biases [X, 2I] and [X, E] or None each;
-                preference, gains [X] float32, see layers.basic.route.
+                router_bias, expert_scales [X] float32, see layers.basic.route.
         Raises: ModelError if the formats of gate_up differ, or those of down.
         """
         self._gate_up, self._down = kernel_weight(gate_up), kernel_weight(down)
         self._gate_up_bias, self._down_bias = biases
-        self._routing, self._preference, self._gains, self._activation = routing, preference, gains, activation
+        self._routing, self._router_bias, self._expert_scales, self._activation = (
+            routing,
+            router_bias,
+            expert_scales,
+            activation,
+        )
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -64,7 +69,7 @@ class GroupedExperts:
         out = x.new_empty((num_tokens, self._down.num_out))
         if not num_tokens:
             return out
-        weights, chosen = route(logits, self._routing, self._preference, self._gains)
+        weights, chosen = route(logits, self._routing, self._router_bias, self._expert_scales)
         num_rows = num_tokens * num_picked
         starts, rows, places = (chosen.new_empty(size) for size in (num_experts + 1, num_rows, num_rows))
         factors = weights.new_empty(num_rows)
@@ -100,17 +105,17 @@ class GroupedExperts:
 
 
 def route(
-    logits: Tensor, routing: Routing, preference: Tensor | None = None, gains: Tensor | None = None
+    logits: Tensor, routing: Routing, router_bias: Tensor | None = None, expert_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """layers.basic.route, the experts of a token ascending and int32."""
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, routing.num_per_token))
     chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)
     route_kernel[(num_tokens,)](
-        logits.contiguous(), logits if preference is None else preference, logits if gains is None else gains,
-        weights, chosen, routing.scale, routing.least_sum,
+        logits.contiguous(), logits if router_bias is None else router_bias,
+        logits if expert_scales is None else expert_scales, weights, chosen, routing.scale, routing.least_sum,
         X=num_experts, K=routing.num_per_token, BLOCK_X=power_of_2(num_experts), num_warps=1, SIGMOID=routing.sigmoid,
-        PREFERS=preference is not None, RENORMALIZE=routing.renormalize, GAINS=gains is not None,
+        BIASED=router_bias is not None, RENORMALIZE=routing.renormalize, SCALES=expert_scales is not None,
     )  # fmt: skip
     return weights, chosen
 
@@ -137,8 +142,8 @@ def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) 
 @triton.jit
 def route_kernel(
     logits_ptr,  # [T, X]
-    preference_ptr,  # [X] float32, with PREFERS
-    gains_ptr,  # [X] float32, with GAINS: multiply the scores
+    router_bias_ptr,  # [X] float32, with BIASED
+    expert_scales_ptr,  # [X] float32, with SCALES: multiply the scores
     weights_ptr,  # [T, K]
     experts_ptr,  # [T, K] int32
     factor,
@@ -146,9 +151,9 @@ def route_kernel(
     X: tl.constexpr,
     K: tl.constexpr,
     SIGMOID: tl.constexpr,
-    PREFERS: tl.constexpr,
+    BIASED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    GAINS: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
     """One program per token: the experts with the largest scores, of equals the first, and their weights."""
@@ -163,8 +168,8 @@ def route_kernel(
         powers = tl.exp2((logits - tl.max(logits, 0)) * LOG2E)
         scores = powers / tl.sum(powers, 0)
     wanted = scores
-    if PREFERS:
-        wanted += tl.load(preference_ptr + expert, mask=inside, other=0.0)
+    if BIASED:
+        wanted += tl.load(router_bias_ptr + expert, mask=inside, other=0.0)
     # numbers for all experts and none else, so that K of them are found whatever the logits are
     wanted = tl.where(wanted != wanted, float("inf"), wanted)
     wanted = tl.where(inside, tl.maximum(wanted, -3e38), -float("inf"))
@@ -175,8 +180,8 @@ def route_kernel(
         wanted = tl.where(expert == first, -float("inf"), wanted)
     if RENORMALIZE:
         scores /= tl.sum(tl.where(picked > 0, scores, 0.0), 0) + least_sum
-    if GAINS:
-        scores *= tl.load(gains_ptr + expert, mask=inside, other=0.0)
+    if SCALES:
+        scores *= tl.load(expert_scales_ptr + expert, mask=inside, other=0.0)
     place = token * K + tl.cumsum(picked, 0) - 1
     tl.store(weights_ptr + place, (scores * factor).to(dtype), mask=picked > 0)
     tl.store(experts_ptr + place, expert, mask=picked > 0)

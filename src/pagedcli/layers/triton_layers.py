@@ -85,7 +85,7 @@ def rotate_and_store(
     norms_all: bool = False,
     norms_values: bool = False,
     table: Tensor | None,
-    neighbours: bool = False,
+    interleaved: bool = False,
     query_scales: Tensor | None = None,
     positions: Tensor,
     slots: Tensor,
@@ -127,7 +127,7 @@ def rotate_and_store(
             NORM=None if norm is None else "all" if norms_all else "heads",
             NORM_VALUES=norms_values,
             ROTATED=0 if table is None else table.shape[1],
-            NEIGHBOURS=neighbours,
+            INTERLEAVED=interleaved,
             SCALED=query_scales is not None,
             FP8=k_cache.dtype == torch.float8_e4m3fn,
             num_warps=4,
@@ -275,7 +275,7 @@ def rotate_and_store_kernel(
     NORM: tl.constexpr,  # "heads": each is normed; "all": all of q and all of k; or None
     NORM_VALUES: tl.constexpr,  # needs NORM "heads"
     ROTATED: tl.constexpr,  # R, the first elements of each head; the others stay as they are
-    NEIGHBOURS: tl.constexpr,  # the pairs (2i, 2i + 1) are rotated, and become (i, i + R/2)
+    INTERLEAVED: tl.constexpr,  # the pairs (2i, 2i + 1) are rotated, and become (i, i + R/2)
     SCALED: tl.constexpr,
     FP8: tl.constexpr,
 ):
@@ -293,7 +293,7 @@ def rotate_and_store_kernel(
     dtype = q_out_ptr.dtype.element_ty
     is_v = head >= H + G
     at, partner = here, there  # where they are in qkv
-    if NEIGHBOURS:
+    if INTERLEAVED:
         moves = (half < TURNED) & (head < H + G)
         at, partner = tl.where(moves, 2 * half, here), tl.where(moves, 2 * half + 1, there)
     row = qkv_ptr + token * (FIRST_V + G) * D

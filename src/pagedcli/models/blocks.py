@@ -294,7 +294,7 @@ class Attention:
     norms_all: bool  # whether all of q and all of k are normed, not each head
     norms_last: bool  # after the rotary embedding
     table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
-    neighbours: bool  # see layers.basic.split_heads
+    interleaved: bool  # see layers.basic.split_heads
     query_scales: Tensor | None  # [P] of query_scales; None: all are 1
     out: Callable[[Tensor], Tensor]  # H * D -> E
     fused_store: bool  # the backend's cache is filled in one pass with the rotation
@@ -328,7 +328,7 @@ class Attention:
             self.head_dim,
             norm=norm,
             angles=angles,
-            neighbours=self.neighbours,
+            interleaved=self.interleaved,
             norms_last=self.norms_last,
         )
         if self.query_scales is not None:
@@ -343,7 +343,7 @@ class Attention:
             norm=self.norm,
             norms_all=self.norms_all,
             table=self.table,
-            neighbours=self.neighbours,
+            interleaved=self.interleaved,
             query_scales=self.query_scales,
             positions=step.positions,
         )

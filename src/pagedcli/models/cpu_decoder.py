@@ -204,7 +204,7 @@ class _Builder(Parts):
             value_norm=attention.value_norm,
             float_norms=spec.norm.in_float32,
             gate=_GATES[(spec.activations or ["silu"])[0]],
-            centred_norms=_CENTRED[spec.norm.centred],
+            layer_norm=_CENTRED[spec.norm.centred],
             side_by_side=spec.layers[0].norms == "shared",
             eps=spec.norm.eps,
             attention_scale=spec.attention_layers[0].scale,
@@ -260,7 +260,7 @@ class _Builder(Parts):
         if (rope := mixer.rope) is not None:
             table = self.table(rope, mixer.head_dim)
             self.kept.append(table)
-            layer.rope_table, layer.rotated, layer.neighbours = table.data_ptr(), table.shape[1], rope.neighbours
+            layer.rope_table, layer.rotated, layer.interleaved = table.data_ptr(), table.shape[1], rope.interleaved
             if (scales := self.query_scales(rope)) is not None:
                 self.kept.append(scales)
                 layer.query_scales = scales.data_ptr()
@@ -280,8 +280,8 @@ class _Builder(Parts):
             sigmoid=experts.sigmoid,
             scale=experts.scale,
             least_sum=experts.least_sum,
-            preference=self._taken(f"{key}.preference"),
-            gains=self._taken(f"{key}.gains"),
+            router_bias=self._taken(f"{key}.router_bias"),
+            expert_scales=self._taken(f"{key}.expert_scales"),
             router=self._unquantized(f"{key}.router"),
             gate_up=ctypes.addressof(gate_up),
             down=ctypes.addressof(down),

@@ -333,7 +333,7 @@ class _Builder(Parts):
             norms_all=mixer.qk_norm == "all",
             norms_last=mixer.norms_last,
             table=None if rope is None else self.table(rope, mixer.head_dim),
-            neighbours=rope is not None and rope.neighbours,
+            interleaved=rope is not None and rope.interleaved,
             query_scales=None if rope is None else self.query_scales(rope),
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store and not mixer.norms_last,
@@ -402,11 +402,13 @@ class _Builder(Parts):
     def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
         """All experts of a layer, and their routing."""
         routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale, spec.least_sum)
-        preference, gains = (self._tensors.pop(f"{key}.{name}", None) for name in ("preference", "gains"))
+        router_bias, expert_scales = (
+            self._tensors.pop(f"{key}.{name}", None) for name in ("router_bias", "expert_scales")
+        )
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
             experts = [self._expert(each, spec.each.activation) for each in keys]
-            return Mixture(experts, routing, preference, gains)
+            return Mixture(experts, routing, router_bias, expert_scales)
         from pagedcli.layers.triton_experts import GroupedExperts
 
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
@@ -417,8 +419,8 @@ class _Builder(Parts):
             routing,
             activation=spec.each.activation,
             biases=biases,
-            preference=preference,
-            gains=gains,
+            router_bias=router_bias,
+            expert_scales=expert_scales,
         )
         self.linear_bytes += grouped.nbytes
         return grouped

@@ -82,7 +82,7 @@ class Llama:
     default_rope: ClassVar[dict[str, Any] | None] = None  # where config.json has no rope_parameters
     partial_rope: ClassVar[bool] = False  # partial_rotary_factor is read
     rope_alpha: ClassVar[bool] = False  # alpha of a dynamic rotary embedding is read, which then depends on no length
-    neighbours: ClassVar[bool] = False  # rotary embedding turns the pairs (2i, 2i + 1)
+    interleaved: ClassVar[bool] = False  # rotary embedding turns the pairs (2i, 2i + 1)
     query_growth: ClassVar[bool] = False  # llama_4_scaling_beta is read
 
     def __init_subclass__(cls) -> None:
@@ -206,7 +206,7 @@ class Llama:
         may = {"may_be_partial": self.partial_rope, "may_have_alpha": self.rope_alpha}
         rope = read_rope_spec(said, self.max_position_embeddings, **may)
         growth = rope.query_growth if self.query_growth else 0.0
-        return replace(rope, neighbours=self.neighbours, query_growth=growth)
+        return replace(rope, interleaved=self.interleaved, query_growth=growth)
 
     def ropes(self) -> Sequence[RopeSpec | None]:
         """The rotary embedding of each layer."""

@@ -46,7 +46,7 @@ class ExpertNames:
 
     block: str = "mlp"  # "": they are parts of the layer itself
     router: str = "gate"
-    preference: str = "expert_bias"  # a number per expert, see Experts.prefers
+    router_bias: str = "expert_bias"  # a number per expert, see Experts.has_router_bias
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
@@ -68,7 +68,7 @@ class Experts:
     each: Mlp
     renormalize: bool  # the picked scores are divided by their sum
     sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
-    prefers: bool = False  # a number per expert is added to the scores for picking alone
+    has_router_bias: bool = False  # a number per expert is added to the scores for picking alone
     least_sum: float = 0.0  # added to the sum that the picked scores are divided by
     scale: float = 1.0  # factor of the picked scores
     shared: Mlp | None = None  # an expert for every token
@@ -103,11 +103,11 @@ class Experts:
         found[f"{key}.router"] = Parameter({f"{router}.weight": (count, width)})
         if self.has_biases:
             found[f"{key}.router.bias"] = Parameter({f"{router}.bias": (count,)}, stored=VECTOR)
-        if self.prefers:
-            found[f"{key}.preference"] = exact({f"{block}.{names.preference}": (count,)}, init=0.0)
+        if self.has_router_bias:
+            found[f"{key}.router_bias"] = exact({f"{block}.{names.router_bias}": (count,)}, init=0.0)
         if self.beside is not None:
             found[f"{key}.router_norm"] = exact({f"{layer}.router.scale": (width,)}, init=1.0)
-            found[f"{key}.gains"] = exact({f"{layer}.router.per_expert_scale": (count,)}, init=1.0)
+            found[f"{key}.expert_scales"] = exact({f"{layer}.router.per_expert_scale": (count,)}, init=1.0)
             for norm, stored in _NORMS_BESIDE_MLP.items():
                 found[f"{key}.{norm}"] = make.norm({f"{layer}.{stored}": width})
         for i in range(count if num_experts is None else num_experts):

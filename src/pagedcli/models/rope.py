@@ -34,7 +34,7 @@ class RopeSpec:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
     alpha: float = 1.0  # stretches theta by alpha^(R / (R - 2)), R elements of a head that are rotated
     divisors: tuple[float, ...] = ()  # divisor per frequency, as GGUF files have them in place of llama3's parameters
-    neighbours: bool = False  # pairs are the elements (2i, 2i + 1) instead of (i, i + half)
+    interleaved: bool = False  # pairs are the elements (2i, 2i + 1) instead of (i, i + half)
     query_growth: float = 0.0  # queries are multiplied by 1 + this * ln(1 + position // original length)
 
     def rotated(self, head_dim: int) -> int:

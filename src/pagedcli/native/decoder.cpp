@@ -54,8 +54,8 @@ template <class T> struct Forward {
         return {x, E_, order};
     }
     void norm_residual(const void* weight, int64_t rows, void* out, Order order = BY_ROWS) const {
-        if (m.centred_norms)
-            layer_norm_rows<T>(residual, (const float*)weight, m.centred_norms == 2, rows, E_, (float)m.eps, out, threads, order);
+        if (m.layer_norm)
+            layer_norm_rows<T>(residual, (const float*)weight, m.layer_norm == 2, rows, E_, (float)m.eps, out, threads, order);
         else
             norm_rows<T>(residual, weight, m.float_norms, rows, E_, (float)m.eps, out, threads, order);
     }

@@ -14,7 +14,7 @@ struct Layer {
     const void* rope_table;       // [P][rotated]: cosines, then sines; null: no rotary embedding
     const void* query_scales;     // [P], of queries after they are rotated; or null
     int64_t rotated;              // elements of a head that are rotated, its first
-    int64_t neighbours;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
+    int64_t interleaved;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
     int64_t group, place;         // of layers that share blocks; among that group's layers, or those with a state
     int64_t num_kv_heads, head_dim;
     int64_t reads;                // it attends over the K and V at its group and place, and has none of its own
@@ -40,7 +40,7 @@ struct Model {
     int64_t value_norm;   // each head of V is normed, by no weights
     int64_t float_norms;  // the weights of norms are float32 and applied before rounding
     int64_t gate;         // Epilogue of gate_up
-    int64_t centred_norms;  // norms of the residual subtract the mean, too; 2: biases follow their weights
+    int64_t layer_norm;  // norms of the residual subtract the mean, too; 2: biases follow their weights
     int64_t side_by_side;   // attention and MLP see the same norm of the residual, and are added to it together
     int64_t norms_last;     // q_norm and k_norm come after the rotary embedding
     double eps, attention_scale, soft_cap, residual_multiplier;  // soft_cap 0: none

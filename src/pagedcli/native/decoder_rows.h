@@ -90,7 +90,7 @@ template <class T> void rotate(typename T::Elem* x, const typename T::Elem* angl
 }
 
 // Moves the second elements of the pairs (2i, 2i + 1) behind the first ones.
-template <class E> void part_neighbours(E* x, int64_t size) {
+template <class E> void part_interleaved(E* x, int64_t size) {
     thread_local std::vector<E> seconds;
     seconds.resize(size / 2);
     for (int64_t i = 0; i < size / 2; i++) seconds[i] = x[2 * i + 1], x[i] = x[2 * i];
@@ -149,7 +149,7 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, int6
             const bool normed = layer.q_norm && !m.norms_heads;
             if (normed && !m.norms_last) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
             if (!layer.rope_table) continue;
-            if (layer.neighbours) part_neighbours(head, layer.rotated);
+            if (layer.interleaved) part_interleaved(head, layer.rotated);
             rotate<T>(head, (const E*)layer.rope_table + positions[t] * layer.rotated, layer.rotated);
             if (normed && m.norms_last) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
             if (!layer.query_scales || h >= H) continue;

@@ -51,7 +51,7 @@ template <class T> void route(const Experts& e, const typename T::Elem* logits, 
     const float factor = score<T>(e, logits, probabilities);
     float total = (float)e.least_sum;
     for (int64_t i = 0; i < X; i++) {
-        const float p = probabilities[i] * factor + (e.preference ? e.preference[i] : 0);
+        const float p = probabilities[i] * factor + (e.router_bias ? e.router_bias[i] : 0);
         if (i >= K && !(p > chosen[K - 1].weight)) continue;
         int64_t place = std::min(i, K - 1);
         for (; place > 0 && p > chosen[place - 1].weight; place--) chosen[place] = chosen[place - 1];
@@ -63,7 +63,7 @@ template <class T> void route(const Experts& e, const typename T::Elem* logits, 
     }
     for (int64_t k = 0; k < K; k++) {
         float weight = e.renormalize ? chosen[k].weight / total : chosen[k].weight;
-        if (e.gains) weight *= e.gains[chosen[k].expert];
+        if (e.expert_scales) weight *= e.expert_scales[chosen[k].expert];
         const typename T::Elem rounded = T::from_float(weight * (float)e.scale);
         chosen[k].weight = Rows<T>::load_one(&rounded);
     }

@@ -9,8 +9,8 @@ struct Experts {
     int64_t sigmoid;               // scores are sigmoids of the logits instead of their softmax
     double scale;                  // of the picked scores
     double least_sum;              // added to their sum before they are divided by it
-    const float* preference;       // [num_experts], added to the scores for picking alone; null: nothing is
-    const float* gains;            // [num_experts], multiply the weights of the picked; null: nothing does
+    const float* router_bias;       // [num_experts], added to the scores for picking alone; null: nothing is
+    const float* expert_scales;            // [num_experts], multiply the weights of the picked; null: nothing does
     Linear router;                 // E -> num_experts
     const Linear *gate_up, *down;  // [num_experts]
     const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none, or no gate

@@ -33,7 +33,7 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = [
         *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize", "sigmoid")),
         *((name, ctypes.c_double) for name in ("scale", "least_sum")),
-        *((name, _pointer) for name in ("preference", "gains")),
+        *((name, _pointer) for name in ("router_bias", "expert_scales")),
         ("router", LinearStruct),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")),
     ]
@@ -45,7 +45,7 @@ class LayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
         *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table", "query_scales")),
-        *((name, _int64) for name in ("rotated", "neighbours", "group", "place", "num_kv_heads", "head_dim")),
+        *((name, _int64) for name in ("rotated", "interleaved", "group", "place", "num_kv_heads", "head_dim")),
         *((name, _int64) for name in ("reads", "keys_as_values")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
         *((name, _pointer) for name in ("experts", "router_norm", "experts_norm", "experts_norm_after")),
@@ -91,7 +91,7 @@ class ModelStruct(ctypes.Structure):
         *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "last_keeper")),
         *((name, _int64) for name in ("qkv_size", "head_size")),
         *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
-        *((name, _int64) for name in ("centred_norms", "side_by_side", "norms_last")),
+        *((name, _int64) for name in ("layer_norm", "side_by_side", "norms_last")),
         *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
         *((name, _pointer) for name in ("layers", "final_norm")),
         ("input_size", _int64),

@@ -25,7 +25,7 @@ _LEAST_ERROR = 0.03
 _IN_RANGE = 2.5  # means of an error within which 19 of 20 are
 _LEAST_RANGE, _LEAST_RANGE_S = 0.25, 0.1  # share of the time, and seconds: runs that are unlike those before
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
-_KNOTS = ("prompts", "decodes", "distincts")  # fields of StepTime that are Knots; others in _s are seconds
+_KNOTS = ("prompts", "decodes", "distincts")  # fields of StepTime that are PiecewiseLinear; others in _s are seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,11 @@ def _attended_once(starts: list[int], layers: AttendedLayers) -> float:
     return layers.share * sum(min(start + 1, layers.window) for start in starts)
 
 
-Knots = tuple[tuple[int, float], ...]
+PiecewiseLinear = tuple[tuple[int, float], ...]
 """(number, seconds), ascending: piecewise linear, extrapolated with the slope of the last doubling."""
 
 
-def between(knots: Knots, number: float) -> float:
+def between(knots: PiecewiseLinear, number: float) -> float:
     """Seconds at a number; there are at least two knots."""
     last = len(knots) - 1
     place = min(max(bisect_right(knots, number, key=lambda knot: knot[0]), 1), last)
@@ -138,11 +138,14 @@ class StepTime:
     A step is what `EngineCore.step` does: scheduling, building its input, the model, sampling, and reading the tokens.
     """
 
-    prompts: Knots  # by tokens of prompts, one of them sampled; without attention
-    decodes: Knots  # by sequences with one token each; without attention to each token
+    prompts: PiecewiseLinear  # by tokens of prompts, one of them sampled; without attention
+    decodes: PiecewiseLinear  # by sequences with one token each; without attention to each token
     attended_by_prompts_s: float  # for each attended token
     attended_by_decodes_s: float
-    distincts: Knots = ((0, 0.0), (1, 0.0))  # more by the number of different tokens of these, which are read: the
+    distincts: PiecewiseLinear = (
+        (0, 0.0),
+        (1, 0.0),
+    )  # more by the number of different tokens of these, which are read: the
     # first ones from the processor's caches
     first_use_s: float = 0.0  # for each block that is used for the first time
     row_s: float = 0.0  # reading, submitting and writing a row outside of steps, and the end of its sequence in one
@@ -245,7 +248,7 @@ _LEAST_S = 1e-6  # seconds of a knot, at least
 _FEW = 64  # tokens that each decode attends to: of more, the error of the slopes would be in the knot
 
 
-def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
+def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> PiecewiseLinear:
     """What steps of each size take without attention."""
     assert samples, "a calibration measures steps of each kind"
     rest: dict[int, list[float]] = {}
@@ -260,7 +263,7 @@ def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
     return _means(rest)
 
 
-def _means(times: dict[int, list[float]]) -> Knots:
+def _means(times: dict[int, list[float]]) -> PiecewiseLinear:
     """The mean of each number. Where a larger number took less, both get their common mean: that is chance, and after
     the last knot it would make times fall without end."""
     pools: list[tuple[list[int], float]] = []  # (numbers, their seconds)
@@ -285,7 +288,7 @@ def _slope(samples: Items[tuple[StepWork, float]], name: str) -> float:
     return max(0.0, float(units @ times) / float(units @ units)) if units.any() else 0.0
 
 
-def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Knots]:
+def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, PiecewiseLinear]:
     """Seconds for each attended token, and more by the number of different ones. Sequences with contexts of their own
     show the sum of both, those that share a beginning what each of them still takes."""
     shortest: dict[int, tuple[StepWork, float]] = {}  # the step of each size with the fewest attended tokens

@@ -95,7 +95,7 @@ class Cohere(Llama):
 
     renamed = {"layer_norm_eps": "rms_norm_eps"}
     biases = ATTENTION_BIAS
-    neighbours = True
+    interleaved = True
     norm_places = "shared"
     norm_style = NormStyle(eps=0.0, in_float32=True, centred="plain")
 
@@ -132,7 +132,7 @@ class Glm(Llama):
     partial_rotary_factor = 0.5
     biases = ("attention_bias", False, False)
     partial_rope = True
-    neighbours = True
+    interleaved = True
     names = TensorNames(projections=STACKED)
 
 
@@ -161,12 +161,12 @@ class Ernie4_5(Llama):
     use_bias: bool = False
 
     biases = ("use_bias", "use_bias", "use_bias")
-    neighbours = True
+    interleaved = True
 
 
 class Helium(Llama):
     biases = ("attention_bias", False, "mlp_bias")
-    neighbours = True
+    interleaved = True
     norm_style = FLOAT_NORMS
 
 

@@ -129,7 +129,7 @@ class Lfm2Moe(Lfm2, Mixture):
             super().experts(),
             sigmoid=True,
             least_sum=1e-6,
-            prefers=self.use_expert_bias,
+            has_router_bias=self.use_expert_bias,
             scale=self.routed_scaling_factor,
         )
 

@@ -155,7 +155,7 @@ class AlwaysMixture(Mixture):
     def experts(self) -> Experts:
         width = (self.n_shared_experts or 0) * (self.moe_intermediate_size or self.intermediate_size)
         shared = Mlp(width=width, activation=self.activation) if width else None
-        return replace(super().experts(), prefers=True, shared=shared, gates_shared=False)
+        return replace(super().experts(), has_router_bias=True, shared=shared, gates_shared=False)
 
 
 class Glm4Moe(AlwaysMixture):
@@ -170,7 +170,7 @@ class Glm4Moe(AlwaysMixture):
     renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
     biases = ("attention_bias", False, False)
     partial_rope = True
-    expert_names = ExpertNames(preference="gate.e_score_correction_bias", shared="mlp.shared_experts")
+    expert_names = ExpertNames(router_bias="gate.e_score_correction_bias", shared="mlp.shared_experts")
 
     @staticmethod
     def through_transformers(config: dict[str, Any]) -> bool:
@@ -202,9 +202,9 @@ class Ernie4_5Moe(AlwaysMixture):
         "moe_num_shared_experts": "n_shared_experts",
     }
     biases = UNBIASED
-    neighbours = True
+    interleaved = True
     names = TensorNames(skipped=("model.mtp",))
-    expert_names = ExpertNames(preference="moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
+    expert_names = ExpertNames(router_bias="moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
 
     @staticmethod
     def through_transformers(config: dict[str, Any]) -> bool:

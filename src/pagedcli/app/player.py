@@ -13,7 +13,7 @@ M = TypeVar("M")
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: full speed
 
 
-class Deck(ABC, Generic[M]):
+class Player(ABC, Generic[M]):
     """A source of moments with play, pause and speed. A method that cannot do what its key asks for returns why."""
 
     unit = "step"  # what one press of `.` advances by
@@ -77,8 +77,8 @@ class Deck(ABC, Generic[M]):
         """Move to the next or previous preemption, eviction or miss."""
 
 
-class RunningDeck(Deck[M]):
-    """A deck of something that runs in another thread."""
+class RunningPlayer(Player[M]):
+    """A player of something that runs in another thread."""
 
     no_way_back = "what runs cannot go back: record it with --record, then use pagedcli replay"
 
@@ -103,8 +103,8 @@ class RunningDeck(Deck[M]):
         self.has_started.set()
 
 
-class Recording(Deck[M]):
-    """A deck that can move to any of its places, 0 to `last`."""
+class Recording(Player[M]):
+    """A player that can move to any of its places, 0 to `last`."""
 
     def __init__(self) -> None:
         super().__init__(paused=True, speed=5.0)

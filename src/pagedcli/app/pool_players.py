@@ -1,4 +1,4 @@
-"""A recorded run and a running engine, as decks of moments of the block pool."""
+"""A recorded run and a running engine, as players of moments of the block pool."""
 
 import math
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
-from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
+from pagedcli.app.player import SPEEDS, Player, Recording, RunningPlayer
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepScheduled
 from pagedcli.show.terminal import HeldClock
@@ -30,8 +30,8 @@ _FINISHED = "FINISHED, q closes"
 _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may take
 
 
-class PoolDeck(Deck[Moment]):
-    """A deck that tells stories, too."""
+class PoolPlayer(Player[Moment]):
+    """A player that tells stories, too."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class PoolDeck(Deck[Moment]):
         return block_story(block_id, self.events())
 
 
-class ReplayDeck(Recording[Moment], PoolDeck):
+class ReplayPlayer(Recording[Moment], PoolPlayer):
     """All stops of a trace. `at_end` is said at the last one."""
 
     def __init__(self, replay: Replay, *, start: int = 0, at_end: str = "END") -> None:
@@ -127,7 +127,7 @@ class KeptEvents:
         return f"event {self._number:,}"
 
 
-class LiveDeck(RunningDeck[Moment], PoolDeck):
+class LivePlayer(RunningPlayer[Moment], PoolPlayer):
     """A running engine. `on_event` and `finish` belong to the engine's thread, all else to the screen's.
 
     The engine's thread leaves a copy of the moment when the screen asks for one, and waits here while paused or above
@@ -136,7 +136,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
     observes: events that contradict each other end it, not the run. `whole_run` folds the same events.
 
     When the run has ended, `read_back` reads it from the events that were kept, or of a longer run from the trace that
-    was `recorded`, and `past` is then a deck that moves both ways.
+    was `recorded`, and `past` is then a player that moves both ways.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
     ) -> None:
         super().__init__(paused=paused, speed=None)
         self._whole_run = WholeRun() if whole_run is None else whole_run
-        self.past: ReplayDeck | None = None
+        self.past: ReplayPlayer | None = None
         self._recorded = recorded
         self._num_events = 0  # so far, forgotten ones included
         self._is_read_back = False
@@ -365,4 +365,4 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         except (TraceError, UsageError) as error:
             self.damage = error.message
         else:
-            self.past = ReplayDeck(replay, start=replay.last_stop, at_end=_FINISHED)
+            self.past = ReplayPlayer(replay, start=replay.last_stop, at_end=_FINISHED)
