@@ -385,8 +385,8 @@ _SWITCH_S = (
 
 
 def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> T:
-    """Do `work`, which the player of the application shows, and return its result. The screen opens when it has started,
-    and stays after its end until the user closes it, or closes by itself if that is what the player says.
+    """Do `work`, which the player shows, and return its result. The screen opens when it has started, and stays after
+    its end until the user closes it, or closes by itself if the player says so.
 
     Raises: what `work` raises.
     """
