@@ -173,6 +173,23 @@ class WindowMachine(ScoreMachine):
             ]
 
 
+def test_a_continuation_whose_scores_are_unread_is_not_preempted():
+    """Its end would come between the reason why it waits and the report of the step."""
+    checker = TraceChecker()
+    engine = Simulation(7, 2, emit=checker.apply, trace_tokens=True, max_num_seqs=3, runs_ahead=True)
+    outputs = []
+    for name, context in (("a", [0]), ("b", [0]), ("long", [0] * 9)):
+        engine.add(context, request_id=name)
+    engine.abort("a")
+    engine.abort("b")
+    outputs += [*engine.step(), *engine.step()]
+    engine.add([0], request_id="short")
+    engine.add([0], request_id="scored", continuations=[[0]])
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert sorted(output.request_id for output in outputs) == ["long", "scored", "short"]
+
+
 for machine in (ScoreMachine, AheadMachine, StateMachine, WindowMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestScores, TestAhead = ScoreMachine.TestCase, AheadMachine.TestCase

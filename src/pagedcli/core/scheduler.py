@@ -194,7 +194,7 @@ class Scheduler:
                 if not self._release_context():
                     return 0
                 continue
-            if victim.num_pending_tokens:
+            if victim.is_unread:
                 work.waits_for_tokens = True
                 return 0
             self._preempt(victim, seq, work)
@@ -229,7 +229,7 @@ class Scheduler:
                 if not self._release_context():
                     return 0
                 continue
-            if victim.num_pending_tokens:
+            if victim.is_unread:
                 work.waits_for_tokens = True
                 return budget
             needs_block = (seq for seq in group if manager.num_append_blocks(seq, 1))
@@ -400,14 +400,12 @@ class Scheduler:
             seq.context = context
             self.waiting.appendleft(seq)
             self._report_added(seq)
-        if context.status is SequenceStatus.RUNNING:
-            if self.block_manager.has_windows:
-                self.block_manager.release_unseen(context)
-            self.running.remove(context)
-            self._free_row(context)
-            self.contexts.append(context)
-        else:  # preempted meanwhile
-            self._drop_context(context)
+        assert context.status is SequenceStatus.RUNNING, "it is not preempted while its scores are unread"
+        if self.block_manager.has_windows:
+            self.block_manager.release_unseen(context)
+        self.running.remove(context)
+        self._free_row(context)
+        self.contexts.append(context)
 
     def _release_context(self) -> bool:
         """Release what the youngest context keeps; False if there is none. Its continuations compute its end again."""

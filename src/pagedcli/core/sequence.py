@@ -134,6 +134,11 @@ class Sequence:
         return self.num_pending_tokens > 0 and self.num_tokens >= self.max_num_tokens
 
     @property
+    def is_unread(self) -> bool:
+        """Whether a step in flight samples its next token or computes the last of its given ones."""
+        return self.num_pending_tokens > 0 or self.num_computed_tokens == self.num_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
