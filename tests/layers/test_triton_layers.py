@@ -93,8 +93,8 @@ def test_what_is_added_may_be_normed_and_multiplied_first_and_the_sum_after(norm
         (6, 3, 24, 6, "heads", (torch.float32, torch.float32), {}),
         (9, 3, 32, 32, "all", (torch.float16, torch.float32), {}),
         (4, 4, 24, 0, "all", (torch.float32, torch.float32), {}),
-        (6, 3, 24, 16, "heads", (torch.float32, torch.float32), {"neighbours": True}),
-        (4, 1, 32, 32, None, (torch.float16, torch.float16), {"neighbours": True, "scaled": True}),
+        (6, 3, 24, 16, "heads", (torch.float32, torch.float32), {"interleaved": True}),
+        (4, 1, 32, 32, None, (torch.float16, torch.float16), {"interleaved": True, "scaled": True}),
     ],
     ids=str,
 )
@@ -109,21 +109,21 @@ def test_rotate_and_store_equals_split_heads_and_write(
     angles = noise(40, rotated // 2, seed=4) * 3
     table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype) if rotated else None
     scales = noise(40, dtype=dtype, seed=5) if options.get("scaled") else None
-    neighbours = "neighbours" in options
+    interleaved = "interleaved" in options
     positions = torch.tensor([0, 7, 39, 7, 20])
     slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     q = triton_layers.rotate_and_store(
         qkv, num_heads, num_kv_heads, norm=weight, norms_all=norm == "all", table=table, positions=positions,
-        slots=slots, k_cache=k_cache, v_cache=v_cache, query_scales=scales, neighbours=neighbours,
+        slots=slots, k_cache=k_cache, v_cache=v_cache, query_scales=scales, interleaved=interleaved,
     )  # fmt: skip
     angles = None if table is None else basic.rotary_rows(table, positions)
     sizes = num_heads, num_kv_heads, head_dim
     if norm == "all":
         basic.norm_all(qkv, num_heads, num_kv_heads, *weight)
         weight = None
-    expected_q, k, v = basic.split_heads(qkv, *sizes, norm=weight, angles=angles, neighbours=neighbours)
+    expected_q, k, v = basic.split_heads(qkv, *sizes, norm=weight, angles=angles, interleaved=interleaved)
     if scales is not None:
         expected_q *= scales[positions][:, None, None]
     tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3}
