@@ -230,7 +230,7 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     data, short = f"*{NAMES[dtype]}", "*i32"
     norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
     norm |= {"added_weight_ptr": "*fp32", "multiplier": "fp32", "factor": "fp32"}
-    plain_rope = {"NEIGHBOURS": False, "SCALED": False, "NORM_VALUES": False}
+    plain_rope = {"INTERLEAVED": False, "SCALED": False, "NORM_VALUES": False}
     joins = {"ADD": True, "MULTIPLY": True, "SCALE": True, "NORM": True}
     rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "scales_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
     rotate = {**dict.fromkeys(rotated, data), "positions_ptr": "*i64", "slots_ptr": short}
@@ -253,7 +253,7 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
         constants = {**sizes, "NORM": "heads", "ROTATED": head_dim}
         cases.append((kernels.rotate_and_store_kernel, rotate, constants, 4))
     cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, "NORM": None, "ROTATED": 72}, 4))
-    turned = {"NORM": None, "NEIGHBOURS": True, "SCALED": True}
+    turned = {"NORM": None, "INTERLEAVED": True, "SCALED": True}
     cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, **turned}, 4))
     cases.append((kernels.rotate_and_store_kernel, {**rotate, "norm_ptr": "*fp32"}, {**constants, "NORM": "all"}, 4))
     keys_as_values = triton_layers.rotate_constants(16, 2, torch.empty(5, 2, 16, 512, device="meta"))
