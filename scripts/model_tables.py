@@ -228,7 +228,7 @@ def _split(spec: ModelSpec) -> str:
 
 def attention_backends() -> str:
     """What each attention backend supports, in order of preference. Needs triton, whose kernels are not compiled."""
-    flags = ("windows", "soft_cap", "sinks", "apart", "batch_invariant", "graph_safe")
+    flags = ("windows", "soft_cap", "sinks", "strided_blocks", "batch_invariant", "graph_safe")
     rows = []
     for entry in REGISTRY:
         kinds: dict[type[AttentionBackend], str] = {}
