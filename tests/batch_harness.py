@@ -18,7 +18,7 @@ from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import Config, EngineConfig, RunConfig
-from pagedcli.core.requests import RequestMetrics, RequestOutput
+from pagedcli.core.requests import FinishedRequest, RequestMetrics
 from pagedcli.core.sequence import SampleOutput
 from pagedcli.models.hub import resolve_model
 from pagedcli.runner.llm_engine import LLMEngine
@@ -120,7 +120,7 @@ def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, tools=None, s
             ids, text = kept, checkers.text(0, kept)
         samples.append(SampleOutput(index, ids, "stop", None, None))
         texts.append(text)
-    output = RequestOutput("0", prompt_ids, 0, samples, RequestMetrics(0, 0, None, 0, 0, 0))
+    output = FinishedRequest("0", prompt_ids, 0, samples, RequestMetrics(0, 0, None, 0, 0, 0))
     writer = RowWriter(tokenizer, "m", "key", 1, Columns(**columns))
     prompt_of_row = RowPrompt(prompt_ids, SamplingParams(), is_chat=has_marks, tools=tools, output=output, texts=texts)
     return json.loads(writer.encode_success(BatchRow(Line(0, 1, b"", 0), shape=shape), [prompt_of_row]))

@@ -335,13 +335,13 @@ class LLM:
         outputs = self._run(requests, use_tqdm)
         return [self._output(output, request) for output, request in zip(outputs, requests, strict=True)]
 
-    def _run(self, requests: list[_Request], use_tqdm: bool) -> list[engine_outputs.RequestOutput]:
+    def _run(self, requests: list[_Request], use_tqdm: bool) -> list[engine_outputs.FinishedRequest]:
         from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         engine = self.llm_engine
         request_ids = [str(self._num_requests + place) for place in range(len(requests))]
         self._num_requests += len(requests)
-        finished: dict[str, engine_outputs.RequestOutput] = {}
+        finished: dict[str, engine_outputs.FinishedRequest] = {}
         scores = bool(requests) and requests[0].continuations is not None
         what = "Scoring" if scores else "Generating"
         bar, num_generated = tqdm(total=len(requests), desc=what, unit="req", disable=not use_tqdm), 0
@@ -373,7 +373,7 @@ class LLM:
         return [finished[request_id] for request_id in request_ids]
 
     def _score_output(
-        self, output: engine_outputs.RequestOutput, request: _Request, given: list[Continuation]
+        self, output: engine_outputs.FinishedRequest, request: _Request, given: list[Continuation]
     ) -> ScoreOutput:
         if output.error is not None:
             warnings.warn(f"request {output.request_id}: {output.error.message}", stacklevel=3)
@@ -388,7 +388,7 @@ class LLM:
             error=None if output.error is None else output.error.message,
         )
 
-    def _output(self, output: engine_outputs.RequestOutput, request: _Request) -> RequestOutput:
+    def _output(self, output: engine_outputs.FinishedRequest, request: _Request) -> RequestOutput:
         if output.error is not None:
             warnings.warn(f"request {output.request_id}: {output.error.message}", stacklevel=4)
         elif request.guides is not None:

@@ -14,7 +14,7 @@ from model_zoo import cached_model
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import ModelError
 from pagedcli.models.gguf.description import describe
-from pagedcli.models.gguf.header import Header, StoredTensor, read_header
+from pagedcli.models.gguf.header import Header, TensorInfo, read_header
 from pagedcli.models.gguf.types import TYPES
 from pagedcli.models.loading import weight_format
 from pagedcli.models.parameters import decoder_parameters
@@ -155,7 +155,7 @@ def test_a_missing_tensor_and_one_that_no_model_has_are_named(tmp_path_factory, 
 @pytest.mark.parametrize("num_layers", [0, -1, 2**12 + 1, 2**63])
 @pytest.mark.parametrize("architecture", ["llama", "gemma4", "lfm2", "qwen35"])
 def test_a_number_of_layers_that_no_model_has_is_refused(architecture, num_layers):
-    table = StoredTensor("token_embd.weight", TYPES[0], (8, 8), Path("model.gguf"), 0, 256)
+    table = TensorInfo("token_embd.weight", TYPES[0], (8, 8), Path("model.gguf"), 0, 256)
     fields = {
         "block_count": num_layers, "feed_forward_length": [8], "embedding_length": 8, "context_length": 8,
         "attention.head_count": 1, "attention.head_count_kv": [1], "attention.key_length": 8,

@@ -23,7 +23,7 @@ from pagedcli.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from pagedcli.batch.grammar import Guides
     from pagedcli.batch.tokenizer import StopCheckers
-    from pagedcli.core.requests import RequestOutput
+    from pagedcli.core.requests import FinishedRequest
 
 Message = dict[str, Any]  # role, content (text), and what templates may use: name, tool_calls, tool_call_id
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -158,11 +158,11 @@ class RowPrompt:
     scored: ScoredTokens | None = None  # None: it generates
     stop_checkers: "StopCheckers | None" = None  # None: no stop strings
     guides: "Guides | None" = None  # None: no grammar
-    output: "RequestOutput | None" = None  # None: unfinished
+    output: "FinishedRequest | None" = None  # None: unfinished
     texts: list[str] = field(default_factory=list)  # one per sample
 
     @property
-    def result(self) -> "RequestOutput":
+    def result(self) -> "FinishedRequest":
         assert self.output is not None, "the prompt is finished"
         return self.output
 

@@ -27,7 +27,7 @@ from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
-    from pagedcli.core.requests import RequestOutput
+    from pagedcli.core.requests import FinishedRequest
     from pagedcli.runner.llm_engine import LLMEngine
 
 
@@ -320,7 +320,7 @@ class BatchRun:
 
     # ------------------------------------------------------------------ rows
 
-    def _take_output(self, output: "RequestOutput") -> None:
+    def _take_output(self, output: "FinishedRequest") -> None:
         """Keep the output of a prompt, and write its row once all prompts have one."""
         found = self._finish(output.request_id)
         if found is None:
@@ -341,7 +341,7 @@ class BatchRun:
                 self.stats.add_times(each.result)
             self._write_duplicates(row, row.prompts)
 
-    def _texts(self, prompt: RowPrompt, output: "RequestOutput") -> list[str]:
+    def _texts(self, prompt: RowPrompt, output: "FinishedRequest") -> list[str]:
         if prompt.stop_checkers is not None:
             return [prompt.stop_checkers.text(sample.index, sample.token_ids) for sample in output.samples]
         skip = prompt.params.skip_special_tokens

@@ -24,7 +24,7 @@ class RowScores:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "RowScores | None":
-        """Those of a row's fields; None if it has none."""
+        """The scores in a row's fields; None if it has none."""
         if "scores" not in fields:
             return None
         target = fields.get(TARGET)
@@ -112,8 +112,8 @@ def interval(num_right: int, num_rows: int) -> Interval:
 
 
 def first_difference(a: RowScores, b: RowScores, tolerance: float) -> tuple[int, str, str, float] | None:
-    """Of the first continuation whose scores differ: its index, both log-probabilities, and the largest difference of
-    the row; None if none does. The numbers of continuations are equal."""
+    """The first continuation whose scores differ: its index, both log-probabilities, and the largest difference of the
+    row; None if none does. The numbers of continuations are equal."""
     deltas = [abs(x["logprob"] - y["logprob"]) for x, y in zip(a.scores, b.scores, strict=True)]
     for index, (x, y) in enumerate(zip(a.scores, b.scores, strict=True)):
         exact = () if tolerance else ("is_greedy", "logprobs")

@@ -21,7 +21,7 @@ from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.core.requests import RequestOutput
+from pagedcli.core.requests import FinishedRequest
 from pagedcli.planning.step_time import learn, load_step_time
 from pagedcli.records import Share, count
 from pagedcli.runner.llm_engine import LLMEngine
@@ -180,14 +180,14 @@ def generate(
     output_lens: list[int],
     *,
     on_step: Callable[[int], None] = lambda num: None,
-) -> list[RequestOutput]:
+) -> list[FinishedRequest]:
     """Greedy generation of exactly these numbers of tokens, in the order of the prompts. `on_step` is called after each
     step with the number of tokens generated so far."""
     before = engine.stats.num_generated_tokens
     prompts = [within(prompt, engine.spec.vocab_size) for prompt in prompts]
     for i, (prompt, num_tokens) in enumerate(zip(prompts, output_lens, strict=True)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
-    outputs: dict[int, RequestOutput] = {}
+    outputs: dict[int, FinishedRequest] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             outputs[int(output.request_id)] = output

@@ -17,7 +17,7 @@ from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.block_life import BlockLife, Content, Tenure
 from pagedcli.views.cache_groups import group_of, group_words
-from pagedcli.views.rows import Row, tokens_in_block
+from pagedcli.views.rows import ShownRow, tokens_in_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Told:
     what: str
 
 
-class _OwnerRow(Row):
+class _OwnerRow(ShownRow):
     """A sequence that holds the block at a step."""
 
     seq_id: int
@@ -50,7 +50,7 @@ class _OwnerRow(Row):
         self.tokens = f"{self.first_token}-{self.last_token}"
 
 
-class _ContentRow(Row):
+class _ContentRow(ShownRow):
     """What the block contained for a time."""
 
     hash: Annotated[str | None, "content"]

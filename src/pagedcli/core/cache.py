@@ -15,7 +15,7 @@ from pagedcli.core.states import StateKind
 from pagedcli.events import Emit, WaitingReason
 
 
-class Kind(Protocol):
+class CacheKind(Protocol):
     """Something that is kept of each sequence next to its blocks.
 
     A step asks can_grow before it calls grow; what is grown lasts until the end of the last block of these tokens.
@@ -32,7 +32,7 @@ class Kind(Protocol):
         """Memory that it takes next to the blocks of a pool."""
 
     @classmethod
-    def make(cls, limits: Limits, blocks: BlockManager, emit: Emit | None) -> "Kind":
+    def make(cls, limits: Limits, blocks: BlockManager, emit: Emit | None) -> "CacheKind":
         """The kind of an engine."""
 
     def boundaries(self, seq: CacheUser, most: int) -> Collection[int]:
@@ -84,13 +84,13 @@ class Kind(Protocol):
         """Verify every invariant; given the sequences, also that they explain what is held."""
 
 
-KINDS: dict[str, type[Kind]] = {StateKind.name: StateKind}
+KINDS: dict[str, type[CacheKind]] = {StateKind.name: StateKind}
 
 
 class Cache:
     """Blocks and other kinds side by side. A hit is the longest beginning after which all of them can continue."""
 
-    def __init__(self, blocks: BlockManager, others: Iterable[Kind] = ()) -> None:
+    def __init__(self, blocks: BlockManager, others: Iterable[CacheKind] = ()) -> None:
         self.blocks = blocks
         self.others = tuple(others)
 

@@ -16,7 +16,7 @@ from pagedcli.core.cache import make_cache
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
-from pagedcli.core.requests import Forks, Request, RequestOutput
+from pagedcli.core.requests import FinishedRequest, Forks, Request
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.scoring import SCORING, Targets
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
@@ -75,7 +75,7 @@ class EngineCore:
         self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
         self._requests: dict[str, Request] = {}
-        self._finished: list[RequestOutput] = []  # not yet returned by step
+        self._finished: list[FinishedRequest] = []  # not yet returned by step
         self._next_seq_id = 0
         self._num_added = 0
         if self._emit is not None:
@@ -103,7 +103,7 @@ class EngineCore:
         requests of the same salt. `make_stop_checker` is called once per sample and returns a function that receives
         each new token and detects stop strings; `make_guide` returns the guide that restricts the next token;
         `make_prefixes` the chain of the prompt's full blocks, if only that is known, and not the prompt's tokens. With
-        `continuations` nothing is generated: the prompt is the context of each of them, and RequestOutput.scores says
+        `continuations` nothing is generated: the prompt is the context of each of them, and FinishedRequest.scores says
         how likely they are; of `params` nothing counts.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
@@ -170,7 +170,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[FinishedRequest]:
         """Launch one step and read one. Returns the requests that finished in the step that was read.
 
         Normally both are the same step. When running one step ahead (`runs_ahead`), the previous step is read after

@@ -31,7 +31,7 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
+class FinishedRequest:
     """A finished request."""
 
     request_id: str
@@ -86,10 +86,10 @@ class Request:
         params = self.seqs[0].params
         self.num_unfinished = (len(self.seqs) if params.beam_width is not None else params.n) - finished
 
-    def output(self) -> RequestOutput:
+    def output(self) -> FinishedRequest:
         """The result once every sample has finished."""
         first = self.seqs[0]
-        return RequestOutput(
+        return FinishedRequest(
             request_id=first.request_id,
             prompt_token_ids=first.token_ids[: first.num_context_tokens or first.num_prompt_tokens],
             num_cached_tokens=first.num_cached_prompt_tokens,

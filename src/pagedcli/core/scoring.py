@@ -36,7 +36,7 @@ class ContinuationScore:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation: the sum."""
+        """The log-probability of the whole continuation: the sum."""
         return sum(token.logprob for token in self.tokens)
 
     @property

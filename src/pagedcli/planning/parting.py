@@ -387,7 +387,7 @@ def _as_text(ids: Ids) -> str:
 
 
 def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:
-    """Those that part after the same text, the largest groups first."""
+    """Prompts that part after the same text, the largest groups first."""
     groups: dict[tuple[str, bool], list[_Compared]] = defaultdict(list)
     for each in compared:
         before = each.mine.text[: each.mine.start]

@@ -36,7 +36,7 @@ from pagedcli.views.explain import (
     hits_by_salt,
 )
 from pagedcli.views.moment import Moment
-from pagedcli.views.rows import Row, chosen, values_of
+from pagedcli.views.rows import ShownRow, chosen, values_of
 from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import PHASES, RequestRow, WholeRun, story
 
@@ -257,7 +257,7 @@ def _headers(record: type, use: str = "table") -> list[tuple[str, str, str]]:
     return [(column.key, column.header, column.kind) for column in chosen(record, use)]
 
 
-def _values(row: Row, use: str = "page") -> list[Any]:
+def _values(row: ShownRow, use: str = "page") -> list[Any]:
     """The values that the page has of a row; times are in seconds, rounded to microseconds."""
     return [round(each, 6) if isinstance(each, float) else each for each in values_of(row, use).values()]
 

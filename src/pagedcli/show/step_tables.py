@@ -34,8 +34,7 @@ from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.cache_groups import GroupUse, group_uses
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.rows import LookupRow, Now, SequenceRow, chosen, values_of
-from pagedcli.views.rows import Row as LazyRow
+from pagedcli.views.rows import LookupRow, Now, SequenceRow, ShownRow, chosen, values_of
 from pagedcli.views.state_slots import slots_line, state_slots
 from pagedcli.views.step_rows import StepChoice
 
@@ -166,7 +165,7 @@ def _prefixes(prefixes: Sequence[SharedPrefix]) -> Table:
     return table(_Prefix, "prefixes", "Shared prefixes", rows)
 
 
-class _Slot(LazyRow):
+class _Slot(ShownRow):
     """A slot that is not empty."""
 
     slot_id: int

@@ -15,7 +15,7 @@ from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.core.requests import RequestOutput
+from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.sequence import Sequence
 from pagedcli.core.step_input import SamplingInput, StepInput, StepTokens
@@ -311,7 +311,7 @@ class _Driver:
             self._work.count(request.num_prompt_tokens)
         self._next += 1
 
-    def finish(self, output: RequestOutput) -> None:
+    def finish(self, output: FinishedRequest) -> None:
         if not self._result.first_s:
             self._result.first_s = self._core.clock.now_ns / STEP_NS
         index = self._index.pop(output.request_id)

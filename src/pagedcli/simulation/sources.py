@@ -250,7 +250,7 @@ def _row_of(request: TraceRequest) -> int:
 
 
 def _one_span_of(every: int, requests: list[TraceRequest]) -> tuple[list[TraceRequest], float]:
-    """Those in one of so many spans, and their work."""
+    """The requests in one of `every` spans, and their work."""
     found = [request for request in requests if _span(_row_of(request)) % every == 0]
     return found, sum(map(work_of, found))
 

@@ -21,7 +21,7 @@ from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
 from pagedcli.trace.state import PoolState, SeqState
-from pagedcli.views.rows import Label, LookupRow, Row
+from pagedcli.views.rows import Label, LookupRow, ShownRow
 
 Reason = Literal[
     "all_hit", "evicted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix",
@@ -256,7 +256,7 @@ class ExplainedLookup(LookupRow):
     divergence: str | None
 
     def __init__(self, lookup: Lookup, decode: Decode | None) -> None:
-        Row.__init__(self, lookup, lookup.event)
+        ShownRow.__init__(self, lookup, lookup.event)
         self.lookup = lookup
         self.divergence = None if lookup.divergence is None else divergence_text(lookup.divergence, decode)
 
@@ -264,7 +264,7 @@ class ExplainedLookup(LookupRow):
 _CONTEXT = 8  # tokens kept on each side of a divergence
 
 
-class CheckpointRow(Row):
+class CheckpointRow(ShownRow):
     """A checkpoint of recurrent state, and what it was good for."""
 
     USES: ClassVar = {
@@ -289,7 +289,7 @@ class CheckpointRow(Row):
         self.dropped_step: int | None = None  # None: it was never dropped
 
 
-class SaltRow(Row):
+class SaltRow(ShownRow):
     """The first lookups of the requests of one cache_salt."""
 
     USES: ClassVar = {"table": "salt label num_lookups num_tokens tokens_hit hit_rate"}

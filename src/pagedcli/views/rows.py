@@ -19,7 +19,7 @@ _ABSENT = object()
 _REASONS = get_args(ev.WaitingReason)
 
 
-class Row:
+class ShownRow:
     """A record whose values are read when they are asked for: from its own properties, else from its sources."""
 
     USES: ClassVar[dict[str, str]] = {}
@@ -72,7 +72,7 @@ class Now:
         self.waiting = None if step is None else step.waiting
 
 
-class SequenceRow(Row):
+class SequenceRow(ShownRow):
     """A sequence at a step."""
 
     USES: ClassVar = {
@@ -136,7 +136,7 @@ class SequenceRow(Row):
         self.seq, self.now = seq, now
 
 
-class LookupRow(Row):
+class LookupRow(ShownRow):
     """A prefix lookup of a step."""
 
     USES: ClassVar = {

@@ -18,7 +18,7 @@ from pagedcli.records import Seconds, computed
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState, SeqState, Status
 from pagedcli.views.explain import Explainer, Totals
-from pagedcli.views.rows import Label, Row, SeqId
+from pagedcli.views.rows import Label, SeqId, ShownRow
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
 
 PHASES = ("waiting", "prefill", "decode", "preempted")
@@ -203,7 +203,7 @@ def _waiting_text(findings: Findings) -> str:
     return f"mean {mean} a sequence, {seconds_text(total)} in all: {why}"
 
 
-class RequestRow(Row):
+class RequestRow(ShownRow):
     """A sequence of a whole run: where its time went, and what it reused. Counts are tokens."""
 
     USES: ClassVar = {

@@ -28,7 +28,7 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorInfo:
     """Where a tensor is."""
 
     name: str
@@ -45,7 +45,7 @@ class Header:
 
     path: Path  # the file, of a split one the first
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorInfo]
 
     @property
     def files(self) -> list[Path]:
@@ -122,7 +122,7 @@ def check_regular(path: Path) -> None:
         raise ModelError(f"{path} is {what}, not a file", hint="remove it, or download the model again")
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     check_regular(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -139,7 +139,7 @@ class _Reader:
         self._place = 0
         self._values_left = _MOST_VALUES
 
-    def read(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if self._content[:4] != MAGIC:
             raise self._error("it does not begin as a GGUF file does")
         self._place = 4
@@ -159,7 +159,7 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < _LEAST_ALIGNMENT or alignment & (alignment - 1):
             raise self._error(f"general.alignment is {alignment!r:.40}, not a power of two from {_LEAST_ALIGNMENT} on")
         start = -(-self._place // alignment) * alignment
-        tensors: dict[str, StoredTensor] = {}
+        tensors: dict[str, TensorInfo] = {}
         for name, number, shape, offset in found:
             if name in tensors:
                 raise self._error(f"it has two tensors {name!r:.80}")
@@ -204,7 +204,7 @@ class _Reader:
         number = self._scalar("I")
         return name, number, shape[::-1], self._scalar("Q")
 
-    def _placed(self, name: str, number: int, shape: tuple[int, ...], offset: int) -> StoredTensor:
+    def _placed(self, name: str, number: int, shape: tuple[int, ...], offset: int) -> TensorInfo:
         if number not in TYPES:
             if number not in REFUSED:
                 raise self._error(f"tensor {name!r:.80} has type {number}, which is unknown")
@@ -222,7 +222,7 @@ class _Reader:
             raise self._error(
                 f"tensor {name!r:.80} should have {num_bytes:,} bytes from {offset:,} on; the file has {self._size:,}"
             )
-        return StoredTensor(name, kind, shape, self._path, offset, num_bytes)
+        return TensorInfo(name, kind, shape, self._path, offset, num_bytes)
 
     def _scalar(self, form: str) -> Any:
         (value,) = struct.unpack_from("<" + form, self._content, self._take(struct.calcsize("<" + form)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import Orders
-from pagedcli.models.gguf.header import Header, StoredTensor
+from pagedcli.models.gguf.header import Header, TensorInfo
 from pagedcli.models.gguf.names import Place, stored_tensor
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
 from pagedcli.models.tensors import Parameter
@@ -113,7 +113,7 @@ class GgufWeights:
             raise self._header.error(f"tensor {place.name!r} has {len(blocks)} rows, which its metadata do not lead to")
         return blocks.reshape(groups, 2, -1, *blocks.shape[1:])[:, place.half].flatten(0, 1)
 
-    def _blocks(self, stored: StoredTensor) -> Tensor:
+    def _blocks(self, stored: TensorInfo) -> Tensor:
         """The bytes of a tensor: [..., blocks of a row, bytes of a block] uint8."""
         if stored.file not in self._maps:
             with warnings.catch_warnings(action="ignore"):  # read-only, as memory for a writable map is reserved
