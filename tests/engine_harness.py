@@ -29,5 +29,5 @@ def run(engine, prompts, params):
 
 
 def make_engine(path, *, emit=None, trace_tokens=False, **config):
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu", **{"max_num_seqs": 16, **config})
+    config = EngineConfig(model=str(path), device="cpu", **{"dtype": "float32", "max_num_seqs": 16, **config})
     return LLMEngine(config, emit=emit, trace_tokens=trace_tokens)

@@ -242,6 +242,19 @@ def mxfp4_twins(folder):
     return plain, packed
 
 
+def mxfp8():
+    """e4m3 in groups of 32 that share a power of 2."""
+
+    def quantize(weight, generator):
+        exponents = torch.randint(110, 118, (len(weight), weight.shape[1] // 32), generator=generator)
+        scales = (2.0 ** (exponents - 127)).repeat_interleave(32, 1)
+        numbers = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": numbers, "weight_scale": exponents.to(torch.uint8)}, numbers.float() * scales
+
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    return quantize, compressed("mxfp8-quantized", args)
+
+
 def nvfp4(*, by_compressed_tensors=False):
     """e2m1 in groups of 16, which share an e4m3 number; ModelOpt's configuration or that of compressed-tensors."""
 
@@ -287,6 +300,7 @@ FORMATS = {
     "fp8-block": float8("block"),
     "fp8-block-compressed": float8("block", by_compressed_tensors=True),
     "fp8-channel-compressed": float8("channel", by_compressed_tensors=True),
+    "mxfp8": mxfp8(),
     "nvfp4": nvfp4(by_compressed_tensors=True),
     "nvfp4-modelopt": nvfp4(),
     "auto-round-gptq": auto_round(),

@@ -103,8 +103,9 @@ def run_workload(
         other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
         generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
         result = Throughput([], [], [], loaded - called, time.perf_counter() - loaded, engine)
-        int8 = engine.decision.weights.rounds_activations(engine.plan.kernels)
-        rates = partial(measure_rates, engine.decision.attention.dtype, int8=int8)
+        dtype = engine.decision.attention.dtype
+        int8 = engine.decision.weights.rounds_activations(engine.plan.kernels, dtype.itemsize)
+        rates = partial(measure_rates, dtype, int8=int8)
         before = rates() if engine.plan.on_cpu else None
         num_passes = len(workloads)
         with _refined_calibration(engine) as after_step:

@@ -109,8 +109,8 @@ class WeightFormat(Protocol):
         """The format of a module, by its name in the checkpoint."""
         ...
 
-    def rounds_activations(self, kernels: Kernels) -> bool:
-        """Whether some layer rounds its activations to 8 bits."""
+    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
+        """Whether some layer rounds its activations, of `itemsize` bytes, to 8 bits."""
         ...
 
     def torch_refusal(self) -> str | None:
@@ -146,7 +146,7 @@ class AsStored:
     def of(self, module: str) -> LayerFormat:
         return self
 
-    def rounds_activations(self, kernels: Kernels) -> bool:
+    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return False
 
     def torch_refusal(self) -> str | None:
@@ -264,7 +264,7 @@ class Rounded:
     def of(self, module: str) -> LayerFormat:
         return self
 
-    def rounds_activations(self, kernels: Kernels) -> bool:
+    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return True
 
     def torch_refusal(self) -> str | None:

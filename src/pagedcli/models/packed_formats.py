@@ -61,9 +61,9 @@ class CheckpointFormat:
     def torch_refusal(self) -> str | None:
         return None
 
-    def rounds_activations(self, kernels: Kernels) -> bool:
-        """Whether some layer rounds its activations to 8 bits."""
-        return kernels == "cpu" and any(each.kernel_refusal(kernels) is None for each in self._formats)
+    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
+        """See WeightFormat.rounds_activations."""
+        return kernels == "cpu" and any(each.kernel_refusal(kernels, itemsize) is None for each in self._formats)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return "; ".join(dict.fromkeys(each.note(dtype, kernels) for each in self._formats))
@@ -107,21 +107,25 @@ class Packed(CodedLayer):
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str:
         """See WeightFormat.note."""
         name = self.quantization.description
-        if (why := self.kernel_refusal(kernels)) is not None:
+        if (why := self.kernel_refusal(kernels, dtype.itemsize)) is not None:
             said = f"weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
         else:
             rounded = "are rounded to 8 bits per token" if kernels == "cpu" else "are not rounded"
             said = f"weights are {name}, kept so; activations {rounded}"
         return f"{said}; the scales of activations are not used" if self.quantization.layout == "nvfp4" else said
 
-    def kernel_refusal(self, kernels: Kernels) -> str | None:
-        """Why the kernels do not compute with the numbers as they are; None if they do."""
-        is_float8, block = self.quantization.layout == "float8", self.quantization.block
+    def kernel_refusal(self, kernels: Kernels, itemsize: int) -> str | None:
+        """Why the kernels do not compute with the numbers as they are; None if they do. `itemsize`: of activations."""
+        is_float8, block = self.quantization.layout in ("float8", "mxfp8"), self.quantization.block
         size = self.quantization.group_size if block is None else block[1]
         if kernels == "torch":
             return "torch has no kernel for them"
         if is_float8 and kernels == "cpu":
             return "no CPU kernel reads FP8; activations are not rounded"
+        if self.quantization.layout == "nvfp4" and kernels == "cpu" and itemsize == 4:
+            return (
+                "the CPU kernels round activations, and float32 is not rounded; bfloat16 keeps the weights as they are"
+            )
         multiple = 16 if self.quantization.layout == "nvfp4" else 32 if is_float8 or kernels == "cpu" else 8
         if size is not None and size % multiple:
             return f"groups of {size} have no kernel, only multiples of {multiple}"
@@ -129,12 +133,12 @@ class Packed(CodedLayer):
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         """See LayerFormat.kept_bytes."""
-        if self.kernel_refusal(kernels) is not None:
+        if self.kernel_refusal(kernels, itemsize) is not None:
             return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
         (num_rows, num_columns), stored = shape, self.quantization
         if kernels == "cpu":
             return padded_rows(num_rows, kernels, gated=gated) * self._packed_row_bytes(num_columns)
-        size, group_bytes = stored.group_size, {"mxfp4": 2, "nvfp4": 4}.get(stored.layout, 3)
+        size, group_bytes = stored.group_size, {"mxfp4": 2, "nvfp4": 4, "mxfp8": 4}.get(stored.layout, 3)
         if stored.layout == "float8":
             size, group_bytes = stored.block[1] if stored.block else None, 4
         return num_rows * (num_columns * stored.bits // 8 + -(-num_columns // (size or num_columns)) * group_bytes)
@@ -152,7 +156,7 @@ class Packed(CodedLayer):
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         weight = stacked([self._read(tensors, self.quantization) for tensors in modules])
-        return weight if self.kernel_refusal(kernels) is None else weight.dequantized(dtype)
+        return weight if self.kernel_refusal(kernels, dtype.itemsize) is None else weight.dequantized(dtype)
 
 
 def _with_biases(modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -216,6 +220,10 @@ def _mxfp4_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
         StoredTensor(_MXFP4_NUMBERS[q.scale_name], "uint8", in_per=2, init="bits"),
         StoredTensor(q.scale_name, "uint8", in_per=32, init=120.0),
     )
+
+
+def _mxfp8_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
+    return (StoredTensor("weight", "float8_e4m3fn"), StoredTensor("weight_scale", "uint8", in_per=32, init=115.0))
 
 
 def _nvfp4_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
@@ -302,13 +310,22 @@ def _read_float8(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedW
 
 def _read_mxfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
     """Source: OCP Microscaling Formats (MX) Specification 1.0: e2m1, low bits first, times 2^(exponent - 127)."""
-    numbers, exponents = tensors[_MXFP4_NUMBERS[q.scale_name]], tensors[q.scale_name]
-    if int(exponents.max()) == 255:
-        raise ModelError("a scale of MXFP4 weights is NaN", hint="download the checkpoint again")
-    codes = _pairs(numbers)
+    codes = _pairs(tensors[_MXFP4_NUMBERS[q.scale_name]])
     # bfloat16 holds every power of 2 exactly; half of it, as the levels are doubled
-    scales = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 128).to(torch.bfloat16)
+    scales = (_powers_of_2(tensors[q.scale_name]) / 2).to(torch.bfloat16)
     return CodedWeight(codes, 4, scales, E2M1_ZERO, 32, levels=E2M1)
+
+
+def _read_mxfp8(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
+    """Source: as _read_mxfp4, with e4m3."""
+    return CodedWeight(tensors["weight"], 8, _powers_of_2(tensors["weight_scale"]), 0, 32)
+
+
+def _powers_of_2(exponents: Tensor) -> Tensor:
+    """e8m0 as float32."""
+    if int(exponents.max()) == 255:
+        raise ModelError("a scale of MXFP4 or MXFP8 weights is NaN", hint="download the checkpoint again")
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
 def _read_nvfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> CodedWeight:
@@ -354,5 +371,6 @@ LAYOUTS: dict[str, tuple[_Stores, _Reads]] = {
     "int-quantized": (_int_quantized_tensors, _read_int_quantized),
     "float8": (_float8_tensors, _read_float8),
     "mxfp4": (_mxfp4_tensors, _read_mxfp4),
+    "mxfp8": (_mxfp8_tensors, _read_mxfp8),
     "nvfp4": (_nvfp4_tensors, _read_nvfp4),
 }

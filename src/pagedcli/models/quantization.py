@@ -396,6 +396,8 @@ def _ct_weights(
         layout, bits, strategies = "int-quantized", (8,), ("channel", "tensor")
     elif weights.type == "float" and form == "mxfp4-pack-quantized" and group_size == 32:
         layout, bits, strategies = "mxfp4", (4,), ("group",)
+    elif weights.type == "float" and form == "mxfp8-quantized" and group_size == 32:
+        layout, bits, strategies = "mxfp8", (8,), ("group",)
     elif weights.type == "float" and form == "nvfp4-pack-quantized" and group_size == 16:
         layout, bits, strategies = "nvfp4", (4,), ("tensor_group", "group")
     elif weights.type == "float" and form in ("float-quantized", "naive-quantized"):
@@ -404,7 +406,7 @@ def _ct_weights(
         raise refusal(where, method, f"{weights.num_bits}-bit {weights.type} weights in this format")
     if strategy not in strategies:
         raise refusal(where, method, f"strategy {strategy}")
-    if layout in ("float8", "nvfp4") and not weights.symmetric:
+    if layout in ("float8", "mxfp8", "nvfp4") and not weights.symmetric:
         raise refusal(where, method, "floating-point weights with zero points")
     return StoredQuantization(
         method=method,

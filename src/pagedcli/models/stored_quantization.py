@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4", "nvfp4"]
+Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4", "mxfp8", "nvfp4"]
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
 
@@ -19,6 +19,7 @@ READABLE: Mapping[str, str] = {
     "compressed-tensors int-quantized": "int8 weights, per channel or per tensor, symmetric or not",
     "compressed-tensors float-quantized": "FP8 e4m3, per tensor, per channel or in blocks",
     "compressed-tensors mxfp4-pack-quantized": "MXFP4: e2m1 in groups of 32 that share a power of 2",
+    "compressed-tensors mxfp8-quantized": "MXFP8: e4m3 in groups of 32 that share a power of 2",
     "compressed-tensors nvfp4-pack-quantized": "NVFP4: e2m1 in groups of 16 that share an e4m3 number",
     "compressed-tensors mixed-precision": "groups of layers, each in one of these formats",
     "gptq": "4 and 8 bits, in groups or per channel, act-order, gptq and gptq_v2; single layers with other bits",
@@ -51,7 +52,6 @@ REFUSED: Mapping[str, str] = {
     "marlin": "weights in the order of a GPU kernel",
     "marlin-24": "2:4 sparse weights in the order of a GPU kernel",
     "mxfp6-pack-quantized": "MXFP6 weights",
-    "mxfp8-quantized": "MXFP8 weights",
     "quanto": "Quanto's own packings",
     "quark": "Quark's own packings",
     "quip": "codebooks with rotations",
@@ -95,7 +95,9 @@ class StoredQuantization:
             scales = f"in groups of {self.group_size}"
         else:
             scales = "per tensor" if self.per_tensor else "per channel"
-        number = {"float8": "FP8 e4m3", "mxfp4": "e2m1", "nvfp4": "e2m1"}.get(self.layout, f"{self.bits} bits")
+        number = {"float8": "FP8 e4m3", "mxfp4": "e2m1", "mxfp8": "e4m3", "nvfp4": "e2m1"}.get(
+            self.layout, f"{self.bits} bits"
+        )
         return f"{self.method}, {number} {scales}{', act-order' if self.act_order else ''}"
 
 

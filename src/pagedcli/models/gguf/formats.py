@@ -32,7 +32,7 @@ class GgufFormat:
             return AS_STORED
         return self._layers.setdefault(kind.name, GgufLayer(kind))
 
-    def rounds_activations(self, kernels: Kernels) -> bool:
+    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return kernels == "cpu"
 
     def torch_refusal(self) -> str | None:
