@@ -123,9 +123,7 @@ class Packed(CodedLayer):
         if is_float8 and kernels == "cpu":
             return "no CPU kernel reads FP8; activations are not rounded"
         if self.quantization.layout == "nvfp4" and kernels == "cpu" and itemsize == 4:
-            return (
-                "the CPU kernels round activations, and float32 is not rounded; bfloat16 keeps the weights as they are"
-            )
+            return "CPU kernels round activations, which float32 must not be; bfloat16 keeps the weights as they are"
         multiple = 16 if self.quantization.layout == "nvfp4" else 32 if is_float8 or kernels == "cpu" else 8
         if size is not None and size % multiple:
             return f"groups of {size} have no kernel, only multiples of {multiple}"
