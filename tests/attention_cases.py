@@ -35,6 +35,7 @@ class Case:
     num_others: int = 0  # layers whose K and V are in each block, too, half of them before this one's
     # sequence: (an earlier one, how many leading tokens and their blocks it has from there)
     shared: dict[int, tuple[int, int]] = field(default_factory=dict)
+    value_dim: int | None = None  # see AttentionLayer
 
     def __post_init__(self) -> None:
         total = sum(n for n, _ in self.lengths)
@@ -43,7 +44,9 @@ class Case:
         fused = torch.randn(total, columns * self.head_dim, generator=generator).to(self.device, self.dtype)
         q, k, v = fused.split([n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)], 1)
         self.q, self.k, self.v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))  # strided rows of all tokens
-        self.layer = AttentionLayer(scale=self.head_dim**-0.5)
+        self.layer = AttentionLayer(scale=self.head_dim**-0.5, value_dim=self.value_dim)
+        if self.value_dim is not None:
+            self.v = self.k
         self.all_sinks = torch.linspace(-4, 6, self.num_heads).to(self.device)
         for b, (earlier, count) in self.shared.items():
             for x in (self.k, self.v):
@@ -73,6 +76,7 @@ class Case:
                 sinks = self.sinks.double().cpu()[:, None, None].expand(-1, new, 1)
                 scores = torch.cat((scores, sinks), dim=-1)
             weights = scores.softmax(-1)[:, :, :total]
+            v = v[..., : self.value_dim]
             results.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(results)
 
@@ -127,6 +131,7 @@ def fill_cache(
     k_cache, v_cache = (
         torch.full(layers, poison, dtype=dtype, device=case.device)[:, case.num_others // 2] for _ in range(2)
     )
+    v_cache = v_cache if case.value_dim is None else k_cache
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed + 1 + len(members))).tolist()
     table = torch.full((len(members), max(needed) + 2), GARBAGE_BLOCK, dtype=torch.int32)
     early: list[int] = []

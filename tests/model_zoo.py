@@ -36,6 +36,16 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_STRETCHED = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.9}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
 _MULTI_HEAD = {"num_key_value_heads": 4}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -156,6 +166,26 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENTS, **_EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1}),
+    "deepseek_v2-direct": (
+        "DeepseekV2Config",
+        {**_LATENTS, **_EXPERTS, "q_lora_rank": None, "n_routed_experts": 8, "rope_parameters": _STRETCHED},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_LATENTS,
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": _STRETCHED,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_LATENTS, **_EXPERTS, "n_routed_experts": 8}),
+    "minicpm3": ("MiniCPM3Config", {**_LATENTS, "scale_emb": 4, "dim_model_base": 32}),
+    "youtu": ("YoutuConfig", {**_LATENTS, "pad_token_id": None}),
     "gpt2": ("GPT2Config", _MULTI_HEAD),
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),
@@ -284,11 +314,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_local_experts": 0}),
     "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3}),
 }
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v2-direct", "glm4_moe_lite", "minicpm3", "youtu")
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
     *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "granite_swa"),
     *("ministral3", "glm4"),
+    *LATENT_FAMILIES[:2],
 )
 # each only data of mechanisms that those above have, so that its tests but the first are slow
 DATA_FAMILIES = (
@@ -304,6 +336,7 @@ DATA_FAMILIES = (
         "ernie4_5",
     ),
     *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "ernie4_5-moe", "glm4-moe"),
+    *LATENT_FAMILIES[2:],
     *("hunyuan", "starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)

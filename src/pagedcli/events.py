@@ -57,6 +57,7 @@ class CacheGroup(msgspec.Struct, frozen=True, gc=False):
     layers: tuple[int, ...] = ()  # rising; empty: not known, in simulations without a model
     heads: tuple[int, int] | None = None  # key/value heads of each layer, and their size; None: the model's
     token_bytes: int | None = None  # K and V of a token in all of them; None: not known
+    value_dim: int | None = None  # V is the first so many elements of K, which alone is kept; None: V is, too
 
     def used_bytes(self, block_size: int) -> int | None:
         """Bytes that they take of a block, whose rest stays unused; None: not known."""

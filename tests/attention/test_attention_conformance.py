@@ -103,6 +103,31 @@ def test_ragged_step_is_exact_attention(name, shape, dtype):
     assert worst_error(result, case.expected()) < TOLERANCE[dtype]
 
 
+# block size, query heads, K, V: the latents of DeepSeek and GLM, of MiniCPM3, and sizes that fill no vector
+LATENTS = [(16, 16, 576, 512), (32, 20, 288, 256), (3, 5, 52, 40)]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("sizes", LATENTS, ids=["576", "288", "52"])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_that_are_a_part_of_the_keys(name, sizes, dtype):
+    if INTERPRETED and (dtype is not F32 or sizes is LATENTS[0]):
+        pytest.skip("the interpreter is slow")
+    block_size, num_heads, head_dim, value_dim = sizes
+    lengths = INTERPRETED_RAGGED if INTERPRETED else RAGGED
+    case = Case(lengths, block_size, num_heads, 1, head_dim, dtype, DEVICE, value_dim=value_dim)
+    backend = backend_for(name, case)
+    result = run(backend, case)
+    assert result.shape[1:] == (num_heads, value_dim)
+    assert worst_error(result, case.expected()) < TOLERANCE[dtype]
+    if backend.capabilities.batch_invariant:
+        start = 0
+        for b, (_, new) in enumerate(lengths):
+            alone = run(backend, case, only=[b])
+            assert torch.equal(alone, result[start : start + new]), f"sequence {b} alone"
+            start += new
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_that_lie_apart_give_the_bits_of_those_that_follow_each_other(name):
     lengths = [(40, 1), (20, 18)] if INTERPRETED else [(290, 1), (40, 30)]

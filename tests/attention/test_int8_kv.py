@@ -68,7 +68,7 @@ def rounded(x):
 
 def backend_for(case, library=None):
     heads = (case.num_heads, case.num_kv_heads, case.head_dim)
-    spec = AttentionSpec(CPU, case.dtype, case.block_size, *heads, kv_dtype=I8)
+    spec = AttentionSpec(CPU, case.dtype, case.block_size, *heads, kv_dtype=I8, layers=frozenset({case.layer}))
     return cpu.CpuAttention(spec, library or load_library())
 
 
@@ -81,6 +81,16 @@ def test_attention_is_exact_over_what_the_cache_holds(library, shape, dtype):
     case = make_case(RAGGED, shape, dtype, whole=True)
     result = run(backend_for(case), case)
     assert result.dtype == dtype
+    assert worst_error(result, case.expected()) < INT8_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("sizes", [(16, 16, 576, 512), (3, 5, 52, 40)], ids=["576", "52"])
+def test_attention_over_latents_is_exact_over_what_the_cache_holds(library, sizes, dtype):
+    block_size, num_heads, head_dim, value_dim = sizes
+    case = Case(RAGGED, block_size, num_heads, 1, head_dim, dtype, kv_dtype=I8, value_dim=value_dim)
+    case.k = case.v = whole_steps(case.k)
+    result = run(backend_for(case), case)
     assert worst_error(result, case.expected()) < INT8_TOLERANCE[dtype]
 
 
@@ -342,7 +352,7 @@ def test_a_model_through_transformers_is_refused(library, tmp_path):
 
 def test_heads_too_long_for_exact_sums_are_refused(library):
     sizes = {"block_size": 16, "num_heads": 2, "num_kv_heads": 1, "dtype": BF16, "device": CPU}
-    assert select_backend("cpu", head_dim=512, kv_dtype=I8, **sizes).backend.name == "cpu"
-    with pytest.raises(BackendError, match="head_dim up to 512, not 528") as caught:
-        select_backend("cpu", head_dim=528, kv_dtype=I8, **sizes)
+    assert select_backend("cpu", head_dim=1024, kv_dtype=I8, **sizes).backend.name == "cpu"
+    with pytest.raises(BackendError, match="head_dim up to 1024, not 1040") as caught:
+        select_backend("cpu", head_dim=1040, kv_dtype=I8, **sizes)
     assert caught.value.hint == "use --kv-cache-dtype auto"

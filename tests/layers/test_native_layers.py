@@ -31,7 +31,8 @@ def _library():
 
 def load(path, *, dtype=torch.float32, block_size=16, **options):
     spec = read_spec(path)
-    backend = load_cpu(AttentionSpec(CPU, dtype, block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim))
+    layers, heads = frozenset(spec.attention_layers), (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    backend = load_cpu(AttentionSpec(CPU, dtype, block_size, *heads, layers=layers))
     options = {"max_model_len": 256, **options}
     return load_model(path, spec, backend=backend, dtype=dtype, device=CPU, **options), backend
 
@@ -53,7 +54,10 @@ def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_pat
 # norms in float32 around layers, GELU, two rotary tables; norms after; experts with a shared one; multipliers
 SHORT = [
     ("qwen3", torch.float16),
-    *((name, torch.bfloat16) for name in ("qwen3", "gemma3", "olmo2", "qwen2-moe", "granite", "ministral3", "glm4")),
+    *(
+        (name, torch.bfloat16)
+        for name in ("qwen3", "gemma3", "olmo2", "qwen2-moe", "granite", "ministral3", "glm4", "deepseek_v2")
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import errors as hub_errors
-from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, NATIVE_FAMILIES, cached_model
+from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, LATENT_FAMILIES, NATIVE_FAMILIES, cached_model
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
@@ -67,7 +67,7 @@ COMPOSED = [
     family
     for family in (*COMPOSED_FAMILIES, *DATA_FAMILIES)
     # no one rope each, or key/value heads that do not divide 32 or have no default
-    if family not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium", "nemotron")
+    if family not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium", "nemotron", *LATENT_FAMILIES)
 ]
 
 

@@ -76,9 +76,11 @@ WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_atte
         ("qwen3", {}, {}),
         ("gemma3", WINDOWS, {}),
         ("cohere2", {**WINDOWS, "num_hidden_layers": 2}, {}),
+        ("deepseek_v3", {"kv_lora_rank": 64, "qk_rope_head_dim": 32}, {}),
+        ("deepseek_v2", {}, {"kv_cache_dtype": "int8", "quantization": "int8"}),
         ("qwen3-moe", {"moe_intermediate_size": 64}, {"kv_cache_dtype": "int8", "quantization": "int8"}),
     ],
-    ids=["plain", "windows", "attention beside an MLP", "experts and int8"],
+    ids=["plain", "windows", "attention beside an MLP", "latents", "latents and int8", "experts and int8"],
 )
 def test_rows_are_the_same_bits_in_any_company_block_size_and_chunk(emulated, family, sizes, config, tmp_path):
     path = tiny_model(family, tmp_path, **sizes)

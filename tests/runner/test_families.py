@@ -39,7 +39,7 @@ def test_tokens_equal_transformers_in_a_small_pool(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ministral3", "glm4", "exaone4"])
+@pytest.mark.parametrize("name", ["ministral3", "glm4", "exaone4", "deepseek_v3"])
 def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_path_factory):
     path = cached_model(name, tmp_path_factory)
     for params in (

@@ -84,7 +84,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
         engine.step()
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel", "deepseek_v3"])
 def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):
     """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
     path, prompts = tiny_model(family, tmp_path / "m"), ragged_prompts(4)
@@ -92,7 +92,8 @@ def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, clo
     alone = make_engine(path, num_gpu_blocks_override=80)
     split = close(make_engine(path, tensor_parallel_size=2, num_gpu_blocks_override=80))
     assert run(split, prompts, params) == run(alone, prompts, params)
-    assert split.model.weight_bytes < 0.6 * alone.model.weight_bytes
+    latents = family == "deepseek_v3"  # every rank makes all
+    assert split.model.weight_bytes < (0.62 if latents else 0.6) * alone.model.weight_bytes
 
 
 @pytest.mark.slow

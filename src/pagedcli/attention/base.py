@@ -127,6 +127,11 @@ class AttentionSpec:
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
 
     @property
+    def value_dim(self) -> int | None:
+        """AttentionLayer.value_dim, which all layers have in common."""
+        return next((layer.value_dim for layer in self.layers), None)
+
+    @property
     def parts(self) -> "tuple[AttentionSpec, ...]":
         """One spec for each kind of key/value heads, where layers differ in them; otherwise only this one."""
         kinds = sorted({layer.heads for layer in self.layers if layer.heads is not None})
@@ -154,6 +159,7 @@ class Capabilities:
     windows: bool = False  # AttentionLayer.window
     soft_cap: bool = False  # AttentionLayer.soft_cap
     sinks: bool = False  # AttentionLayer.sinks
+    latents: bool = False  # AttentionLayer.value_dim
     negative_scale: bool = True  # AttentionLayer.scale below 0
     strided_blocks: bool = False  # a layer's blocks may lie apart in memory
     batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
@@ -186,9 +192,9 @@ class AttentionBackend(Protocol):
         return (2, max(count for count, _ in groups), *self.kv_shape(num_blocks, block_size, *heads))
 
     def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[LayerKV]:
-        """K and V cache of each layer of a group: views of cache_shape's tensor. `heads`: AttentionLayer.heads."""
-        keys, values = kv_cache[:, :num_layers].unbind(0)
-        return list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        """K and V cache of each layer of a group: views of cache_shape's tensor, whose first dimension is 1 where V is
+        a part of K. `heads`: AttentionLayer.heads."""
+        return list(zip(kv_cache[0, :num_layers].unbind(0), kv_cache[-1, :num_layers].unbind(0), strict=True))
 
     def check_cache(self, kv: LayerKV) -> None:
         """Raises BackendError unless they have this backend's shape and dtype, which later calls rely on."""
@@ -205,14 +211,15 @@ class AttentionBackend(Protocol):
     def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
         """Store K and V of the new tokens.
 
-        Shapes:  k, v [T, G, D] (rows may be strided); slots [T] int32.
+        Shapes:  k, v [T, G, D] (rows may be strided), the same tensor where V is a part of K; slots [T] int32.
         Changes: the cache at every slot that is not -1.
         """
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         """Causal attention of the step's new tokens over the paged cache.
 
-        Shapes:  q [T, H, D]; kv of its dtype and device; returns [T, H, D].
+        Shapes:  q [T, H, D]; kv of its dtype and device, the same tensor twice with layer.value_dim;
+                 returns [T, H, D], or [T, H, value_dim].
                  sinks [H] float32, given if layer.sinks: a score in the denominator of the head's softmax, as if of a
                  token whose V is zero. It is neither scaled nor capped.
         Units:   lengths are in tokens.

@@ -16,7 +16,7 @@ from pagedcli.native import NativeLibrary, load_library
 from pagedcli.native.structs import DTYPE_CODES, bind
 
 SCALE_BYTES = 4  # one float32 per token and head of an int8 cache
-MAX_INT8_HEAD_DIM = 512  # a longer integer dot product overflows 32 bits
+MAX_INT8_HEAD_DIM = 1024  # see MAX_INT8_HEAD in native/paged_cache.h
 
 
 class _StepWork:
@@ -34,6 +34,7 @@ class _StepWork:
 class CpuAttention(AttentionBackend):
     """The native kernel. K and V cache: [N, G, S, D], each head in an internal order.
 
+    With AttentionLayer.value_dim each head is in the order of D, and V is read out of K.
     With kv_dtype int8 the cache is bytes [N, G, S, D + 4]: the elements, then a float32 scale per token and head.
     """
 
@@ -44,6 +45,7 @@ class CpuAttention(AttentionBackend):
         windows=True,
         soft_cap=True,
         sinks=True,
+        latents=True,
         negative_scale=False,
         batch_invariant=True,
         native_step=True,
@@ -57,8 +59,9 @@ class CpuAttention(AttentionBackend):
         self._kv_dtype = spec.kv_dtype or spec.dtype
         self._scale_bytes = SCALE_BYTES if self._kv_dtype == torch.int8 else 0
         sizes = (spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        # check_cache fills in the first and the last
-        self._geometry = (ctypes.c_int64 * 7)(0, *sizes, self._kv_dtype == torch.int8, 0)
+        # check_cache fills in the two zeros
+        is_int8, value_dim = self._kv_dtype == torch.int8, spec.value_dim or 0
+        self._geometry = (ctypes.c_int64 * 8)(0, *sizes, is_int8, 0, value_dim)
         self.geometry_address = ctypes.addressof(self._geometry)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ class CpuAttention(AttentionBackend):
             self.prepare(batch)
         self.check_cache(kv)
         q = _dense_rows(q)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = q.new_empty((*q.shape[:2], layer.value_dim or q.shape[2]))
         failed = self._library.paged_attend(
             DTYPE_CODES[self._spec.dtype],
             self.geometry_address,

@@ -16,4 +16,5 @@ class AttentionLayer:
     k_scale: float = 1.0  # scale of K in an fp8 cache; 1 for every other cache
     v_scale: float = 1.0  # the same for V
     heads: Heads | None = None  # key/value heads and their size, where layers differ; None: those of the AttentionSpec
+    value_dim: int | None = None  # V is the first so many elements of K, which alone is kept; None: V is kept, too
     source: int | None = None  # the layer, counted among those that attend, whose K and V it reads; None: its own

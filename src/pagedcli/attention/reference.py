@@ -19,6 +19,7 @@ class ReferenceAttention(AttentionBackend):
         windows=True,
         soft_cap=True,
         sinks=True,
+        latents=True,
         strided_blocks=True,
     )
 
@@ -32,7 +33,7 @@ class ReferenceAttention(AttentionBackend):
             cache[target // cache.shape[1], target % cache.shape[1]] = new[rows]
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], layer.value_dim or q.shape[2]))
         block_size, num_kv_heads = kv[0].shape[1:3]
         group = q.shape[1] // num_kv_heads
         for b, total in enumerate(batch.num_tokens.tolist()):
@@ -44,6 +45,7 @@ class ReferenceAttention(AttentionBackend):
             positions = torch.arange(first_block * block_size, total, device=q.device)
             seen = (cache[blocks].flatten(0, 1)[: len(positions)].float() for cache in kv)
             k, v = (each.repeat_interleave(group, dim=1) for each in seen)
+            v = v[:, :, : layer.value_dim]
             scores = torch.einsum("thd,khd->htk", q[start:end].float(), k) * layer.scale
             if layer.soft_cap is not None:
                 scores = (scores / layer.soft_cap).tanh() * layer.soft_cap

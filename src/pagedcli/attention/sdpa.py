@@ -49,6 +49,7 @@ class SdpaAttention(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
         windows=True,
         sinks=True,
+        latents=True,
         strided_blocks=True,
     )
 
@@ -74,12 +75,14 @@ class SdpaAttention(AttentionBackend):
         if batch.work is None:
             self.prepare(batch)
         num_heads, head_dim = q.shape[1:]
+        value_dim = layer.value_dim or head_dim
         num_kv_heads = kv[0].shape[1]
         group_size = num_heads // num_kv_heads
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty((len(q), num_heads, value_dim))
         for group in batch.work:
             n, k_len = group.mask.shape[0], group.mask.shape[3]
-            keys, values = (_gather(cache, group) for cache in kv)
+            keys = _gather(kv[0], group)
+            values = _gather(kv[1], group) if layer.value_dim is None else keys[..., :value_dim]
             # The heads of a group become additional queries of one head, so K and V are not repeated.
             queries = q[group.rows].view(n, -1, num_kv_heads, group_size, head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
@@ -87,8 +90,8 @@ class SdpaAttention(AttentionBackend):
             if sinks is not None:
                 keys, values, mask = _with_sinks(keys, values, mask, sinks.view(num_kv_heads, group_size))
             result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
-            result = result.view(n, num_kv_heads, group_size, -1, head_dim).permute(0, 3, 1, 2, 4)
-            out[group.rows] = result.reshape(-1, num_heads, head_dim)
+            result = result.view(n, num_kv_heads, group_size, -1, value_dim).permute(0, 3, 1, 2, 4)
+            out[group.rows] = result.reshape(-1, num_heads, value_dim)
         return out
 
     def _calls(self, batch: PagedBatch) -> list[list[_Chunk]]:

@@ -205,6 +205,8 @@ def layer_refusal(able: Capabilities, layer: AttentionLayer) -> str | None:
         return f"does not support soft caps, and a layer caps attention scores at {layer.soft_cap:g}"
     if layer.sinks and not able.sinks:
         return "does not support attention sinks, which this model has"
+    if layer.value_dim is not None and not able.latents:
+        return "does not support latent attention"
     if layer.scale <= 0 and not able.negative_scale:
         return f"supports only positive scales, and a layer has {layer.scale:g}"
     return None

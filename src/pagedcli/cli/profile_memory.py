@@ -313,10 +313,11 @@ def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
     head = f"{head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
     if kv_dtype in SCALE_BYTES:
         head = f"({head} + {SCALE_BYTES[kv_dtype]} of scale)"
-    return (
-        f"2 (K and V) x {len(group.layers)} layers x {block_size} tokens x {num_kv_heads} kv_heads"
-        f" x {head} = {token_bytes(group, kv_dtype) * block_size:,}"
-    )
+    kept, of_heads = "2 (K and V) x ", f"{num_kv_heads} kv_heads x {head}"
+    if group.value_dim is not None:
+        kept, of_heads = "", head.replace("head_dim", "latent per token and layer")
+    layers = f"{kept}{len(group.layers)} layers x {block_size} tokens"
+    return f"{layers} x {of_heads} = {token_bytes(group, kv_dtype) * block_size:,}"
 
 
 # ---------------------------------------------------------------------- how many requests

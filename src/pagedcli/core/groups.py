@@ -64,13 +64,14 @@ def token_bytes(group: CacheGroup, kv_dtype: str) -> int:
     """Bytes of a token's K and V in all layers of a group that names its heads."""
     assert group.heads is not None, "the group names its heads"
     num_kv_heads, head_dim = group.heads
-    return block_bytes(
+    of_both = block_bytes(
         num_layers=len(group.layers),
         block_size=1,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         kv_dtype=kv_dtype,
     )
+    return of_both if group.value_dim is None else of_both // 2
 
 
 def page_bytes(groups: Sequence[CacheGroup], block_size: int) -> int:

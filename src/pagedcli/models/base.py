@@ -60,7 +60,8 @@ def cache_shape(model: CausalLM, backend: AttentionBackend, num_blocks: int, blo
     """Shape of the model's cache for a backend."""
     own = model.spec.num_kv_heads, model.spec.head_dim
     groups = [(len(group.layers), group.heads or own) for group in layer_groups(model.attention_layers)]
-    return backend.cache_shape(groups, num_blocks, block_size)
+    shape = backend.cache_shape(groups, num_blocks, block_size)
+    return shape if model.attention_layers[0].value_dim is None else (1, *shape[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
+from pagedcli.models.latent_blocks import NORM_EPS
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import Experts, Mlp
@@ -42,6 +44,7 @@ from pagedcli.native.structs import (
     SHORT_CONV,
     ExpertsStruct,
     GroupStepStruct,
+    LatentStruct,
     LayerStruct,
     LinearStruct,
     ModelStruct,
@@ -61,7 +64,7 @@ _GATES = {
     "relu2": RELU2,
     "ungated_gelu": GELU,
 }
-_MIXERS = {Attention, GatedDelta, Mamba2, ShortConv}
+_MIXERS = {Attention, LatentAttention, GatedDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
 
 
@@ -112,7 +115,7 @@ class CpuDecoder:
             ids=input_ids.data_ptr(),
             groups=ctypes.addressof(groups),
             k_cache=kv_cache[0].data_ptr(),
-            v_cache=kv_cache[1].data_ptr(),
+            v_cache=kv_cache[-1].data_ptr(),
             late=None if late is None else late.tokens.data_ptr(),
             late_positions=late_positions.data_ptr(),
             num_late=late_positions.shape[0],
@@ -231,6 +234,12 @@ class _Builder(Parts):
         for name in _NORMS:
             setattr(layer, name, self._norm(f"{key}.{name}"))
         match spec.mixer:
+            case LatentAttention() as mixer:
+                layer.num_kv_heads, layer.head_dim = mixer.heads
+                self._rotary(layer, mixer)
+                layer.qkv = self._linear(f"{key}.latents").struct
+                layer.attention_out = self._linear(f"{key}.out").struct
+                layer.latent = self._latent(mixer, key)
             case Attention() as mixer:
                 self._attention(layer, mixer, key)
             case recurrent:
@@ -257,13 +266,42 @@ class _Builder(Parts):
         if (both := self.norm(f"{key}.qk_norm")) is not None:
             layer.q_norm, *of_keys = (self._address(weight) for weight in both.view(-1, mixer.head_dim).unbind(0))
             layer.k_norm = of_keys[0] if of_keys else None
+        self._rotary(layer, mixer)
+
+    def _rotary(self, layer: LayerStruct, mixer: Attention) -> None:
+        """Changes: layer."""
         if (rope := mixer.rope) is not None:
-            table = self.table(rope, mixer.head_dim)
+            table = self.table(rope, mixer.rotary_dim)
             self.kept.append(table)
             layer.rope_table, layer.rotated, layer.interleaved = table.data_ptr(), table.shape[1], rope.interleaved
             if (scales := self.query_scales(rope)) is not None:
                 self.kept.append(scales)
                 layer.query_scales = scales.data_ptr()
+
+    def _latent(self, mixer: LatentAttention, key: str) -> int:
+        """The address of what a layer with latents has besides."""
+        ups = [self._by_heads(weights) for weights in self.latents_up(mixer, key)]
+        struct = LatentStruct(
+            query_rank=mixer.query_rank or 0,
+            rank=mixer.rank,
+            nope_dim=mixer.nope_dim,
+            value_dim=mixer.value_dim,
+            query_norm=self._norm(f"{key}.query_norm"),
+            latent_norm=self._norm(f"{key}.latent_norm"),
+            eps=NORM_EPS,
+            key_up=ctypes.addressof(ups[0]),
+            value_up=ctypes.addressof(ups[1]),
+        )
+        if mixer.query_rank is not None:
+            struct.queries = self._linear(f"{key}.queries").struct
+        self.kept += [*ups, struct]
+        return ctypes.addressof(struct)
+
+    def _by_heads(self, weights: Tensor) -> ctypes.Array[LinearStruct]:
+        """A linear layer for each head."""
+        dtype = self._request.dtype
+        linears = (self._keep(AS_STORED.native_linear([{"weight": each}], None, dtype)) for each in weights.unbind(0))
+        return (LinearStruct * len(weights))(*_side_by_side(linears, len(weights)))
 
     def _experts(self, experts: Experts, key: str) -> ExpertsStruct:
         numbers, count = range(experts.num_experts), experts.num_experts

@@ -5,6 +5,7 @@ One of the decoders of models.loading. If attention runs on the project's CPU ke
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,9 @@ from pagedcli.models.blocks import (
     rope_table,
 )
 from pagedcli.models.formats import AS_STORED, VECTOR, LayerFormat, Modules
+from pagedcli.models.latent_blocks import HeadLinear, LatentAttention
 from pagedcli.models.mixers.attention import Attention as AttentionMixer
+from pagedcli.models.mixers.latent_attention import LatentAttention as LatentAttentionMixer
 from pagedcli.models.mlps import Experts as ExpertsSpec
 from pagedcli.models.mlps import Mlp as MlpSpec
 from pagedcli.models.parameters import decoder_parameters, unread_tensors
@@ -177,6 +180,19 @@ class Parts:
         """The modules of a linear layer that is never quantized, AS_STORED, and its bias."""
         return [{"weight": self._tensors.pop(key)}], self._tensors.pop(f"{key}.bias", None)
 
+    def latents_up(self, mixer: LatentAttentionMixer, key: str) -> tuple[Tensor, Tensor]:
+        """What absorbs K in queries [H, rank, nope_dim], and what makes V of latents [H, value_dim, rank]."""
+        name = f"{key}.latents_up"
+        if name in self._formats:
+            layer_format, modules, _ = self.stored(name)
+            widened = layer_format.weight(modules, self._request.dtype, "torch")
+            assert isinstance(widened, Tensor), "torch multiplies by numbers"
+        else:
+            widened = self._tensors.pop(f"{name}.weight")
+        of_heads = widened.view(mixer.num_heads, -1, mixer.rank)
+        key_up, value_up = of_heads.tensor_split([mixer.nope_dim], dim=1)
+        return key_up.transpose(1, 2).contiguous(), value_up.contiguous()
+
     @property
     def eps(self) -> float:
         """The epsilon of norms."""
@@ -313,6 +329,8 @@ class _Builder(Parts):
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> Body:
         match mixer:
+            case LatentAttentionMixer():
+                return self._latent_attention(mixer, place, key)
             case AttentionMixer():
                 return (self._varied_attention if mixer.value_norm else self._attention)(mixer, place, key)
         return BODIES[type(mixer)](self, mixer, place, key)
@@ -340,6 +358,32 @@ class _Builder(Parts):
             sinks=self._tensors.pop(f"{key}.sinks", None),
             has_gate=mixer.output_gate,
         )
+
+    def _latent_attention(self, mixer: LatentAttentionMixer, place: int, key: str) -> LatentAttention:
+        latent_norm, rope = self.norm(f"{key}.latent_norm"), mixer.rope
+        assert latent_norm is not None, "every such layer norms its latents"
+        assert rope is not None, "every such layer has a rotary embedding"
+        key_up, value_up = self.latents_up(mixer, key)
+        return LatentAttention(
+            index=place,
+            backend=self._request.backend,
+            mixer=mixer,
+            projected=self.linear(f"{key}.latents"),
+            query_norm=self.norm(f"{key}.query_norm"),
+            queries=None if mixer.query_rank is None else self.linear(f"{key}.queries"),
+            latent_norm=latent_norm,
+            table=self.table(rope, mixer.rope_dim),
+            key_up=self._head_linear(key_up),
+            value_up=self._head_linear(value_up),
+            out=self._summed_linear(f"{key}.out"),
+        )
+
+    def _head_linear(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
+        """A linear layer for each head. Shapes: weights [H, O, I]."""
+        if self.uses_cpu_kernels:
+            return HeadLinear([self._made(AS_STORED, [{"weight": weight}], None) for weight in weights.unbind(0)])
+        self.linear_bytes += weights.nbytes
+        return partial(torch.einsum, "hoi,thi->tho", weights)
 
     def _varied_attention(self, mixer: AttentionMixer, place: int, key: str) -> VariedAttention:
         rope, norm = mixer.rope, self._head_norms(mixer, key)

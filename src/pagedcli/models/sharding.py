@@ -93,6 +93,10 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         counts = {name: mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads for name in parameter.shapes}
         heads = {name: _head_rows(count, mixer.head_dim, parallel) for name, count in counts.items()}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
+    if layer in ("latents", "queries", "latents_up") and out_dim is not None and out_per is not None:
+        of_heads = {name: s for name, s in parameter.shapes.items() if any(f".{p}." in name for p in _OF_HEADS)}
+        ranges = {name: parallel.part_of(shape[out_dim] * out_per) for name, shape in of_heads.items()}
+        return {name: _part(out_dim, rows, out_per, stored) for name, rows in ranges.items()}
     if layer in ("gate_up", "up") and out_dim is not None and out_per is not None:
         sizes = {name: shape[out_dim] * out_per for name, shape in parameter.shapes.items()}
         parts = {name: parallel.part_of(size) for name, size in sizes.items()}
@@ -102,6 +106,9 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         parts = {name: parallel.part_of(size) for name, size in sizes.items()}
         return {name: _part(in_dim, columns, in_per, stored) for name, columns in parts.items()}
     return {}
+
+
+_OF_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")  # modules of latent attention whose outputs are those of heads
 
 
 def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -> Part:

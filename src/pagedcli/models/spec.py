@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
+from msgspec import structs
+
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.core.groups import cache_groups
 from pagedcli.events import CacheGroup
@@ -21,7 +23,7 @@ from pagedcli.models.stored_quantization import Quantization
 from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
 Recurrent = GatedDelta | Mamba2 | ShortConv
-Mixer = Attention | Recurrent
+Mixer = Attention | Recurrent  # LatentAttention is an Attention
 # where the mixer and the MLP are normed; shared: one norm is before both, whose results are added together
 NormPlaces = Literal["before", "after", "around", "shared"]
 
@@ -196,7 +198,8 @@ class ModelSpec:
 def layer_groups(layers: Sequence[AttentionLayer]) -> tuple[CacheGroup, ...]:
     """The groups of layers that share blocks. Layers that read another's K and V are in none."""
     windows, heads = [layer.window for layer in layers], [layer.heads for layer in layers]
-    return cache_groups(windows, heads, [layer.source is None for layer in layers])
+    groups = cache_groups(windows, heads, [layer.source is None for layer in layers])
+    return tuple(structs.replace(group, value_dim=layers[group.layers[0]].value_dim) for group in groups)
 
 
 def numbered(mixers: Iterable[Mixer], mlps: Iterable[Mlp | Experts | None], **common: object) -> tuple[LayerSpec, ...]:

@@ -101,6 +101,69 @@ template <class T> struct Forward {
         return true;
     }
 
+    // The same over latents: `wide` is by rows.
+    bool attend_latents(const Layer& layer, bool ends) {
+        const Latent& l = *layer.latent;
+        const GroupStep& group = step.groups[layer.group];
+        char* cache = (char*)step.k_cache + layer.place * group.layer_bytes;
+        const int64_t D = layer.head_dim, R = layer.rotated, size = l.nope_dim + R, all = H * size;
+        const int64_t width = (l.query_rank ? l.query_rank : all) + D;
+        E *queries = qkv + tokens * width, *absorbed = queries + (l.query_rank ? tokens * all : 0);
+        E* attended = absorbed + tokens * H * D;
+        auto turn = [&](E* x, int64_t t) {
+            if (layer.interleaved) part_interleaved(x, R);
+            rotate<T>(x, (const E*)layer.rope_table + positions[t] * R, R);
+        };
+        const Matrix<const E> from = normed(layer.input_norm, order_for(layer.qkv));
+        linear_forward(layer.qkv, m.dtype, from.base, tokens, qkv, STORE, threads, from.order);
+        E* latents = qkv + width - D;
+        for_rows(threads, tokens, width, 4, [&](int64_t t) {
+            rms_norm<T>(latents + t * width, l.latent_norm, m.float_norms, l.rank, (float)l.eps);
+            turn(latents + t * width + l.rank, t);
+            if (l.query_rank)
+                rms_norm<T>(qkv + t * width, l.query_norm, m.float_norms, l.query_rank, (float)l.eps,
+                            [&](int64_t i) { return wide + t * l.query_rank + i; });
+        });
+        const int64_t strides[4] = {width, D, width, D};
+        paged_write((int)m.dtype, group.geometry, tokens, threads, latents, latents, strides, cache, cache, group.slots);
+        if (l.query_rank) linear_forward(l.queries, m.dtype, wide, tokens, queries, STORE, threads);
+        E* q = l.query_rank ? queries : qkv;
+        const int64_t stride = l.query_rank ? all : width;
+        if (ends) keep_late(q, stride);
+        if (!tokens) return true;
+        by_heads(l.key_up, q, stride, size, absorbed, H * D, D);
+        for_rows(threads, tokens, all, 4, [&](int64_t t) {
+            for (int64_t h = 0; h < H; h++) {
+                E* rotary = q + t * stride + h * size + l.nope_dim;
+                turn(rotary, t);
+                memcpy(absorbed + (t * H + h) * D + l.rank, rotary, R * sizeof(E));
+            }
+        });
+        if (paged_attend((int)m.dtype, group.geometry, late ? group.late_work : group.work, absorbed, H * D, D, cache, cache,
+                         attended, (float)m.attention_scale, (float)m.soft_cap, nullptr, BY_ROWS))
+            return false;
+        by_heads(l.value_up, attended, H * l.rank, l.rank, wide, H * l.value_dim, l.value_dim);
+        return true;
+    }
+
+    // A linear layer for each head. Strides in elements, of rows and from head to head.
+    void by_heads(const Linear* linears, const E* x, int64_t x_stride, int64_t x_head, E* out, int64_t out_stride,
+                  int64_t out_head) const {
+        constexpr int64_t ROWS = 256;  // of a piece of work
+        const int64_t parts = (tokens + ROWS - 1) / ROWS, columns = linears[0].columns;
+        const int most = threads_for(threads, tokens * H * columns * linears[0].rows / 64);
+        parallel_for(most, H * parts, [&](int64_t i) {
+            static thread_local std::vector<char> room;
+            const int64_t h = i / parts, begin = i % parts * ROWS, count = std::min(ROWS, tokens - begin);
+            E* rows = (E*)lines_of(room, count * columns * sizeof(E));
+            for (int64_t r = 0; r < count; r++)
+                memcpy(rows + r * columns, x + (begin + r) * x_stride + h * x_head, columns * sizeof(E));
+            Linear linear = linears[h];
+            linear.out_stride = out_stride;
+            linear_forward(linear, m.dtype, rows, count, out + begin * out_stride + h * out_head, STORE, 1);
+        });
+    }
+
     // The late tokens alone, also of x [T][width].
     void keep_late(E* x, int64_t width) {
         keep_rows(x, width, step.late, step.num_late);
@@ -182,7 +245,7 @@ template <class T> struct Forward {
                 recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm).base, tokens, *step.state_step,
                                   step.states[layer.place], wide, threads);
                 if (ends) keep_late(wide, inner_of(*recurrent));
-            } else if (!attend(layer, ends, order)) {
+            } else if (!(layer.latent ? attend_latents(layer, ends) : attend(layer, ends, order))) {
                 return 1;
             }
             if (!tokens) return 0;

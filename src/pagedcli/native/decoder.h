@@ -6,6 +6,16 @@
 #include "paged_attention.h"
 #include "recurrent.h"
 
+// Multi-head latent attention: qkv makes what queries are made of, a latent and a rotary key.
+struct Latent {
+    int64_t query_rank;  // 0: qkv makes the queries themselves
+    int64_t rank, nope_dim, value_dim;
+    const void *query_norm, *latent_norm;
+    double eps;
+    Linear queries;                    // query_rank -> H * (nope_dim + rotated)
+    const Linear *key_up, *value_up;  // of each head: nope_dim -> rank, rank -> value_dim
+};
+
 // Norms are [E], or null: the layer does not have it.
 struct Layer {
     const void *input_norm, *input_norm_after, *mlp_norm, *mlp_norm_after;
@@ -28,12 +38,15 @@ struct Layer {
     const void* layer_input_after;   // [E]; null: it has no input
     double scalar;                   // multiplies the residual after the layer
     const Recurrent* recurrent;  // in place of attention; null: the layer attends
+    const Latent* latent;        // null: K and V of qkv
 };
 
 struct Model {
     int64_t dtype, num_layers, hidden_size, num_heads;
     int64_t last_keeper;          // the last layer with K and V of its own or a state: see Step::late
-    int64_t qkv_size, head_size;  // the largest widths of a layer's qkv, and of all its query heads
+    // The largest widths of a layer's qkv, with what lies between it and the result of a layer with latents, and of all its
+    // query heads.
+    int64_t qkv_size, head_size;
     int64_t inner_size;   // the largest width of a gated MLP
     int64_t output_gate;  // qkv lists after the query of each head a gate of its result
     int64_t norms_heads;  // q_norm and k_norm are of all heads

@@ -52,10 +52,10 @@ template <class A, class T> struct Attention {
                 if constexpr (T::SCALED) {
                     Largest largest;
                     for (int64_t d = 0; d < g.head_dim; d += VL) largest.put(load_some<A>(from + d, g.head_dim - d));
-                    const float top = largest.get(), inverse = steps_per_unit(top, 32767.f);
+                    const float top = largest.get(), inverse = steps_per_unit(top, g.query_limit());
                     for (int64_t d = 0; d < g.head_dim; d += VL)
                         store_whole(to + d, load_some<A>(from + d, g.head_dim - d) * inverse);
-                    w.q_steps[row] = top / 32767.f;
+                    w.q_steps[row] = top / g.query_limit();
                 } else if constexpr (T::OPS * sizeof(typename T::Op) == T::PAIR * sizeof(Elem)) {  // an operand is the element itself
                     if (g.head_dim % T::PAIR) memset(to + w.q_stride - 1, 0, sizeof *to);
                     memcpy(to, from, g.head_dim * sizeof(Elem));
@@ -124,6 +124,20 @@ template <class A, class T> struct Attention {
         return true;
     }
 
+    // V of PAIR tokens side by side; null: a token's numbers are 0.
+    static void pack_values(const Elem* const* rows, int64_t size, Elem* to, int64_t width) {
+        constexpr int P = T::PAIR;
+        if (!std::all_of(rows, rows + P, [](const Elem* row) { return row; })) {
+            memset(to, 0, width * P * sizeof(Elem));
+            for (int j = 0; j < P; j++)
+                for (int64_t d = 0; rows[j] && d < size; d++) to[d * P + j] = rows[j][d];
+            return;
+        }
+        for (int64_t d = 0; d < size; d++)
+            for (int j = 0; j < P; j++) to[d * P + j] = rows[j][d];
+        memset(to + size * P, 0, (width - size) * P * sizeof(Elem));
+    }
+
     bool pack(const Buffers<T>& w, const Part& part, const int32_t* table, int64_t head, int64_t t, Tiles<T>& tiles) const {
         const int64_t n = tiles.count, first = std::max<int64_t>(0, work.first_seen(part) - t);
         const int64_t valid = std::min<int64_t>(VL, work.num_tokens[part.b] - t);
@@ -131,19 +145,22 @@ template <class A, class T> struct Attention {
         const int64_t steps = (D + T::PAIR - 1) / T::PAIR;
         const int64_t key_elements = HEADER<T> + VL * steps * T::PAIR, value_elements = HEADER<T> + VL * width;
         Elem *key = w.key_pack + n * key_elements, *value = w.value_pack + n * value_elements;
+        const Elem* v_cache = g.value_dim ? k : v;
+        const Elem* rows[VL] = {};  // of V
         memset(key, 0, key_elements * sizeof(Elem));
-        memset(value, 0, value_elements * sizeof(Elem));
         for (int64_t i = first; i < valid; i++) {
             int64_t block = table[(t + i) / S], s = (t + i) % S;
             if (block < 0 || block >= g.num_blocks) return false;
             const int64_t plain = block * g.block_stride + head * S * (D + SCALE<T>), offset = plain + S * SCALE<T> + s * D;
             memcpy(key + i * SCALE<T>, k + plain + s * SCALE<T>, SCALE<T>);
-            memcpy(value + i * SCALE<T>, v + plain + s * SCALE<T>, SCALE<T>);
-            for (int64_t d = 0; d < D; d++) {
+            memcpy(value + i * SCALE<T>, v_cache + plain + s * SCALE<T>, SCALE<T>);
+            for (int64_t d = 0; d < D / T::PAIR; d++)
+                memcpy(key + HEADER<T> + (d * VL + i) * T::PAIR, k + offset + d * T::PAIR, T::PAIR * sizeof(Elem));
+            for (int64_t d = D / T::PAIR * T::PAIR; d < D; d++)
                 key[HEADER<T> + (d / T::PAIR * VL + i) * T::PAIR + d % T::PAIR] = k[offset + d];
-                value[HEADER<T> + (i / T::PAIR * width + d) * T::PAIR + i % T::PAIR] = v[offset + d];
-            }
+            rows[i] = v_cache + offset;
         }
+        for (int64_t i = 0; i < VL; i += T::PAIR) pack_values(rows + i, g.values(), value + HEADER<T> + i * width, width);
         tiles.keys[n] = key;
         tiles.values[n] = value;
         return true;
@@ -186,10 +203,10 @@ template <class A, class T> struct Attention {
         const int64_t group = g.group(), width = g.width();
         for (int64_t r = 0; r < part.num_rows(g); r++) {
             int64_t token = work.cu_q[part.b] + part.q_begin + r / group;
-            const int64_t column = (head * group + r % group) * g.head_dim;
+            const int64_t column = (head * group + r % group) * g.values();
             const float *from = s.out + r * width, inverse = inverse_sum(s, r, head * group + r % group);
-            for (int64_t d = 0; d < g.head_dim; d += VL)
-                store_some<A>(out.at(token, column + d), loadf(from + d) * inverse, g.head_dim - d);
+            for (int64_t d = 0; d < g.values(); d += VL)
+                store_some<A>(out.at(token, column + d), loadf(from + d) * inverse, g.values() - d);
         }
     }
 
@@ -270,13 +287,13 @@ int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, cons
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
                  const float* sinks, Order order) {
     return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
-        return with_kernel(cache_type, geometry->head_dim % 32 == 0, [&](auto kernel) {
+        return with_kernel(cache_type, geometry->fits_tile_registers(), [&](auto kernel) {
             using A = decltype(type);
             using T = decltype(kernel);
             using E = typename T::Elem;
             using Row = typename A::Elem;
             Attention<A, T> attention{*geometry,  *work, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
-                                      q_head_stride, {(Row*)out, geometry->num_heads * geometry->head_dim, order}, scale * LOG2E, soft_cap * LOG2E, sinks};
+                                      q_head_stride, {(Row*)out, geometry->num_heads * geometry->values(), order}, scale * LOG2E, soft_cap * LOG2E, sinks};
             return attention.run_all();
         });
     });

@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// The items of one step. geometry: seven int64, as in paged_cache.h.
+// The items of one step. geometry: eight int64, as in paged_cache.h.
 // window: tokens that a query sees, itself included; 0: all before it.
 StepWork* paged_work_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
                      const int32_t* table, int64_t table_stride, int64_t window, int threads);
@@ -23,7 +23,7 @@ void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int th
                  const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots);
 }
 
-// The same, with out [T][H * D] in this order. BY_TILES only where head_dim is a multiple of 16 and H * D of 32.
+// The same, with out [T][H * D] in this order (D of V). BY_TILES only where head_dim is a multiple of 16 and H * D of 32.
 int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
                  const float* sinks, Order order);

@@ -4,6 +4,8 @@
 //
 // An int8 cache is [N, G, S, D + 4] bytes: float scales of the VL tokens before each tile (of all S tokens before a plain
 // head), then the elements, each token of a head in steps of its largest / 127.
+//
+// Where V is the first value_dim numbers of K, as in latent attention, only K is kept: plain, and both tiles are packed of it.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +14,21 @@
 #include "rows.h"
 #include "simd.h"
 
-constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 127 still fits into 32 bits
+constexpr int MAX_INT8_HEAD = 1024;  // head_dim of an int8 cache, see query_limit
 
 struct Geometry {
     int64_t num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache;
     int64_t block_stride;  // elements from one block to the next, in K and in V
     int64_t group() const { return num_heads / num_kv_heads; }
-    bool packed() const { return block_size % VL || head_dim % VL; }
-    int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it
+    int64_t value_dim;     // V is the first so many numbers of K; 0: V is kept, too
+    bool packed() const { return value_dim || block_size % VL || head_dim % VL; }
+    int64_t values() const { return value_dim ? value_dim : head_dim; }
+    bool fits_tile_registers() const { return head_dim % 32 == 0 && values() % 32 == 0; }
+    // Sizes of V and K as vectors see them.
+    int64_t width() const { return (values() + VL - 1) / VL * VL; }
+    int64_t key_width() const { return (head_dim + VL - 1) / VL * VL; }
+    // Whole numbers that an element of a query is rounded to: the sum of its products with 127 still fits into 32 bits.
+    float query_limit() const { return (float)std::min<int64_t>(32767, INT32_MAX / 127 / head_dim); }
 };
 
 // Bytes of scale per token and head, and elements before those of a tile.

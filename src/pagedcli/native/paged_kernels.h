@@ -38,13 +38,13 @@ template <class T> struct Buffers {
     int64_t q_stride, rows;
 
     static size_t bytes(const Geometry& g, int64_t rows) {
-        return 4096 + rows * (4 * (g.width() + 2) + 4 * (2 * g.width() + 10) + sizeof(Sight)) + PASS_ROWS<T> * 8 * KEYS +
-               (3 * g.width() + 2 * (2 + SCALE<T>)) * KEYS * sizeof(typename T::Elem);
+        return 4096 + rows * (4 * (g.key_width() + 2) + 4 * (2 * g.width() + 10) + sizeof(Sight)) + PASS_ROWS<T> * 8 * KEYS +
+               (g.key_width() + 2 * g.width() + 2 * (2 + SCALE<T>)) * KEYS * sizeof(typename T::Elem);
     }
     Buffers(Arena& arena, const Geometry& g, int64_t max_rows) : rows(max_rows) {
         arena.reserve(bytes(g, rows));
         int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        q_stride = T::SCALED ? g.width() : steps * T::OPS;
+        q_stride = T::SCALED ? g.key_width() : steps * T::OPS;
         q = arena.take<typename T::Op>(rows * q_stride);
         scores = arena.take<float>(PASS_ROWS<T> * KEYS);
         weights = arena.take<typename T::Op>(PASS_ROWS<T> * KEYS / T::PAIR * T::OPS);

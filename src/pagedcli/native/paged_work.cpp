@@ -19,7 +19,7 @@ struct WorkSplitter {
     // the kernels, the more the longer what they read, as long as each thread has a few parts.
     int64_t part_rows(int64_t num_keys) const {
         constexpr int64_t MOST = 256, PARTS_PER_THREAD = 4;
-        const bool tiles = bf16_path() == BF16_TILES && g.head_dim % 32 == 0 && !g.int8_cache;
+        const bool tiles = bf16_path() == BF16_TILES && g.fits_tile_registers() && !g.int8_cache;
         const int64_t pass = tiles ? 32 : 48, least = tiles ? 64 : 48, keys_per_row = tiles ? 8 : 32;
         const int64_t fair = work.cu_q[num_sequences] * g.num_heads / (PARTS_PER_THREAD * work.threads);
         return std::clamp<int64_t>(std::min(num_keys / keys_per_row, fair) / pass * pass, least, MOST / pass * pass);

@@ -51,6 +51,7 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
         alignas(64) Elem whole[T::SCALED ? MAX_INT8_HEAD : 1];
         const int64_t begin = piece / 2 * CHUNK, end = std::min(num_tokens, begin + CHUNK);
         const bool is_key = piece % 2 == 0;
+        if (!is_key && g.value_dim) return;
         const Row* rows = (const Row*)(is_key ? k : v);
         const int64_t token_stride = strides[is_key ? 0 : 2], head_stride = strides[is_key ? 1 : 3];
         for (int64_t i = begin; i < end; i++) {

@@ -39,6 +39,18 @@ class ExpertsStruct(ctypes.Structure):
     ]
 
 
+class LatentStruct(ctypes.Structure):
+    """struct Latent"""
+
+    _fields_ = [
+        *((name, _int64) for name in ("query_rank", "rank", "nope_dim", "value_dim")),
+        *((name, _pointer) for name in ("query_norm", "latent_norm")),
+        ("eps", ctypes.c_double),
+        ("queries", LinearStruct),
+        *((name, _pointer) for name in ("key_up", "value_up")),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """struct Layer"""
 
@@ -53,7 +65,7 @@ class LayerStruct(ctypes.Structure):
         *((name, LinearStruct) for name in ("input_gate", "input_out")),
         ("layer_input_after", _pointer),
         ("scalar", ctypes.c_double),
-        ("recurrent", _pointer),
+        *((name, _pointer) for name in ("recurrent", "latent")),
     ]
 
 

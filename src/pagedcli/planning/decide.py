@@ -285,7 +285,7 @@ def _check_states(
 def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: int) -> None:
     """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
     the rotary embedding of every position, and a block table per sequence."""
-    ropes = {(mixer.rope, mixer.head_dim) for mixer in spec.attentions}
+    ropes = {(mixer.rope, mixer.rotary_dim) for mixer in spec.attentions}
     rope_bytes = limits.max_model_len * itemsize * sum(head_dim for _, head_dim in ropes)
     block_table_bytes = limits.max_num_seqs * limits.tables.num_entries(limits.max_model_len) * 4
     if rope_bytes + block_table_bytes > available:

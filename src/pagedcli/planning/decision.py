@@ -225,10 +225,9 @@ def activation_bytes(
             sampling += num_logits * FREED_BYTES
         return max(step_bytes(spec, step.num_tokens, itemsize), hidden + sampling)
     widest = spec.widest_attention
-    heads = (widest.num_heads + 2 * widest.num_kv_heads) * widest.head_dim
     inner = max(widest.num_heads * widest.head_dim, spec.widest_mlp, spec.hidden_size)
     beside = spec.hidden_size if spec.layers[0].norms == "shared" else 0
-    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner + spec.inputs_width + beside)
+    workspace = step.num_tokens * itemsize * (spec.hidden_size + widest.qkv_size + inner + spec.inputs_width + beside)
     if spec.experts is not None:
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
         workspace += rows * itemsize * (spec.experts.each.width + spec.hidden_size)

@@ -105,7 +105,9 @@ def _shape_words(
 ) -> Iterator[str]:
     """What the layers have in common, as far as it is known, with bytes as they are shown around it."""
     yield window_words(group)
-    if group.heads is not None:
+    if group.heads is not None and group.value_dim is not None:
+        yield f"latent {group.heads[1]} per token and layer"
+    elif group.heads is not None:
         yield f"{plural(group.heads[0], 'KV head')} of {group.heads[1]}"
     used_bytes = group.used_bytes(block_size)
     if used_bytes is not None:

@@ -161,14 +161,14 @@ class AlwaysMixture(Mixture):
 class Glm4Moe(AlwaysMixture):
     """GLM-4.5, whose experts are DeepSeek's without groups."""
 
-    partial_rotary_factor = 0.5
+    partial_rotary_factor: Any = 0.5
     norm_topk_prob = True
     num_dense_layers: int = 1
     routed_scaling_factor: float = 1.0
     use_qk_norm: bool = False
 
     renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
-    biases = ("attention_bias", False, False)
+    biases: ClassVar[Biases] = ("attention_bias", False, False)
     partial_rope = True
     expert_names = ExpertNames(router_bias="gate.e_score_correction_bias", shared="mlp.shared_experts")
 

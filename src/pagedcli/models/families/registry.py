@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pagedcli.models.families import dense, gemma4, hybrids, mixtures
+from pagedcli.models.families import dense, gemma4, hybrids, latents, mixtures
 from pagedcli.models.family import Llama
 
 
@@ -40,6 +40,11 @@ FAMILIES = {
     "ernie4_5": Family("Ernie4_5ForCausalLM", dense.Ernie4_5),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", mixtures.Ernie4_5Moe),
     "glm4_moe": Family("Glm4MoeForCausalLM", mixtures.Glm4Moe),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", latents.Glm4MoeLite),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", latents.DeepseekV2),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latents.DeepseekV3),
+    "minicpm3": Family("MiniCPM3ForCausalLM", latents.MiniCpm3),
+    "youtu": Family("YoutuForCausalLM", latents.Youtu),
     "helium": Family("HeliumForCausalLM", dense.Helium),
     "cwm": Family("CwmForCausalLM", dense.Cwm),
     "qwen2": Family("Qwen2ForCausalLM", dense.Qwen2),

@@ -40,6 +40,11 @@ class Attention:
         return self.num_kv_heads, self.head_dim
 
     @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that the rotary embedding sees."""
+        return self.head_dim
+
+    @property
     def keeps(self) -> bool:
         """Whether the layer has K and V of its own."""
         return self.source is None

@@ -1,0 +1,139 @@
+"""Families with multi-head latent attention. Free of torch."""
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pagedcli.errors import ModelError
+from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe
+from pagedcli.models.family import Biases, Llama
+from pagedcli.models.mixers.latent_attention import LatentAttention
+from pagedcli.models.mlps import Experts
+from pagedcli.models.spec import Scales
+from pagedcli.models.tensors import TensorNames
+
+
+class Latents(Llama):
+    """Every layer attends over latents."""
+
+    kv_lora_rank: Size = 512
+    q_lora_rank: Size | None = 1536
+    qk_nope_head_dim: Size = 128
+    qk_rope_head_dim: Size = 64
+    v_head_dim: Size | None = 128  # None: hidden_size / num_attention_heads
+    rope_interleave: bool | None = True
+
+    biases: ClassVar[Biases] = ("attention_bias", "attention_bias", False)
+    interleaved = True
+
+    @staticmethod
+    def through_transformers(config: dict[str, Any]) -> bool:
+        """Projections may have biases, but not queries that are made directly of the residual."""
+        return bool(config.get("attention_bias")) and config.get("q_lora_rank", 0) is None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    def check(self) -> None:
+        super().check()
+        for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            if (value := getattr(self, name)) is not None and value % 2:
+                raise ModelError(f"{name} is {value}, and odd sizes of latent attention are not supported")
+
+    def attention(self, i: int) -> LatentAttention:
+        plain = super().attention(i)
+        return LatentAttention(
+            num_heads=plain.num_heads,
+            num_kv_heads=plain.num_kv_heads,
+            head_dim=self.kv_lora_rank + self.qk_rope_head_dim,
+            qkv_bias=plain.qkv_bias,
+            out_bias=plain.out_bias,
+            scale=self._stretch**2 * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5,
+            rank=self.kv_lora_rank,
+            rope_dim=self.qk_rope_head_dim,
+            nope_dim=self.qk_nope_head_dim,
+            value_dim=self.v_head_dim or self.hidden_size // self.num_attention_heads,
+            query_rank=self.q_lora_rank,
+        )
+
+    @property
+    def _stretch(self) -> float:
+        """Factor of queries and keys in a context that was extended. Source: YaRN, as DeepSeek-V2 has it."""
+        said: dict[str, Any] = self.rope_parameters or self.rope_scaling or {}
+        weight, factor = said.get("mscale_all_dim") or 0, said.get("factor") or 1
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+class Youtu(Latents):
+    """Youtu-LLM."""
+
+
+class MiniCpm3(Latents):
+    scale_emb: Factor = 12
+    scale_depth: Factor | None = 1.4
+    dim_model_base: Size | None = 256
+
+    biases = Llama.biases
+    interleaved = False
+
+    @property
+    def scales(self) -> Scales:
+        layers = self.num_hidden_layers
+        return Scales(
+            embedding=self.scale_emb,
+            residual=1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(layers),
+            logits_divisor=self.hidden_size / (self.dim_model_base or self.hidden_size),
+        )
+
+
+class DeepseekV3(Latents, Glm4Moe):
+    """Its experts are GLM-4.5's."""
+
+    partial_rotary_factor = None
+
+    biases = Latents.biases
+    partial_rope = False
+
+    @staticmethod
+    def through_transformers(config: dict[str, Any]) -> bool:
+        return Latents.through_transformers(config) or Glm4Moe.through_transformers(config)
+
+
+class Glm4MoeLite(DeepseekV3):
+    mlp_layer_types: list[str] | None = None
+
+    def is_dense(self, i: int) -> bool:
+        kinds = self.mlp_layer_types
+        return super().is_dense(i) if kinds is None else kinds[i : i + 1] == ["dense"]
+
+
+class DeepseekV2(Latents, AlwaysMixture):
+    num_dense_layers: int = 0
+    routed_scaling_factor: float = 1.0
+
+    unsupported = Latents.unsupported | {"moe_layer_freq": (1,), "norm_topk_prob": (False,)}
+    renamed = Glm4Moe.renamed
+    expert_names = Glm4Moe.expert_names
+
+    @staticmethod
+    def through_transformers(config: dict[str, Any]) -> bool:
+        """MLPs, and experts for every token, may have biases."""
+        groups, has_biases = config.get("topk_method", "greedy") != "greedy", bool(config.get("mlp_bias"))
+        return groups or has_biases or Latents.through_transformers(config)
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        return self.names
+
+    def is_dense(self, i: int) -> bool:
+        return i < self.num_dense_layers
+
+    def experts(self) -> Experts:
+        experts = super().experts()
+        return replace(experts, has_router_bias=False, scale=self.routed_scaling_factor)
