@@ -96,6 +96,35 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             affects_rows=False,
         ),
     ] = "lru"
+    prefix_store: Annotated[
+        str | None,
+        _cache(
+            "Folder that keeps KV blocks of shared prefixes for later runs, CPU only",
+            metavar="DIR",
+            default="none",
+            affects_rows=False,
+        ),
+    ] = None
+    prefix_store_size: Annotated[
+        int | None,
+        _cache(
+            "Most bytes of all files in the prefix store, e.g. 20GiB",
+            metavar="BYTES",
+            default="a tenth of the disk stays free",
+            at_least=1,
+            affects_rows=False,
+        ),
+    ] = None
+    prefix_store_days: Annotated[
+        float | None,
+        _cache(
+            "Days without use after which a file leaves the prefix store",
+            metavar="DAYS",
+            default="no limit",
+            above=0,
+            affects_rows=False,
+        ),
+    ] = None
     checkpoints: Annotated[
         str,
         _cache(
@@ -166,6 +195,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+
+BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size"))  # may be text with a unit
 
 
 class TemplateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,8 +337,9 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
             document.setdefault(section, {})[name] = value
             sources[dotted] = "--" + name.replace("_", "-")
     engine = document.get("engine", {})
-    if isinstance(engine.get("kv_cache_memory"), str):
-        engine["kv_cache_memory"] = parse_bytes(engine["kv_cache_memory"])
+    for name in engine.keys() & BYTE_KEYS:
+        if isinstance(engine[name], str):
+            engine[name] = parse_bytes(engine[name])
     for dotted in _leaf_keys(document):
         _read_value(document, dotted, sources[dotted])
     if type(engine.get("checkpoints")) is int:

@@ -143,6 +143,7 @@ class PrefixLookedUp(Event, frozen=True, gc=False):
     # first lookup of a request: tokens that an earlier sequence begins with, too, cached or not; None: not compared
     shared_tokens: int | None = None
     vetoed_by: str | msgspec.UnsetType = msgspec.UNSET  # the kind of cache that allowed less than the blocks
+    disk_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of tokens_hit, those restored for it; UNSET: without a store
 
 
 class BlocksReused(Event, frozen=True, gc=False):
@@ -167,6 +168,17 @@ class BlockEvicted(Event, frozen=True, gc=False):
     block_id: int
     hash: int
     for_seq_id: int | msgspec.UnsetType = msgspec.UNSET  # the sequence that needed a block; UNSET: an older trace
+
+
+class BlocksRestored(Event, frozen=True, gc=False):
+    """Blocks were taken from the front of the free list, filled with what was read from a store, and released, the last
+    one first: free and cached from now on. A sequence that is about to look its prefix up finds them."""
+
+    seq_id: int
+    indices: tuple[int, ...]  # entries of the block table that the sequence will have
+    block_ids: tuple[int, ...]  # of each entry
+    hashes: tuple[int, ...]
+    parent_hashes: tuple[int | None, ...]  # chain hash before each
 
 
 class BlocksFilled(Event, frozen=True, gc=False):
@@ -344,6 +356,7 @@ class StepFailed(Event, frozen=True, gc=False):
 
 AnyEvent = (
     EngineStarted | RequestAdded | RequestRefused | PrefixLookedUp | BlocksReused | BlocksAllocated | BlockEvicted
+    | BlocksRestored
     | BlocksFilled | BlocksReleased | WindowPassed | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting
     | StateSlotsMade | CheckpointLookedUp | StateSlotTaken | StateSlotsReleased | CheckpointMade | CheckpointDropped
     | StatesRecovered

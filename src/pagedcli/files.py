@@ -45,8 +45,9 @@ JOURNAL = FileKind("the journal of a run", b'{"pagedcli_journal":')
 RUN_RECORD = FileKind("the record of a run", b'{"pagedcli_run":')
 SUMMARY = FileKind("the summary of a run", b'{\n  "pagedcli":')
 METRICS = FileKind("counters for Prometheus", b"# HELP pagedcli_")
+CONTENT = FileKind("a file of a store", b'{"pagedcli_kept":')
 _GGUF = FileKind("a model file", b"GGUF")
-_KINDS = (TRACE, KV_RECORDING, JOURNAL, RUN_RECORD, SUMMARY, METRICS, _GGUF)
+_KINDS = (TRACE, KV_RECORDING, JOURNAL, RUN_RECORD, SUMMARY, METRICS, CONTENT, _GGUF)
 _MODEL_ENDINGS = (".safetensors", ".safetensors.index.json", ".gguf")
 _MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

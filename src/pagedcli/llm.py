@@ -1,5 +1,6 @@
 """The Python interface: `from pagedcli import LLM, SamplingParams`, with the signatures of vLLM and nano-vllm."""
 
+import secrets
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -127,9 +128,10 @@ class LLM:
     ) -> None:
         config = engine_config(str(model), engine_options)
         self._recorded = EventList() if record else None
-        self.llm_engine = LLMEngine(config, emit=_both(emit, self._recorded), trace_tokens=record)
+        self.llm_engine = LLMEngine(config, emit=_both(emit, self._recorded), trace_tokens=record, with_store=True)
         self._tokenizer_name = tokenizer
         self._num_resets = 0  # resets of the prefix cache
+        self._process = secrets.token_hex(8)
         self._num_requests = 0
         self._turn = threading.Lock()  # held by the thread whose call is served
 
@@ -311,8 +313,8 @@ class LLM:
                 raise ValueError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
             given = prompt.get("prompt_token_ids")
             prompt = prompt["prompt"] if given is None else given
-        if self._num_resets:
-            cache_salt = f"reset {self._num_resets} {cache_salt or ''}"
+        if self._num_resets:  # not the salt of another process, whose blocks may be in a prefix store
+            cache_salt = f"reset {self._num_resets} of {self._process} {cache_salt or ''}"
         return prompt, cache_salt
 
     def _per_prompt(

@@ -236,12 +236,15 @@ def _usage(answers: list[RowPrompt], samples: list[_Sample]) -> dict[str, Any]:
     if any(sample.reasoning is not None for sample in samples):
         num_reasoning = sum(sample.num_reasoning_tokens for sample in samples)
         details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+    found = {"cached_tokens": sum(answer.result.num_cached_tokens for answer in answers)}
+    if all(answer.result.num_disk_tokens is not None for answer in answers):
+        found["disk_cached_tokens"] = sum(answer.result.num_disk_tokens or 0 for answer in answers)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         # depends on what ran before: the only number in which a resumed run may differ, apart from metrics
-        "prompt_tokens_details": {"cached_tokens": sum(answer.result.num_cached_tokens for answer in answers)},
+        "prompt_tokens_details": found,
         **details,
     }
 

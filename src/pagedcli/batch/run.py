@@ -303,6 +303,7 @@ class BatchRun:
                     make_stop_checker=prompt.stop_checkers,
                     make_guide=prompt.guides,
                     continuations=None if prompt.scored is None else prompt.scored.continuations,
+                    is_private=self._options.cache_namespace is not None,
                 )
             except RequestError as error:
                 which = f"prompt {place + 1} of {len(row.prompts)}: " if len(row.prompts) > 1 else ""

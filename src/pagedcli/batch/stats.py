@@ -152,6 +152,8 @@ def figures(stats: BatchStats) -> list[Figure]:
             "cached_tokens", "Of these, found in the prefix cache.", "tokens", facts.num_cached_tokens,
             "prompt_tokens_cached_total",
         ),
+        Figure("disk_cached_tokens", "Of these, read from the prefix store.", "tokens", facts.num_disk_tokens,
+               "prompt_tokens_disk_cached_total"),
         Figure("hit_rate", "Share of prompt tokens found in the prefix cache.", "share", facts.hit_rate),
         Figure("computed_tokens", "Tokens computed by the model.", "tokens", facts.num_computed_tokens,
                "computed_tokens_total"),

@@ -46,7 +46,7 @@ class RowStream(Sink):
         *,
         chat_template: str | None = None,
     ) -> None:
-        self.engine = LLMEngine(config)
+        self.engine = LLMEngine(config, with_store=True)
         tokenizer = Tokenizer(
             self.engine.model_path, chat_template=chat_template, trust_remote_code=config.trust_remote_code
         )

@@ -11,7 +11,7 @@ import typer
 
 from pagedcli.bench.spread import Busy, Earlier, FigureChange, SpreadRow, compared_rows, spread_rows, worst
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
-from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
@@ -127,7 +127,7 @@ Compare = Annotated[
 
 
 @bench.command()
-@config_flags(*ENGINE_KEYS)
+@config_flags(*MEASURED_KEYS)
 def throughput(
     *,
     preset: Annotated[
@@ -172,7 +172,7 @@ def throughput(
 
 
 @bench.command()
-@config_flags(*ENGINE_KEYS)
+@config_flags(*MEASURED_KEYS)
 def latency(
     *,
     batch_size: Annotated[
@@ -237,7 +237,7 @@ def _bench_passes(
 
 
 @bench.command()
-@config_flags(*ENGINE_KEYS)
+@config_flags(*MEASURED_KEYS)
 def kernels(
     *,
     tokens: Annotated[
@@ -318,7 +318,7 @@ def _kernel_tables(title: str, rows: Sequence["KernelRow"], notes: list[str]) ->
 
 
 @bench.command()
-@config_flags(*ENGINE_KEYS)
+@config_flags(*MEASURED_KEYS)
 def cache(
     *,
     input_len: InputLen = 128,

@@ -39,6 +39,7 @@ COMMANDS = {
     "simulate": "Simulate the KV cache on a trace, at many pool sizes.",
     "plan": "Predict how a prompt file uses the KV cache.",
     "profile-memory": "Show where memory goes and how many KV blocks fit.",
+    "store": "Look after the folder of --prefix-store.",
     "bench": "Measure speed and compare it with the machine's limits.",
     "learn": "Learn how a paged KV cache works, in eight lessons.",
     "doctor": "Check what this machine supports, and test it.",

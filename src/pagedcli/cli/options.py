@@ -75,7 +75,8 @@ FLAGS: dict[str, Any] = {key: flag for section in Config.__struct_fields__ for k
 ENGINE_KEYS = tuple(key for key in FLAGS if key.startswith("engine."))
 SAMPLING_KEYS = tuple(key for key in FLAGS if key.startswith("sampling."))
 RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
-PLAN_KEYS = tuple(key for key in ENGINE_KEYS if key != "engine.seed")  # all that predictions depend on
+MEASURED_KEYS = tuple(key for key in ENGINE_KEYS if not key.startswith("engine.prefix_store"))  # of measurements
+PLAN_KEYS = tuple(key for key in MEASURED_KEYS if key != "engine.seed")  # all that predictions depend on
 
 Flags = dict[str, Any]
 ConfigFile = Annotated[

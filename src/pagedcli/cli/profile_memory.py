@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, UnsetType
 
-from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, blocks_for
@@ -35,7 +35,7 @@ _ALL_HELP = "Show every table: measured against predicted, weight formats, KV dt
 _described = partial(option, panel="Prediction for another machine (no GPU or weights needed)", metavar="BYTES")
 
 
-@config_flags(*ENGINE_KEYS, *PROMPT_KEYS)
+@config_flags(*MEASURED_KEYS, *PROMPT_KEYS)
 def profile_memory(
     *,
     prompts: Annotated[

@@ -20,6 +20,7 @@ from pagedcli.cli.summary import (
     say_advice,
     say_model,
     say_plan,
+    say_store,
     say_summary,
     write_summary,
 )
@@ -95,6 +96,8 @@ def run_job(
             on_stdout=not (stdout_is_taken or terminal_is_taken or job.output_file is None),
         )
         say_summary(result, findings, predicted=end_time.first)
+        if (of_store := engine.close_store()) is not None:
+            say_store(of_store, engine.config.prefix_store or "")
         busy = watch.read()
         if result.outcome == "complete" and (busy is None or not busy.disturbs):
             learn(key, end_time.ratio)
@@ -216,7 +219,7 @@ def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: C
     from pagedcli.runner.llm_engine import LLMEngine
 
     config = job.loaded.config.engine
-    engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
+    engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
     say_plan(engine.plan, enable_prefix_caching=config.enable_prefix_caching)
     for note in engine.model.notes:
         say(f"note: {note}")

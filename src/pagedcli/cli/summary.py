@@ -22,6 +22,7 @@ from pagedcli.views.whole_run import Findings, finding_lines
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
+    from pagedcli.core.store import StoreFacts
 
 
 _MOST_REASON = 300  # characters of why a row failed, which may have a number of thousands of digits; the row has all
@@ -73,6 +74,17 @@ def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
             say_wrapped(line)
 
 
+def say_store(facts: "StoreFacts", path: str) -> None:
+    """Print what a run did with its prefix store, and why files were of no use."""
+    say(
+        f"prefix store {path}: {plural(facts.num_read_blocks, 'block')} read ({byte_text(facts.num_read_bytes)}),"
+        f" {plural(facts.num_written_blocks, 'block')} written ({byte_text(facts.num_written_bytes)})"
+    )
+    for what, reasons in (("not read", facts.not_used), ("not written", facts.not_kept)):
+        for why, count in reasons.most_common():
+            say(f"  {what}: {plural(count, 'file')}, {why}")
+
+
 def say_summary(
     result: BatchResult, findings: Findings | None = None, *, predicted: tuple[float, float] | None = None
 ) -> None:
@@ -105,6 +117,8 @@ def say_summary(
             f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
+        if facts.num_disk_tokens:
+            _say_line(f"  from disk    {plural(facts.num_disk_tokens, 'token')} of these, from the prefix store")
         if stats.num_deduplicated:
             _say_line(
                 f"  deduplicated {plural(stats.num_deduplicated, 'row')} with the answers of an equal one:"

@@ -3,17 +3,20 @@
 Used by the scheduler; needs neither torch nor the engine. The blocks themselves are in core.block_pool.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from msgspec import UNSET
+from msgspec.structs import replace as replace_field
 
 import pagedcli.events as ev
 from pagedcli.core.block_pool import BlockPool
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
+
+ELSEWHERE = -1  # stands for the block of an entry whose content can be brought into the pool
 
 
 class CacheUser(Protocol):
@@ -82,6 +85,7 @@ class BlockManager:
         self._hash_function = hash_function
         self._filled_now: list[int] = []  # blocks marked full in this step: perhaps not written yet
         self._filled_before: list[int] = []  # the same of unread steps before it
+        self._elsewhere: Collection[int] = ()  # entries of the table of a lookup whose content can be brought here
         self._unknown: list[CacheUser] = []  # their last blocks are full once the last token is known
 
     @property
@@ -140,8 +144,27 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, 0, num_asked, 0)
         self._extend_prefixes(seq, num_asked)
-        block_ids = self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
-        return self._hit(block_ids, num_asked)
+        return self._hit(self._cached_beginning(seq), num_asked)
+
+    def _cached_beginning(self, seq: CacheUser) -> list[int | None]:
+        return self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
+
+    def missing_entries(self, seq: CacheUser, elsewhere: Collection[int]) -> list[int]:
+        """Entries of the table that would have to be brought here for the longest beginning that is cached here or
+        `elsewhere`, as far as blocks can be taken for them without losing others of it."""
+        self._elsewhere = elsewhere
+        entries = self._cached_beginning(seq)
+        self._elsewhere = ()
+        missing = [index for index, block_id in enumerate(entries) if block_id == ELSEWHERE]
+        num_takeable = self.pool.num_takeable({block_id for block_id in entries if block_id is not None})
+        if len(missing) <= num_takeable:
+            return missing
+        return [] if self.has_windows else missing[: num_takeable // self.num_groups * self.num_groups]
+
+    def is_written(self, block_id: int, prefix: Prefix) -> bool:
+        """Whether a block has this content, and the step that computed it has run."""
+        is_pending = block_id in self._filled_now or block_id in self._filled_before
+        return self.blocks[block_id].prefix is prefix and not is_pending
 
     def _num_asked(self, seq: CacheUser) -> int:
         """Full spans that a lookup of the sequence may find: those of a context end before its last token, which is
@@ -176,18 +199,41 @@ class BlockManager:
 
     # ------------------------------------------------------------------ changes
 
+    def restore(self, seq: CacheUser, contents: Mapping[int, bytes], place: Callable[[int, bytes], None]) -> None:
+        """Take free blocks for missing entries of the sequence's table, as many as can be taken, in rising order:
+        lookups find them from now on. `place` is called with each block and its content, and fills it."""
+        indices, block_ids = tuple(contents), [self.pool.take(seq.seq_id) for _ in contents]
+        for index, block_id in zip(indices, block_ids, strict=True):
+            place(block_id, contents[index])
+            self.pool.fill(self.blocks[block_id], seq.prefixes[index])
+        for block_id in reversed(block_ids):
+            self.pool.release(block_id)
+        if self._emit is not None:
+            prefixes = [seq.prefixes[index] for index in indices]
+            parents = tuple(None if each.parent is None else each.parent.hash for each in prefixes)
+            hashes = tuple(each.hash for each in prefixes)
+            self._emit(ev.BlocksRestored(seq.seq_id, indices, tuple(block_ids), hashes, parents))
+
     def allocate(
-        self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int, *, num_shared_tokens: int | None = None
+        self,
+        seq: CacheUser,
+        hit: PrefixHit,
+        num_new_tokens: int,
+        *,
+        num_shared_tokens: int | None = None,
+        num_disk_tokens: int | None = None,
     ) -> None:
         """Give a sequence without blocks its hits and fresh blocks for num_new_tokens more, and mark the blocks that
         this step fills as full. Sets its num_cached_tokens and num_computed_tokens.
 
-        The hit must be current, and can_allocate true. `num_shared_tokens` is for the record of the lookup.
+        The hit must be current, and can_allocate true. `num_shared_tokens` and `num_disk_tokens` are for the record of
+        the lookup.
         """
         assert not seq.block_table, "allocate is called once, at prefill"
         assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
         if self._emit is not None:
-            self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit), num_shared_tokens))
+            event = self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit), num_shared_tokens)
+            self._emit(event if num_disk_tokens is None else replace_field(event, disk_tokens=num_disk_tokens))
         self._claim(seq, hit.block_ids)
         self.forget(seq)
         seq.num_cached_tokens = hit.num_spans * self.block_size
@@ -460,10 +506,10 @@ class BlockManager:
         return [found[span * self.num_groups + group] if span >= first_seen[group] else None for span, group in entries]
 
     def _cached_block_id(self, seq: CacheUser, index: int) -> int | None:
-        """The cached block of an entry of the table."""
+        """The cached block of an entry of the table; ELSEWHERE if its content can be brought here."""
         block = self.pool.find(seq.prefixes[index])
         if block is None:
-            return None
+            return ELSEWHERE if index in self._elsewhere else None
         assert block.prefix is not None
         self._share_prefix(seq, index, block.prefix)
         return block.block_id

@@ -6,9 +6,9 @@ normal.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from pagedcli.core.eviction import make_policy
 from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, token_bytes
@@ -73,6 +73,15 @@ class BlockPool:
     def num_free(self, block_ids: Iterable[int | None]) -> int:
         """How many of these blocks are on the free list."""
         return sum(block_id is not None and self.blocks[block_id].ref_count == 0 for block_id in block_ids)
+
+    def num_takeable(self, kept: Collection[int]) -> int:
+        """How many blocks can be taken before one of `kept`. With a policy other than lru only empty ones: it chooses
+        the others as they are taken."""
+        is_next = takewhile(
+            lambda block_id: block_id not in kept and (self.policy is None or self.blocks[block_id].prefix is None),
+            self.free_block_ids,
+        )
+        return sum(1 for _ in is_next)
 
     def partial_tokens(self, parent_hash: int | None, token_ids: list[int]) -> int:
         """How many of these tokens some full block after this chain begins with."""

@@ -6,13 +6,16 @@ entry in KINDS.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagedcli.core.block_manager import BlockManager, CacheUser, PrefixHit
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.states import StateKind
 from pagedcli.events import Emit, WaitingReason
+
+if TYPE_CHECKING:
+    from pagedcli.core.store import PrefixStore
 
 
 class CacheKind(Protocol):
@@ -90,6 +93,8 @@ KINDS: dict[str, type[CacheKind]] = {StateKind.name: StateKind}
 class Cache:
     """Blocks and other kinds side by side. A hit is the longest beginning after which all of them can continue."""
 
+    store: "PrefixStore | None" = None  # where blocks of earlier processes are found
+
     def __init__(self, blocks: BlockManager, others: Iterable[CacheKind] = ()) -> None:
         self.blocks = blocks
         self.others = tuple(others)
@@ -146,13 +151,36 @@ class Cache:
 
     # ------------------------------------------------------------------ changes
 
+    def restore(self, seq: CacheUser, hit: PrefixHit) -> PrefixHit:
+        """Bring what the store has after a hit into free blocks. Returns the hit that the sequence has then."""
+        blocks, store = self.blocks, self.store
+        if store is None or hit.num_spans == hit.num_asked:
+            return hit
+        while found := store.found(seq, hit.num_asked * blocks.num_groups):
+            indices = blocks.missing_entries(seq, found)
+            if not indices:
+                break
+            contents = store.read(seq, indices)
+            if contents is not None:
+                blocks.restore(seq, dict(zip(indices, contents, strict=True)), store.place_in_memory)
+                return self.lookup(seq)
+        return hit
+
     def allocate(
-        self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int, *, num_shared_tokens: int | None = None
+        self,
+        seq: CacheUser,
+        hit: PrefixHit,
+        num_new_tokens: int,
+        *,
+        num_shared_tokens: int | None = None,
+        num_disk_tokens: int | None = None,
     ) -> None:
         """Start a sequence after its hit, with room for num_new_tokens more: see BlockManager.allocate."""
         for kind in self.others:
             kind.allocate(seq, hit)
-        self.blocks.allocate(seq, hit, num_new_tokens, num_shared_tokens=num_shared_tokens)
+        self.blocks.allocate(
+            seq, hit, num_new_tokens, num_shared_tokens=num_shared_tokens, num_disk_tokens=num_disk_tokens
+        )
         for kind in self.others:
             kind.forget(seq)
         self._grow_others(seq, num_new_tokens)

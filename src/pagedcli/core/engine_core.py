@@ -96,6 +96,7 @@ class EngineCore:
         make_guide: Callable[[], Guide] | None = None,
         make_prefixes: Callable[[], list[Prefix]] | None = None,
         continuations: Ids[Ids[int]] | None = None,
+        is_private: bool = False,
     ) -> None:
         """Queue a request. May be called between any two steps.
 
@@ -104,7 +105,7 @@ class EngineCore:
         each new token and detects stop strings; `make_guide` returns the guide that restricts the next token;
         `make_prefixes` the chain of the prompt's full blocks, if only that is known, and not the prompt's tokens. With
         `continuations` nothing is generated: the prompt is the context of each of them, and FinishedRequest.scores says
-        how likely they are; of `params` nothing counts.
+        how likely they are; of `params` nothing counts. `is_private`: the prefix store is not used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
@@ -139,6 +140,7 @@ class EngineCore:
             arrived_s=self._now_s(),
             row_id=row_id,
             targets=targets,
+            is_private=is_private or params.prompt_logprobs is not None,
         )
         request.seqs.append(seq)
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
@@ -196,6 +198,8 @@ class EngineCore:
         if self._emit is not None:
             self._emit(ev.StepStarted(step, self.clock_ns()))
         self.cache.begin_step()
+        if self.cache.store is not None:
+            self.cache.store.keep(self.block_manager, self.stats.seconds_per_token)
         self._forks.start_continuations(self._requests, self._new_sequence)
         work = self._step_ahead(step, clock) if self.runs_ahead else self._step_now(step, clock)
         self._count(work, clock)

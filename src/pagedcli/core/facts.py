@@ -28,6 +28,7 @@ class RunFacts:
     # the first prefix lookup of each request
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # found in the cache then, or while the prompt was computed in chunks
+    num_disk_tokens: int = 0  # of these, read from the prefix store
     longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
     num_ideal: int = 0  # hits if each block is computed only once
     num_partial_tokens: int = 0  # shared, but less than a block
@@ -78,6 +79,11 @@ class RunFacts:
     def hit_rate(self) -> float:
         """Share of prompt tokens found in the prefix cache."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Time of the model per computed token."""
+        return self.forward_ns * 1e-9 / max(1, self.num_computed_tokens)
 
     @property
     def steps_ns(self) -> int:

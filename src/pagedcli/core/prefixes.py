@@ -215,7 +215,7 @@ class PrefixTree:
                 if new_owner is not None:
                     edges[first] = _Edge(tokens[place:], new_owner, {})
                 break
-            same = _num_equal_bytes(edge.tokens, tokens[place : place + len(edge.tokens)])
+            same = num_equal_bytes(edge.tokens, tokens[place : place + len(edge.tokens)])
             place, owner = place + same, edge.owner
             if same < len(edge.tokens):
                 if new_owner is None or place == len(tokens):
@@ -226,7 +226,7 @@ class PrefixTree:
         return Beginning(place // TOKEN_BYTES, owner)
 
 
-def _num_equal_bytes(a: bytes, b: bytes) -> int:
+def num_equal_bytes(a: bytes, b: bytes) -> int:
     """Bytes of the tokens that both begin with. `b` is not longer than `a`."""
     if a == b:
         return len(a)

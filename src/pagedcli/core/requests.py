@@ -42,6 +42,7 @@ class FinishedRequest:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
     scores: list[ContinuationScore] | None = None  # one per continuation, if they were given; it then has no samples
+    num_disk_tokens: int | None = None  # of the cached ones, read from the prefix store; None: it uses none
 
 
 # ---------------------------------------------------------------------- a request and its forks
@@ -93,6 +94,7 @@ class Request:
             request_id=first.request_id,
             prompt_token_ids=first.token_ids[: first.num_context_tokens or first.num_prompt_tokens],
             num_cached_tokens=first.num_cached_prompt_tokens,
+            num_disk_tokens=first.num_disk_tokens,
             samples=self._samples(),
             metrics=self._metrics(),
             prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
@@ -247,6 +249,7 @@ def _new_sample(
         cache_salt=first.cache_salt,
         arrived_s=first.arrived_s,
         row_id=first.row_id,
+        is_private=first.is_private,
     )
     child.admitted_s = first.admitted_s
     request.seqs.append(child)

@@ -53,6 +53,7 @@ class Sequence:
     arrived_s: float = 0.0  # perf_counter, as the other times
     row_id: str | None = None  # the user's own, for the events
     targets: Targets | None = None  # tokens to score; such a sequence generates nothing
+    is_private: bool = False  # the prefix store neither has nor gets its blocks
 
     # constants, which every step needs
     num_prompt_tokens: int = field(init=False)
@@ -82,6 +83,7 @@ class Sequence:
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
     num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
+    num_disk_tokens: int | None = None  # of these, read from the prefix store; None: it uses none
     num_writable_tokens: int = 0  # see core.block_manager.CacheUser
     state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
     state_write: int | None = None  # slot of its state after that step

@@ -112,6 +112,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         eos_token_ids=frozenset(spec.eos_token_ids),
         seed=config.seed,
     )
+    _check_store(config, plan, spec)
     return Decision(config=config, machine=machine, spec=spec, plan=plan, attention=attention, weights=stored)
 
 
@@ -259,6 +260,31 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
             f"eviction is {config.eviction}, but without prefix caching nothing is cached that could be evicted",
             hint="leave out --eviction, or --no-enable-prefix-caching",
         )
+
+
+def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec) -> None:
+    """Raises: ConfigError for a prefix store whose blocks would not have the bits of computed ones (see
+    docs/reproducibility.md), or that would never be used."""
+    if config.prefix_store is None:
+        for name in ("prefix_store_size", "prefix_store_days"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"{name} is for a prefix store", hint="name its folder with --prefix-store")
+        return
+    if not config.enable_prefix_caching:
+        why, hint = "prefix caching is off", "leave out --no-enable-prefix-caching"
+    elif plan.limits.has_states:
+        why, hint = f"{spec.architecture} has layers with recurrent state, which it does not keep", None
+    elif not plan.on_cpu:
+        why, hint = f"no equal bits are promised on {plan.device}", "use --device cpu"
+    elif plan.backend != "cpu":
+        why, hint = f"no equal bits are promised with attention backend {plan.backend}", "use --attention-backend cpu"
+    elif not plan.in_one_call:
+        why, hint = f"no equal bits are promised for {spec.architecture} with decoder {plan.decoder}", None
+    elif config.tensor_parallel_size > 1:
+        why, hint = "it keeps the blocks of one rank", "use --tensor-parallel-size 1"
+    else:
+        return
+    raise ConfigError(f"prefix_store cannot be used: {why}", hint=hint or "leave out --prefix-store")
 
 
 def _check_states(

@@ -86,8 +86,10 @@ class PoolFrames(View[PoolState]):
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._touched.add(event.block_id)
 
-    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled | ev.BlocksRestored, state: PoolState) -> None:
         self._touched.update(event.block_ids)
+
+    on_blocks_restored = on_blocks_filled
 
     def on_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
         self._touched_seqs[event.seq_id] = None

@@ -82,6 +82,7 @@ class PrefixLaws(LawBook):
         self._followers: dict[int | None, dict[int, None]] = {}  # full blocks by the hash of the chain before them
         self._token_ids: dict[int, list[int]] = {}  # seq_id -> tokens of live sequences, where recorded
         self._block_tokens: dict[int, tuple[int, ...]] = {}  # block_id -> tokens of full blocks, where recorded
+        self._before_restored: dict[int, int | None] = {}  # seq_id -> num_found before blocks were restored for it
         self._seen: SeenPrefixes | None = SeenPrefixes()  # None: not all of them are known
 
     def chain(self, seq: SeqState, state: PoolState) -> list[int] | None:
@@ -156,6 +157,13 @@ class PrefixLaws(LawBook):
         if not 0 <= event.partial_tokens <= engine.block_size:
             refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
         found = self.num_found(seq, state, first if event.reason == "continued" else None)
+        before = self._before_restored.pop(event.seq_id, found)
+        if event.disk_tokens is not UNSET and found is not None and before is not None:
+            from_disk = event.tokens_hit - min(before * engine.block_size, event.num_tokens - 1)
+            if event.disk_tokens != from_disk:
+                refuse(event, f"{from_disk} tokens were read for seq {seq.seq_id}, not {event.disk_tokens}")
+        elif event.disk_tokens is not UNSET and not 0 <= event.disk_tokens <= event.tokens_hit:
+            refuse(event, f"{event.disk_tokens} of {event.tokens_hit} tokens read from a store")
         has_kind = state.slots is not None and event.vetoed_by == StateKind.name
         is_vetoed = event.vetoed_by is not UNSET and event.vetoed_by in other_kinds(state)
         if event.vetoed_by is not UNSET and not (has_kind or is_vetoed):
@@ -208,6 +216,22 @@ class PrefixLaws(LawBook):
             held, span = None if block_id is None else self._block_tokens.get(block_id), index // state.num_groups
             if held is not None and held != tuple(token_ids[span * size : (span + 1) * size]):
                 refuse(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {span}")
+
+    def before_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
+        self._before_restored[event.seq_id] = self.num_found(state.seqs[event.seq_id], state)
+
+    def after_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
+        seq, size = state.seqs[event.seq_id], state.block_size
+        chain, token_ids = self.chain(seq, state), self._token_ids.get(event.seq_id)
+        if chain is None or token_ids is None:
+            return
+        restored = zip(event.indices, event.block_ids, event.hashes, event.parent_hashes, strict=True)
+        for index, block_id, block_hash, parent_hash in restored:
+            if block_hash != chain[index] or parent_hash != (chain[index - 1] if index else None):
+                refuse(event, f"entry {index} of seq {seq.seq_id} has hash {chain[index]} in its chain")
+            span = index // state.num_groups
+            self._block_tokens[block_id] = tuple(token_ids[span * size : (span + 1) * size])
+            self._followers.setdefault(parent_hash, {})[block_id] = None
 
     def after_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         size = state.block_size

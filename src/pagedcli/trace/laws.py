@@ -212,6 +212,27 @@ class PoolLaws(LawBook):
 
     def before_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
         live(event, state)
+        self._check_taken(event, state)
+
+    def before_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
+        seq, count = live(event, state), len(event.block_ids)
+        if seq.running or seq.block_table or not state.started.enable_prefix_caching:
+            refuse(event, f"seq {seq.seq_id} ({seq.status}) looks up no prefix")
+        if not count or {len(event.indices), len(event.hashes), len(event.parent_hashes)} != {count}:
+            refuse(event, f"{count} blocks without an entry, a hash and the one before for each")
+        most = seq.num_asked(state.block_size, seq.num_tokens) * state.num_groups
+        if list(event.indices) != sorted({index for index in event.indices if 0 <= index < most}):
+            refuse(event, f"entries {list(event.indices)} of a block table of {most}")
+        hashes = dict(zip(event.indices, event.hashes, strict=True))
+        for index, parent_hash in zip(event.indices, event.parent_hashes, strict=True):
+            if hashes.get(index - 1, parent_hash) != parent_hash:
+                refuse(event, f"entry {index} does not follow the one before it")
+        if any(block_hash in state.hash_to_block_id for block_hash in event.hashes):
+            refuse(event, "a restored block was in the pool already")
+        self._check_taken(event, state)
+
+    def _check_taken(self, event: ev.BlocksAllocated | ev.BlocksRestored, state: PoolState) -> None:
+        """Refuse blocks that are not the next free ones, or others than those evicted for them."""
         for block_id, expected in zip(event.block_ids, self._next_free(event, state), strict=True):
             if block_id != expected:
                 named = "no block is free" if expected is None else f"the next free block is {expected}"
@@ -238,7 +259,7 @@ class PoolLaws(LawBook):
                 refuse(event, f"another block was evicted for seq {self._evicted_for}")
             self._evicted_for = event.for_seq_id
         self._evicted[block_id] = state.hash_to_block_id.get(event.hash) == block_id
-        self._due = (ev.BlockEvicted, ev.BlocksAllocated), "the evicted blocks are allocated"
+        self._due = (ev.BlockEvicted, ev.BlocksAllocated, ev.BlocksRestored), "the evicted blocks are allocated"
 
     def before_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         seq, block_ids = live(event, state), event.block_ids
@@ -399,7 +420,7 @@ class PoolLaws(LawBook):
 
     # ------------------------------------------------------------------ parts
 
-    def _next_free(self, event: ev.BlocksAllocated, state: PoolState) -> list[int | None]:
+    def _next_free(self, event: ev.BlocksAllocated | ev.BlocksRestored, state: PoolState) -> list[int | None]:
         """The blocks that must be taken: empty ones in their order, then those that were evicted. With lru these are
         the first cached ones of the free list; duplicates may go earlier, as no lookup finds them."""
         assert state.engine is not None

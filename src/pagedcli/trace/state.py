@@ -405,6 +405,15 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.num_evicted += 1
 
+    def on_blocks_restored(self, event: ev.BlocksRestored) -> None:
+        chain = zip(event.indices, event.block_ids, event.hashes, event.parent_hashes, strict=True)
+        for index, block_id, block_hash, parent_hash in chain:
+            self.hold(block_id)
+            self.block_groups[block_id] = index % self.num_groups
+            self.mark_full(block_id, block_hash, parent_hash, event.seq_id)
+        for block_id in reversed(event.block_ids):
+            self.let_go(block_id)
+
     def on_blocks_filled(self, event: ev.BlocksFilled) -> None:
         seq = self.seqs[event.seq_id]
         table, index = seq.block_table, seq.place_of(event.block_ids)

@@ -121,6 +121,15 @@ class BlockLife(View[PoolState]):
         if self.block_id in event.block_ids:
             self._begin(event.seq_id, f"forked from seq {event.parent_seq_id}", state)
 
+    def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
+        if self.block_id in event.block_ids:
+            seq, number = state.seqs[event.seq_id], event.block_ids.index(self.block_id)
+            index = event.indices[number]
+            token_ids, group = self._slice(seq.seq_id, index, state), index % state.num_groups
+            self.contents.append(
+                Content(event.hashes[number], group, state.step_number, seq.seq_id, seq.label, token_ids)
+            )
+
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         if self.block_id not in event.block_ids:
             return

@@ -478,15 +478,26 @@ class Explainer(View[PoolState]):
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         first = state.seqs[event.seq_id].place_of(event.block_ids)
         for index, block_hash in enumerate(event.hashes, first):
-            self._first_seen.setdefault(block_hash, (state.num_events, event.seq_id))
-            self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
+            self._arrived(block_hash, event.seq_id, state)
             if index % state.num_groups == 0:
                 self._learn(event.seq_id, index // state.num_groups, block_hash)
-            ghost = self._ghosts.pop(block_hash, None)
-            if ghost is not None:
-                self._missed.pop(block_hash, None)
-                del self._evictions[bisect_left(self._evictions, ghost[0])]
         self._drop_complete(event.seq_id)
+
+    def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
+        """The sequence that takes the blocks is the one that they were evicted for."""
+        self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
+        self._evicted = []
+        for block_hash in event.hashes:
+            self._arrived(block_hash, event.seq_id, state)
+
+    def _arrived(self, block_hash: int, seq_id: int, state: PoolState) -> None:
+        """A block has this content from now on."""
+        self._first_seen.setdefault(block_hash, (state.num_events, seq_id))
+        self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
+        ghost = self._ghosts.pop(block_hash, None)
+        if ghost is not None:
+            self._missed.pop(block_hash, None)
+            del self._evictions[bisect_left(self._evictions, ghost[0])]
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._num_copies[event.hash] -= 1

@@ -51,7 +51,7 @@ class PrefixTree(View[PoolState]):
         self._roots: list[int] = []
         self.num_lookups = 0
 
-    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled | ev.BlocksRestored, state: PoolState) -> None:
         seq = state.seqs[event.seq_id]
         for block_id, block_hash in zip(event.block_ids, event.hashes, strict=True):
             if block_hash in self._nodes or state.block_groups[block_id]:
@@ -60,6 +60,8 @@ class PrefixTree(View[PoolState]):
             parent = state.parent_hashes[block_id]
             before = None if parent is None else self._nodes.get(parent)
             (self._roots if before is None else before.children).append(block_hash)
+
+    on_blocks_restored = on_blocks_filled
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         self.num_lookups += 1

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.records import RIGHT, Column, Means, Share, columns_of, computed, hash_text
 from pagedcli.trace.state import PoolState, SeqState, Status
@@ -141,7 +143,7 @@ class LookupRow(ShownRow):
 
     USES: ClassVar = {
         "file": "seq_id request_id row_id reason own num_tokens blocks_asked blocks_hit tokens_hit first_miss"
-        " missing_hash miss_reason partial_tokens shared_tokens",
+        " missing_hash miss_reason partial_tokens shared_tokens disk_tokens",
         "json": "",  # as the event
         "table": "seq_id label reason num_tokens blocks_asked blocks_hit tokens_hit first_miss why",
     }
@@ -169,6 +171,9 @@ class LookupRow(ShownRow):
     shared_tokens: Annotated[
         int | None, Means("tokens that an earlier sequence begins with, too, cached or not; null: not counted")
     ]
+    disk_tokens: Annotated[
+        int | None, Means("of tokens_hit, those read from the prefix store for it; null: none is used")
+    ] = computed(lambda row: None if row.event.disk_tokens is UNSET else row.event.disk_tokens)
     why: Annotated[str, "why no more"] = computed(lambda row: why_no_more(row.event))
 
     def __init__(self, event: ev.PrefixLookedUp, seq: SeqState | None) -> None:

@@ -9,6 +9,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
@@ -117,6 +119,8 @@ class RunStats(View[PoolState]):
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         own = state.seqs[event.seq_id].repeats
+        if not own and event.disk_tokens is not UNSET:
+            self.facts.num_disk_tokens += event.disk_tokens
         if not own and event.reason == "continued":
             self.facts.num_cached_tokens += event.tokens_hit
         elif not own:

@@ -33,7 +33,10 @@ def waiting_reason(event: ev.RequestWaiting, engine: ev.EngineStarted) -> str:
 
 def lookup_outcome(event: ev.PrefixLookedUp) -> str:
     """The outcome of a prefix lookup, and why it hit no more."""
-    found = f"hit {event.blocks_hit} of {plural(event.blocks_asked, 'block')} ({plural(event.tokens_hit, 'token')})"
+    tokens = plural(event.tokens_hit, "token")
+    if event.disk_tokens is not UNSET and event.disk_tokens:
+        tokens += f", {event.disk_tokens:,} of them from disk"
+    found = f"hit {event.blocks_hit} of {plural(event.blocks_asked, 'block')} ({tokens})"
     if event.miss_reason == "caching_off":
         return ev.MISS_WORDS["caching_off"]
     if event.miss_reason == "no_full_block":
@@ -113,6 +116,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             return f"share blocks {_ids(event.block_ids)} with {seq}"
         case ev.BlocksAllocated():
             return f"allocate blocks {_ids(event.block_ids)} to {seq}"
+        case ev.BlocksRestored():
+            return f"read blocks {_ids(event.block_ids)} from the prefix store for {seq}"
         case ev.BlocksFilled():
             return f"fill blocks {_ids(event.block_ids)} of {seq}"
         case ev.BlocksReleased():
@@ -243,6 +248,8 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
             return f"allocated to {name(seq_id)}"
         case ev.BlocksReused(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"reused by {name(seq_id)}"
+        case ev.BlocksRestored(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
+            return f"read from the prefix store for {name(seq_id)}: content {hashes[ids.index(block_id)]:016x}"
         case ev.BlocksFilled(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
             return f"filled by {name(seq_id)}: content {hashes[ids.index(block_id)]:016x}"
         case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:

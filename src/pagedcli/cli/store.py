@@ -1,0 +1,127 @@
+"""`pagedcli store`: what is in the folder of --prefix-store, whether it is whole, and how to make it smaller."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pagedcli.cli.options import FormatOption, option
+from pagedcli.config import parse_bytes
+from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, identity_digest
+from pagedcli.errors import UsageError
+from pagedcli.printable import byte_text, plural
+from pagedcli.records import Bytes
+from pagedcli.show.tables import Format, print_tables, table
+
+EXIT_DAMAGED = 1
+_DAY_S = 86_400
+
+store = typer.Typer(
+    help="Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of --prefix-store.")]
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The files of one model and its settings."""
+
+    settings: str  # the digest of all parts
+    differs: Annotated[str, "differs from the first in"]
+    num_files: int
+    num_bytes: Annotated[Bytes, "size"]
+    seconds: Annotated[float, "seconds saved"]
+    days: Annotated[float, "days since its last use"]
+
+
+@store.command()
+def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
+    """List what the folder has, by model and settings: those used last come first.
+
+    A run reads only files whose parts are all its own; the names of the others' parts say why they were a miss.
+    """
+    folder = _folder(path)
+    files, wrong = folder.files()
+    by_settings: dict[str, list[ContentFile]] = {}
+    for file in sorted(files, key=lambda each: -each.used_s):
+        by_settings.setdefault(identity_digest(file.head.identity), []).append(file)
+    rows, first = [], next(iter(by_settings.values()), None)
+    for digest, group in by_settings.items():
+        assert first is not None
+        mine, firsts = group[0].head.identity, first[0].head.identity
+        differs = [name for name in {**firsts, **mine} if mine.get(name) != firsts.get(name)]
+        num_bytes, seconds = sum(each.num_bytes for each in group), sum(each.head.seconds for each in group)
+        days = max(0.0, time.time() - group[0].used_s) / _DAY_S
+        rows.append(Settings(digest[:16], ", ".join(differs), len(group), num_bytes, seconds, days))
+    title = f"{plural(len(files), 'file')} of {byte_text(folder.used_bytes())} in {path}"
+    notes = [f"{name}: {why}" for name, why in wrong.items()]
+    print_tables([table(Settings, "settings", title, rows, notes=notes)], format_)
+
+
+@store.command()
+def check(path: Folder) -> None:
+    """Read every byte and compare it with its checksum. Changes nothing.
+
+    Exit codes: 0 all files are as they were written, 1 some are not.
+    """
+    folder = _folder(path)
+    folder.is_writable = False  # reading is no use of a file here
+    files, wrong = folder.files()
+    for file in files:
+        try:
+            for part in range(len(file.head.sizes)):
+                folder.read(file, [part])
+        except DamagedFile as error:
+            wrong[file.path.name] = str(error)
+    num_whole = len(files) - len(wrong.keys() & {file.path.name for file in files})
+    print(f"{plural(num_whole, 'file')} as written, {len(wrong):,} not")
+    for name, why in wrong.items():
+        print(f"  {name}: {why}")
+    if wrong:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+@store.command()
+def trim(
+    path: Folder,
+    *,
+    size: Annotated[
+        str | None,
+        option(metavar="BYTES", help="Most bytes of all files, e.g. 20GiB. Default: a tenth of the disk stays free."),
+    ] = None,
+    days: Annotated[float | None, option(metavar="DAYS", help="Days without use. Default: no limit.", min=0)] = None,
+) -> None:
+    """Remove damaged files, those that were not used for so many days, and the least valuable above the size.
+
+    The value of a file is the time that it saves per byte, halved for each day without use. Files of others in the
+    folder count, but are never removed.
+    """
+    most_bytes = None if size is None else parse_bytes(size)
+    folder = ContentFolder(
+        _folder(path).path, most_bytes=most_bytes, most_age_s=None if days is None else days * _DAY_S
+    )
+    num_removed = folder.trim()
+    print(f"{plural(num_removed, 'file')} removed, {byte_text(folder.used_bytes())} left in {path}")
+
+
+@store.command()
+def clear(path: Folder) -> None:
+    """Remove all files of prefix stores from the folder. What others have put there stays."""
+    folder = _folder(path)
+    files, wrong = folder.files()
+    for name in [*(file.path.name for file in files), *wrong]:
+        folder.remove(folder.path / name)
+    folder.trim()
+    print(f"{plural(len(files) + len(wrong), 'file')} removed, {byte_text(folder.used_bytes())} left in {path}")
+
+
+def _folder(path: Path) -> ContentFolder:
+    """Raises: UsageError if there is no such folder: none is made by looking at it."""
+    if not path.is_dir():
+        raise UsageError(f"there is no folder {path}", hint="name the folder of --prefix-store")
+    return ContentFolder(path)

@@ -1,0 +1,264 @@
+"""A folder of files that are found by what they hold: written whole or not at all, bounded, and checked when read.
+
+Used by whatever keeps large computed data for later processes; knows nothing of their content. A file is never changed,
+only created and removed, so several processes share a folder without locks: one that finds a file gone computes again.
+"""
+
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from pagedcli.errors import UsageError
+from pagedcli.files import CONTENT, PendingFile, is_in_use, read_own, whole_file
+
+ENDING = ".kept"
+HALF_LIFE_S = 86_400.0  # a file that was not read for so long is worth half
+_SETTLED_S = 10  # a file that changed since may change again within the resolution of its time
+FREE_SHARE = 0.1  # of the disk, which stays free where no bound is given
+MOST_HEAD_BYTES = 2**28
+_FIRST_LINE = re.compile(rb'\{"pagedcli_kept":1,"head_bytes":(\d+),"xxh3":"([0-9a-f]{32})"\}\n')
+_LEFTOVER = re.compile(r"\..+" + re.escape(ENDING) + r"\.[0-9a-f]{8}\.tmp")
+Buffer = bytes | bytearray | memoryview
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file says of itself."""
+
+    identity: dict[str, str]  # named parts: all that must be equal for the content to be of use
+    note: bytes  # what the content is, in the words of whoever keeps it
+    seconds: float  # that reading the content saves
+    depth: int = 0  # of several files of equal worth, the deepest is removed first
+    sizes: list[int]  # bytes of each part
+    checksums: list[str]  # xxh3-128 of each part
+
+
+@dataclass(slots=True, eq=False)
+class ContentFile:
+    """A file whose head is whole. Its parts are checked as they are read."""
+
+    path: Path
+    head: Head
+    start: int  # place of the first part
+    num_bytes: int
+    used_s: float  # Unix time of the last use
+
+    def worth(self, now_s: float) -> tuple[float, int]:
+        """Seconds that it saves per byte, halved for each half-life without use; the least is removed first."""
+        days = max(0.0, now_s - self.used_s) // HALF_LIFE_S
+        return self.head.seconds / max(1, self.num_bytes) * 0.5**days, -self.head.depth
+
+
+class DamagedFile(Exception):
+    """A file is not what was written, or gone; the text says how."""
+
+
+def digest_of(data: Buffer) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def identity_digest(identity: Mapping[str, str]) -> str:
+    """A digest of all named parts."""
+    return digest_of(msgspec.json.encode(sorted(identity.items())))
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of every byte of a file, remembered for this user as long as its size, time and inode stay. Raises:
+    OSError."""
+    about = path.stat()
+    state = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {about.st_ino} {about.st_dev}"
+    remembered = cache_home() / "digests" / digest_of(state.encode())
+    with suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch("[0-9a-f]{32}", text := read_own(remembered).decode()):
+            return text
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(2**24):
+            digest.update(piece)
+    after = path.stat()
+    if time.time() - about.st_mtime > _SETTLED_S and (after.st_size, after.st_mtime_ns) == (
+        about.st_size,
+        about.st_mtime_ns,
+    ):
+        with suppress(OSError):
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(remembered, overwrite=True) as kept:
+                kept.write(digest.hexdigest().encode())
+    return digest.hexdigest()
+
+
+def cache_home() -> Path:
+    """The folder of what this user's runs keep for later ones."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedcli"
+
+
+class ContentFolder:
+    """The files in a folder, and the bound of all that is in it.
+
+    `most_bytes` counts every file, whoever has made it; None: a tenth of the disk stays free. Files that others have
+    put there are never removed. `most_age_s`: without use; older files are not found and go first.
+    Raises: UsageError if it is not a folder and cannot become one.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int | None = None, most_age_s: float | None = None) -> None:
+        self.path = path
+        self.most_bytes, self.most_age_s = most_bytes, most_age_s
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be a folder for kept files: {error.strerror}") from error
+        self.is_writable = os.access(path, os.W_OK | os.X_OK)
+
+    # ------------------------------------------------------------------ what is there
+
+    def files(self) -> tuple[list[ContentFile], dict[str, str]]:
+        """The files that are whole and not too old, and for the others of ours their name and what is wrong."""
+        found, wrong = [], {}
+        for path in sorted(self.path.glob(f"*{ENDING}")):
+            try:
+                file = _open_head(path)
+                if self.most_age_s is not None and time.time() - file.used_s > self.most_age_s:
+                    raise DamagedFile("not used for too long")
+                found.append(file)
+            except DamagedFile as error:
+                wrong[path.name] = str(error)
+        return found, wrong
+
+    def used_bytes(self) -> int:
+        """Bytes of all files in the folder, those of others included."""
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
+
+    # ------------------------------------------------------------------ changes
+
+    def write(
+        self, identity: Mapping[str, str], note: bytes, parts: Sequence[Buffer], *, seconds: float, depth: int = 0
+    ) -> ContentFile | str:
+        """Keep some parts as one file. Returns the file, or why it was not kept."""
+        sizes = [len(memoryview(part).cast("B")) for part in parts]
+        head = Head(
+            identity=dict(identity),
+            note=note,
+            seconds=seconds,
+            depth=depth,
+            sizes=sizes,
+            checksums=list(map(digest_of, parts)),
+        )
+        encoded = msgspec.msgpack.encode(head)
+        first = b'{"pagedcli_kept":1,"head_bytes":%d,"xxh3":"%s"}\n' % (len(encoded), digest_of(encoded).encode())
+        start = len(first) + len(encoded)
+        name = f"{identity_digest(identity)[:16]}-{digest_of(note)}{ENDING}"
+        if not self.is_writable:
+            return "the folder is read-only"
+        if (why := self._make_room(start + sum(sizes))) is not None:
+            return why
+        try:
+            pending = PendingFile(self.path / name, overwrite=True)
+            try:
+                os.fchmod(pending.file.fileno(), 0o600)
+                for part in (first, encoded, *parts):
+                    pending.file.write(part)
+                pending.commit()
+            except BaseException:
+                pending.discard()
+                raise
+        except OSError as error:
+            return error.strerror or str(error)
+        if (why := self._make_room(0)) is not None:  # others have written meanwhile
+            return why
+        return ContentFile(self.path / name, head, start, start + sum(sizes), time.time())
+
+    def remove(self, path: Path) -> None:
+        """Remove a file of ours, which may be gone already."""
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+    def trim(self) -> int:
+        """Remove what is damaged, too old or left by killed processes, and what is above the bound. Returns how many
+        files went."""
+        before = sum(1 for _ in self.path.iterdir())
+        for name in self.files()[1]:
+            self.remove(self.path / name)
+        for path in self.path.iterdir():
+            if _LEFTOVER.fullmatch(path.name) and not is_in_use(path):
+                self.remove(path)
+        self._make_room(0)
+        return before - sum(1 for _ in self.path.iterdir())
+
+    def _make_room(self, num_bytes: int) -> str | None:
+        """Remove the least valuable files until so many bytes are within the bound. Returns why they are not."""
+        missing = self._missing_bytes(num_bytes)
+        if missing <= 0:
+            return None
+        if self.most_bytes is not None and num_bytes > self.most_bytes:
+            return "the bound is smaller than one file"
+        now_s = time.time()
+        for file in sorted(self.files()[0], key=lambda each: each.worth(now_s)):
+            self.remove(file.path)
+            if (missing := self._missing_bytes(num_bytes)) <= 0:
+                return None
+        return "other files in the folder or on the disk leave no room"
+
+    def _missing_bytes(self, num_bytes: int) -> int:
+        if self.most_bytes is not None:
+            return self.used_bytes() + num_bytes - self.most_bytes
+        disk = shutil.disk_usage(self.path)
+        return int(disk.total * FREE_SHARE) + num_bytes - disk.free
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, file: ContentFile, wanted: Sequence[int]) -> list[bytes]:
+        """Some parts of a file, each as it was written. Raises: DamagedFile."""
+        ends = [file.start]
+        for num_bytes in file.head.sizes:
+            ends.append(ends[-1] + num_bytes)
+        parts = []
+        try:
+            with file.path.open("rb") as opened:
+                for part in wanted:
+                    opened.seek(ends[part])
+                    content = opened.read(file.head.sizes[part])
+                    if digest_of(content) != file.head.checksums[part]:
+                        raise DamagedFile("other bytes than were written")
+                    parts.append(content)
+            if self.is_writable:
+                os.utime(file.path)
+        except OSError as error:
+            raise DamagedFile(error.strerror or str(error)) from error
+        file.used_s = time.time()
+        return parts
+
+
+def _open_head(path: Path) -> ContentFile:
+    """Raises: DamagedFile."""
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or not CONTENT.has(path):  # opening a pipe would wait for ever
+            raise DamagedFile("not a file of this program")
+        with path.open("rb") as file:
+            first = file.readline(256)
+            match = _FIRST_LINE.fullmatch(first)
+            if match is None or int(match[1]) > MOST_HEAD_BYTES:
+                raise DamagedFile("the first line is damaged")
+            encoded = file.read(int(match[1]))
+    except OSError as error:
+        raise DamagedFile(error.strerror or str(error)) from error
+    if digest_of(encoded) != match[2].decode():
+        raise DamagedFile("the head is damaged")
+    head = msgspec.msgpack.decode(encoded, type=Head)
+    start = len(first) + len(encoded)
+    if about.st_size != start + sum(head.sizes):
+        raise DamagedFile("cut or longer than written")
+    return ContentFile(path, head, start, about.st_size, about.st_mtime)

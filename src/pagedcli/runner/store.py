@@ -1,0 +1,82 @@
+"""The prefix store of an engine: its folder, what its blocks depend on, and the memory of its pool.
+
+Used by LLMEngine; planning.decide has refused the engines whose bits are not promised.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagedcli import __version__
+from pagedcli.config import EngineConfig
+from pagedcli.content_files import ContentFolder, digest_of, file_digest
+from pagedcli.core.store import PrefixStore
+from pagedcli.models.hub import weight_files
+from pagedcli.native.build import instructions, library_key, load_library
+from pagedcli.planning.decision import Decision
+from pagedcli.runner.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """The blocks of a KV cache on the CPU, [2, P, N, ...]."""
+
+    kv_cache: Tensor
+    block_bytes: int
+
+    @classmethod
+    def of(cls, kv_cache: Tensor) -> "CacheMemory":
+        return cls(kv_cache, kv_cache[:, :, 0].numel() * kv_cache.itemsize)
+
+    def read(self, block_id: int) -> bytes:
+        """A copy of a block's K and V."""
+        block = self.kv_cache[:, :, block_id].contiguous()
+        return block.view(-1).view(torch.uint8).numpy().tobytes()
+
+    def write(self, block_id: int, content: bytes) -> None:
+        """Replace a block's K and V."""
+        block = self.kv_cache[:, :, block_id]
+        given = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(block.dtype)
+        block.copy_(given.view(block.shape))
+
+
+def open_store(config: EngineConfig, decision: Decision, model_path: Path, runner: ModelRunner) -> PrefixStore | None:
+    """The store that a configuration names; None: it names none. Raises: UsageError."""
+    if config.prefix_store is None:
+        return None
+    days = config.prefix_store_days
+    folder = ContentFolder(
+        Path(config.prefix_store).expanduser(),
+        most_bytes=config.prefix_store_size,
+        most_age_s=None if days is None else days * 86_400,
+    )
+    limits = runner.limits
+    identity = store_identity(config, decision, model_path)
+    return PrefixStore(folder, identity, CacheMemory.of(runner.kv_cache), limits.block_size, len(limits.groups))
+
+
+def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
+    """Named parts: everything that the bits of a block depend on, apart from its tokens and their salt."""
+    plan, spec = decision.plan, decision.spec.within(decision.plan.limits.max_model_len)
+    is_dummy = config.load_format == "dummy"
+    files = [] if is_dummy else weight_files(model_path)
+    about = [model_path / "config.json"] if model_path.is_dir() else []
+    return {
+        "pagedcli": __version__,
+        "torch": str(torch.__version__),
+        "model files": digest_of(" ".join(map(file_digest, [*about, *files])).encode()),
+        "dtype": plan.dtype,
+        "quantization": plan.weights or "none",
+        "load format": f"dummy, seed {config.seed}" if is_dummy else "files",
+        "decoder": plan.decoder,
+        "attention backend": plan.backend,
+        "KV dtype": plan.kv_dtype,
+        "block size": str(plan.limits.block_size),
+        "groups of layers": digest_of(repr(plan.limits.groups).encode()),
+        "rotary embedding": digest_of(repr([(mixer.rope, mixer.head_dim) for mixer in spec.attentions]).encode()),
+        "instructions": instructions(load_library()),
+        "kernels": library_key(),
+        "rank": f"0 of {config.tensor_parallel_size}",
+    }

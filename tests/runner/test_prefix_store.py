@@ -1,0 +1,306 @@
+"""The prefix store: what is read back has the bits that would be computed, and whatever is damaged, foreign, stale or
+private is no hit."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from engine_harness import ragged_prompts, run
+from model_zoo import cached_model, tiny_model
+
+from pagedcli import content_files
+from pagedcli.config import EngineConfig
+from pagedcli.core import store as core_store
+from pagedcli.errors import ConfigError
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.store import store_identity
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.check import TraceChecker
+
+SCORED = SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
+ROOMY = {"num_gpu_blocks_override": 400, "block_size": 4, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_digests(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("cache")
+        patch.setattr(content_files, "cache_home", lambda: home)
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return cached_model("qwen3", tmp_path_factory)
+
+
+def engine_with(path, folder=None, **config):
+    checker = TraceChecker()
+    config = EngineConfig(
+        model=str(path), dtype="float32", device="cpu", prefix_store=folder and str(folder), **{**ROOMY, **config}
+    )
+    engine = LLMEngine(config, emit=checker.apply, trace_tokens=True, with_store=True)
+    engine.checker = checker
+    return engine
+
+
+def outcome(engine, prompts, params=SCORED, **request):
+    """Tokens and log-probabilities of every prompt, checked after each step; the law of hits at the end."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, **request)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = output
+        engine.cache.check(engine.scheduler.running)
+    facts = engine.close_store()
+    stats = engine.stats
+    if not stats.num_preemptions:  # found in memory, found on disk, and computed, are what was asked for
+        generated = stats.num_generated_tokens - len(prompts)  # the last token of a sequence is not computed
+        in_memory = stats.num_cached_tokens - stats.num_disk_tokens
+        assert in_memory + stats.num_disk_tokens + stats.num_computed_tokens == stats.num_prompt_tokens + generated
+    assert 0 <= stats.num_disk_tokens <= stats.num_cached_tokens
+    found = [outputs[str(i)] for i in range(len(prompts))]
+    if facts is not None:
+        assert sum(each.num_disk_tokens or 0 for each in found) == stats.num_disk_tokens
+    engine.checker.result(())
+    samples = [sample for each in found for sample in each.samples]
+    scores = [[(each.token_id, each.logprob, each.top) for each in sample.logprobs or ()] for sample in samples]
+    return [(sample.token_ids, *each) for sample, each in zip(samples, scores, strict=True)], facts, stats
+
+
+MODELS = {
+    "dense": ("qwen3", {}),
+    "window": ("mistral", {}),
+    "window in some layers": ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
+    "experts": ("qwen3_moe", {}),
+}
+SETTINGS = {
+    "plain": {},
+    "int8": {"kv_cache_dtype": "int8"},
+    "blocks of 1": {"block_size": 1},
+    "blocks of 16, chunks": {"block_size": 16, "chunked_prefill_size": 7},
+    "a step ahead": {"async_scheduling": True},
+    "quantized": {"quantization": "int8"},
+    "next-use": {"eviction": "next-use"},
+}
+QUICK = [("dense", name) for name in SETTINGS] + [("window in some layers", "plain")]
+ALL = [(model, name) for model in MODELS for name in SETTINGS]
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+
+
+@pytest.mark.parametrize(("model", "setting"), CASES)
+def test_restored_blocks_have_the_bits_of_computed_ones(model, setting, tmp_path_factory, tmp_path):
+    family, changes = MODELS[model]
+    path = tiny_model(family, tmp_path / "model", **changes) if changes else cached_model(family, tmp_path_factory)
+    prompts, settings = ragged_prompts(vocab_size=100), SETTINGS[setting]
+    expected, none, _ = outcome(engine_with(path, **settings), prompts)
+    assert none is None
+    first, written, _ = outcome(engine_with(path, tmp_path / "store", **settings), prompts)
+    second, read, stats = outcome(engine_with(path, tmp_path / "store", **settings), prompts)
+    assert first == second == expected
+    assert written.num_written_blocks
+    assert read.num_read_blocks
+    assert stats.num_disk_tokens
+    assert not (read.not_used)
+    assert not (written.not_kept)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_bytes_are_the_same_with_any_number_of_threads(path, tmp_path, threads):
+    prompts = ragged_prompts(vocab_size=100)
+    outcome(engine_with(path, tmp_path), prompts)
+    torch.set_num_threads(threads)
+    try:
+        engine, computed = engine_with(path, tmp_path), engine_with(path)
+        memory, indexed = engine.cache.store._memory, engine.block_manager.hash_to_block_id
+        outcome(engine, prompts)
+        own = type(memory).of(computed.runner.kv_cache)
+        outcome(computed, prompts)
+    finally:
+        torch.set_num_threads(1)
+    both = indexed.keys() & computed.block_manager.hash_to_block_id.keys()
+    assert len(both) > 30
+    for each in both:
+        assert memory.read(indexed[each]) == own.read(computed.block_manager.hash_to_block_id[each])
+
+
+@pytest.mark.parametrize("eviction", ["lru", "prefix-lru", "next-use"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 14))])
+def test_small_pools_preempt_and_restore(path, tmp_path, eviction, seed):
+    """40 random runs, in which blocks are evicted, preempted and read again."""
+    prompts = ragged_prompts(vocab_size=100, seed=seed)
+    small = {"num_gpu_blocks_override": 24, "eviction": eviction, "max_num_seqs": 4}
+    expected, *_ = outcome(engine_with(path), prompts)
+    outcome(engine_with(path, tmp_path), prompts)
+    for _ in range(2):
+        found, read, stats = outcome(engine_with(path, tmp_path, **small), prompts)
+        assert found == expected
+        assert stats.num_evictions
+        assert read.num_read_blocks
+
+
+def test_large_prefixes_become_several_files_of_one_chain(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(core_store, "FILE_BYTES", 10_000)
+    prompts = ragged_prompts(vocab_size=100)
+    expected, written, _ = outcome(engine_with(path, tmp_path), prompts)
+    assert len(list(tmp_path.iterdir())) > 1
+    found, read, _ = outcome(engine_with(path, tmp_path), prompts)
+    assert found == expected
+    assert read.num_read_blocks == written.num_written_blocks
+
+
+def test_private_requests_neither_read_nor_write(path, tmp_path):
+    prompts, scored = (
+        ragged_prompts(vocab_size=100),
+        SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, n=2),
+    )
+    _, facts, _ = outcome(engine_with(path, tmp_path), prompts, is_private=True, cache_salt="alone")
+    assert facts.num_written_blocks == 0
+    engine = engine_with(path, tmp_path, max_num_seqs=2)
+    run(engine, prompts, scored)
+    assert engine.close_store().num_written_blocks == 0
+    outcome(engine_with(path, tmp_path), prompts)
+    assert outcome(engine_with(path, tmp_path), prompts, is_private=True)[1].num_read_blocks == 0
+
+
+def test_a_salt_finds_only_its_own_blocks(path, tmp_path):
+    prompts = ragged_prompts(vocab_size=100)
+    outcome(engine_with(path, tmp_path), prompts, cache_salt="a")
+    assert outcome(engine_with(path, tmp_path), prompts, cache_salt="b")[1].num_read_blocks == 0
+    assert outcome(engine_with(path, tmp_path), prompts)[1].num_read_blocks == 0
+    assert outcome(engine_with(path, tmp_path), prompts, cache_salt="a")[1].num_read_blocks > 0
+    assert not any(b"salt-text" in file.read_bytes() for file in tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------- identity
+
+
+@pytest.fixture(scope="module")
+def stored(path, tmp_path_factory):
+    """A folder with the blocks of some prompts."""
+    folder = tmp_path_factory.mktemp("stored")
+    outcome(engine_with(path, folder), ragged_prompts(vocab_size=100))
+    return folder
+
+
+def test_each_part_of_the_identity_alone_is_a_miss_with_its_name(path, stored, monkeypatch):
+    engine = engine_with(path)
+    parts = store_identity(engine.config, engine.decision, engine.model_path)
+    assert len(parts) == 15
+    for name in parts:
+        monkeypatch.setattr("pagedcli.runner.store.store_identity", lambda *_: {**parts, name: "another"})  # noqa: B023
+        store = engine_with(path, stored).cache.store
+        assert (store.facts.num_found_blocks, list(store.facts.not_used)) == (0, [f"other {name}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"block_size": 8}, ["block size"]),
+        ({"kv_cache_dtype": "int8"}, ["KV dtype", "groups of layers"]),
+        ({"quantization": "int8"}, ["quantization"]),
+        ({"dtype": "bfloat16"}, ["dtype", "KV dtype", "groups of layers"]),
+        ({"load_format": "dummy"}, ["load format", "model files"]),
+    ],
+)
+def test_other_settings_find_nothing_and_say_why(path, stored, changes, names):
+    config = {"model": str(path), "dtype": "float32", "device": "cpu", "prefix_store": str(stored), **ROOMY, **changes}
+    facts = LLMEngine(EngineConfig(**config), with_store=True).close_store()
+    [why] = facts.not_used
+    assert (facts.num_found_blocks, sorted(why.removeprefix("other ").split(", "))) == (0, sorted(names))
+
+
+def test_one_byte_in_the_middle_of_a_tensor_is_another_model(path, stored, tmp_path):
+    shutil.copytree(path, tmp_path / "other")
+    [weights] = (tmp_path / "other").glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    store = engine_with(tmp_path / "other", stored).cache.store
+    assert (store.facts.num_found_blocks, list(store.facts.not_used)) == (0, ["other model files"])
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "why"),
+    [
+        ("qwen3", {"attention_backend": "sdpa"}, "attention backend sdpa"),
+        ("qwen3", {"enable_prefix_caching": False}, "prefix caching is off"),
+        ("qwen3_5", {}, "recurrent state"),
+        ("gpt2", {}, "GPT2"),
+    ],
+)
+def test_where_no_bits_are_promised_it_is_refused_by_name(family, config, why, tmp_path_factory, tmp_path):
+    with pytest.raises(ConfigError, match=f"prefix_store cannot be used: .*{why}"):
+        engine_with(cached_model(family, tmp_path_factory), tmp_path / "store", **config)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_bound_without_a_store_is_refused(path):
+    with pytest.raises(ConfigError, match="prefix_store_size is for a prefix store"):
+        engine_with(path, prefix_store_size=1000)
+
+
+# ---------------------------------------------------------------------- damages
+
+
+def damaged(folder, kind, rng):
+    """Damage one file of a store."""
+    files = sorted(folder.glob("*.kept"))
+    path = rng.choice(files)
+    content = bytearray(path.read_bytes())
+    if kind == "byte":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del content[rng.randrange(len(content)) :]
+    elif kind == "zeros":
+        start = rng.randrange(len(content))
+        content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    elif kind == "swap":
+        content = rng.choice(files).read_bytes()
+    path.write_bytes(content)
+    if kind == "gone":
+        path.unlink()
+
+
+KINDS = ("byte", "cut", "zeros", "swap", "gone")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the start", "after the start"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damages_are_misses_and_never_an_answer(path, stored, tmp_path, monkeypatch, kind, late):
+    monkeypatch.setattr(core_store, "FILE_BYTES", 10_000)
+    prompts, rng = ragged_prompts(vocab_size=100), random.Random(f"{kind} {late}")
+    expected, *_ = outcome(engine_with(path), prompts)
+    outcome(engine_with(path, tmp_path / "whole"), prompts)
+    for turn in range(4):
+        folder = tmp_path / str(turn)
+        shutil.copytree(tmp_path / "whole", folder)
+        if not late:
+            damaged(folder, kind, rng)
+        engine = engine_with(path, folder)
+        if late:
+            damaged(folder, kind, rng)
+        assert outcome(engine, prompts)[0] == expected
+
+
+def test_a_bound_that_is_too_small_changes_no_row(path, tmp_path):
+    prompts = ragged_prompts(vocab_size=100)
+    expected, *_ = outcome(engine_with(path), prompts)
+    for num_bytes in (1, 5_000, 60_000):
+        found, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_size=num_bytes), prompts)
+        assert found == expected
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= num_bytes
+    assert facts.num_written_blocks or facts.not_kept
+
+
+def test_a_folder_that_cannot_be_written_is_read(path, stored, tmp_path, monkeypatch):
+    shutil.copytree(stored, tmp_path / "store")
+    real = content_files.os.access
+    monkeypatch.setattr(content_files.os, "access", lambda path, mode: path != tmp_path / "store" and real(path, mode))
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()}
+    _, facts, _ = outcome(engine_with(path, tmp_path / "store"), ragged_prompts(vocab_size=100, seed=0))
+    assert facts.num_read_blocks
+    assert not facts.num_written_blocks
+    assert before == {file.name: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()}

@@ -1,0 +1,152 @@
+import errno
+import os
+import stat
+import time
+
+import pytest
+
+from pagedcli import content_files
+from pagedcli.content_files import ContentFolder, DamagedFile, file_digest
+from pagedcli.errors import UsageError
+
+MINE = {"model": "a", "block size": "16"}
+
+
+def kept(folder, note=b"n", parts=(b"one", b"", b"three"), **rest):
+    file = folder.write(MINE, note, parts, **{"seconds": 1.0, **rest})
+    assert not isinstance(file, str), file
+    return file
+
+
+def test_parts_come_back_as_they_were_written(tmp_path):
+    file = kept(ContentFolder(tmp_path / "new"))
+    again = ContentFolder(tmp_path / "new")
+    [found], wrong = again.files()
+    assert not wrong
+    assert (found.head, found.num_bytes) == (file.head, file.path.stat().st_size)
+    assert again.read(found, [2, 0, 1]) == [b"three", b"one", b""]
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+def test_every_changed_byte_is_found(tmp_path):
+    folder = ContentFolder(tmp_path)
+    file = kept(folder)
+    content = file.path.read_bytes()
+    for place in range(len(content)):
+        file.path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+        files, wrong = folder.files()
+        if files:
+            with pytest.raises(DamagedFile, match="other bytes"):
+                folder.read(files[0], [0, 1, 2])
+        else:
+            assert list(wrong) == [file.path.name]
+
+
+def test_every_cut_is_found(tmp_path):
+    folder = ContentFolder(tmp_path)
+    file = kept(folder)
+    content = file.path.read_bytes()
+    for length in range(len(content)):
+        file.path.write_bytes(content[:length])
+        assert folder.files()[0] == []
+    file.path.write_bytes(content + b"x")
+    assert folder.files() == ([], {file.path.name: "cut or longer than written"})
+
+
+def test_a_file_that_is_gone_is_no_content(tmp_path):
+    folder = ContentFolder(tmp_path)
+    file = kept(folder)
+    file.path.unlink()
+    with pytest.raises(DamagedFile, match="No such file"):
+        folder.read(file, [0])
+
+
+def test_the_bound_holds_for_all_files_and_takes_the_least_valuable(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "of-others").write_bytes(bytes(1000))
+    folder = ContentFolder(tmp_path)
+    sizes = [kept(folder, note=b"%d" % i, parts=[bytes(500)], seconds=float(i)).num_bytes for i in range(4)]
+    bounded = ContentFolder(tmp_path, most_bytes=1000 + 2 * max(sizes) + 10)
+    bounded.trim()
+    assert sorted(each.head.note for each in bounded.files()[0]) == [b"2", b"3"]
+    kept(bounded, note=b"new", parts=[bytes(500)], seconds=9.0)
+    assert sorted(each.head.note for each in bounded.files()[0]) == [b"3", b"new"]
+    assert bounded.used_bytes() <= 1000 + 2 * max(sizes) + 10
+    assert bounded.write(MINE, b"huge", [bytes(5000)], seconds=1.0) == "the bound is smaller than one file"
+    assert (tmp_path / "sub" / "of-others").exists()
+    crowded = ContentFolder(tmp_path, most_bytes=1100)
+    assert (
+        crowded.write(MINE, b"x", [bytes(500)], seconds=1.0) == "other files in the folder or on the disk leave no room"
+    )
+    assert crowded.used_bytes() == 1000
+
+
+def test_without_a_bound_a_tenth_of_the_disk_stays_free(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"total": 10_000, "free": 1500})
+    monkeypatch.setattr(content_files.shutil, "disk_usage", lambda path: usage)
+    folder = ContentFolder(tmp_path)
+    kept(folder, parts=[bytes(100)])
+    assert isinstance(folder.write(MINE, b"x", [bytes(400)], seconds=1.0), str)
+
+
+def test_the_end_of_a_chain_goes_before_its_head(tmp_path):
+    folder = ContentFolder(tmp_path)
+    files = [kept(folder, note=b"%d" % depth, parts=[bytes(100)], depth=depth) for depth in (0, 16, 8)]
+    ContentFolder(tmp_path, most_bytes=files[0].num_bytes).trim()
+    assert [each.head.note for each in folder.files()[0]] == [b"0"]
+
+
+def test_what_is_too_old_is_not_found_and_goes_first(tmp_path):
+    folder = ContentFolder(tmp_path, most_age_s=3600)
+    file = kept(folder)
+    kept(folder, note=b"young")
+    os.utime(file.path, (time.time() - 7200,) * 2)
+    assert folder.files()[1] == {file.path.name: "not used for too long"}
+    assert folder.trim() == 1
+    assert [each.head.note for each in folder.files()[0]] == [b"young"]
+
+
+def test_pipes_links_and_leftovers_in_the_folder(tmp_path):
+    folder = ContentFolder(tmp_path)
+    file = kept(folder)
+    os.mkfifo(tmp_path / "pipe.kept")
+    (tmp_path / "link.kept").symlink_to("/etc/hostname")
+    (tmp_path / ".abc.kept.0123abcd.tmp").write_bytes(b"left by a killed process")
+    (tmp_path / "notes.txt").write_bytes(b"of others")
+    assert set(folder.files()[1]) == {"pipe.kept", "link.kept"}
+    folder.trim()
+    assert {path.name for path in tmp_path.iterdir()} == {file.path.name, "notes.txt"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_keeps_nothing_and_says_so(tmp_path, monkeypatch, number):
+    folder = ContentFolder(tmp_path)
+
+    def fail(fd):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert folder.write(MINE, b"n", [b"part"], seconds=1.0) == os.strerror(number)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match="cannot be a folder"):
+        ContentFolder(tmp_path / "file")
+
+
+def test_a_digest_is_remembered_as_long_as_the_file_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1000))
+    assert file_digest(path) == content_files.digest_of(bytes(1000))
+    assert not (tmp_path / "cache").exists()  # it may change again within the resolution of its time
+    os.utime(path, (1e9, 1e9))
+    before = file_digest(path)
+    [remembered] = (tmp_path / "cache/pagedcli/digests").iterdir()
+    assert remembered.read_text() == before
+    path.write_bytes(bytes(500) + b"x" + bytes(499))
+    os.utime(path, (1e9, 1e9 + 1))
+    assert file_digest(path) != before
