@@ -85,7 +85,7 @@ def mutations(event, name):
         return [msgspec.structs.replace(event, **{name: word}) for word in allowed]
     if value == ():
         return []
-    changed = 1 if name == "num_context_tokens" and value is msgspec.UNSET else other(value)
+    changed = 1 if name in ("num_context_tokens", "disk_tokens") and value is msgspec.UNSET else other(value)
     return [msgspec.structs.replace(event, **{name: changed})]
 
 

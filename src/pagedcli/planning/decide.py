@@ -112,7 +112,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         eos_token_ids=frozenset(spec.eos_token_ids),
         seed=config.seed,
     )
-    _check_store(config, plan, spec)
+    _check_store(config, plan, spec, choice.kind)
     return Decision(config=config, machine=machine, spec=spec, plan=plan, attention=attention, weights=stored)
 
 
@@ -262,7 +262,7 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
 
 
-def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec) -> None:
+def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: type[AttentionBackend]) -> None:
     """Raises: ConfigError for a prefix store whose blocks would not have the bits of computed ones (see
     docs/reproducibility.md), or that would never be used."""
     if config.prefix_store is None:
@@ -276,8 +276,8 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec) -> None:
         why, hint = f"{spec.architecture} has layers with recurrent state, which it does not keep", None
     elif not plan.on_cpu:
         why, hint = f"no equal bits are promised on {plan.device}", "use --device cpu"
-    elif plan.backend != "cpu":
-        why, hint = f"no equal bits are promised with attention backend {plan.backend}", "use --attention-backend cpu"
+    elif not backend.capabilities.batch_invariant:
+        why, hint = f"no equal bits are promised with attention backend {backend.name}", "use --attention-backend cpu"
     elif not plan.in_one_call:
         why, hint = f"no equal bits are promised for {spec.architecture} with decoder {plan.decoder}", None
     elif config.tensor_parallel_size > 1:

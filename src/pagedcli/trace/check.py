@@ -8,7 +8,7 @@ prefix identity, that content in the pool is found, the order of the queue and o
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
@@ -157,13 +157,7 @@ class PrefixLaws(LawBook):
         if not 0 <= event.partial_tokens <= engine.block_size:
             refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
         found = self.num_found(seq, state, first if event.reason == "continued" else None)
-        before = self._before_restored.pop(event.seq_id, found)
-        if event.disk_tokens is not UNSET and found is not None and before is not None:
-            from_disk = event.tokens_hit - min(before * engine.block_size, event.num_tokens - 1)
-            if event.disk_tokens != from_disk:
-                refuse(event, f"{from_disk} tokens were read for seq {seq.seq_id}, not {event.disk_tokens}")
-        elif event.disk_tokens is not UNSET and not 0 <= event.disk_tokens <= event.tokens_hit:
-            refuse(event, f"{event.disk_tokens} of {event.tokens_hit} tokens read from a store")
+        self._check_disk(event, self._before_restored.pop(event.seq_id, UNSET), engine.block_size)
         has_kind = state.slots is not None and event.vetoed_by == StateKind.name
         is_vetoed = event.vetoed_by is not UNSET and event.vetoed_by in other_kinds(state)
         if event.vetoed_by is not UNSET and not (has_kind or is_vetoed):
@@ -174,6 +168,21 @@ class PrefixLaws(LawBook):
         if event.reason == "new" and not seq.sample_index:
             self._check_shared(event, seq, state)
         self._lookups[event.seq_id] = event
+
+    @staticmethod
+    def _check_disk(event: ev.PrefixLookedUp, before: int | UnsetType | None, size: int) -> None:
+        """Check the part of a hit that was read for it. `before`: spans that were in the pool before anything was;
+        UNSET: nothing was; None: without recorded tokens, or with a salt."""
+        if before is UNSET:
+            most = least = 0
+        elif before is None:
+            least, most = 0, event.tokens_hit
+        else:
+            least = most = event.tokens_hit - min(before * size, event.num_tokens - 1)
+        if event.disk_tokens is UNSET and before is not UNSET:
+            refuse(event, "blocks were read from a store, but no tokens")
+        if event.disk_tokens is not UNSET and not least <= event.disk_tokens <= most:
+            refuse(event, f"{event.disk_tokens} tokens read from a store, where {most} can be")
 
     def _check_shared(self, event: ev.PrefixLookedUp, seq: SeqState, state: PoolState) -> None:
         """Check how many tokens earlier sequences share: exactly where all tokens are recorded and there is no salt."""
