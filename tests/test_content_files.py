@@ -1,6 +1,9 @@
 import errno
 import os
+import random
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
@@ -150,3 +153,31 @@ def test_a_digest_is_remembered_as_long_as_the_file_stays(tmp_path, monkeypatch)
     path.write_bytes(bytes(500) + b"x" + bytes(499))
     os.utime(path, (1e9, 1e9 + 1))
     assert file_digest(path) != before
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from pagedcli.content_files import ContentFolder
+folder = ContentFolder(Path(sys.argv[1]), most_bytes=200_000)
+print("ready", flush=True)
+for i in range(100_000):
+    folder.write({"a": "b"}, b"%d" % i, [bytes([i % 256]) * 20_000] * 2, seconds=1.0 + i)
+"""
+
+
+@pytest.mark.parametrize("turns", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_killed_writers_leave_whole_files_within_the_bound(tmp_path, turns):
+    for turn in range(turns):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(0.01 + random.Random(turn).random() / 10)
+        writer.kill()
+        writer.communicate()
+        folder = ContentFolder(tmp_path, most_bytes=200_000)
+        folder.trim()
+        files, wrong = folder.files()
+        assert not wrong
+        assert folder.used_bytes() == sum(file.num_bytes for file in files) <= 200_000
+        for file in files:
+            assert folder.read(file, [0, 1])[0] == bytes([int(file.head.note) % 256]) * 20_000

@@ -177,8 +177,16 @@ class BlocksRestored(Event, frozen=True, gc=False):
     seq_id: int
     indices: tuple[int, ...]  # entries of the block table that the sequence will have
     block_ids: tuple[int, ...]  # of each entry
-    hashes: tuple[int, ...]
-    parent_hashes: tuple[int | None, ...]  # chain hash before each
+    hashes: tuple[int, ...]  # chain hashes of all entries up to the last one, those before the first included
+
+    @property
+    def blocks(self) -> list[tuple[int, int, int, int | None]]:
+        """Entry, block, hash, and the hash before it."""
+        hashes = self.hashes
+        return [
+            (index, block_id, hashes[index], hashes[index - 1] if index else None)
+            for index, block_id in zip(self.indices, self.block_ids, strict=True)
+        ]
 
 
 class BlocksFilled(Event, frozen=True, gc=False):

@@ -209,10 +209,8 @@ class BlockManager:
         for block_id in reversed(block_ids):
             self.pool.release(block_id)
         if self._emit is not None:
-            prefixes = [seq.prefixes[index] for index in indices]
-            parents = tuple(None if each.parent is None else each.parent.hash for each in prefixes)
-            hashes = tuple(each.hash for each in prefixes)
-            self._emit(ev.BlocksRestored(seq.seq_id, indices, tuple(block_ids), hashes, parents))
+            hashes = tuple(prefix.hash for prefix in seq.prefixes[: indices[-1] + 1])
+            self._emit(ev.BlocksRestored(seq.seq_id, indices, tuple(block_ids), hashes))
 
     def allocate(
         self,

@@ -55,16 +55,12 @@ class KVEventPublisher(View[PoolState]):
 
     def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
         size, num_groups = state.block_size, state.num_groups
-        restored = dict(zip(event.indices, event.hashes, strict=True))
-        for index, block_hash in restored.items():
+        for index, _, block_hash, _ in event.blocks:
             if block_hash not in self._published:
                 span, group = divmod(index, num_groups)
-                before = restored.get(index - num_groups)
-                if before is None and num_groups == 1:
-                    before = event.parent_hashes[event.indices.index(index)]
                 self._published[block_hash] = group
                 tokens = self._token_ids[event.seq_id][span * size : (span + 1) * size]
-                self._stored(block_hash, before, tokens, group, state)
+                self._stored(block_hash, event.hashes[index - num_groups] if span else None, tokens, group, state)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.hash in self._published and event.hash not in state.hash_to_block_id:

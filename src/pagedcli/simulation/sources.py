@@ -21,6 +21,7 @@ from pagedcli.batch.rows import NOT_A_ROW, Row, why_not_a_row
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
+    BlocksRestored,
     BlocksReused,
     EngineStarted,
     PrefixLookedUp,
@@ -118,6 +119,9 @@ class RecordedRequests(View[PoolState]):
 
     def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
         self._ends[event.seq_id] = self._ends.get(event.parent_seq_id)
+
+    def on_blocks_restored(self, event: BlocksRestored, state: PoolState) -> None:
+        self._links.add(None, event.hashes)
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         self._ends[event.seq_id] = self._links.add(self._ends.get(event.seq_id), event.hashes)

@@ -234,10 +234,9 @@ class PrefixLaws(LawBook):
         chain, token_ids = self.chain(seq, state), self._token_ids.get(event.seq_id)
         if chain is None or token_ids is None:
             return
-        restored = zip(event.indices, event.block_ids, event.hashes, event.parent_hashes, strict=True)
-        for index, block_id, block_hash, parent_hash in restored:
-            if block_hash != chain[index] or parent_hash != (chain[index - 1] if index else None):
-                refuse(event, f"entry {index} of seq {seq.seq_id} has hash {chain[index]} in its chain")
+        if list(event.hashes) != chain[: len(event.hashes)]:
+            refuse(event, f"the chain of seq {seq.seq_id} has other hashes")
+        for index, block_id, _, parent_hash in event.blocks:
             span = index // state.num_groups
             self._block_tokens[block_id] = tuple(token_ids[span * size : (span + 1) * size])
             self._followers.setdefault(parent_hash, {})[block_id] = None

@@ -218,16 +218,12 @@ class PoolLaws(LawBook):
         seq, count = live(event, state), len(event.block_ids)
         if seq.running or seq.block_table or not state.started.enable_prefix_caching:
             refuse(event, f"seq {seq.seq_id} ({seq.status}) looks up no prefix")
-        if not count or {len(event.indices), len(event.hashes), len(event.parent_hashes)} != {count}:
-            refuse(event, f"{count} blocks without an entry, a hash and the one before for each")
+        if not count or len(event.indices) != count or len(event.hashes) != event.indices[-1] + 1:
+            refuse(event, f"{count} blocks without an entry for each, and the hashes up to the last one")
         most = seq.num_asked(state.block_size, seq.num_tokens) * state.num_groups
         if list(event.indices) != sorted({index for index in event.indices if 0 <= index < most}):
             refuse(event, f"entries {list(event.indices)} of a block table of {most}")
-        hashes = dict(zip(event.indices, event.hashes, strict=True))
-        for index, parent_hash in zip(event.indices, event.parent_hashes, strict=True):
-            if hashes.get(index - 1, parent_hash) != parent_hash:
-                refuse(event, f"entry {index} does not follow the one before it")
-        if any(block_hash in state.hash_to_block_id for block_hash in event.hashes):
+        if any(event.hashes[index] in state.hash_to_block_id for index in event.indices):
             refuse(event, "a restored block was in the pool already")
         self._check_taken(event, state)
 

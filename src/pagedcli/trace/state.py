@@ -406,8 +406,7 @@ class PoolState(BlockLedger):
             self.step.num_evicted += 1
 
     def on_blocks_restored(self, event: ev.BlocksRestored) -> None:
-        chain = zip(event.indices, event.block_ids, event.hashes, event.parent_hashes, strict=True)
-        for index, block_id, block_hash, parent_hash in chain:
+        for index, block_id, block_hash, parent_hash in event.blocks:
             self.hold(block_id)
             self.block_groups[block_id] = index % self.num_groups
             self.mark_full(block_id, block_hash, parent_hash, event.seq_id)

@@ -122,13 +122,11 @@ class BlockLife(View[PoolState]):
             self._begin(event.seq_id, f"forked from seq {event.parent_seq_id}", state)
 
     def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
-        if self.block_id in event.block_ids:
-            seq, number = state.seqs[event.seq_id], event.block_ids.index(self.block_id)
-            index = event.indices[number]
-            token_ids, group = self._slice(seq.seq_id, index, state), index % state.num_groups
-            self.contents.append(
-                Content(event.hashes[number], group, state.step_number, seq.seq_id, seq.label, token_ids)
-            )
+        seq = state.seqs[event.seq_id]
+        for index, block_id, block_hash, _ in event.blocks:
+            if block_id == self.block_id:
+                content = block_hash, state.block_groups[block_id], state.step_number, seq.seq_id, seq.label
+                self.contents.append(Content(*content, self._slice(seq.seq_id, index, state)))
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         if self.block_id not in event.block_ids:

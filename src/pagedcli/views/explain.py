@@ -487,7 +487,7 @@ class Explainer(View[PoolState]):
         """The sequence that takes the blocks is the one that they were evicted for."""
         self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
         self._evicted = []
-        for block_hash in event.hashes:
+        for _, _, block_hash, _ in event.blocks:
             self._arrived(block_hash, event.seq_id, state)
 
     def _arrived(self, block_hash: int, seq_id: int, state: PoolState) -> None:

@@ -53,7 +53,9 @@ class PrefixTree(View[PoolState]):
 
     def on_blocks_filled(self, event: ev.BlocksFilled | ev.BlocksRestored, state: PoolState) -> None:
         seq = state.seqs[event.seq_id]
-        for block_id, block_hash in zip(event.block_ids, event.hashes, strict=True):
+        for block_id in event.block_ids:
+            block_hash = state.hashes[block_id]
+            assert block_hash is not None, "it is full"
             if block_hash in self._nodes or state.block_groups[block_id]:
                 continue
             self._nodes[block_hash] = _Node(seq.label)

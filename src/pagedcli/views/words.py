@@ -249,7 +249,8 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
         case ev.BlocksReused(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"reused by {name(seq_id)}"
         case ev.BlocksRestored(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
-            return f"read from the prefix store for {name(seq_id)}: content {hashes[ids.index(block_id)]:016x}"
+            block_hash = hashes[event.indices[ids.index(block_id)]]
+            return f"read from the prefix store for {name(seq_id)}: content {block_hash:016x}"
         case ev.BlocksFilled(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
             return f"filled by {name(seq_id)}: content {hashes[ids.index(block_id)]:016x}"
         case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
