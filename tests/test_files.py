@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from power_loss import left_behind
 
 from pagedcli.errors import UsageError
 from pagedcli.files import (
@@ -92,7 +93,7 @@ def test_a_file_of_another_kind_is_never_replaced(data, content, found):
     with pytest.raises(UsageError) as refused:
         check_new("--record", data, kind=TRACE, overwrite=True)
     assert refused.value.message.endswith(f"exists, and is {found}" if found else "exists, and is not a trace")
-    assert refused.value.hint == "use another name"
+    assert refused.value.hint == "move it away, or use another name"
 
 
 def test_an_output_without_a_kind_replaces_anything_but_traces_and_models(tmp_path, data):
@@ -252,3 +253,17 @@ def test_a_pipe_is_never_taken_for_a_file_of_ours(tmp_path):
     with whole_file(tmp_path / "out", overwrite=False) as file:
         file.write(b"new")
     assert (tmp_path / "out").read_bytes() == b"new"
+
+
+def test_after_a_power_cut_a_file_is_the_old_one_or_the_new_one(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old")
+
+    def write():
+        with whole_file(path, overwrite=True) as file:
+            file.write(b"new" * 100)
+
+    found = [(number, path.read_bytes()) for number, _, _ in left_behind(tmp_path, write)]
+    last = found[-1][0]
+    assert {content for _, content in found} == {b"old", b"new" * 100}
+    assert {content for number, content in found if number == last} == {b"new" * 100}

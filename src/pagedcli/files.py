@@ -34,9 +34,11 @@ class FileKind:
     beginning: bytes
 
     def has(self, path: Path) -> bool:
-        """Whether the file begins as one of this kind; an empty file does, and one that was torn there. Raises:
-        OSError."""
-        return self.beginning.startswith(_beginning(path, len(self.beginning)))
+        """Whether the file begins as one of this kind; an empty file does, one that was torn there, and one of nothing
+        but zeros, as a power cut may leave it. Raises: OSError."""
+        content = _beginning(path, _ROW_BYTES)
+        is_torn = len(content) < _ROW_BYTES and not content.strip(b"\0")
+        return is_torn or self.beginning.startswith(content[: len(self.beginning)])
 
 
 TRACE = FileKind("a trace", b'{"event":"engine_started"')
@@ -150,7 +152,7 @@ def check_new(
     found = None if is_own else what_is(path)
     if (kind is not None and not is_own) or found in _KEPT:
         described = f", and is {found}" if found else f", and is not {kind.name}" if kind is not None else ""
-        raise UsageError(f"{what}: {path} already exists{described}", hint="use another name")
+        raise UsageError(f"{what}: {path} already exists{described}", hint="move it away, or use another name")
     if not overwrite:
         raise UsageError(f"{what}: {path} already exists", hint=hint)
 

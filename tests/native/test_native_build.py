@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 from attention_cases import INT8_TOLERANCE, TOLERANCE, Case, run, whole_steps, worst_error
+from power_loss import left_behind
 from quantized_zoo import exact_activations, random_weight
 
 from pagedcli.attention import cpu
@@ -191,6 +192,22 @@ def test_a_killed_build_leaves_nothing_that_the_next_one_does_not_remove(monkeyp
 
 
 @needs_compiler
+def test_after_a_power_cut_a_library_is_whole_or_compiled_again(monkeypatch, tmp_path):
+    def compile_sources(compiler, flags, library):
+        library.write_bytes(b"code" * 100)
+        return library
+
+    monkeypatch.setattr(build, "compile_sources", compile_sources)
+    path, compiler, num_whole = tmp_path / "kernels.so", build.Compiler(("c++",), "a compiler"), 0
+    for _ in left_behind(tmp_path, lambda: build.build(compiler, path)):
+        num_whole += build.is_whole(path)
+        if not build.is_whole(path):
+            build._build_alone(compiler, path, is_kept=True)
+        assert path.read_bytes() == b"code" * 100
+        assert build.is_whole(path)
+    assert num_whole > 0
+
+
 def test_an_unwritable_cache_leaves_nothing_in_the_temporary_folder(monkeypatch, tmp_path, quick, fresh_outcome):
     (tmp_path / "file").touch()
     monkeypatch.setenv("CXX", str(quick))
