@@ -133,6 +133,12 @@ def test_a_rows_own_tools_that_cannot_be_shown_are_an_error_row(folder):
     assert [row["error"]["code"] for row in rows] == ["unsupported_parameter", "invalid_request", "invalid_request"]
 
 
+def test_plan_leaves_out_no_row_that_draws_differently(folder):
+    write(folder / "in.jsonl", *[{"prompt": "Story", "temperature": 1, "seed": seed} for seed in (1, 1, None, None)])
+    shown = json.loads(pagedcli("plan", "in.jsonl", "--deduplicate", "--no-calibrate", "--format", "json").stdout)
+    assert {"what": "with the answers of an earlier one, left out", "rows": 1} in shown["rows"]
+
+
 def test_plan_and_simulate_leave_out_what_generate_does_not_compute(folder):
     write(folder / "in.jsonl", *[{"prompt": f"Story {i % 3}"} for i in range(9)])
     shown = json.loads(pagedcli("plan", "in.jsonl", "--deduplicate", "--format", "json").stdout)

@@ -307,7 +307,7 @@ def run_again(
     with_tokens = replace(rows, columns=Columns(token_ids=True))
 
     def compared(row: BatchRow, answers: list[RowPrompt]) -> ComparedRow:
-        plain = replace(row, id=None, shape="plain", kept={})
+        plain = msgspec.structs.replace(row, id=None, shape="plain", kept={})
         return _read_row(Row.of(with_tokens.encode_success(plain, answers)), 1, "text", by_order=False)
 
     differences = []

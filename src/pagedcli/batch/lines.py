@@ -12,7 +12,6 @@ import threading
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -29,8 +28,7 @@ _OPENERS: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open}
 BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True, gc=False):
     """One row of the input. Blank lines are not rows: they get no index, but count as lines."""
 
     index: int  # 0-based, among the rows

@@ -100,7 +100,7 @@ class FolderSource(LineSource):
             before = number
             for line in source:
                 number = before + line.number
-                yield replace(line, index=index, number=number)
+                yield msgspec.structs.replace(line, index=index, number=number)
                 index += 1
 
 
@@ -179,13 +179,12 @@ NO_SCORES = "tables of a distributed run have no columns for scores; write JSONL
 _TOGETHER = 256  # rows that commands which only read a file tokenize together
 
 
-@dataclass(slots=True)
-class _Parsed:
+class _Parsed(msgspec.Struct):
     """A row before its texts are tokenized."""
 
     row: BatchRow
     request: BatchRequest | None = None  # None: invalid, or done by an earlier run
-    prompts: list[tuple[str | list[int], bool]] = field(default_factory=list)  # text or token ids; whether it is a chat
+    prompts: list[tuple[str | list[int], bool]] = []  # text or token ids; whether it is a chat
 
 
 class Prompts:
@@ -215,6 +214,7 @@ class Prompts:
         self._observe = observe
         self._parser = RequestParser(options.config.sampling, strict=options.run.strict)
         self._seen_ids = SeenIds()
+        self._draws = True  # whether prompts need seeds
 
     @property
     def ignored(self) -> dict[str, int]:
@@ -253,6 +253,7 @@ class Prompts:
         `grammars` compiles those of the prompts; None: they are not checked.
         """
         seen: set[bytes] = set()
+        self._draws = self._options.run.deduplicate  # Rows that draw differently are not equal.
         for row in self._rows(_TOGETHER):
             if row is None:
                 continue
@@ -346,7 +347,7 @@ class Prompts:
         """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""
         params, limits = request.params, self._limits
         changes: dict[str, int] = {}
-        if params.seed is None:
+        if params.seed is None and self._draws:
             # made of the row's index and the prompt's place in it: a resumed run draws the same
             seed = seed_for(self._options.config.engine.seed, index)
             changes["seed"] = seed_for(seed, place) if place else seed

@@ -6,7 +6,6 @@ are in OpenAI's format, reduced to what a text model's chat template accepts.
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -133,6 +132,8 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
     "tool_choice": ("none", "auto"),
     "web_search_options": (),
 }
+# a line without these has the parameters of the run
+_PARAM_FIELDS = _SAMPLING_FIELDS | _GUIDED_FIELDS.keys() | {"top_logprobs", *_BEAM_FIELDS}
 _USED_FIELDS = _SAMPLING_FIELDS | _REQUEST_FIELDS | _GUIDED_FIELDS.keys()
 _SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
 _KNOWN = _USED_FIELDS | _ALIASES.keys() | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys()
@@ -146,8 +147,7 @@ NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS, 
 )
 
 
-@dataclass(slots=True, eq=False)
-class RowPrompt:
+class RowPrompt(msgspec.Struct, eq=False):
     """One prompt of a row: what the engine gets, and what comes of it."""
 
     token_ids: list[int]
@@ -159,7 +159,7 @@ class RowPrompt:
     stop_checkers: "StopCheckers | None" = None  # None: no stop strings
     guides: "Guides | None" = None  # None: no grammar
     output: "FinishedRequest | None" = None  # None: unfinished
-    texts: list[str] = field(default_factory=list)  # one per sample
+    texts: list[str] = []  # one per sample
 
     @property
     def result(self) -> "FinishedRequest":
@@ -177,23 +177,25 @@ class RowPrompt:
         return self.is_chat and self.guides is None and self.params.skip_special_tokens
 
 
-@dataclass(slots=True, eq=False)
-class BatchRow:
+class BatchRow(msgspec.Struct, eq=False):
     """A line of the input, from parsing to its output row, which repeats id and kept columns even if the rest of the
     line is invalid."""
 
     line: Line
     id: str | int | None = None
     shape: Shape = "plain"
-    kept: dict[str, Any] = field(default_factory=dict)  # columns of the line
-    prompts: list[RowPrompt] = field(default_factory=list)  # mostly one; none: invalid, or done by an earlier run
+    kept: dict[str, Any] = {}  # columns of the line
+    prompts: list[RowPrompt] = []  # mostly one; none: invalid, or done by an earlier run
     cache_salt: str | None = None
     error: RequestError | None = None  # why the line is invalid
     number: int | None = None  # rows that were started before; None: not started
 
     def read_head(self, document: dict[str, Any], columns: Columns) -> None:
         """Take id, shape and kept columns from the line, without checking the rest."""
-        row_id = next((document[name] for name in columns.ids if document.get(name) is not None), None)
+        row_id = None
+        for name in columns.ids:
+            if row_id is None:
+                row_id = document.get(name)
         is_number = isinstance(row_id, int) and not isinstance(row_id, bool) and row_id.bit_length() <= 63
         self.id = row_id if is_number or isinstance(row_id, str) else None
         if not columns.sources and ("body" in document or "url" in document):
@@ -222,8 +224,7 @@ class BatchRow:
 _MOST_KNOWN = 1000  # different parameters that are kept: most lines of a file have the same
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make, and each line is one
-class BatchRequest:
+class BatchRequest(msgspec.Struct):
     """A valid line."""
 
     prompts: list[str] | list[list[int]]  # texts or token ids, empty if there are messages
@@ -231,7 +232,7 @@ class BatchRequest:
     params: SamplingParams
     max_tokens_given: bool  # set by the line itself
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None  # None: the run's
     scoring: ScoreRequest | None = None  # None: it generates
 
@@ -314,6 +315,8 @@ class RequestParser:
                 self.ignored[name] += 1
 
     def _sampling_params(self, body: dict[str, Any], shape: Shape) -> SamplingParams:
+        if _PARAM_FIELDS.isdisjoint(body):
+            return self._defaults
         given = {name: value for name, value in body.items() if name in _SAMPLING_FIELDS}
         if "logprobs" in given or "top_logprobs" in body:
             given["logprobs"] = _num_logprobs(given.get("logprobs"), body.get("top_logprobs"), shape)
@@ -322,8 +325,6 @@ class RequestParser:
         guided = {_GUIDED_FIELDS[name]: value for name, value in body.items() if name in _GUIDED_FIELDS}
         if guided:
             given["structured_outputs"] = guided
-        if not given:
-            return self._defaults
         if any(name in given for name in _GRAMMAR_FIELDS):  # a line's own grammar replaces the run's
             given = dict.fromkeys(_GRAMMAR_FIELDS) | given
         default = self._defaults.max_tokens
@@ -431,6 +432,8 @@ def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
         settings = _SETTINGS - columns.template.names
         return {key: each for key, each in document.items() if key in settings} | columns.template.fill(document)
     name = columns.prompt
+    if name is None and document.keys() <= _KNOWN:
+        return document
     if name is None:
         used = {*columns.ids} | (set(document) if columns.keep_all else set(columns.keep))
         used -= {"text"} if "logprobs_from" in document else set()

@@ -31,17 +31,23 @@ if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
 
+_NEW_OBJECTS = 20_000
+
+
 @contextmanager
 def old_objects_left_alone() -> Iterator[None]:
     """The garbage collector does not look through what exists already: with torch's modules that takes 0.2 s each time,
-    every few seconds of a run."""
+    every few seconds of a run. New ones wait until there are _NEW_OBJECTS: those of most rows go by themselves."""
     if gc.get_freeze_count() > 1000:  # somebody has done so; Python 3.12 begins with 375
         yield
         return
+    threshold = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, *threshold[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*threshold)
         gc.unfreeze()
 
 

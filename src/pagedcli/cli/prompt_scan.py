@@ -184,17 +184,17 @@ def scan_prompts(
         if reordered is not None:
             reordered.add_row(row, scan.tokenizer)
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
-            params = prompt.params
+            params, token_ids = prompt.params, array("q", prompt.token_ids)
             num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown
             num_known = scan.plan.add(
                 row.line.number,
-                prompt.token_ids,
+                token_ids,
                 num_new,
                 num_seqs=params.num_sequences,
                 is_beam_search=params.beam_width is not None,
                 cache_salt=row.cache_salt,
             )
-            scan.drawn.add(array("q", prompt.token_ids), row.cache_salt)
+            scan.drawn.add(token_ids, row.cache_salt)
             if prompt.scored is not None:
                 num_known *= engine.enable_prefix_caching
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)

@@ -3,6 +3,7 @@ runner, simulations and the laws of traces. Made by planning.decide; needs no to
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from pagedcli.config import EngineConfig, PreemptionPolicy
@@ -16,7 +17,7 @@ NO_LIMIT = 2**62  # stands for a limit that is not known
 STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits of an engine, and how it decides within them. None: not known, or none.
 
@@ -71,7 +72,7 @@ class Limits:
         """The window of each group of layers."""
         return self.tables.windows
 
-    @property
+    @cached_property  # each row asks
     def tables(self) -> TableShape:
         """The block tables of a sequence."""
         return TableShape.of(self.block_size, self.groups)

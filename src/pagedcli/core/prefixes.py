@@ -8,8 +8,9 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 TOKEN_BYTES = 8
@@ -84,7 +85,8 @@ class PrefixRows:
         return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
 
     def add(self, digests: Sequence[int], row: int) -> None:
-        self._recent.update(dict.fromkeys(digests, row))
+        for digest in digests:
+            self._recent[digest] = row
         # merge an eighth of the whole at a time: amortized linear copying
         if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
             self._merge()
@@ -174,16 +176,14 @@ class SeenPrefixes:
         return max(shared.num_tokens, found)
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
+class Beginning(NamedTuple):
     """The longest beginning of a sequence that an earlier one has, and the first that had it."""
 
     num_tokens: int
     owner: int | None  # None: no earlier one begins with the same token
 
 
-@dataclass(slots=True, eq=False)
-class _Edge:
+class _Edge(msgspec.Struct, eq=False):
     """Tokens, the first sequence that had them here, and what follows them, by the first token."""
 
     tokens: bytes

@@ -6,6 +6,7 @@ tokens of those that prompts share.
 """
 
 import heapq
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,8 +120,9 @@ class PromptSurvey:
         hit, because its logits give the next token.
         """
         num_prompt = len(token_ids)
-        end = [-1] * (UNIT - num_prompt % UNIT)  # no token is negative: unlike any prefix of whole units
-        *digests, whole = unit_digests([*token_ids, *end], cache_salt, UNIT)
+        to_end = array("q", token_ids)
+        to_end.extend([-1] * (UNIT - num_prompt % UNIT))  # no token is negative: unlike any prefix of whole units
+        *digests, whole = unit_digests(to_end, cache_salt, UNIT)
         num_known = self._seen.num_known(digests)
         self._note_shared(row, digests[:num_known], token_ids)
         may_be_longest = (num_known + 1) * UNIT > self._longest_shared
