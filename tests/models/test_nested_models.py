@@ -26,7 +26,8 @@ OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.li
 def loaded(path, backend_name):
     spec = read_spec(path)
     native_library()
-    attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    layers = frozenset(spec.attention_layers)
+    attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim, layers=layers)
     backend = load_cpu(attention) if backend_name == "cpu" else ReferenceAttention()
     model = load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU, max_model_len=128)
     return model, backend
