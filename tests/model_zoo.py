@@ -37,6 +37,7 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 _STRETCHED = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.9}
+_LIMITED = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 _LATENTS = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -169,7 +170,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", {**_LATENTS, **_EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1}),
     "deepseek_v2-direct": (
         "DeepseekV2Config",
-        {**_LATENTS, **_EXPERTS, "q_lora_rank": None, "n_routed_experts": 8, "rope_parameters": _STRETCHED},
+        {**_LATENTS, **_EXPERTS, "q_lora_rank": None, "n_routed_experts": 8, "rope_parameters": _STRETCHED, **_LIMITED},
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -178,8 +179,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_EXPERTS,
             "n_routed_experts": 8,
             "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
+            "n_group": 4,
+            "topk_group": 2,
             "rope_parameters": _STRETCHED,
         },
     ),
@@ -311,6 +312,24 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 32,
         },
     ),
+    "nemotron_h-moe": (
+        "NemotronHConfig",
+        {
+            **_EXPERTS,
+            "hybrid_override_pattern": "MEM*EME",
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "chunk_size": 32,
+            "n_routed_experts": 8,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
     "granite-hybrid": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_local_experts": 0}),
     "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3}),
 }
@@ -351,6 +370,7 @@ RECURRENT_FAMILIES = (
         "lfm2-moe",
         "bamba",
         "nemotron_h",
+        "nemotron_h-moe",
         "granite-hybrid",
         "granite-hybrid-moe",
     ),

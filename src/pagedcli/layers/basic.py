@@ -2,6 +2,7 @@
 embedding, activations, and the mixing of experts. Every rounding is where transformers has it."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -203,6 +204,7 @@ class Routing:
     sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
     scale: float = 1.0  # factor of the picked scores
     least_sum: float = 0.0  # added to their sum before they are divided by it
+    groups: tuple[int, int, int] | None = None  # see models.mlps.Experts
 
 
 def route(
@@ -217,6 +219,12 @@ def route(
     """
     scores = logits.sigmoid().float() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
     wanted = scores if router_bias is None else scores + router_bias
+    if routing.groups is not None:
+        num_groups, num_kept, num_best = routing.groups
+        of_groups = wanted.view(len(wanted), num_groups, -1)
+        best = of_groups.topk(num_best, dim=-1).values.sum(-1)
+        left_out = best.sort(stable=True, dim=-1, descending=True).indices[:, num_kept:]
+        wanted = of_groups.scatter(1, left_out[..., None].expand(-1, -1, of_groups.shape[2]), -math.inf).flatten(1)
     experts = wanted.sort(stable=True, dim=-1, descending=True).indices[:, : routing.num_per_token]
     weights = scores.gather(1, experts)
     if routing.renormalize:

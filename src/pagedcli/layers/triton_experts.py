@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedcli.layers import basic
 from pagedcli.layers.basic import Routing
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.triton_layers import LOG2E, gated, power_of_2
@@ -108,6 +109,10 @@ def route(
     logits: Tensor, routing: Routing, router_bias: Tensor | None = None, expert_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """layers.basic.route, the experts of a token ascending and int32."""
+    if routing.groups is not None:
+        weights, chosen = basic.route(logits, routing, router_bias, expert_scales)
+        chosen, order = chosen.sort(dim=-1)
+        return weights.gather(1, order), chosen.to(torch.int32)
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, routing.num_per_token))
     chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)

@@ -309,7 +309,7 @@ class _Builder(Parts):
             (LinearStruct * count)(
                 *_side_by_side((self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers), count)
             )
-            for name, gated in (("gate_up", True), ("down", False))
+            for name, gated in ((experts.each.input_name, experts.each.gated), ("down", False))
         )
         struct = ExpertsStruct(
             num_experts=experts.num_experts,
@@ -318,6 +318,7 @@ class _Builder(Parts):
             sigmoid=experts.sigmoid,
             scale=experts.scale,
             least_sum=experts.least_sum,
+            **dict(zip(("num_groups", "num_kept_groups", "num_best"), experts.groups or (), strict=False)),
             router_bias=self._taken(f"{key}.router_bias"),
             expert_scales=self._taken(f"{key}.expert_scales"),
             router=self._unquantized(f"{key}.router"),

@@ -438,20 +438,20 @@ class _Builder(Parts):
         return Experts(
             router=self.plain_linear(f"{key}.router"),
             mixture=self._mixture(key, experts),
-            shared=None if shared is None else self._expert(f"{key}.shared_expert", shared.activation),
+            shared=None if shared is None else self._expert(f"{key}.shared_expert", shared),
             shared_gate=self.plain_linear(f"{key}.shared_gate") if shared and experts.gates_shared else None,
             parallel=self._request.parallel,
         )
 
     def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
         """All experts of a layer, and their routing."""
-        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale, spec.least_sum)
+        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale, spec.least_sum, spec.groups)
         router_bias, expert_scales = (
             self._tensors.pop(f"{key}.{name}", None) for name in ("router_bias", "expert_scales")
         )
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
-            experts = [self._expert(each, spec.each.activation) for each in keys]
+            experts = [self._expert(each, spec.each) for each in keys]
             return Mixture(experts, routing, router_bias, expert_scales)
         from pagedcli.layers.triton_experts import GroupedExperts
 
@@ -480,12 +480,12 @@ class _Builder(Parts):
             biases += [] if bias is None else [bias]
         return weights, torch.stack(biases) if biases else None
 
-    def _expert(self, key: str, activation: str) -> GatedMlp:
+    def _expert(self, key: str, mlp: MlpSpec) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
-        in_gate = self.uses_cpu_kernels and activation in ("silu", "swish")
-        gate_up = self.linear(f"{key}.gate_up", gated=in_gate)
+        in_gate = self.uses_cpu_kernels and mlp.activation in ("silu", "swish")
+        gate_up = self.linear(f"{key}.{mlp.input_name}", gated=in_gate)
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
-        return GatedMlp(gate_up, None if in_gate else ACTIVATIONS[activation], down)
+        return GatedMlp(gate_up, None if in_gate else ACTIVATIONS[mlp.activation], down)
 
     def plain_linear(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))
@@ -534,7 +534,8 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the Triton kernel computes all experts of a layer together."""
-    return linear_kernels(spec, backend) == "triton" and fused_layers() is not None
+    is_gated = spec.experts is None or spec.experts.each.gated
+    return is_gated and linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 
 def refusal(needs: DecoderNeeds) -> str | None:

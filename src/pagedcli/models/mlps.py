@@ -61,7 +61,7 @@ _NORMS_BESIDE_MLP = {  # norms of experts that stand next to an MLP, and the nor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts: gated MLPs of which a router picks some for each token."""
+    """A mixture of experts: MLPs of which a router picks some for each token."""
 
     num_experts: int
     num_per_token: int  # experts that each token goes to
@@ -69,6 +69,8 @@ class Experts:
     renormalize: bool  # the picked scores are divided by their sum
     sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
     has_router_bias: bool = False  # a number per expert is added to the scores for picking alone
+    # groups that experts form, how many of them stay for a token, and how many of a group's best scores count for it
+    groups: tuple[int, int, int] | None = None
     least_sum: float = 0.0  # added to the sum that the picked scores are divided by
     scale: float = 1.0  # factor of the picked scores
     shared: Mlp | None = None  # an expert for every token

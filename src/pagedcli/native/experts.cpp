@@ -45,15 +45,42 @@ template <class T> float score(const Experts& e, const typename T::Elem* logits,
     return 1.f / sum_of(sum);
 }
 
+// The groups that stay, as bits: those with the largest sums of their best scores; of equals, the first.
+template <class Score> uint64_t kept_groups(const Experts& e, const Score& score) {
+    const int64_t each = e.num_experts / e.num_groups;
+    float of_groups[64];
+    for (int64_t g = 0; g < e.num_groups; g++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int64_t i = g * each; i < (g + 1) * each; i++) {
+            const float p = score(i);
+            if (p > best) second = best, best = p;
+            else if (p > second) second = p;
+        }
+        of_groups[g] = e.num_best == 2 ? best + second : best;
+    }
+    uint64_t kept = 0;
+    for (int64_t n = 0; n < e.num_kept_groups; n++) {
+        int64_t best = -1;
+        for (int64_t g = 0; g < e.num_groups; g++)
+            if (!(kept >> g & 1) && (best < 0 || of_groups[g] > of_groups[best])) best = g;
+        kept |= uint64_t(1) << best;
+    }
+    return kept;
+}
+
 // The experts of one token with the largest scores and their weights, in the order of the experts; of equals, the first.
 template <class T> void route(const Experts& e, const typename T::Elem* logits, float* probabilities, Choice* chosen) {
     const int64_t X = e.num_experts, K = e.num_per_token;
     const float factor = score<T>(e, logits, probabilities);
     float total = (float)e.least_sum;
-    for (int64_t i = 0; i < X; i++) {
-        const float p = probabilities[i] * factor + (e.router_bias ? e.router_bias[i] : 0);
-        if (i >= K && !(p > chosen[K - 1].weight)) continue;
-        int64_t place = std::min(i, K - 1);
+    auto wanted = [&](int64_t i) { return probabilities[i] * factor + (e.router_bias ? e.router_bias[i] : 0); };
+    const int64_t each = e.num_groups ? X / e.num_groups : X;
+    const uint64_t kept = e.num_groups ? kept_groups(e, wanted) : 1;
+    for (int64_t i = 0, seen = 0; i < X; i++) {
+        if (!(kept >> i / each & 1)) continue;
+        const float p = wanted(i);
+        if (seen >= K && !(p > chosen[K - 1].weight)) continue;
+        int64_t place = std::min(seen++, K - 1);
         for (; place > 0 && p > chosen[place - 1].weight; place--) chosen[place] = chosen[place - 1];
         chosen[place] = {i, p};
     }

@@ -7,6 +7,9 @@ struct Experts {
     int64_t num_experts, num_per_token;
     int64_t renormalize;           // the picked scores are divided by their sum
     int64_t sigmoid;               // scores are sigmoids of the logits instead of their softmax
+    // Groups that experts form, up to 64, how many of them stay for a token, and how many scores of a group's best count for
+    // it, 1 or 2; 0: there are none.
+    int64_t num_groups, num_kept_groups, num_best;
     double scale;                  // of the picked scores
     double least_sum;              // added to their sum before they are divided by it
     const float* router_bias;       // [num_experts], added to the scores for picking alone; null: nothing is

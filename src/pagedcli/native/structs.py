@@ -32,6 +32,7 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize", "sigmoid")),
+        *((name, _int64) for name in ("num_groups", "num_kept_groups", "num_best")),
         *((name, ctypes.c_double) for name in ("scale", "least_sum")),
         *((name, _pointer) for name in ("router_bias", "expert_scales")),
         ("router", LinearStruct),

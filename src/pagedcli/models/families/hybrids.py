@@ -9,13 +9,13 @@ from typing import Any
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED
-from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture
+from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
-from pagedcli.models.mlps import ExpertNames, Experts
+from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import LayerSpec
 from pagedcli.models.tensors import TensorNames
@@ -216,8 +216,18 @@ class NemotronH(RotatesIfNamed, Bamba):
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
+    num_experts: Size = 8
+    num_experts_per_tok: Size = 2
+    moe_intermediate_size: Size = 7688
+    moe_shared_expert_intermediate_size: Size = 7688
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int | None = 1
+    topk_group: int | None = 1
 
+    unsupported = Bamba.unsupported | {"moe_latent_size": ()}
     renamed = {
+        "n_routed_experts": "num_experts",
         "layers_block_type": "layer_types",
         "layer_norm_epsilon": "rms_norm_eps",
         "mlp_hidden_act": "hidden_act",
@@ -229,7 +239,7 @@ class NemotronH(RotatesIfNamed, Bamba):
         "use_conv_bias": "mamba_conv_bias",
     }
     activations = ("relu2",)
-    known_layer_types = ATTENDS | RECURS | {"mlp"}
+    known_layer_types = ATTENDS | RECURS | {"mlp", "moe"}
     biases = (False, False, "mlp_bias")
     norm_style = FLOAT_NORMS
     gated_mlp = False
@@ -255,8 +265,10 @@ class NemotronH(RotatesIfNamed, Bamba):
         kinds = self.layer_types
         if not kinds:
             raise ModelError("it does not list its layers", hint="download the file again")
-        if any(before == after == "mlp" for before, after in pairwise(["mlp", *kinds])):
-            raise ModelError("an MLP comes first or follows another one, which is not supported")
+        if any({before, after} <= _MLPS for before, after in pairwise(["mlp", *kinds])):
+            raise ModelError(
+                "an MLP or a mixture of experts comes first or follows another one, which is not supported"
+            )
         super().check()
 
     @property
@@ -270,8 +282,37 @@ class NemotronH(RotatesIfNamed, Bamba):
     def layers(self) -> tuple[LayerSpec, ...]:
         kinds, layers = self.layer_types or [], super().layers()
         found = []
-        for i, layer in enumerate(layers):
-            has_mlp = kinds[i + 1 : i + 2] == ["mlp"]
-            if kinds[i] != "mlp":
-                found.append(replace(layer, mlp=layer.mlp if has_mlp else None, mlp_number=i + 1 if has_mlp else None))
+        for i, (layer, kind, after) in enumerate(zip(layers, kinds, [*kinds[1:], ""], strict=True)):
+            follows = after in _MLPS
+            if kind not in _MLPS:
+                mlp, number = (layers[i + 1].mlp, i + 1) if follows else (None, None)
+                found.append(replace(layer, mlp=mlp, mlp_number=number))
         return tuple(found)
+
+    def mlp(self, i: int) -> Mlp | Experts | None:
+        if (self.layer_types or [])[i] != "moe":
+            return super().mlp(i)
+        if not self.num_experts_per_tok <= self.num_experts:
+            raise ModelError(f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts")
+        each = Mlp(width=self.moe_intermediate_size, activation=self.activation, gated=False)
+        return Experts(
+            num_experts=self.num_experts,
+            num_per_token=self.num_experts_per_tok,
+            each=each,
+            renormalize=self.norm_topk_prob,
+            has_router_bias=True,
+            shared=replace(each, width=self.moe_shared_expert_intermediate_size, bias=self.mlp_bias),
+            gates_shared=False,
+            names=_NEMOTRON_EXPERTS,
+            **deepseek_routing(self.num_experts, self),
+        )
+
+
+_MLPS = frozenset({"mlp", "moe"})
+_NEMOTRON_EXPERTS = ExpertNames(
+    block="mixer",
+    router_bias="gate.e_score_correction_bias",
+    projections=("up_proj", "down_proj"),
+    shared="mixer.shared_experts",
+    shared_projections=("up_proj", "down_proj"),
+)

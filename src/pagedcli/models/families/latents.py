@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Factor, Size
-from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe
+from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe, expert_groups
 from pagedcli.models.family import Biases, Llama
 from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mlps import Experts
@@ -102,7 +102,7 @@ class DeepseekV3(Latents, Glm4Moe):
 
     @staticmethod
     def through_transformers(config: dict[str, Any]) -> bool:
-        return Latents.through_transformers(config) or Glm4Moe.through_transformers(config)
+        return Latents.through_transformers(config)
 
 
 class Glm4MoeLite(DeepseekV3):
@@ -116,16 +116,22 @@ class Glm4MoeLite(DeepseekV3):
 class DeepseekV2(Latents, AlwaysMixture):
     num_dense_layers: int = 0
     routed_scaling_factor: float = 1.0
+    topk_method: str | None = "greedy"
+    n_group: int | None = None
+    topk_group: int | None = None
 
-    unsupported = Latents.unsupported | {"moe_layer_freq": (1,), "norm_topk_prob": (False,)}
+    unsupported = Latents.unsupported | {
+        "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    }
     renamed = Glm4Moe.renamed
     expert_names = Glm4Moe.expert_names
 
     @staticmethod
     def through_transformers(config: dict[str, Any]) -> bool:
         """MLPs, and experts for every token, may have biases."""
-        groups, has_biases = config.get("topk_method", "greedy") != "greedy", bool(config.get("mlp_bias"))
-        return groups or has_biases or Latents.through_transformers(config)
+        return bool(config.get("mlp_bias")) or Latents.through_transformers(config)
 
     @property
     def tensor_names(self) -> TensorNames:
@@ -136,4 +142,10 @@ class DeepseekV2(Latents, AlwaysMixture):
 
     def experts(self) -> Experts:
         experts = super().experts()
-        return replace(experts, has_router_bias=False, scale=self.routed_scaling_factor)
+        groups = None
+        if self.topk_method == "group_limited_greedy":
+            num_picked = experts.num_per_token
+            groups = expert_groups(
+                experts.num_experts, self.n_group, self.topk_group, num_picked=num_picked, num_best=1
+            )
+        return replace(experts, has_router_bias=False, scale=self.routed_scaling_factor, groups=groups)

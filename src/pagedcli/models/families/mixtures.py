@@ -158,23 +158,47 @@ class AlwaysMixture(Mixture):
         return replace(super().experts(), has_router_bias=True, shared=shared, gates_shared=False)
 
 
+def deepseek_routing(num_experts: int, config: Any) -> dict[str, Any]:
+    """What Experts says of the router of DeepSeek-V3. `config`: fields of any family that has it."""
+    num_picked = config.num_experts_per_tok or 1
+    groups = expert_groups(num_experts, config.n_group, config.topk_group, num_picked=num_picked, num_best=2)
+    return {"sigmoid": True, "least_sum": 1e-20, "scale": config.routed_scaling_factor, "groups": groups}
+
+
+def expert_groups(
+    num_experts: int, num_groups: int | None, num_kept: int | None, *, num_picked: int, num_best: int
+) -> tuple[int, int, int] | None:
+    """Experts.groups. Raises: ModelError for numbers that do not go together."""
+    if num_groups is None or num_groups == 1:
+        return None
+    kept = num_kept or 0
+    fits = 1 < num_groups <= _MOST_GROUPS and not num_experts % num_groups and num_experts // num_groups >= num_best
+    if not fits or not 1 <= kept <= num_groups or kept * (num_experts // num_groups) < num_picked:
+        raise ModelError(
+            f"n_group is {num_groups} and topk_group {num_kept}, which do not fit {num_experts} experts and"
+            f" num_experts_per_tok {num_picked}"
+        )
+    return num_groups, kept, num_best
+
+
+_MOST_GROUPS = 64
+
+
 class Glm4Moe(AlwaysMixture):
-    """GLM-4.5, whose experts are DeepSeek's without groups."""
+    """GLM-4.5, whose experts are DeepSeek-V3's."""
 
     partial_rotary_factor: Any = 0.5
     norm_topk_prob = True
     num_dense_layers: int = 1
     routed_scaling_factor: float = 1.0
     use_qk_norm: bool = False
+    n_group: int | None = 1
+    topk_group: int | None = 1
 
     renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
     biases: ClassVar[Biases] = ("attention_bias", False, False)
     partial_rope = True
     expert_names = ExpertNames(router_bias="gate.e_score_correction_bias", shared="mlp.shared_experts")
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        return config.get("n_group") not in (None, 1)
 
     @property
     def tensor_names(self) -> TensorNames:
@@ -188,7 +212,7 @@ class Glm4Moe(AlwaysMixture):
         return i < self.num_dense_layers
 
     def experts(self) -> Experts:
-        return replace(super().experts(), sigmoid=True, least_sum=1e-20, scale=self.routed_scaling_factor)
+        return replace(super().experts(), **deepseek_routing(self.num_experts or 0, self))
 
 
 class Ernie4_5Moe(AlwaysMixture):
