@@ -15,6 +15,7 @@ from pathlib import Path
 from pagedcli.native.build import FLAGS, Compiler, compile_sources
 from pagedcli.native.prebuilt import TARGETS, Target
 
+TIMEOUT_S = 3600  # the first link for a target compiles zig's C++ library, for minutes on a busy machine
 # The oldest C library of manylinux_2_28, and of macOS 11.
 TRIPLES = {"linux": "{machine}-linux-gnu.2.28", "darwin": "aarch64-macos.11.0"}
 
@@ -42,7 +43,7 @@ def main() -> None:
         made = arguments.folder / target.file_name
         if not made.is_file():
             with tempfile.TemporaryDirectory() as scratch:
-                library = compile_sources(compiler, flags(target), Path(scratch) / made.name)
+                library = compile_sources(compiler, flags(target), Path(scratch) / made.name, timeout_s=TIMEOUT_S)
                 shutil.copyfile(library, made)
         print(f"{made} {made.stat().st_size / 1e6:.1f} MB")
 

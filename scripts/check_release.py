@@ -1,13 +1,16 @@
-"""Check what `make wheels` left in dist/: names and metadata, contents, licences, and that each wheel of this machine
-runs when it is installed without a compiler.
+"""Check what `make wheels` left in dist/: names and metadata, contents, licences, that no library has an instruction
+that a processor may lack on which it is loaded, and that each wheel of this machine runs without a compiler.
 
     python scripts/check_release.py DIST
 
-The dependencies come from the environment that runs this script. Exits with 1 and the first finding.
+The dependencies come from the environment that runs this script. Needs objdump; libraries for macOS are not
+disassembled. Exits with 1 and the first finding.
 """
 
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,10 +23,32 @@ from email.message import Message
 from pathlib import Path
 
 import pagedcli
-from pagedcli.native.prebuilt import TARGETS
+from pagedcli.native.prebuilt import TARGETS, Target
 
 MOST_BYTES = 25_000_000  # of one wheel
 TAGS = {"linux": "manylinux_2_28", "darwin": "macosx_11_0"}
+OBJDUMP = {"x86_64": ("objdump", "x86_64-linux-gnu-objdump"), "aarch64": ("aarch64-linux-gnu-objdump", "objdump")}
+# A processor's features (one of them is enough), and the instructions that need them.
+INSTRUCTIONS = {
+    "x86_64": {
+        ("avx2",): r"%ymm",
+        ("avx512f",): r"%zmm|%k[1-7]|%[xy]mm(1[6-9]|2\d|3[01])",
+        ("avx512_vnni", "avx_vnni"): r"\tvpdp(bus|wss)",
+        ("avx512_bf16",): r"\tvdpbf16ps|\tvcvtne2?ps2bf16",
+        ("amx_tile",): r"\ttile|\tldtilecfg",
+        ("amx_bf16",): r"\ttdpbf16",
+        ("amx_int8",): r"\ttdpb[su]",
+        (
+            "no target",
+        ): r"\t(tdpfp16|v(add|mul|fmadd\d+)[ps]h |vpopcnt|vpdpb(ss|su|uu)|v?gf2p8|vp(compress|expand)[bw])",
+    },
+    "aarch64": {
+        ("asimddp",): r"\t[su]dot\t",
+        ("bf16",): r"\tbf(dot|mmla|mlal|cvt)",
+        ("i8mm",): r"\t(u|s|us)mmla|\tusdot",
+        ("no target",): r"\tz\d|\tptrue|\tfmlal",
+    },
+}
 PROGRAM = "from pagedcli.native import load_library; print(load_library().origin)"
 
 
@@ -54,6 +79,32 @@ def check_wheel(path: Path) -> None:
     }
     found = {name for name in names if name.startswith("pagedcli/native/libraries/")}
     require(found == expected, f"{path.name} has the libraries {sorted(found)}, not {sorted(expected)}")
+
+
+def check_instructions(target: Target, library: Path) -> str:
+    """The library has instructions for all that its target needs, and none for anything else. Returns a note."""
+    commands = OBJDUMP.get(target.machine, ())
+    objdump = next((found for name in commands if (found := shutil.which(name))), None)
+    if objdump is None:
+        return f"{target.name}: not disassembled"
+    command = [objdump, "-d", "--no-show-raw-insn", library]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    num_instructions = listing.count("\n")
+    for features, pattern in INSTRUCTIONS[target.machine].items():
+        found = re.search(f"^.*(?:{pattern}).*$", listing, re.MULTILINE)
+        if set(features) & set(target.needs):
+            require(found, f"{target.name} makes no use of {features[0]} in {num_instructions:,} instructions")
+        else:
+            require(not found, f"{target.name} needs {' or '.join(features)}: {found and found[0].strip()}")
+    return f"{target.name}: {num_instructions:,} instructions, none beyond those of its target"
+
+
+def check_libraries(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
+        for target in TARGETS:
+            name = f"pagedcli/native/libraries/{target.file_name}"
+            if name in wheel.namelist():
+                print(check_instructions(target, Path(wheel.extract(name, folder))))
 
 
 def check_sdist(path: Path) -> None:
@@ -89,6 +140,7 @@ def main() -> None:
     require(wheels and len(sdists) == 1, f"{dist} holds {sorted(os.listdir(dist))}; run: make wheels")
     for path in wheels:
         check_wheel(path)
+        check_libraries(path)
     check_sdist(sdists[0])
     for path in wheels:
         if path.stem.endswith(f"{TAGS.get(sys.platform)}_{platform.machine()}"):

@@ -1,26 +1,33 @@
-"""What a package index shows: a README whose links lead into the repository, and one line for skipped tests."""
+"""What a package index shows and wheels bring: a README whose links lead into the repository, libraries without
+instructions that a processor may lack. And one line for skipped tests."""
 
 import importlib.util
+import platform
 import re
+import shutil
+import subprocess
 import tomllib
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from conftest import skipped_line
+
+from pagedcli.native.prebuilt import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def setup_script():
-    spec = importlib.util.spec_from_file_location("pagedcli_setup", ROOT / "setup.py")
+def script(path="setup.py"):
+    spec = importlib.util.spec_from_file_location(f"pagedcli_{Path(path).stem}", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_every_link_and_picture_leads_to_a_file_of_the_repository():
-    text = setup_script().with_absolute_links(README, "https://host/owner/name/", "1.2.3")
+    text = script().with_absolute_links(README, "https://host/owner/name/", "1.2.3")
     targets = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", text)
     assert len(targets) == len(re.findall(r"\]\(", README))
     own = "https://host/owner/name/{}/v1.2.3/"
@@ -35,12 +42,12 @@ def test_every_link_and_picture_leads_to_a_file_of_the_repository():
 
 def test_links_that_are_absolute_or_within_the_page_stay():
     text = "[a](https://x.org) [b](#part) [c](mailto:x@y.z)"
-    assert setup_script().with_absolute_links(text, "https://host/o/n", "1") == text
+    assert script().with_absolute_links(text, "https://host/o/n", "1") == text
 
 
 def test_without_an_address_the_readme_is_as_it_stands():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    shown = setup_script().long_description()
+    shown = script().long_description()
     assert (shown == README) == ("Repository" not in project.get("urls", {}))
 
 
@@ -59,11 +66,43 @@ def test_the_version_stands_in_one_place():
 
 
 def test_links_of_a_release_lead_to_its_tag(monkeypatch, tmp_path):
-    script = setup_script()
-    monkeypatch.setattr(script, "ROOT", tmp_path)
+    setup = script()
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
     (tmp_path / "README.md").write_text("[a](docs/a.md)")
     (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://host/o/n"\n')
     package = tmp_path / "src" / "pagedcli"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('"""Text."""\n\n__version__ = "1.2.3"\n')
-    assert script.long_description() == "[a](https://host/o/n/blob/v1.2.3/docs/a.md)"
+    assert setup.long_description() == "[a](https://host/o/n/blob/v1.2.3/docs/a.md)"
+
+
+AVX512 = "vpaddd %ymm0,%ymm0,%ymm0; vpaddd %zmm0,%zmm0,%zmm0"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86-64 processor")
+@pytest.mark.skipif(shutil.which("objdump") is None or shutil.which("gcc") is None, reason="no gcc or objdump here")
+@pytest.mark.parametrize(
+    ("name", "instructions", "finding"),
+    [
+        ("avx2", "vpaddd %ymm0,%ymm0,%ymm0", None),
+        ("avx2", AVX512, "avx2 needs avx512f: .*vpaddd %zmm0"),
+        ("avx2", "vpaddd %ymm0,%ymm0,%ymm17", "avx2 needs avx512f"),
+        ("avx2", "nop", "avx2 makes no use of avx2"),
+        ("avx512", AVX512, None),
+        ("avx512", f"{AVX512}; vpdpbusd %zmm0,%zmm0,%zmm0", "avx512 needs avx512_vnni or avx_vnni"),
+        ("avx512-vnni", f"{AVX512}; vpdpbusd %zmm0,%zmm0,%zmm0", None),
+        ("avx512-vnni", f"{AVX512}; vpdpbusd %zmm0,%zmm0,%zmm0; tilerelease", "avx512-vnni needs amx_tile"),
+        ("avx512-vnni", f"{AVX512}; vpdpbusd %zmm0,%zmm0,%zmm0; vaddph %zmm0,%zmm0,%zmm0", "needs no target"),
+    ],
+)
+def test_a_library_with_an_instruction_that_a_processor_may_lack_is_found(name, instructions, finding, tmp_path):
+    source, library = tmp_path / "small.s", tmp_path / "small.so"
+    source.write_text(f".globl f\nf: {instructions}; ret\n")
+    subprocess.run(["gcc", "-shared", "-nostdlib", "-o", library, source], check=True)
+    target = next(each for each in TARGETS if each.name == name)
+    check = script("scripts/check_release.py").check_instructions
+    if finding is None:
+        assert check(target, library).startswith(f"{name}: ")
+    else:
+        with pytest.raises(SystemExit, match=finding):
+            check(target, library)

@@ -7,6 +7,7 @@ Inspect finds this module by its entry point. Requests are rows of one engine in
 import math
 import time
 from concurrent.futures import Future
+from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolFunction, ToolInfo
 
 from pagedcli.batch.lines import Line
-from pagedcli.errors import RequestError
+from pagedcli.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from pagedcli.batch.stream import RowStream
@@ -40,7 +41,7 @@ _SAME = (
 
 @modelapi(name="pagedcli")  # type: ignore[untyped-decorator,unused-ignore]  # Inspect is not always installed
 class PagedAPI(ModelAPI):  # type: ignore[misc,unused-ignore]
-    """An engine that answers chats as they come, all together. Raises: TypeError, ConfigError, ModelError."""
+    """An engine that answers chats as they come, all together. Raises: TypeError, UsageError, ModelError."""
 
     def __init__(
         self,
@@ -53,6 +54,10 @@ class PagedAPI(ModelAPI):  # type: ignore[misc,unused-ignore]
         **engine: Any,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
+        if find_spec("openai") is None:  # the hint of an error is not shown by Inspect
+            raise UsageError(
+                "Inspect converts chats with openai, which is not installed: pip install 'pagedcli[inspect]'"
+            )
         self._stream = _stream(model_name, chat_template, engine)
         self._indexes = count()
         self._waiting = CapacityLimiter(math.inf)  # Inspect itself limits the number of requests

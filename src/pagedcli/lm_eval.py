@@ -8,16 +8,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import utils
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-
 from pagedcli.batch.requests import read_messages
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import PagedcliError, RequestError, UsageError
 from pagedcli.llm import LLM
 from pagedcli.sampling_params import SamplingParams
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+except ModuleNotFoundError as error:
+    missing = UsageError("lm-evaluation-harness is not installed", hint="pip install 'pagedcli[lm-eval]'")
+    if __name__ != "__main__":
+        raise missing from error
+    sys.exit(f"error: {missing.message}\nhint: {missing.hint}")
 
 _logger = logging.getLogger("lm_eval.pagedcli")  # below lm-eval's own, which its command sets up
 _DEFAULT_DEVICE = "cuda:0"  # lm-eval's, on any machine

@@ -233,13 +233,6 @@ def test_wrong_usage_is_said_with_exit_code_2(publisher, tmp_path):
     assert "is a recording" in pagedcli("attach", tmp_path / "e.jsonl", "--topic", "kv", expect=2).stderr
 
 
-def test_without_pyzmq_the_command_that_installs_it_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.delitem(sys.modules, "pagedcli.kvevents.sockets")
-    said = pagedcli("attach", "tcp://127.0.0.1:9", expect=2).stderr
-    assert "pip install 'pagedcli[attach]'" in said
-
-
 def test_generate_publishes_its_prefix_cache(tmp_path):
     prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "trace.jsonl"
     text = "Once upon a time there was a little fox who lived in a wood and "

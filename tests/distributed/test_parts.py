@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -252,15 +250,6 @@ def test_plan_says_what_the_distribution_gives(single):
     assert set(ways) == {"bucketed by prefix", "round-robin", "random"}
     assert ways["bucketed by prefix"]["num_computed_tokens"] <= ways["random"]["num_computed_tokens"]
     assert 1 <= ways["bucketed by prefix"]["max_over_mean"] < 1.3
-
-
-def test_without_ray_the_error_says_what_to_install(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    program = "import sys; sys.modules['ray'] = None; from pagedcli.cli.main import run; run()"
-    command = [sys.executable, "-c", program, "generate", "in.jsonl", "-o", "parts", "--ray"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "pip install 'pagedcli[ray]'" in result.stderr
 
 
 @pytest.mark.parametrize(

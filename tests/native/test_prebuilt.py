@@ -76,7 +76,7 @@ def test_an_installed_library_is_loaded_without_a_compiler_or_a_cache(installed,
     processor(ZEN4)
     library = load_library()
     assert library.notes == ()
-    assert library.origin == "avx512-bf16, installed with the package"
+    assert library.origin == "avx512-bf16, installed with the package (tiles needs amx_tile, amx_bf16, amx_int8)"
     assert build.instructions(library).endswith("avx512-bf16 library")
     assert not (tmp_path / "cache").exists()
 
@@ -98,8 +98,32 @@ def test_a_build_can_be_asked_for_and_other_values_are_refused(installed, proces
         load_library()
     build._outcome.cache_clear()
     monkeypatch.setenv(build.NATIVE, "installed")
-    with pytest.raises(BackendError, match="PAGEDCLI_NATIVE is 'installed'"):
+    with pytest.raises(BackendError, match="PAGEDCLI_NATIVE is 'installed'") as caught:
         load_library()
+    assert "avx512-bf16, avx512-vnni, avx512, avx2-vnni, avx2" in caught.value.hint
+
+
+@needs_compiler
+def test_a_library_can_be_asked_for_by_name_if_the_processor_can_run_it(installed, processor, monkeypatch):
+    processor(ZEN4)
+    best = build.library_key()
+    monkeypatch.setenv(build.NATIVE, "avx2")
+    assert load_library().origin == "avx2, installed with the package (asked for)"
+    assert build.library_key() != best
+    (installed / next(each for each in prebuilt.TARGETS if each.name == "avx512").file_name).unlink()
+    for name, reason in (("tiles", "has no amx_tile, amx_bf16, amx_int8"), ("avx512", "brought no avx512 library")):
+        monkeypatch.setenv(build.NATIVE, name)
+        build._outcome.cache_clear()
+        with pytest.raises(BackendError, match=reason):
+            load_library()
+
+
+def test_what_is_compiled_says_why_no_library_serves(monkeypatch, tmp_path, processor):
+    monkeypatch.setattr(prebuilt, "LIBRARIES", tmp_path)
+    processor(ZEN4)
+    assert prebuilt.library() == "this installation brought no avx512-bf16 library"
+    processor({"sse2"})
+    assert prebuilt.library() == "no wheel has kernels for this processor"
 
 
 @needs_compiler

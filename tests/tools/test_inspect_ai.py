@@ -1,6 +1,7 @@
 """Inspect AI with our model, in this process: chats, tools, log-probabilities, many requests at once."""
 
 import importlib
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from inspect_ai.tool import ToolFunction, tool  # noqa: E402
 
 import pagedcli.inspect_ai  # noqa: E402  # registers the model, as its entry point does
 from pagedcli import LLM, SamplingParams  # noqa: E402
-from pagedcli.errors import RequestError  # noqa: E402
+from pagedcli.errors import RequestError, UsageError  # noqa: E402
 
 CALL = '{"name": "add", "arguments": {"x": 40, "y": 2}}'
 WORDS = ["Look", "Sum", " forty", "-two"]
@@ -138,3 +139,9 @@ def test_the_entry_point_leads_to_the_module():
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     module = importlib.import_module(project["entry-points"]["inspect_ai"]["pagedcli"])
     assert module is pagedcli.inspect_ai
+
+
+def test_without_openai_the_extra_is_named(monkeypatch, caller):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UsageError, match=r"pip install 'pagedcli\[inspect\]'"):
+        get_model(f"pagedcli/{caller}", memoize=False)

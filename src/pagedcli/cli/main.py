@@ -193,7 +193,8 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     found, target = library(), runnable()
     instructions = "none of those that wheels have kernels for" if target is None else target.name
     yield "processor", f"{platform.machine()}, best instructions: {instructions}"
-    yield "kernels", "compiled on first use" if found is None else f"{found[0]}, installed with the package"
+    compiled = isinstance(found, str)
+    yield "kernels", f"compiled on first use ({found})" if compiled else f"{found.name}, installed with the package"
     for name in ("torch", "triton", "transformers", "tokenizers", "safetensors", "llguidance"):
         try:
             yield name, metadata.version(name)

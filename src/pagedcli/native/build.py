@@ -29,11 +29,11 @@ from pathlib import Path
 from pagedcli.errors import BackendError
 from pagedcli.native import prebuilt
 from pagedcli.native.paths import NAMES, bf16_path, int8_path, path_notes
-from pagedcli.native.prebuilt import SOURCE_DIR, source_digest
+from pagedcli.native.prebuilt import SOURCE_DIR, Installed, source_digest
 from pagedcli.native.processor import processor_features, processor_flags
 
 BUILD_TIMEOUT_S = 300
-# "build": the sources are compiled although the wheel brought a library along.
+# "build": the sources are compiled although the wheel brought a library along. A target's name: its library is loaded.
 NATIVE = "PAGEDCLI_NATIVE"
 # Set and not empty: kernels for tile registers (AMX) run in plain C++, slowly, on any processor. For tests.
 EMULATE_TILES = "PAGEDCLI_EMULATE_TILES"
@@ -49,11 +49,13 @@ class NativeLibrary:
     functions: ctypes.CDLL  # calls release the GIL
     notes: tuple[str, ...]
     target: str | None = None  # name of a library that was installed, see prebuilt.TARGETS
+    why: str = ""  # why it is this one, in words
 
     @property
     def origin(self) -> str:
-        """Where it comes from, in words."""
-        return "compiled on this machine" if self.target is None else f"{self.target}, installed with the package"
+        """Where it comes from and why, in words."""
+        source = "compiled on this machine" if self.target is None else f"{self.target}, installed with the package"
+        return f"{source} ({self.why})" if self.why else source
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ def loaded_library() -> NativeLibrary | None:
 @functools.cache
 def _outcome() -> NativeLibrary | BackendError:
     try:
-        target, path = _installed() or (None, None)
-        path, notes = _built() if path is None else (path, ())
+        found = _installed()
+        target, why = (None, found) if isinstance(found, str) else (found.name, found.why)
+        path, notes = _built() if isinstance(found, str) else (found.path, ())
         try:
             functions = ctypes.CDLL(str(path))
         finally:
@@ -97,15 +100,18 @@ def _outcome() -> NativeLibrary | BackendError:
         return BackendError(f"the native library cannot be loaded: {error}")
     functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     functions.native_read_all.restype = ctypes.c_double
-    return NativeLibrary(functions, notes + path_notes(functions), target)
+    return NativeLibrary(functions, notes + path_notes(functions), target, why)
 
 
-def _installed() -> tuple[str, Path] | None:
-    """Name and path of the wheel's library for this processor, unless it has none or a build is asked for."""
-    asked = os.environ.get(NATIVE, "")
-    if asked not in ("", "build"):
-        raise BackendError(f"{NATIVE} is {asked!r}", hint=f"{NATIVE}=build compiles the kernels here; or unset it")
-    return None if asked or os.environ.get(EMULATE_TILES) else prebuilt.library()
+def _installed() -> Installed | str:
+    """The wheel's library for this processor, or the one that is asked for; in words why the sources are compiled."""
+    asked, names = os.environ.get(NATIVE, ""), [each.name for each in prebuilt.for_this_system()]
+    if asked not in ("", "build", *names):
+        hint = f"{NATIVE}=build compiles the kernels here, or name a library ({', '.join(names)}), or unset it"
+        raise BackendError(f"{NATIVE} is {asked!r}", hint=hint)
+    if os.environ.get(EMULATE_TILES):
+        return f"{EMULATE_TILES} is set"
+    return f"{NATIVE}=build" if asked == "build" else prebuilt.library(asked or None)
 
 
 def _built() -> tuple[Path, tuple[str, ...]]:
@@ -159,7 +165,7 @@ def find_compiler() -> Compiler:
         return Compiler((sys.executable, "-P", "-m", "ziglang", "c++"), f"ziglang {version}")
     raise BackendError(
         "no C++ compiler found (tried $CXX, c++, g++, clang++, ziglang)",
-        hint="install g++ or clang++, or: pip install ziglang",
+        hint="install g++ or clang++, or: pip install 'pagedcli[native]'",
     )
 
 
@@ -191,7 +197,7 @@ def library_key() -> str:
     Raises: BackendError if there is neither an installed library nor a compiler.
     """
     installed = _installed()
-    return build_key(find_compiler()) if installed is None else _key(installed[0])
+    return build_key(find_compiler()) if isinstance(installed, str) else _key(installed.name)
 
 
 def _key(*parts: str) -> str:
@@ -262,29 +268,31 @@ def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
     return f"compiled the native CPU kernels in {seconds:.1f} s ({f'kept in {path.parent}' if is_kept else 'not kept'})"
 
 
-def compile_sources(compiler: Compiler, flags: tuple[str, ...], library: Path) -> Path:
+def compile_sources(
+    compiler: Compiler, flags: tuple[str, ...], library: Path, *, timeout_s: int = BUILD_TIMEOUT_S
+) -> Path:
     """Compile the sources in parallel, in the library's folder; returns the library.
 
-    Raises: BackendError with the compiler's first error line.
+    Raises: BackendError with the compiler's first error line, or if one of its processes takes longer than timeout_s.
     """
     folder = library.parent
     sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the slowest first
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     jobs = [[*flags, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: _run_compiler(compiler, job, folder), jobs))
-    _run_compiler(compiler, [*flags, "-shared", *objects, "-o", str(library)], folder)
+        list(pool.map(lambda job: _run_compiler(compiler, job, folder, timeout_s), jobs))
+    _run_compiler(compiler, [*flags, "-shared", *objects, "-o", str(library)], folder, timeout_s)
     return library
 
 
-def _run_compiler(compiler: Compiler, arguments: list[str], scratch: Path) -> None:
+def _run_compiler(compiler: Compiler, arguments: list[str], scratch: Path, timeout_s: int) -> None:
     command = [*compiler.command, *arguments]
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=BUILD_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
             env=os.environ | {"TMPDIR": str(scratch)},
         )

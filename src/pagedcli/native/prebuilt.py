@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagedcli.errors import BackendError
 from pagedcli.native.processor import processor_flags
 
 SOURCE_DIR = Path(__file__).parent
@@ -61,17 +62,48 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A library that this installation brought along, and why it is the one to load."""
+
+    name: str
+    path: Path
+    why: str  # in words; empty where nothing is better
+
+
+def for_this_system() -> tuple[Target, ...]:
+    """The targets of this machine's architecture and system, whether its processor can run them or not."""
+    return tuple(each for each in TARGETS if (each.machine, each.system) == (platform.machine(), sys.platform))
+
+
 def runnable() -> Target | None:
     """The best target that this processor can run, whether its library is here or not."""
-    flags = processor_flags()
-    here = (each for each in TARGETS if (each.machine, each.system) == (platform.machine(), sys.platform))
-    return next((each for each in here if flags.issuperset(each.needs)), None)
+    return next((each for each in for_this_system() if not _missing(each)), None)
 
 
-def library() -> tuple[str, Path] | None:
-    """The target's name and the library for this processor, if this installation brought one along."""
-    target = runnable()
-    if target is None or not LIBRARIES.is_dir():
-        return None
+def library(name: str | None = None) -> Installed | str:
+    """The library of the best target for this processor, or of the named one; in words why there is none.
+
+    Raises: BackendError if there is no library of that name here, or this processor cannot run it.
+    """
+    targets = for_this_system()
+    target = runnable() if name is None else next(each for each in targets if each.name == name)
+    if target is None:
+        return "no wheel has kernels for this processor"
+    if missing := _missing(target):
+        raise BackendError(f"this processor cannot run the {target.name} library: it has no {missing}")
     path = LIBRARIES / target.file_name
-    return (target.name, path) if path.is_file() else None
+    if not path.is_file():
+        absent = f"this installation brought no {target.name} library"
+        if name is not None:
+            raise BackendError(absent, hint="install a wheel with kernels: make wheels")
+        return absent
+    better = targets[: targets.index(target)]
+    why = f"{better[-1].name} needs {_missing(better[-1])}" if better else ""
+    return Installed(target.name, path, "asked for" if name is not None else why)
+
+
+def _missing(target: Target) -> str:
+    """What the processor has not, but the target may use."""
+    flags = processor_flags()
+    return ", ".join(need for need in target.needs if need not in flags)
