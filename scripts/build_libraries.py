@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from pagedcli.native.build import FLAGS, Compiler, compile_sources
-from pagedcli.native.prebuilt import TARGETS, Target
+from pagedcli.native.prebuilt import TARGETS, Target, source_digest
 
 TIMEOUT_S = 3600  # the first link for a target compiles zig's C++ library, for minutes on a busy machine
 # The oldest C library of manylinux_2_28, and of macOS 11.
@@ -44,6 +44,9 @@ def main() -> None:
         if not made.is_file():
             with tempfile.TemporaryDirectory() as scratch:
                 library = compile_sources(compiler, flags(target), Path(scratch) / made.name, timeout_s=TIMEOUT_S)
+                source_digest.cache_clear()
+                if made.name != target.file_name:
+                    sys.exit("the sources changed while they were compiled: run it again")
                 shutil.copyfile(library, made)
         print(f"{made} {made.stat().st_size / 1e6:.1f} MB")
 

@@ -2,10 +2,12 @@
 instructions that a processor may lack. And one line for skipped tests."""
 
 import importlib.util
+import os
 import platform
 import re
 import shutil
 import subprocess
+import tarfile
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -106,3 +108,18 @@ def test_a_library_with_an_instruction_that_a_processor_may_lack_is_found(name, 
     else:
         with pytest.raises(SystemExit, match=finding):
             check(target, library)
+
+
+def test_an_sdist_has_the_same_bytes_whenever_it_is_made(tmp_path):
+    made = []
+    for age_s in (0, 1_000_000):
+        folder = tmp_path / str(age_s) / "pagedcli-1"
+        folder.mkdir(parents=True)
+        for name in ("b.py", "a.py"):
+            (folder / name).write_text(name)
+            os.utime(folder / name, (age_s, age_s))
+        script().write_archive(tmp_path / f"{age_s}.tar.gz", folder, made_s=1_700_000_000)
+        made.append((tmp_path / f"{age_s}.tar.gz").read_bytes())
+    assert made[0] == made[1]
+    with tarfile.open(tmp_path / "0.tar.gz") as archive:
+        assert archive.getnames() == ["pagedcli-1", "pagedcli-1/a.py", "pagedcli-1/b.py"]
