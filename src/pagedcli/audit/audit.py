@@ -10,6 +10,7 @@ from pathlib import Path
 from pagedcli.audit.client import Client, LimitReached
 from pagedcli.audit.compare import Noise
 from pagedcli.audit.plan import CHECKS, Probe, ProbePrompts, plan
+from pagedcli.audit.restart import Memory, recalled_probes, remember, remembered_asks
 from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, save_case, shrink
 from pagedcli.audit.survey import Survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
@@ -34,6 +35,8 @@ class Options:
     seed: int | None = None  # prompts; None: random, as a cache remembers those of an earlier run
     concurrency: int = 8
     folder: Path | None = None  # failing pairs; None: none is written
+    remembers: bool = False  # answers to compare with after a restart
+    memory: Memory | None = None  # those of an earlier audit
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Audit:
     progress: Callable[[str], None] = lambda text: None
     evidence: Evidence | None = None
     files: list[Path] = field(default_factory=list)
+    memory: Memory | None = None  # what was remembered
     seconds: float = 0.0
     _num_failures: int = 0
 
@@ -54,13 +58,20 @@ class Audit:
         self.progress("what the server offers")
         survey, budget = Survey(self.client, options.concurrency), self.client.budget
         await survey.find_all(options.model, seed)
-        self.evidence = evidence = Evidence(survey, options.checks)
-        probes = plan(
-            ProbePrompts(survey.target, seed + 3), checks=options.checks,
-            max_requests=budget.max_requests, max_tokens=budget.max_tokens - budget.num_tokens,
-        )  # fmt: skip
-        evidence.not_run = dict.fromkeys((probe.check for probe in probes), _STOPPED)
+        self.evidence = evidence = Evidence(survey, options.checks, memory=options.memory)
         try:
+            if options.memory is not None:
+                for i, probe in enumerate(recalled_probes(options.memory, survey.runner, survey.target)):
+                    self.progress(f"remembered prompts, {i + 1} of {len(options.memory.prompts)}")
+                    evidence.recalled.append(await survey.runner.run(probe))
+            if options.remembers:  # before the other probes: what these evict must last, too
+                self.progress("prompts to remember")
+                self.memory = await remember(survey.runner, remembered_asks(ProbePrompts(survey.target, seed + 6)))
+            probes = plan(
+                ProbePrompts(survey.target, seed + 3), checks=options.checks,
+                max_requests=budget.max_requests, max_tokens=budget.max_tokens - budget.num_tokens,
+            )  # fmt: skip
+            evidence.not_run = dict.fromkeys((probe.check for probe in probes), _STOPPED)
             await self._send(evidence, probes)
             await self._confirm(evidence, ProbePrompts(survey.target, seed + 4))
             await self._shrink(evidence, seed + 5)

@@ -38,6 +38,14 @@ FAULTS: dict[Fault, str] = {
     "long-hit": "the tokens after 50 and more cached blocks are computed one place too late",
     "silent-leak": "cache_salt is not part of the key, and hits of other salts are not reported",
 }
+RestartFault = Literal["restored-state", "restored-stale", "restored-other", "restored-model", "claimed-model"]
+RESTART_FAULTS: dict[RestartFault, str] = {
+    "restored-state": "what is kept next to K and V, the state at the end of a block, is lost: LMCache 4492",
+    "restored-stale": "the state at the end of a block is that of another prompt: vLLM 525",
+    "restored-other": "a failed read counts as loaded, with the content of another prompt: dynamo 15079",
+    "restored-model": "a block is found though another model has computed it",
+    "claimed-model": "hits on blocks of another model are reported, and computed again",
+}
 _VOCABULARY = 997
 _BOS = 0
 _NUM_LOGITS = len(WORDS)
@@ -73,6 +81,7 @@ class Settings:
     """What the server is like."""
 
     fault: Fault | None = None
+    restart_fault: RestartFault | None = None
     seed: int = 0
     block_size: int = 16
     num_blocks: int = 512
@@ -123,6 +132,23 @@ class ToyCache:
         self._found: set[Any] = set()  # keys
         self._owned: set[Any] = set()  # (salt, key)
         self._used: OrderedDict[int, Any] = OrderedDict()  # block id -> key, least recently used first
+
+    def restore(self, kept: "ToyCache") -> None:
+        """Take over what an earlier server has kept; right if that is nothing after a change of model or block size."""
+        mine, earlier, fault = self._settings, kept._settings, self._settings.restart_fault
+        is_same_model = mine.seed == earlier.seed or fault in ("restored-model", "claimed-model")
+        if mine.block_size != earlier.block_size or not is_same_model:
+            return
+        self._index, self._used = dict(kept._index), OrderedDict(kept._used)
+        self._blocks = {block_id: values.copy() for block_id, values in kept._blocks.items()}
+        for block_id, values in self._blocks.items():
+            other = kept._blocks[(block_id + len(kept._blocks) // 2) % len(kept._blocks)]
+            if fault == "restored-state":
+                values[-1] = 0
+            elif fault == "restored-stale":
+                values[-1] = other[-1]
+            elif fault == "restored-other" and block_id % 3 == 0:
+                values[:] = other
 
     def _key(self, tokens: list[int], end: int, salt: str) -> Any:
         fault = self._settings.fault
@@ -182,12 +208,14 @@ class ToyServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, kept: ToyCache | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.settings = settings
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self._model = ToyModel(settings.seed)
-        self._cache = ToyCache(settings)
+        self.cache = ToyCache(settings)
+        if kept is not None:
+            self.cache.restore(kept)
         self._lock = threading.Lock()
         self.num_answers = 0
         self._num_running = 0
@@ -212,11 +240,11 @@ class ToyServer(ThreadingHTTPServer):
         with self._lock:
             self._num_running += 1
             is_bypassed = settings.is_llama and body.get("cache_prompt") is False
-            blocks = [] if is_bypassed else self._cache.find(tokens, owner)
+            blocks = [] if is_bypassed else self.cache.find(tokens, owner)
             num_cached = len(blocks) * settings.block_size
             num_reported = num_cached
             if settings.fault == "silent-leak":
-                num_reported = self._cache.num_owned(tokens, len(blocks), owner) * settings.block_size
+                num_reported = self.cache.num_owned(tokens, len(blocks), owner) * settings.block_size
             is_crowded = self._num_running > 1
         uncached = len(tokens) if settings.fault == "only-claimed" else len(tokens) - num_cached
         time.sleep(settings.seconds_per_token * uncached + _STEP_S)
@@ -241,14 +269,16 @@ class ToyServer(ThreadingHTTPServer):
         is_late = num_cached > 0 and (
             fault == "wrong-positions"
             or (fault == "long-hit" and len(blocks) >= 50)
-            or (fault == "second-hit" and self._cache.is_found_again(tokens, len(blocks), salt))
+            or (fault == "second-hit" and self.cache.is_found_again(tokens, len(blocks), salt))
         )
         start = min(num_cached, len(tokens) - 1)  # the last token of a full hit is computed again
         shift = 1 if is_late or num_cached == len(tokens) else 0
+        if self.settings.restart_fault == "claimed-model":
+            blocks, start = [], 0
         cached = np.concatenate([np.empty((0, _NUM_LOGITS)), *blocks])
         new = self._model.values(tokens, start, cached[start - 1] if start else None, shift=shift)
         values = np.concatenate([cached, new])  # a full hit has its last token twice
-        self._cache.store(tokens, salt, np.concatenate([cached[:start], new]))
+        self.cache.store(tokens, salt, np.concatenate([cached[:start], new]))
         rows = [self._generate(body, tokens, values, shift, number) for number in range(body.get("n", 1))]
         if self.settings.fault == "wrong-row" and num_cached and is_crowded and self._last_row is not None:
             rows[0] = [{**mine, "top": other["top"]} for mine, other in zip(rows[0], self._last_row, strict=False)]
@@ -345,9 +375,9 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def serving(settings: Settings) -> Iterator[ToyServer]:
-    """A running server, in a thread."""
-    server = ToyServer(settings)
+def serving(settings: Settings, kept: ToyCache | None = None) -> Iterator[ToyServer]:
+    """A running server, in a thread; `kept` is what one before it has left on disk."""
+    server = ToyServer(settings, kept)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

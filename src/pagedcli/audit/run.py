@@ -127,6 +127,10 @@ class Runner:
     _sent: dict[int | None, list[Words]] = field(default_factory=dict)  # salt -> prompts
     _num_probes: int = 0
 
+    def know(self, ask: Ask) -> None:
+        """Count a prompt as sent: an earlier audit has sent it."""
+        self._sent.setdefault(ask.salt, []).append(ask.words)
+
     async def run(self, probe: Probe) -> Outcome:
         """Send a probe's requests. Raises: RefusedError, ServerError, LimitReached."""
         self._num_probes += 1
@@ -134,7 +138,7 @@ class Runner:
         for step in probe.steps:
             shared = [self._shared(step, place) for place in range(len(step))]
             for ask in step:
-                self._sent.setdefault(ask.salt, []).append(ask.words)
+                self.know(ask)
             tails = [_whole_words(ask, seen) for ask in step]
             answers = await self._together([self._ask(*each) for each in zip(step, tails, strict=True)])
             for ask, num_shared, answer, tail in zip(step, shared, answers, tails, strict=True):

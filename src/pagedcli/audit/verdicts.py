@@ -10,8 +10,10 @@ from math import ceil, comb
 from statistics import median
 from typing import Annotated, Any
 
-from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, AnswerDifference, Noise, measure_noise
+from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, AnswerDifference, Noise, compare, measure_noise
 from pagedcli.audit.plan import CHECKS, Target
+from pagedcli.audit.restart import CHECK as RESTART
+from pagedcli.audit.restart import Memory
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.survey import Survey
 from pagedcli.printable import plural, seconds_text
@@ -54,6 +56,8 @@ class Evidence:
     outcomes: list[Outcome] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)  # check -> why it was not finished
     cases: dict[str, str] = field(default_factory=dict)  # check -> words on its shortest failing pair
+    memory: Memory | None = None  # answers of an earlier audit
+    recalled: list[Outcome] = field(default_factory=list)  # a probe for each of its prompts
 
     @property
     def target(self) -> Target:
@@ -116,7 +120,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
     for check in CHECKS:
         if check in evidence.checks and check != "noise":
             verdicts += _JUDGES.get(check, _pairs)(evidence, check)
-    return verdicts
+    return verdicts if evidence.memory is None else [*verdicts, *_restart(evidence, evidence.memory)]
 
 
 def _reporting(evidence: Evidence) -> list[Verdict]:
@@ -171,8 +175,8 @@ def _law(evidence: Evidence) -> list[Verdict]:
         )
         verdicts.append(evidence.verdict("law", Status.FAULT, text, len(unsalted), len(too_much)))
     if target.unit is not None:
-        # the last tokens and what has been evicted are not the law's business
-        found = [each.follows_law(target) for each in unsalted if each.check != "evict"]
+        # the last tokens and what has been evicted or was lost at a restart are not the law's business
+        found = [each.follows_law(target) for each in unsalted if each.check not in ("evict", RESTART)]
         known = [each for each in found if each is not None]
         num_right = sum(known)
         law = f"floor(shared / {target.unit}) x {target.unit}"
@@ -329,6 +333,47 @@ def _speed(evidence: Evidence, check: str) -> list[Verdict]:
         text = f"{who} sees another's hits by time: {text}{saving.needs(len(columns))}"
         verdicts.append(Verdict(status, "tenants", text))
     return verdicts
+
+
+def _restart(evidence: Evidence, memory: Memory) -> list[Verdict]:
+    """Whether the answers of an earlier audit are those of now, and whether the hits on its prompts can be true."""
+    outcomes, noise, num = evidence.recalled, evidence.noise(), len(memory.prompts)
+    if len(outcomes) < num:
+        return [evidence.unknown(RESTART, "not all remembered prompts were sent again")]
+    if noise.is_too_large or noise.num_pairs == 0:
+        return [evidence.unknown(RESTART, "the noise is too large or unknown")]
+    num_hits = sum(outcome.seen[0].is_hit for outcome in outcomes)
+    hits = f"{num_hits} of {plural(num, 'remembered prompt')} were hits"
+    without = int(evidence.target.bypass is not None)  # the request past the cache; else the first one
+    found = [
+        (outcome, compare(prompt.choice, outcome.seen[without].answer.choices[0]))
+        for prompt, outcome in zip(memory.prompts, outcomes, strict=True)
+    ]
+    different = tuple(each for each in found if each[1].exceeds(noise.tolerance))
+    is_other = Counted(tuple(each for _, each in found), different, (), num_hits).is_fault(noise)
+    wrong = count_pairs(outcomes, noise)
+    verdicts = []
+    if wrong.is_fault(noise):
+        text = f"answers changed after the restart: {len(wrong.different)} of {len(wrong.known)} differ from those"
+        text += f" {'without the cache' if without else 'of the same prompt a moment later'}; {hits}"
+        verdicts.append(Verdict(Status.FAULT, RESTART, text, len(wrong.known), len(wrong.different)))
+    changed = f"{len(different)} of {num} answers are no longer the remembered ones"
+    if is_other and num_hits:
+        text = f"hits are claimed that cannot be: {changed} even without the cache, but {hits}"
+        if not without:
+            text = f"answers changed after the restart: {changed}, but {hits}: of another model, or wrong"
+        verdicts.append(Verdict(Status.FAULT, RESTART, text, num, len(different)))
+    elif is_other:
+        status = Status.NOTE if evidence.target.reports else Status.UNKNOWN
+        verdicts.append(
+            Verdict(status, RESTART, f"another model or arithmetic: {changed}; {hits}", num, len(different))
+        )
+    if verdicts:
+        return verdicts
+    if different or wrong.different:
+        text = f"{changed}; too few to tell from noise"
+        return [Verdict(Status.UNKNOWN, RESTART, text, num, len(different))]
+    return [Verdict(Status.OK, RESTART, f"answers are the remembered ones in {num} of {num}; {hits}", num, 0)]
 
 
 _LEAKS = {

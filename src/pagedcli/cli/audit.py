@@ -17,7 +17,7 @@ from pagedcli.cli.options import FormatOption, config_flags, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
 from pagedcli.interrupt import EXIT_INTERRUPTED
-from pagedcli.printable import one_line
+from pagedcli.printable import one_line, plural
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -49,6 +49,13 @@ class AuditOptions:
     replay: Annotated[
         Path | None, option("--replay", metavar="FILE", help="Send a failing pair again, with fresh prompts.")
     ] = None
+    remember: Annotated[
+        Path | None, option("--remember", metavar="FILE", help="Also keep prompts and answers for --recall.")
+    ] = None
+    recall: Annotated[
+        Path | None,
+        option("--recall", metavar="FILE", help="Also compare with what --remember has kept, before a restart."),
+    ] = None
     dry_run: Annotated[bool, option("--dry-run", help="Print the plan and send nothing.")] = False
     self_test: Annotated[
         bool, option("--self-test", help="Audit planted servers on this machine, one per kind of fault.")
@@ -75,7 +82,7 @@ class AuditOptions:
     output_dir: Annotated[
         Path, _output(metavar="DIR", help="Folder for failing pairs, audit-<N>.json. Default: this one.")
     ] = Path()  # fmt: skip
-    overwrite: Annotated[bool, _output("--overwrite", help="Replace an existing page.")] = False
+    overwrite: Annotated[bool, _output("--overwrite", help="Replace an existing page or --remember file.")] = False
     format_: FormatOption = Format.TABLE
 
     def client(self) -> "Client":
@@ -102,6 +109,8 @@ def audit(options: AuditOptions) -> None:
       pagedcli audit http://localhost:8000/v1 --dry-run
       pagedcli audit http://localhost:8000/v1 -o audit.html
       pagedcli audit --replay audit-17.json http://localhost:8000/v1
+      pagedcli audit http://localhost:8000/v1 --remember before.json    # then restart the server
+      pagedcli audit http://localhost:8000/v1 --recall before.json
       pagedcli audit --self-test
 
     Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage, 3 a check could not be made, 130 interrupted.
@@ -120,12 +129,16 @@ def audit(options: AuditOptions) -> None:
     if options.replay is not None:
         _run_replay(options.replay, client, options)
         return
-    check_files({}, {"-o": options.output_file}, overwrite=options.overwrite)
+    inputs = {} if options.recall is None else {"--recall": options.recall}
+    check_files(inputs, {"-o": options.output_file, "--remember": options.remember}, overwrite=options.overwrite)
     if not options.output_dir.is_dir():
         raise UsageError(f"there is no folder {options.output_dir}", hint=f"mkdir -p {options.output_dir}")
     from pagedcli.audit.audit import Audit, Options
+    from pagedcli.audit.restart import load_memory
 
-    asked = Options(options.model, chosen, None, options.concurrency, options.output_dir)
+    memory = None if options.recall is None else load_memory(options.recall)
+    remembers = options.remember is not None
+    asked = Options(options.model, chosen, None, options.concurrency, options.output_dir, remembers, memory)
     _run(Audit(client, asked), options)
 
 
@@ -133,6 +146,7 @@ def _run(run: "Audit", options: AuditOptions) -> None:
     from pagedcli.audit.audit import exit_code, run_to_end
     from pagedcli.audit.client import LimitReached
     from pagedcli.audit.report import facts, lookup_table, page, pair_table, summary, verdict_table
+    from pagedcli.audit.restart import save_memory
     from pagedcli.remote import ServerError
 
     line = ProgressLine(line_every_s=10)
@@ -145,11 +159,18 @@ def _run(run: "Audit", options: AuditOptions) -> None:
         line.close()
     tables = [verdict_table(run)]
     if options.format_ in (Format.JSON, Format.CSV) and run.evidence is not None:
-        tables += [pair_table(run.evidence.outcomes, run.evidence.noise().tolerance), lookup_table(run.evidence.seen)]
+        outcomes = [*run.evidence.outcomes, *run.evidence.recalled]
+        tables += [pair_table(outcomes, run.evidence.noise().tolerance), lookup_table(run.evidence.seen)]
     print_tables(tables, options.format_, facts=facts(run, was_interrupted=was_interrupted))
     if options.output_file is not None:
         with whole_file(options.output_file, overwrite=options.overwrite) as file:
             file.write(page(run))
+    if options.remember is not None:
+        if run.memory is None:
+            hint = "allow more: --max-requests, --max-tokens, --max-seconds"
+            raise ServerError("stopped before all prompts were remembered, and none is", hint=hint)
+        save_memory(run.memory, options.remember, overwrite=options.overwrite)
+        say(f"remembered {plural(len(run.memory.prompts), 'prompt')}; after a restart: --recall {options.remember}")
     verdicts = run.verdicts()
     say("interrupted: the verdicts are of what was seen until then" if was_interrupted else summary(verdicts))
     raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else exit_code(verdicts))

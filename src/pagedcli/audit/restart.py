@@ -1,0 +1,112 @@
+"""What a server answered before a restart, as a file, and whether it still does: `audit --remember` and `--recall`.
+
+Prompts are sent twice, so that a store on disk keeps them. Afterwards each is sent again, without the cache if there is
+a way around it, and once more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from pagedcli.audit.answers import AnswerChoice
+from pagedcli.audit.plan import Ask, Pair, Probe, ProbePrompts, Target
+from pagedcli.audit.run import Runner
+from pagedcli.errors import UsageError
+from pagedcli.files import read_whole, whole_file
+
+CHECK = "restart"
+FORMAT = "pagedcli-audit-memory-1"
+_NUM_PROMPTS = 16
+_MAX_FILE_BYTES = 16 << 20
+
+
+class RememberedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt and its answer without the cache."""
+
+    words: tuple[int, ...]  # numbers of the words
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]  # natural logarithms, of `tokens`
+    top: tuple[dict[str, float], ...]  # per position: likely tokens, with their log-probabilities
+
+    @property
+    def choice(self) -> AnswerChoice:
+        return AnswerChoice(self.text, self.tokens, self.logprobs, self.top)
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What --recall compares with."""
+
+    format: str
+    model: str
+    words: tuple[str, ...]  # each of them one token
+    num_extra: int  # tokens before the first word
+    prompts: tuple[RememberedPrompt, ...]
+
+
+def remembered_asks(prompts: ProbePrompts) -> list[Ask]:
+    """Prompts around the ends of blocks, and long ones."""
+    target = prompts.target
+    lengths = [length + i for length in target.boundaries() for i in (0, 1, -1)] + [target.long]
+    return [Ask(prompts.new(lengths[i % len(lengths)])) for i in range(_NUM_PROMPTS)]
+
+
+async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
+    """Send each prompt twice. Raises: ServerError, RefusedError, LimitReached."""
+    prompts = []
+    for ask in asks:
+        outcome = await runner.run(Probe("remember", len(ask.words), ((ask,), (ask,)), (Pair(0, 1),)))
+        first = outcome.seen[0].answer.choices[0]
+        prompts.append(
+            RememberedPrompt(
+                words=ask.words,
+                text=first.text,
+                tokens=first.tokens,
+                logprobs=first.logprobs,
+                top=tuple(dict(top) for top in first.top),
+            )
+        )
+    endpoint = runner.endpoint
+    return Memory(
+        format=FORMAT, model=runner.client.secrets.without(endpoint.model), words=endpoint.words,
+        num_extra=endpoint.num_extra, prompts=tuple(prompts),
+    )  # fmt: skip
+
+
+def save_memory(memory: Memory, path: Path, *, overwrite: bool) -> None:
+    with whole_file(path, overwrite=overwrite) as file:
+        file.write(msgspec.json.encode(memory) + b"\n")
+
+
+def load_memory(path: Path) -> Memory:
+    """Raises: UsageError if the file is not one that --remember wrote."""
+    try:
+        memory = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Memory)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"cannot read {path}: {error}", hint="name a file that audit --remember has written"
+        ) from error
+    words_fit = all(0 <= number < len(memory.words) for prompt in memory.prompts for number in prompt.words)
+    if memory.format != FORMAT or not memory.prompts or not words_fit:
+        raise UsageError(f"{path} is not what audit --remember writes ({FORMAT})")
+    return memory
+
+
+def recalled_probes(memory: Memory, runner: Runner, target: Target) -> list[Probe]:
+    """A probe for each prompt. Raises: UsageError if the server now makes other tokens of them."""
+    endpoint = runner.endpoint
+    if (memory.words, memory.num_extra) != (endpoint.words, endpoint.num_extra):
+        raise UsageError(
+            "the server makes other tokens of the remembered prompts: its tokenizer is another one",
+            hint="remember again, with the server as it is now",
+        )
+    probes = []
+    for prompt in memory.prompts:
+        ask = Ask(prompt.words)
+        runner.know(ask)
+        steps = [(ask,)] if target.bypass is None else [(ask,), (replace(ask, is_cold=True),)]
+        pairs = (Pair(0, 1),) if target.bypass is None else (Pair(1, 0), Pair(1, 2))
+        probes.append(Probe(CHECK, len(ask.words) + endpoint.num_extra, (*steps, (ask,)), pairs))
+    return probes
