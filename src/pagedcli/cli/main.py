@@ -193,8 +193,10 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     found, target = library(), runnable()
     instructions = "none of those that wheels have kernels for" if target is None else target.name
     yield "processor", f"{platform.machine()}, best instructions: {instructions}"
-    missing, name = (found, "") if isinstance(found, str) else (None, found.name)
-    yield "kernels", f"{name}, installed with the package" if missing is None else f"compiled on first use ({missing})"
+    if isinstance(found, str):
+        yield "kernels", f"compiled on first use ({found})"
+    else:
+        yield "kernels", f"{found.name}, installed with the package"
     for name in ("torch", "triton", "transformers", "tokenizers", "safetensors", "llguidance"):
         try:
             yield name, metadata.version(name)
