@@ -1,7 +1,7 @@
 """What a server answered before a restart, as a file, and whether it still does: `audit --remember` and `--recall`.
 
 Prompts are sent twice, so that a store on disk keeps them. Afterwards each is sent again, without the cache if there is
-a way around it, and once more.
+a way around it (twice, which shows the noise), and once more.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,8 @@ def recalled_probes(memory: Memory, runner: Runner, target: Target) -> list[Prob
     for prompt in memory.prompts:
         ask = Ask(prompt.words)
         runner.know(ask)
-        steps = [(ask,)] if target.bypass is None else [(ask,), (replace(ask, is_cold=True),)]
-        pairs = (Pair(0, 1),) if target.bypass is None else (Pair(1, 0), Pair(1, 2))
+        cold = replace(ask, is_cold=True)
+        steps = [(ask,)] if target.bypass is None else [(ask,), (cold,), (cold,)]
+        pairs = (Pair(0, 1),) if target.bypass is None else (Pair(1, 0), Pair(1, 3))
         probes.append(Probe(CHECK, len(ask.words) + endpoint.num_extra, (*steps, (ask,)), pairs))
     return probes

@@ -337,14 +337,18 @@ def _speed(evidence: Evidence, check: str) -> list[Verdict]:
 
 def _restart(evidence: Evidence, memory: Memory) -> list[Verdict]:
     """Whether the answers of an earlier audit are those of now, and whether the hits on its prompts can be true."""
-    outcomes, noise, num = evidence.recalled, evidence.noise(), len(memory.prompts)
+    outcomes, num = evidence.recalled, len(memory.prompts)
     if len(outcomes) < num:
         return [evidence.unknown(RESTART, "not all remembered prompts were sent again")]
+    without = int(evidence.target.bypass is not None)  # the request past the cache; else the first one
+    noise = evidence.noise()
+    if without:  # any other prompt may be a hit, by chance, of something kept that is wrong
+        same = [compare(*(outcome.seen[i].answer.choices[0] for i in (1, 2))) for outcome in outcomes]
+        noise = measure_noise(same, [found for outcome in outcomes for _, found in outcome.compared()])
     if noise.is_too_large or noise.num_pairs == 0:
         return [evidence.unknown(RESTART, "the noise is too large or unknown")]
     num_hits = sum(outcome.seen[0].is_hit for outcome in outcomes)
     hits = f"{num_hits} of {plural(num, 'remembered prompt')} were hits"
-    without = int(evidence.target.bypass is not None)  # the request past the cache; else the first one
     found = [
         (outcome, compare(prompt.choice, outcome.seen[without].answer.choices[0]))
         for prompt, outcome in zip(memory.prompts, outcomes, strict=True)
