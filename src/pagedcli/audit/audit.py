@@ -59,6 +59,7 @@ class Audit:
         survey, budget = Survey(self.client, options.concurrency), self.client.budget
         await survey.find_all(options.model, seed)
         self.evidence = evidence = Evidence(survey, options.checks, memory=options.memory)
+        num_surveyed = budget.num_requests
         try:
             if options.memory is not None:
                 for i, probe in enumerate(recalled_probes(options.memory, survey.runner, survey.target)):
@@ -67,9 +68,10 @@ class Audit:
             if options.remembers:  # before the other probes: what these evict must last, too
                 self.progress("prompts to remember")
                 self.memory = await remember(survey.runner, remembered_asks(ProbePrompts(survey.target, seed + 6)))
+            num_restart = budget.num_requests - num_surveyed
             probes = plan(
                 ProbePrompts(survey.target, seed + 3), checks=options.checks,
-                max_requests=budget.max_requests, max_tokens=budget.max_tokens - budget.num_tokens,
+                max_requests=budget.max_requests - num_restart, max_tokens=budget.max_tokens - budget.num_tokens,
             )  # fmt: skip
             evidence.not_run = dict.fromkeys((probe.check for probe in probes), _STOPPED)
             await self._send(evidence, probes)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pagedcli.audit.answers import AnswerChoice
+from pagedcli.audit.compare import AnswerDifference, measure_noise
 from pagedcli.audit.plan import Ask, Pair, Probe, ProbePrompts, Target
 from pagedcli.audit.run import Runner
 from pagedcli.errors import UsageError
@@ -43,6 +44,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: str
     words: tuple[str, ...]  # each of them one token
     num_extra: int  # tokens before the first word
+    tolerance: float  # difference of log-probabilities that was noise for the server then
     prompts: tuple[RememberedPrompt, ...]
 
 
@@ -55,9 +57,10 @@ def remembered_asks(prompts: ProbePrompts) -> list[Ask]:
 
 async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
     """Send each prompt twice. Raises: ServerError, RefusedError, LimitReached."""
-    prompts = []
+    prompts, pairs = [], list[AnswerDifference]()
     for ask in asks:
         outcome = await runner.run(Probe("remember", len(ask.words), ((ask,), (ask,)), (Pair(0, 1),)))
+        pairs += [found for _, found in outcome.compared()]
         first = outcome.seen[0].answer.choices[0]
         prompts.append(
             RememberedPrompt(
@@ -71,7 +74,7 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
     endpoint = runner.endpoint
     return Memory(
         format=FORMAT, model=runner.client.secrets.without(endpoint.model), words=endpoint.words,
-        num_extra=endpoint.num_extra, prompts=tuple(prompts),
+        num_extra=endpoint.num_extra, tolerance=measure_noise(pairs, pairs).tolerance, prompts=tuple(prompts),
     )  # fmt: skip
 
 

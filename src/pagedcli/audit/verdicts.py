@@ -353,7 +353,8 @@ def _restart(evidence: Evidence, memory: Memory) -> list[Verdict]:
         (outcome, compare(prompt.choice, outcome.seen[without].answer.choices[0]))
         for prompt, outcome in zip(memory.prompts, outcomes, strict=True)
     ]
-    different = tuple(each for each in found if each[1].exceeds(noise.tolerance))
+    tolerance = max(noise.tolerance, memory.tolerance)  # both answers have the noise of their server
+    different = tuple(each for each in found if each[1].exceeds(tolerance))
     is_other = Counted(tuple(each for _, each in found), different, (), num_hits).is_fault(noise)
     wrong = count_pairs(outcomes, noise)
     verdicts = []
