@@ -66,6 +66,14 @@ def test_a_correct_restart_passes(kind):
     assert "answers are the remembered ones in 16 of 16; 1" in verdicts[0].text
 
 
+def test_where_nothing_was_kept_nothing_is_passed():
+    before, after = ({"seed": 1, "block_size": size} for size in (16, 32))
+    verdicts, is_wrong = restarted(before, after)
+    assert not is_wrong
+    assert [verdict.status for verdict in verdicts] == [Status.NOTE]
+    assert "; 0 of 16 remembered prompts were hits" in verdicts[0].text
+
+
 def test_another_model_is_named_and_is_no_fault():
     verdicts, is_wrong = restarted({"seed": 1}, {"seed": 2})
     assert not is_wrong

@@ -378,7 +378,8 @@ def _restart(evidence: Evidence, memory: Memory) -> list[Verdict]:
     if different or wrong.different:
         text = f"{changed}; too few to tell from noise"
         return [Verdict(Status.UNKNOWN, RESTART, text, num, len(different))]
-    return [Verdict(Status.OK, RESTART, f"answers are the remembered ones in {num} of {num}; {hits}", num, 0)]
+    text = f"answers are the remembered ones in {num} of {num}; {hits}"
+    return [Verdict(Status.OK if num_hits else Status.NOTE, RESTART, text, num, 0)]
 
 
 _LEAKS = {
