@@ -33,7 +33,7 @@ INSTRUCTIONS = {
     "x86_64": {
         ("avx2",): r"%ymm",
         ("avx512f",): r"%zmm|%k[1-7]|%[xy]mm(1[6-9]|2\d|3[01])",
-        ("avx512_vnni", "avx_vnni"): r"\tvpdp(bus|wss)",
+        ("avx512_vnni", "avx_vnni"): r"\t(\{vex\} )?vpdp(bus|wss)",
         ("avx512_bf16",): r"\tvdpbf16ps|\tvcvtne2?ps2bf16",
         ("amx_tile",): r"\ttile|\tldtilecfg",
         ("amx_bf16",): r"\ttdpbf16",

@@ -78,7 +78,8 @@ def test_links_of_a_release_lead_to_its_tag(monkeypatch, tmp_path):
     assert setup.long_description() == "[a](https://host/o/n/blob/v1.2.3/docs/a.md)"
 
 
-AVX512 = "vpaddd %ymm0,%ymm0,%ymm0; vpaddd %zmm0,%zmm0,%zmm0"
+AVX2 = "vpaddd %ymm0,%ymm0,%ymm0"
+AVX512 = f"{AVX2}; vpaddd %zmm0,%zmm0,%zmm0"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86-64 processor")
@@ -86,9 +87,11 @@ AVX512 = "vpaddd %ymm0,%ymm0,%ymm0; vpaddd %zmm0,%zmm0,%zmm0"
 @pytest.mark.parametrize(
     ("name", "instructions", "finding"),
     [
-        ("avx2", "vpaddd %ymm0,%ymm0,%ymm0", None),
+        ("avx2", AVX2, None),
         ("avx2", AVX512, "avx2 needs avx512f: .*vpaddd %zmm0"),
         ("avx2", "vpaddd %ymm0,%ymm0,%ymm17", "avx2 needs avx512f"),
+        ("avx2", f"{AVX2}; {{vex}} vpdpbusd %ymm0,%ymm0,%ymm0", "avx2 needs avx512_vnni or avx_vnni"),
+        ("avx2-vnni", f"{AVX2}; {{vex}} vpdpbusd %ymm0,%ymm0,%ymm0", None),
         ("avx2", "nop", "avx2 makes no use of avx2"),
         ("avx512", AVX512, None),
         ("avx512", f"{AVX512}; vpdpbusd %zmm0,%zmm0,%zmm0", "avx512 needs avx512_vnni or avx_vnni"),
