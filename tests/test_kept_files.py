@@ -16,7 +16,7 @@ from pagedcli.distributed.worker import Worker
 KEPT = sorted(path for path in (Path(__file__).parent / "data" / "kept").iterdir() if path.is_dir())
 TRACES = ("preemption", "samples", "windows", "state")
 # Texts for people may be reworded.
-WORDS = {"label", "reason", "note", "notes", "title", "text"}
+WORDS = {"label", "reason", "note", "notes", "title", "text", "verdict"}
 
 pytestmark = pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 

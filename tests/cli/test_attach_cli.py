@@ -130,12 +130,11 @@ def test_a_server_that_works_and_sends_no_event_is_said_to():
     assert "does the server publish KV events there?" in said.stderr
 
 
-def test_counts_have_no_decimals_and_the_verdict_is_wrapped(publisher):
+def test_counts_have_no_decimals(publisher):
     with page(METRICS) as url:
         said = attached(publisher, "--metrics", url).stdout
     assert re.search(r"^prompt tokens looked up +since the server started +1,000$", said, re.MULTILINE)
     assert re.search(r"^KV cache usage, 1 = full +now +0.25$", said, re.MULTILINE)
-    assert max(map(len, said[said.index("Verdict") :].split("\n"))) <= 100
 
 
 @pytest.mark.parametrize("content", ["", "\x00", "nonsense {{{", 'vllm:num_requests_running{a="} 1'])

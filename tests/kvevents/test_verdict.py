@@ -10,6 +10,7 @@ from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import LargerCache, curve
 from pagedcli.kvevents.verdict import verdict
+from pagedcli.verdicts import paragraph
 
 
 def judged(*messages, keep_tokens=False, decode=None):
@@ -22,25 +23,37 @@ def judged(*messages, keep_tokens=False, decode=None):
     state = KVState(watch=watch, keep_tokens=keep_tokens)
     for number, events in enumerate(messages):
         state.take(message(number, *events), float(number))
-    return [each.verdict for each in verdict(state, curve(watchers), decode)]
+    return paragraph(verdict(state, curve(watchers), decode))
+
+
+MORE_MEMORY = (
+    "; give the cache more memory (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static, TensorRT-LLM:"
+    " free_gpu_memory_fraction) (counted in the events)."
+)
 
 
 def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would_have_kept_it():
     first, second = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], [stored(3, 4, parent=2)])
-    assert first == (
-        "33.3 % of the stored blocks (2 of 6) had been evicted before; 2 more blocks would have kept at least 2 of"
-        " these."
-    )
-    assert "to change: give the cache more memory (vLLM: --gpu-memory-utilization" in second
+    counts = "33.3 % of the stored blocks (2 of 6) had been evicted before"
+    assert first == f"{counts}; 2 more blocks would have kept at least 2 of these{MORE_MEMORY}"
+    assert second == "Also: No two prompts begin with the same block and part later (counted in the events)."
+
+
+def test_a_running_server_says_that_larger_caches_were_not_looked_at():
+    state = KVState()
+    for number, events in enumerate(([stored(1, 2)], [removed(2), removed(1)], [stored(1, 2)])):
+        state.take(message(number, *events), float(number))
+    first, _ = verdict(state, None, None)
+    assert first.text().endswith("Not looked at: what a larger cache would have kept (attach --record, then explain).")
 
 
 def test_answers_that_are_generated_again_are_counted_apart():
     first, second = judged([stored(1, 2)], [removed(2)], [stored(2, parent=1)])
     assert first == (
         "No block of a prompt was stored again after an eviction; 1 block came back alone, as answers do that are"
-        " generated again: a cache saves none of these."
+        " generated again: a cache saves none of these (counted in the events)."
     )
-    assert second.endswith("to change: nothing that these events show.")
+    assert ";" not in second, "nothing is to do"
 
 
 def test_what_a_larger_cache_would_have_kept_is_said_of_prompts_alone():
@@ -50,54 +63,54 @@ def test_what_a_larger_cache_would_have_kept_is_said_of_prompts_alone():
     )
     assert first == (
         "28.6 % of the stored blocks (2 of 7) had been evicted before; 2 more blocks would have kept at least 2 of"
-        " these; 1 more block came back alone, as answers do that are generated again: a cache saves none of these."
+        " these; 1 more block came back alone, as answers do that are generated again: a cache saves none of these"
+        f"{MORE_MEMORY}"
     )
 
 
 def test_a_block_after_one_that_came_back_in_the_same_message_is_no_answer():
     again = [stored(3, parent=2), stored(4, parent=3)]
     first, _ = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], again)
-    assert first == (
-        "33.3 % of the stored blocks (2 of 6) had been evicted before; 2 more blocks would have kept at least 2 of"
-        " these."
-    )
+    assert first.startswith("33.3 % of the stored blocks (2 of 6) had been evicted before; 2 more blocks")
 
 
 def test_a_block_that_came_back_alone_after_the_cache_was_cleared_was_not_evicted():
     first, _ = judged([stored(1, 2)], [{"type": "AllBlocksCleared"}], [stored(1)], [stored(2, parent=1)])
-    assert first == "No block of a prompt was stored again after an eviction."
+    assert first == "No block of a prompt was stored again after an eviction (counted in the events)."
 
 
-def test_where_prompts_part_is_said_by_hash_or_text():
+def test_where_prompts_part_is_said_first_if_nothing_was_evicted_by_hash_or_text():
     events = [stored(1, tokens=[5, 6, 7, 8], block_size=4), stored(2, tokens=[5, 6, 9, 9], block_size=4)]
-    assert "Prompts part at token 2, inside a block: block " in judged(events, keep_tokens=True)[1]
-    as_text = judged(events, keep_tokens=True, decode=lambda ids: "".join(chr(96 + each) for each in ids))[1]
+    assert judged(events, keep_tokens=True)[0].startswith("Prompts part at token 2, inside a block: block ")
+    as_text = judged(events, keep_tokens=True, decode=lambda ids: "".join(chr(96 + each) for each in ids))[0]
     assert "'efgh' and 'efii'" in as_text
-    assert as_text.endswith("put what differs between prompts after what they share, or use smaller blocks.")
+    assert "; put what differs between prompts after what they share, or use smaller blocks (" in as_text
     forks = judged([stored(1, 2), stored(3, parent=2), stored(4, parent=2)])[1]
     assert "part after 2 blocks into 2 ways" in forks
 
 
 def test_an_empty_stream_is_not_judged():
-    assert judged() == ["No block was stored, so there is nothing to judge."]
+    assert judged() == ["No block was stored, so there is nothing to judge (counted in the events)."]
 
 
-def test_the_commands_end_in_the_verdict(tmp_path):
+def test_the_commands_begin_with_the_verdicts(tmp_path):
     path = tmp_path / "events.jsonl.zst"
     with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
         for number, events in enumerate(([stored(1, 2, 3)], [removed(3), removed(2)], [stored(2, 3, parent=1)])):
             writer.write(message(number, *events), float(number))
+    begins = "40.0 % of the stored blocks (2 of 5)"
     for command in ("explain", "attach"):
+        assert pagedcli(command, path).stdout.startswith(begins)
         document = json.loads(pagedcli(command, path, "--format", "json").stdout)
-        assert list(document)[-1] == "verdict"
-        assert document["verdict"][0]["verdict"].startswith("40.0 % of the stored blocks (2 of 5)")
+        assert document["verdict"][0]["verdict"].startswith(begins)
+        assert document["verdicts"][0]["finding"].startswith(begins)
     pagedcli("report", path, "-o", tmp_path / "page.html")
-    assert "40.0 % of the stored blocks" in (tmp_path / "page.html").read_text()
+    assert begins in (tmp_path / "page.html").read_text()
 
 
 def test_the_verdict_on_events_of_a_real_server():
     path = shared_data("vllm_events") / "events.jsonl"
     document = json.loads(pagedcli("explain", path, "--format", "json").stdout)
-    first, second = (row["verdict"] for row in document["verdict"])
-    assert ("stored again after an eviction" in first) or ("had been evicted before" in first)
-    assert "to change: " in second
+    found = " ".join(row["verdict"] for row in document["verdict"])
+    assert "stored again after an eviction" in found or "had been evicted before" in found
+    assert " part " in found

@@ -112,6 +112,7 @@ def test_a_sample_is_bounded_in_rows_and_tokens_and_keeps_the_order():
         drawn.add([number] * 5)
     kept = [prompt.token_ids[0] for prompt in drawn.prompts]
     assert (len(kept), drawn.num_seen, kept) == (40, 1000, sorted(kept))
+    assert drawn.not_drawn == "where 960 prompts part that were not drawn"
     assert max(kept) - min(kept) > 500  # from all over the file
 
 

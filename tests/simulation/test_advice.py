@@ -226,6 +226,16 @@ def test_the_order_is_advised_before_a_larger_pool_that_gains_as_much():
     assert in_order.sentences()[0].startswith("nothing: none of ")
 
 
+def test_what_was_not_looked_at_is_said_with_the_settings_and_where_nothing_is_to_change():
+    prompts = [own(n % 6, 64) + own(50 + n, 8) for n in range(48)]
+    left = "where 9 prompts part that were not drawn"
+    for given in (prompts, sorted(prompts)):
+        advice = advise(subject(given, num_blocks=12, max_num_seqs=1))
+        first, *_ = advice_verdicts(advice, not_looked_at=left)
+        assert f"Not looked at: {left}" in first.text()
+    assert left not in advice_verdicts(advice)[0].text()
+
+
 def test_prefix_caching_is_advised_where_it_is_off_and_prompts_share():
     prompts = [[1] * 64 + own(n, 4) for n in range(8)]
     assert best(advise(subject(prompts, enable_prefix_caching=False, max_num_seqs=1))) == "--enable-prefix-caching"

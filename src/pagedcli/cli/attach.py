@@ -19,7 +19,7 @@ from pagedcli.files import KV_RECORDING, check_files, read_whole
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import metrics_table, print_summary, summary_tables
+from pagedcli.kvevents.tables import metrics_table, print_summary, summary
 from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format
@@ -111,10 +111,10 @@ def attach(
 
 def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:
     gc.freeze()  # the collector would walk over all blocks several times while the tables are made
-    tables = summary_tables(state, decode)
+    verdicts, tables = summary(state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))
-    print_summary(tables, state, format_)
+    print_summary(verdicts, tables, state, format_)
     if not state.num_messages:
         unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")

@@ -237,7 +237,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
     partings = _partings(scan, engine.block_size) if engine.enable_prefix_caching else []
-    print_tables(tables, options.format_, facts=facts, verdicts=_verdicts(partings, advice, options))
+    not_drawn = scan.drawn.not_drawn if engine.enable_prefix_caching and not partings else None
+    print_tables(tables, options.format_, facts=facts, verdicts=_verdicts(partings, advice, not_drawn, options))
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)
         cannot = (
@@ -253,7 +254,9 @@ def _partings(scan: PromptScan, block_size: int) -> "list[Parting]":
     return find_partings(scan.drawn, block_size, scan.tokenizer, rate_in_file=rate)
 
 
-def _verdicts(partings: "list[Parting]", advice: "Advice | None", options: PlanOptions) -> list[Verdict]:
+def _verdicts(
+    partings: "list[Parting]", advice: "Advice | None", not_drawn: str | None, options: PlanOptions
+) -> list[Verdict]:
     """Where prompts part, what settings would save, or that nothing is to change."""
     from pagedcli.planning.parting_words import parting_verdict
     from pagedcli.simulation.advice_verdicts import advice_verdicts
@@ -262,7 +265,10 @@ def _verdicts(partings: "list[Parting]", advice: "Advice | None", options: PlanO
     if options.try_reordered is None and options.prompts != "-":
         change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
     found = [parting_verdict(each, change=change) for each in partings]
-    return found + ([] if advice is None else advice_verdicts(advice, or_nothing=not found))
+    if advice is None:
+        return found
+    left = None if not_drawn is None else f"{not_drawn} (--all: every row)"
+    return found + advice_verdicts(advice, or_nothing=not found, not_looked_at=left)
 
 
 def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:

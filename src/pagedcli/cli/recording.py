@@ -1,6 +1,7 @@
 """Recordings of KV events as subjects of the commands: `attach`, `replay`, `explain`, and the page of `report`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.lookups import SaltRow, hits_by_salt, read_lookups
-from pagedcli.kvevents.tables import facts, print_summary, summary_tables
+from pagedcli.kvevents.tables import facts, print_summary, summary
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import is_interactive, say
+from pagedcli.verdicts import paragraph
 
 
 def is_recording(path: Path, **given: object) -> bool:
@@ -68,19 +70,18 @@ def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bo
     """What `attach` prints at its end; `in_full`: also why blocks were recomputed, and what would have helped."""
     state, watchers = fold_with_curve(open_capture(path, model))
     decode = None if model is None else kv_decoder(model)
-    tables = _with_salts(path, summary_tables(state, decode, curve(watchers), in_full=in_full))
-    print_summary(tables, state, format_)
+    verdicts, tables = summary(state, decode, curve(watchers), in_full=in_full)
+    print_summary(verdicts, [*tables, *_salts(path)], state, format_)
 
 
 _MOST_SALTS = 20
 
 
-def _with_salts(path: Path, tables: list[Table]) -> list[Table]:
-    """With the hit rates of salts before the verdict, if a request has one."""
+def _salts(path: Path) -> list[Table]:
+    """The hit rates of salts, if a request has one."""
     title = "Hit rate by cache_salt or adapter, of requests that stored a block"
     rows = hits_by_salt(read_lookups(CaptureReader(path)))
-    salts = table(SaltRow, "salts", title, rows, max_shown=_MOST_SALTS)
-    return [*tables[:-1], *([salts] if rows else []), tables[-1]]
+    return [table(SaltRow, "salts", title, rows, max_shown=_MOST_SALTS)] if rows else []
 
 
 def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
@@ -149,7 +150,7 @@ def _print_step(reader: CaptureReader, step: int, *, as_json: bool) -> None:
     for last, (frames, time_s, source) in enumerate(reader):
         state.take(frames, time_s, source)
         if last == step:
-            tables = summary_tables(state, None)[:-1]
+            _, tables = summary(state, None)
             print_tables(tables, Format.JSON if as_json else Format.TABLE, facts=facts(state))
             return
     raise UsageError(f"there is no message {step}: the last message of {reader.path} is {last}")
@@ -163,10 +164,12 @@ def capture_page(path: Path, model: str | None) -> bytes:
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    tables = _with_salts(path, summary_tables(state, decode, curve(watchers), in_full=True))
+    verdicts, tables = summary(state, decode, curve(watchers), in_full=True)
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
-    body = "\n".join([chart, *(pages.as_html(table) for table in tables if table.rows)])
+    said = pages.section("Verdict", *(f"<p>{escape(one_line(line))}</p>" for line in paragraph(verdicts)))
+    shown = (pages.as_html(table) for table in [*tables, *_salts(path)] if table.rows)
+    body = "\n".join([said, chart, *shown])
     return pages.html_page(f"KV events of {one_line(path.name)}", body)
 
 

@@ -107,7 +107,8 @@ def run_job(
         if metrics is not None:
             metrics.update(result.stats, now=True)
         if job.summary_json is not None:
-            verdicts = [*parting, *advice_verdicts(advice, or_nothing=not parting)]
+            left = None if parting or not engine.plan.limits.enable_prefix_caching else served.drawn.not_drawn
+            verdicts = [*parting, *advice_verdicts(advice, or_nothing=not parting, not_looked_at=left)]
             write_summary(job.summary_json, result, findings, advice, verdicts)
         code = _exit_code(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):

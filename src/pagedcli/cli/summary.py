@@ -150,7 +150,7 @@ def say_summary(
 
 def say_advice(advice: Advice) -> None:
     """Print what to change about a run."""
-    for label, text in zip(("to change", "or"), advice.sentences(), strict=False):
+    for label, text in advice.lines():
         _say_line(f"  {label:<12} {text}")
 
 

@@ -19,10 +19,11 @@ from pagedcli.kvevents.tree import (
     near_twins,
     text_around,
 )
-from pagedcli.kvevents.verdict import Finding, verdict
+from pagedcli.kvevents.verdict import verdict
 from pagedcli.printable import plural
 from pagedcli.records import Share, as_row, columns_of, computed, number
 from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -243,10 +244,10 @@ def limits(state: KVState) -> list[str]:
     return said
 
 
-def summary_tables(
+def summary(
     state: KVState, decode: Decode | None, points: Sequence[CurvePoint] | None = None, *, in_full: bool = False
-) -> list[Table]:
-    """All tables of a summary; empty ones are left out, and the verdict is the last one.
+) -> tuple[list[Verdict], list[Table]]:
+    """The verdicts, and all tables of a summary; empty ones are left out.
 
     points: what larger caches would have kept, None if that is not known. in_full: with a table of them, and near twins
     among all blocks ever seen.
@@ -268,15 +269,16 @@ def summary_tables(
     tables = [each for each in tables if each.rows]
     if in_full:
         tables.append(_curve_table(points or [], state))
-    findings = verdict(state, points, decode, shapes)
-    return [*tables, table(Finding, "verdict", "Verdict", findings, wrapped_at=100)]
+    return verdict(state, points, decode, shapes), tables
 
 
-def print_summary(tables: list[Table], state: KVState, format_: Format) -> None:
-    """Print the tables; JSON has the figures as plain keys instead of a table."""
+def print_summary(verdicts: list[Verdict], tables: list[Table], state: KVState, format_: Format) -> None:
+    """Print the verdicts and the tables; JSON has the figures as plain keys instead of a table."""
     if format_ is Format.JSON:
         tables = [each for each in tables if each.key != "figures"]
-    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
+    sentences = [{"verdict": each.text()} for each in verdicts]  # the form before verdicts were records
+    about = {**facts(state), "limits": limits(state), "verdict": sentences}
+    print_tables(tables, format_, facts=about, verdicts=verdicts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,8 @@
-"""The verdict on a cache from its events, in two sentences: what was computed again although it had been cached, and
-where prompts part; with the setting to change. Used by `attach`, `explain` and the page of a recording.
+"""The verdicts on a cache from its events: what was computed again although it had been cached, and where prompts part;
+with what to change. Used by `attach`, `explain` and the page of a recording.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
 
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import (
@@ -20,6 +18,7 @@ from pagedcli.kvevents.tree import (
     text_around,
 )
 from pagedcli.printable import percent_text, plural
+from pagedcli.verdicts import Verdict
 
 WORTH_SAYING = 0.01  # share of the blocks that were stored
 _MOST_OF_IT = 0.9  # share of what the largest cache would have kept
@@ -31,34 +30,37 @@ _MORE_MEMORY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One sentence."""
-
-    verdict: Annotated[str, "why the hit rate is what it is"]
+_LARGER = "what a larger cache would have kept (attach --record, then explain)"
 
 
 def verdict(
     state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None, shapes: Shapes | None = None
-) -> list[Finding]:
-    """What was stored again, and which prompts part where. points: what larger caches would have kept, if known."""
+) -> list[Verdict]:
+    """What was stored again, and which prompts part where; what can be changed comes first. points: what larger caches
+    would have kept, if known."""
     num_stored = state.total("num_stored")
     if not num_stored:
-        return [Finding("No block was stored, so there is nothing to judge.")]
+        return [_said("no block was stored, so there is nothing to judge")]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
-    alone = state.num_alone["evicted"]
-    parting = _parting(state, evicted - alone, num_stored, decode, shapes or Shapes())
-    return [Finding(_again(num_stored, evicted - alone, alone, points)), Finding(parting)]
+    found = [
+        _again(num_stored, evicted, state.num_alone["evicted"], points),
+        _parting(state, decode, shapes or Shapes()),
+    ]
+    return sorted(found, key=lambda each: each.to_do is None)
 
 
-def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
-    answers = ""
+def _said(finding: str, to_do: str | None = None, not_looked_at: str | None = None) -> Verdict:
+    certainty = "counted in the events"
+    return Verdict(finding=finding, measure="hits", to_do=to_do, certainty=certainty, not_looked_at=not_looked_at)
+
+
+def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoint] | None) -> Verdict:
+    again, answers = evicted - alone, ""
     if alone:
         came_back = plural(alone, "more block" if again else "block")
         answers = f"; {came_back} came back alone, as answers do that are generated again: a cache saves none of these"
     if not again:
-        return f"No block of a prompt was stored again after an eviction{answers}."
-    share = percent_text(again / num_stored)
+        return _said(f"no block of a prompt was stored again after an eviction{answers}")
     kept = ""
     if points and (most := points[-1].num_prompt_blocks_kept):
         enough = next(point for point in points if point.num_prompt_blocks_kept >= _MOST_OF_IT * most)
@@ -66,21 +68,21 @@ def _again(num_stored: int, again: int, alone: int, points: Sequence[CurvePoint]
             f"; {plural(enough.num_more_blocks, 'more block')} would have kept at least"
             f" {enough.num_prompt_blocks_kept:,} of these"
         )
-    return f"{share} of the stored blocks ({again:,} of {num_stored:,}) had been evicted before{kept}{answers}."
+    counts = f"{percent_text(again / num_stored)} of the stored blocks ({again:,} of {num_stored:,})"
+    to_do = _MORE_MEMORY if again >= WORTH_SAYING * num_stored else None
+    return _said(f"{counts} had been evicted before{kept}{answers}", to_do, _LARGER if points is None else None)
 
 
-def _parting(state: KVState, again: int, num_stored: int, decode: Decode | None, shape_of: Shapes) -> str:
-    """Where prompts part, and what to change."""
+def _parting(state: KVState, decode: Decode | None, shape_of: Shapes) -> Verdict:
+    """Where prompts part."""
     trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
     shapes = [shape_of(tree, with_gone=True) for tree in trees]
     twins = max((twin for shape in shapes for twin in near_twins(shape, 1)), key=_weight, default=None)
-    parting = _of_twins(twins, decode) if twins is not None else _of_forks(shapes, decode)
-    changes = []
-    if again >= WORTH_SAYING * num_stored:
-        changes.append(_MORE_MEMORY)
-    if twins is not None:
-        changes.append("put what differs between prompts after what they share, or use smaller blocks")
-    return f"{parting}; to change: {', and '.join(changes) or 'nothing that these events show'}."
+    if twins is None:
+        return _said(_of_forks(shapes, decode))
+    return _said(
+        _of_twins(twins, decode), "put what differs between prompts after what they share, or use smaller blocks"
+    )
 
 
 def _weight(twins: Twins) -> tuple[int, int]:
@@ -94,7 +96,7 @@ def _of_twins(twins: Twins, decode: Decode | None) -> str:
         text = "" if decode is None else text_around(node, twins.num_equal, _AROUND, _AROUND, decode)
         texts.append(text or f"block {hash_text(node.hash)}")
     return (
-        f"Prompts part at token {place:,}, inside a block: {texts[0]} and {texts[1]}"
+        f"prompts part at token {place:,}, inside a block: {texts[0]} and {texts[1]}"
         f" ({plural(twins.num_tokens, 'token')} after it are not shared)"
     )
 
@@ -104,10 +106,10 @@ def _of_forks(shapes: Sequence[Shape], decode: Decode | None) -> str:
     branches = [branch for shape in shapes for branch in largest_branches(shape, _MOST_BRANCHES)]
     forks = [branch for branch in branches if branch.num_children > 1]
     if not forks:
-        return "No two prompts begin with the same block and part later"
+        return "no two prompts begin with the same block and part later"
     fork = max(forks, key=lambda branch: branch.num_tokens)
     num_blocks = fork.depth + len(fork.nodes) - 1
     return (
-        f"Prompts that begin with {branch_label(fork, decode)} part after {plural(num_blocks, 'block')}"
+        f"prompts that begin with {branch_label(fork, decode)} part after {plural(num_blocks, 'block')}"
         f" into {fork.num_children:,} ways"
     )

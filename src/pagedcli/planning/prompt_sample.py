@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from pagedcli.printable import plural
+
 MOST_ROWS, MOST_TOKENS = 20_000, 2**22  # looked at without --all
 
 
@@ -37,6 +39,12 @@ class PromptSample:
         self._num_tokens += len(token_ids)
         while len(self._kept) > self.most_rows or (self._num_tokens > self.most_tokens and len(self._kept) > 1):
             self._num_tokens -= len(heapq.heappop(self._kept)[2].token_ids)
+
+    @property
+    def not_drawn(self) -> str | None:
+        """What nobody looked at, in words."""
+        num_left = self.num_seen - len(self._kept)
+        return f"where {plural(num_left, 'prompt')} part that were not drawn" if num_left else None
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -105,6 +105,14 @@ class Advice:
         tried = f"none of {num} other settings" if num > 1 else "the other setting tried"
         return [f"nothing: {tried} {saves if num > 1 else 'does not save'}{left_out}"]
 
+    def lines(self) -> list[tuple[str, str]]:
+        """The sentences with their labels."""
+        return list(zip(("to change", "or"), self.sentences(), strict=False))
+
+    def text(self) -> str:
+        """The sentences as one."""
+        return "; or ".join(self.sentences())
+
     def _sentence(self, trial: Trial) -> str:
         assert self.base is not None, "gains are compared with it"
         now, then = self.base, trial.forecast
@@ -116,12 +124,19 @@ class Advice:
             parts.insert(0, f"{percent_text(trial.gain)} less time ({low} to {high}, timed in turns)")
         elif self.by_time:
             parts.insert(0, f"{percent_text(trial.gain)} less time")
-        if percent_text(now.hit_rate) != percent_text(then.hit_rate):
-            parts.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
-        if now.num_preemptions != then.num_preemptions:
-            parts.append(f"preemptions {now.num_preemptions:,} -> {then.num_preemptions:,}")
         cost = f"; costs {trial.setting.cost}" if trial.setting.cost else ""
-        return f"{trial.setting.text}: {', '.join(parts)}{cost}"
+        return f"{trial.setting.text}: {', '.join([*parts, *self.effects(trial)])}{cost}"
+
+    def effects(self, trial: Trial) -> list[str]:
+        """What a setting changes besides time and computed tokens."""
+        assert self.base is not None, "it is compared with it"
+        now, then = self.base, trial.forecast
+        found = []
+        if percent_text(now.hit_rate) != percent_text(then.hit_rate):
+            found.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
+        if now.num_preemptions != then.num_preemptions:
+            found.append(f"preemptions {now.num_preemptions:,} -> {then.num_preemptions:,}")
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """All that was tried, after the run as it is."""
@@ -146,7 +161,7 @@ class Advice:
     def document(self) -> dict[str, Any]:
         """For machines."""
         return {
-            "advice": "; or ".join(self.sentences()),
+            "advice": self.text(),
             "advised_flag": self.flag,
             "advised": [{"flags": flags_of(each.setting.changes), **_trial_row(each)} for each in self.best],
         }

@@ -1,13 +1,15 @@
 """What the adviser found, as verdicts."""
 
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import plural
 from pagedcli.simulation.advice import Advice, Trial
 from pagedcli.verdicts import Verdict
 
 
-def advice_verdicts(advice: Advice, *, or_nothing: bool = True) -> list[Verdict]:
-    """The best settings; if there is none, that there is nothing to change, unless something else has been found."""
-    found = [_of_trial(advice, trial) for trial in advice.best]
+def advice_verdicts(advice: Advice, *, or_nothing: bool = True, not_looked_at: str | None = None) -> list[Verdict]:
+    """The best settings; if there is none, that there is nothing to change, unless something else has been found.
+    `not_looked_at`: by those who looked for something else."""
+    left = "; ".join(filter(None, [not_looked_at, advice.not_tried])) or None
+    found = [_of_trial(advice, trial, left) for trial in advice.best]
     if found or not or_nothing or advice.base is None:
         return found
     num_untimed = advice.num_untimed
@@ -19,20 +21,14 @@ def advice_verdicts(advice: Advice, *, or_nothing: bool = True) -> list[Verdict]
             finding="nothing to change",
             measure="time" if advice.by_time else "computed tokens",
             certainty=f"{tried} tried in the simulator",
-            not_looked_at="; ".join(filter(None, [advice.not_tried, untimed])) or None,
+            not_looked_at="; ".join(filter(None, [left, untimed])) or None,
         )
     ]
 
 
-def _of_trial(advice: Advice, trial: Trial) -> Verdict:
-    assert advice.base is not None, "gains are compared with it"
-    now, then = advice.base, trial.forecast
+def _of_trial(advice: Advice, trial: Trial, not_looked_at: str | None) -> Verdict:
     exact = "simulated" if advice.by_time else "exact by simulation"
-    details = [exact if trial.turns is None else f"{trial.turns.text}, timed in turns"]
-    if percent_text(now.hit_rate) != percent_text(then.hit_rate):
-        details.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
-    if now.num_preemptions != then.num_preemptions:
-        details.append(f"preemptions {now.num_preemptions:,} -> {then.num_preemptions:,}")
+    details = [exact if trial.turns is None else f"{trial.turns.text}, timed in turns", *advice.effects(trial)]
     if trial.setting.cost:
         details.append(f"costs {trial.setting.cost}")
     return Verdict(
@@ -40,5 +36,5 @@ def _of_trial(advice: Advice, trial: Trial) -> Verdict:
         measure="time" if advice.by_time else "to compute",
         after=trial.gain,
         certainty="; ".join(details),
-        not_looked_at=advice.not_tried,
+        not_looked_at=not_looked_at,
     )

@@ -122,7 +122,7 @@ PART_NAMES = {name: columns_of(Misses)[f"{name}_share"].header for name in PARTS
 def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     """Every setting that was tried, best first, and what to change. `limits`: of the run as it is, where there are
     several."""
-    notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
+    notes = [f"{label}: {text}" for label, text in advice.lines()]
     notes += advice.notes
     if advice.by_time:
         notes.append("seconds: as if all prompts were given as tokens, which is the same for every setting")
