@@ -54,11 +54,12 @@ class Compiled:
         return [int(tiles) for tiles in shapes]
 
 
-def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed=False):
+def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed=False, value_dim=None):
     """Types and constants of a launch as TritonAttention makes it."""
     from pagedcli.attention import triton_paged as paged
 
-    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    value_dim = value_dim or head_dim
+    block_d, block_r = (max(16, 1 << (n - 1).bit_length()) for n in (value_dim, head_dim - value_dim or 1))
     decode, prefill = paged.tile_configs(dtype, block_d, divmod(capability, 10))
     data = f"*{NAMES[dtype]}"
     tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data) | {"sinks_ptr": "*fp32"}
@@ -78,8 +79,10 @@ def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed
         "G": 8,
         "S": block_size,
         "D": head_dim,
+        "DV": value_dim,
         "BLOCK_STRIDE": 8 * block_size * head_dim,
         "BLOCK_D": block_d,
+        "BLOCK_R": block_r,
         "UPCAST": False,
         "CAPPED": False,
         "WINDOWED": windowed,

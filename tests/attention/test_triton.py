@@ -40,13 +40,11 @@ SLOW_CASES = [
 ]
 
 
-def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *, windowed=False):
+def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path, **options):
     from pagedcli.attention import triton_kernels as kernels
     from pagedcli.attention import triton_paged as paged
 
-    decode, prefill, types, constants = kernel_constants(
-        dtype, head_dim, group, block_size, capability, windowed=windowed
-    )
+    decode, prefill, types, constants = kernel_constants(dtype, head_dim, group, block_size, capability, **options)
     decode_types = {
         **types,
         **dict.fromkeys(("partial_ptr", "partial_stat_ptr"), "*fp32"),
@@ -54,21 +52,22 @@ def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *,
     }
     decode_constants = {
         **constants,
-        "ROWS": paged.MIN_ROWS,
+        "ROWS": max(paged.MIN_ROWS, 1 << (group - 1).bit_length()),
         "SPLIT": paged.SPLIT,
         "PAGES": paged.pages_per_split(block_size),
         "BLOCK_N": decode.block_n,
         "STAGES": decode.num_stages,
     }
+    warps = paged.decode_warps(decode, decode_constants["ROWS"], constants["BLOCK_D"])
     prefill_constants = {
         **constants,
-        "BLOCK_M": prefill.block_m,
+        "BLOCK_M": max(prefill.block_m, 1 << (group - 1).bit_length()),
         "TOKENS": prefill.block_m // group,
         "BLOCK_N": prefill.block_n,
         "STAGES": prefill.num_stages,
     }
     return (
-        Compiled(kernels.decode_kernel, decode_types, decode_constants, capability, decode.num_warps, tmp_path),
+        Compiled(kernels.decode_kernel, decode_types, decode_constants, capability, warps, tmp_path),
         Compiled(
             kernels.prefill_kernel,
             {**types, "item_token_ptr": "*i32"},
@@ -130,6 +129,23 @@ def test_every_kernel_compiles_without_spills(dtype, head_dim, group, block_size
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    "sizes",
+    [(576, 512, 16), *(pytest.param(each, marks=pytest.mark.slow) for each in [(576, 512, 20), (288, 256, 40)])],
+)
+@pytest.mark.parametrize(
+    "capability", [*(pytest.param(each, marks=pytest.mark.slow) for each in (80, 86, 89, 100)), 90]
+)
+def test_kernels_of_latents_compile_within_the_limits(capability, sizes, tmp_path):
+    head_dim, value_dim, group = sizes
+    kernels = compile_kernels(torch.bfloat16, head_dim, group, 16, capability, tmp_path, value_dim=value_dim)
+    for name, kernel in zip(("decode", "prefill"), kernels, strict=True):
+        print(name, capability, sizes, kernel.shared_bytes, kernel.spilled_bytes, kernel.registers)
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability], name
+        assert kernel.spilled_bytes <= (24 if name == "prefill" else 0), name  # a few values of 20 heads
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_store_and_combine_compile(capability, tmp_path):
     from pagedcli.attention import triton_kernels as kernels
@@ -147,7 +163,7 @@ def test_store_and_combine_compile(capability, tmp_path):
     store = Compiled(kernels.store_kvcache_kernel, types, constants, capability, 4, tmp_path)
     types = {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32", "out_ptr": "*bf16", "sinks_ptr": "*fp32"}
     types |= dict.fromkeys(("first_part_ptr", "cu_q_ptr", "num_tokens_ptr"), "*i32") | {"window": "i32"}
-    constants = {"H": 16, "G": 8, "D": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128, "WINDOWED": True, "SINKS": True}
+    constants = {"H": 16, "G": 8, "DV": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128, "WINDOWED": True, "SINKS": True}
     combine = Compiled(kernels.combine_kernel, types, constants, capability, 4, tmp_path)
     assert store.spilled_bytes == combine.spilled_bytes == 0
     assert re.search(r"st\.global\.v4", store.ptx), "K and V are stored 16 bytes at a time"

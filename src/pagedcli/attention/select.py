@@ -187,7 +187,7 @@ def check_spec(able: Capabilities, spec: AttentionSpec) -> None:
         )
     if spec.head_dim % able.head_dim_multiple:
         raise BackendError(f"head_dim is {spec.head_dim}, not a multiple of {able.head_dim_multiple}")
-    if able.max_head_dim is not None and spec.head_dim > able.max_head_dim:
+    if able.max_head_dim is not None and (spec.value_dim or spec.head_dim) > able.max_head_dim:
         raise BackendError(f"head_dim is {spec.head_dim}, more than {able.max_head_dim}")
     group = spec.num_heads // spec.num_kv_heads
     if able.max_group is not None and group > able.max_group:

@@ -88,13 +88,31 @@ def _dot(a, b, UPCAST: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
+@triton.jit
+def _load_rotary(q_ptr, rows, mask, DV: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The part of queries after the first DV elements, whose keys are no values."""
+    dims = tl.arange(0, BLOCK_R)
+    return tl.load(q_ptr + rows[:, None] + DV + dims[None, :], mask=mask & (dims < D - DV)[None, :], other=0.0)
+
+
+@triton.jit
+def _rotary_scores(
+    q, k_cache_ptr, offset, owned, DV: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, UPCAST: tl.constexpr
+):
+    """The products of that part with the keys of a tile."""
+    dims = tl.arange(0, BLOCK_R)
+    mask = owned[None, :] & (dims < D - DV)[:, None]
+    k = tl.load(k_cache_ptr + offset[None, :] + DV + dims[:, None], mask=mask, other=0.0)
+    return _dot(q, k.to(q.dtype), UPCAST)
+
+
 @triton.jit(do_not_specialize=["first_part_ptr", "item_seq_ptr", "item_split_ptr", "table_ptr", "table_stride"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
-    partial_ptr,  # [parts * H, D] float32: sums of weighted values; a part is one split of one new token
+    partial_ptr,  # [parts * H, DV] float32: sums of weighted values; a part is one split of one new token
     partial_stat_ptr,  # [parts * H, 2] float32: maximum, sum of weights
     sinks_ptr,  # [H] float32, if SINKS
     first_part_ptr,  # [B]
@@ -114,12 +132,14 @@ def decode_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,  # V is the first DV elements of K, if they are fewer than D
     BLOCK_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # for D - DV elements, if V is a part of K
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -131,7 +151,7 @@ def decode_kernel(
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     in_split = tl.arange(0, BLOCK_N)
-    in_head = dims < D
+    in_head = dims < DV
     num_work = tl.load(num_items_ptr) * G
     work = tl.program_id(0)
     while work < num_work:
@@ -155,6 +175,8 @@ def decode_kernel(
         q_rows = (first_row + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * D
         live = (row // GROUP < num_new)[:, None] & in_head[None, :]
         q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=live, other=0.0)
+        if DV < D:
+            q_rotary = _load_rotary(q_ptr, q_rows, (row // GROUP < num_new)[:, None], DV, D, BLOCK_R)
         position = total - num_new + row // GROUP
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -173,22 +195,28 @@ def decode_kernel(
             k = tl.load(
                 k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0
             )
-            scores = _dot(q, k.to(q.dtype), UPCAST) * factor
+            scores = _dot(q, k.to(q.dtype), UPCAST)
+            if DV < D:
+                scores += _rotary_scores(q_rotary, k_cache_ptr, offset, owned, DV, D, BLOCK_R, UPCAST)
+            scores *= factor
             if CAPPED:
                 scores = _capped(scores, cap)
             scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
             if WINDOWED:
                 scores = tl.where(token[None, :] > position[:, None] - window, scores, float("-inf"))
             weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
-            v = tl.load(
-                v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0
-            )
+            if DV < D:
+                v = tl.trans(k)
+            else:
+                v = tl.load(
+                    v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0
+                )
             acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), UPCAST)
         acc *= v_scale
 
         heads = head * GROUP + row % GROUP
         if total <= (first_split + 1) * SPLIT:
-            out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * D
+            out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * DV
             if SINKS:
                 weight_sum += _sink_weights(sinks_ptr, heads, top)
             result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
@@ -196,7 +224,7 @@ def decode_kernel(
         else:
             place = ((split - first_split) * G + head) * num_new * GROUP
             part = tl.load(first_part_ptr + seq).to(tl.int64) * H + place + row
-            tl.store(partial_ptr + part[:, None] * D + dims[None, :], acc, mask=live)
+            tl.store(partial_ptr + part[:, None] * DV + dims[None, :], acc, mask=live)
             tl.store(partial_stat_ptr + part * 2, top, mask=row // GROUP < num_new)
             tl.store(partial_stat_ptr + part * 2 + 1, weight_sum, mask=row // GROUP < num_new)
         work += tl.num_programs(0)
@@ -214,7 +242,7 @@ def combine_kernel(
     window,
     H: tl.constexpr,
     G: tl.constexpr,
-    D: tl.constexpr,
+    DV: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -233,7 +261,7 @@ def combine_kernel(
         row = tl.arange(0, ROWS)
         dims = tl.arange(0, BLOCK_D)
         live_row = row // GROUP < num_new
-        live = live_row[:, None] & (dims < D)[None, :]
+        live = live_row[:, None] & (dims < DV)[None, :]
         top = tl.full([ROWS], float("-inf"), tl.float32)
         weight_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -241,7 +269,7 @@ def combine_kernel(
             part = first_part * H + (split * G + head) * num_new * GROUP + row
             part_top = tl.load(partial_stat_ptr + part * 2, mask=live_row, other=0.0)
             part_sum = tl.load(partial_stat_ptr + part * 2 + 1, mask=live_row, other=1.0)
-            values = tl.load(partial_ptr + part[:, None] * D + dims[None, :], mask=live, other=0.0)
+            values = tl.load(partial_ptr + part[:, None] * DV + dims[None, :], mask=live, other=0.0)
             new_top = tl.maximum(top, part_top)
             base = new_top  # without a window finite from split 0 on: every row sees token 0
             if WINDOWED:
@@ -251,7 +279,7 @@ def combine_kernel(
             weight_sum = weight_sum * old + part_sum * new
             top = new_top
         heads = head * GROUP + row % GROUP
-        out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * D
+        out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * DV
         if SINKS:
             weight_sum += _sink_weights(sinks_ptr, heads, top)
         result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
@@ -275,8 +303,15 @@ def _page_ids(table_row, start, first_seen, total, S: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
+def _load_seen(at, in_head, IS_FULL: tl.constexpr):
+    """K or V of tokens that every row sees, of heads that may fill their block."""
+    return tl.load(at) if IS_FULL else tl.load(at, mask=in_head, other=0.0)
+
+
+@triton.jit
 def _prefill_tiles(
     q,
+    q_rotary,
     k_cache_ptr,
     v_cache_ptr,
     table_row,
@@ -295,9 +330,11 @@ def _prefill_tiles(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     MASK: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -306,7 +343,7 @@ def _prefill_tiles(
 ):
     """The keys from `begin` to `end`, by tiles, for one tile of queries. Without MASK every row sees all of them."""
     dims = tl.arange(0, BLOCK_D)
-    in_head = dims < D
+    in_head = dims < DV
     # Looked up one tile ahead: as a load of the same round, the look-up would take the stages of the copies of K and V,
     # and the compiler would keep one tile of them in flight.
     block = _page_ids(table_row, begin, first_seen, total, S, BLOCK_N, WINDOWED)
@@ -320,11 +357,12 @@ def _prefill_tiles(
         k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
         if MASK:
             k = tl.load(k_cache_ptr + k_at, mask=owned[None, :] & in_head[:, None], other=0.0)
-        elif D == BLOCK_D:
-            k = tl.load(k_cache_ptr + k_at)
         else:
-            k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
-        scores = _dot(q, k.to(q.dtype), UPCAST) * factor
+            k = _load_seen(k_cache_ptr + k_at, in_head[:, None], DV == BLOCK_D)
+        scores = _dot(q, k.to(q.dtype), UPCAST)
+        if DV < D:
+            scores += _rotary_scores(q_rotary, k_cache_ptr, offset, owned, DV, D, BLOCK_R, UPCAST)
+        scores *= factor
         if CAPPED:
             scores = _capped(scores, cap)
         if MASK:
@@ -332,12 +370,12 @@ def _prefill_tiles(
             if WINDOWED:
                 scores = tl.where(token[None, :] > position[:, None] - window, scores, float("-inf"))
         weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
-        if MASK:
+        if DV < D:
+            v = tl.trans(k)
+        elif MASK:
             v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
-        elif D == BLOCK_D:
-            v = tl.load(v_cache_ptr + v_at)
         else:
-            v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
+            v = _load_seen(v_cache_ptr + v_at, in_head[None, :], DV == BLOCK_D)
         acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), UPCAST)
     return top, weight_sum, acc
 
@@ -364,11 +402,13 @@ def prefill_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,  # V is the first DV elements of K, if they are fewer than D
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # for D - DV elements, if V is a part of K
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -389,10 +429,15 @@ def prefill_kernel(
     dims = tl.arange(0, BLOCK_D)
     new_token = first_new + row // GROUP
     position = total - num_new + new_token
-    live = ((row < TOKENS * GROUP) & (new_token < num_new))[:, None] & (dims < D)[None, :]
+    live_row = ((row < TOKENS * GROUP) & (new_token < num_new))[:, None]
+    live = live_row & (dims < DV)[None, :]
     q_rows = (first_row + new_token).to(tl.int64)
     heads = head * GROUP + row % GROUP
-    q = tl.load(q_ptr + (q_rows * q_stride + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
+    q_at = q_rows * q_stride + heads * D
+    q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=live, other=0.0)
+    q_rotary = q
+    if DV < D:
+        q_rotary = _load_rotary(q_ptr, q_at, live_row, DV, D, BLOCK_R)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -407,21 +452,21 @@ def prefill_kernel(
         in_all_windows = tl.minimum((first_of_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N, all_see)
         first_tile = first_seen // BLOCK_N * BLOCK_N
         top, weight_sum, acc = _prefill_tiles(
-            q, k_cache_ptr, v_cache_ptr, table_row, first_tile, in_all_windows, head, position, first_seen, total,
-            factor, cap, window, top, weight_sum, acc, G, S, D, BLOCK_STRIDE, BLOCK_N, BLOCK_D, STAGES, True, UPCAST,
-            CAPPED, WINDOWED,
+            q, q_rotary, k_cache_ptr, v_cache_ptr, table_row, first_tile, in_all_windows, head, position, first_seen,
+            total, factor, cap, window, top, weight_sum, acc, G, S, D, DV, BLOCK_STRIDE, BLOCK_N, BLOCK_D, BLOCK_R,
+            STAGES, True, UPCAST, CAPPED, WINDOWED,
         )  # fmt: skip
     top, weight_sum, acc = _prefill_tiles(
-        q, k_cache_ptr, v_cache_ptr, table_row, in_all_windows, all_see, head, position, first_seen, total, factor,
-        cap, window, top, weight_sum, acc, G, S, D, BLOCK_STRIDE, BLOCK_N, BLOCK_D, STAGES, False, UPCAST, CAPPED,
-        WINDOWED,
+        q, q_rotary, k_cache_ptr, v_cache_ptr, table_row, in_all_windows, all_see, head, position, first_seen, total,
+        factor, cap, window, top, weight_sum, acc, G, S, D, DV, BLOCK_STRIDE, BLOCK_N, BLOCK_D, BLOCK_R, STAGES,
+        False, UPCAST, CAPPED, WINDOWED,
     )  # fmt: skip
     top, weight_sum, acc = _prefill_tiles(
-        q, k_cache_ptr, v_cache_ptr, table_row, all_see, end, head, position, first_seen, total, factor,
-        cap, window, top, weight_sum, acc, G, S, D, BLOCK_STRIDE, BLOCK_N, BLOCK_D, STAGES, True, UPCAST, CAPPED,
-        WINDOWED,
+        q, q_rotary, k_cache_ptr, v_cache_ptr, table_row, all_see, end, head, position, first_seen, total, factor,
+        cap, window, top, weight_sum, acc, G, S, D, DV, BLOCK_STRIDE, BLOCK_N, BLOCK_D, BLOCK_R, STAGES, True, UPCAST,
+        CAPPED, WINDOWED,
     )  # fmt: skip
     if SINKS:
         weight_sum += _sink_weights(sinks_ptr, heads, top)
     result = (acc * v_scale / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + ((q_rows * H + heads) * D)[:, None] + dims[None, :], result, mask=live)
+    tl.store(out_ptr + ((q_rows * H + heads) * DV)[:, None] + dims[None, :], result, mask=live)

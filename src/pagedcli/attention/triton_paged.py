@@ -85,6 +85,7 @@ class TritonAttention(AttentionBackend):
         windows=True,
         soft_cap=True,
         sinks=True,
+        latents=True,
         batch_invariant=True,
         graph_safe=True,
         fused_store=True,
@@ -95,6 +96,7 @@ class TritonAttention(AttentionBackend):
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
         self._rows, self._block_d = _decode_shape(spec)
+        self._value_dim = spec.value_dim or spec.head_dim
         self._decode, self._prefill = tile_configs(
             spec.dtype, self._block_d, _capability(spec.device), widens_cache=spec.kv_dtype not in (None, spec.dtype)
         )
@@ -164,7 +166,7 @@ class TritonAttention(AttentionBackend):
             D=spec.head_dim,
             BLOCK_STRIDE=kv[0].stride(0),
             BLOCK_G=_power_of_2(spec.num_kv_heads),
-            BLOCK_D=self._block_d,
+            BLOCK_D=_power_of_2(spec.head_dim),
             FP8=kv[0].dtype == torch.float8_e4m3fn,
             num_warps=4,
         )
@@ -173,7 +175,7 @@ class TritonAttention(AttentionBackend):
         if not isinstance(batch.work, _StepWork):
             self.prepare(batch)
         q = _dense_heads(q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty((*q.shape[:2], self._value_dim))
         results = {
             "out_ptr": out,
             "sinks_ptr": out if sinks is None else sinks,  # not read without SINKS
@@ -182,7 +184,7 @@ class TritonAttention(AttentionBackend):
             "window": layer.window or 0,
             "H": self._spec.num_heads,
             "G": self._spec.num_kv_heads,
-            "D": self._spec.head_dim,
+            "DV": self._value_dim,
             "BLOCK_D": self._block_d,
             "WINDOWED": layer.window is not None,
             "SINKS": layer.sinks,
@@ -198,6 +200,8 @@ class TritonAttention(AttentionBackend):
             "cap": (layer.soft_cap or 0.0) * LOG2E,
             "v_scale": layer.v_scale,
             "S": self._spec.block_size,
+            "D": self._spec.head_dim,
+            "BLOCK_R": max(16, _power_of_2(self._spec.head_dim - self._value_dim or 1)),
             "BLOCK_STRIDE": kv[0].stride(0),
             "UPCAST": self._upcast,
             "CAPPED": layer.soft_cap is not None,
@@ -228,7 +232,7 @@ class TritonAttention(AttentionBackend):
             PAGES=pages_per_split(self._spec.block_size),
             BLOCK_N=self._decode.block_n,
             STAGES=self._decode.num_stages,
-            num_warps=self._decode.num_warps,
+            num_warps=decode_warps(self._decode, self._rows, self._block_d),
         )
         if batch.max_total > SPLIT:
             kernels.combine_kernel[(work.num_sequences, self._spec.num_kv_heads)](**results, num_warps=4)
@@ -258,7 +262,7 @@ class TritonAttention(AttentionBackend):
             rows = max(rows, 2 * self._partials[1].shape[0])
             self._outgrown.append(self._partials)
             self._partials = (
-                torch.empty(rows, self._spec.head_dim, dtype=torch.float32, device=device),
+                torch.empty(rows, self._value_dim, dtype=torch.float32, device=device),
                 torch.empty(rows, 2, dtype=torch.float32, device=device),
             )
         return self._partials
@@ -355,7 +359,7 @@ def _power_of_2(n: int) -> int:
 def _decode_shape(spec: AttentionSpec) -> tuple[int, int]:
     """Rows of a decode item, new tokens x group, and the padded head size."""
     rows = max(MIN_ROWS, _power_of_2(spec.num_heads // spec.num_kv_heads))
-    return rows, max(16, _power_of_2(spec.head_dim))
+    return rows, max(16, _power_of_2(spec.value_dim or spec.head_dim))
 
 
 def _dense_heads(x: Tensor) -> Tensor:
@@ -371,7 +375,8 @@ def check(spec: AttentionSpec) -> type[TritonAttention]:
     if spec.device.type == "cuda" and (spec.capability or (0, 0)) < (8, 0):
         raise BackendError("needs compute capability 8.0 or newer")
     rows, block_d = _decode_shape(spec)
-    if rows > MIN_ROWS and rows * block_d * spec.dtype.itemsize > MAX_QUERY_BYTES:
+    most = MAX_QUERY_BYTES if spec.value_dim is None else 2 * MAX_QUERY_BYTES  # see decode_warps
+    if rows > MIN_ROWS and rows * block_d * spec.dtype.itemsize > most:
         group = spec.num_heads // spec.num_kv_heads
         raise BackendError(
             f"{group} query heads of {spec.head_dim} {dtype_name(spec.dtype)} per key/value head are too many"
@@ -454,6 +459,11 @@ def tile_configs(
     elif capability in ((8, 6), (8, 9)) or capability[0] == 12:
         prefill = PREFILL_CONFIGS_SMALL
     return config_for(DECODE_CONFIGS, dtype.itemsize, block_d), config_for(prefill, dtype.itemsize, block_d)
+
+
+def decode_warps(config: TileConfig, rows: int, block_d: int) -> int:
+    """Warps of the decode kernel: twice as many for latents of more than 16 heads, whose sums would spill."""
+    return config.num_warps * (2 if rows > MIN_ROWS and rows * block_d > 2**13 else 1)
 
 
 def config_for(table: ConfigTable, element_bytes: int, block_d: int) -> TileConfig:
