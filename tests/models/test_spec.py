@@ -128,6 +128,15 @@ def test_a_field_about_biases_means_what_transformers_takes_it_for(family, value
         assert biases(names) == biases(name for name, _ in theirs.named_parameters()), field
 
 
+@pytest.mark.parametrize(("num_groups", "num_kept"), [(3, 1), (4, 5), (4, 1), (8, 4)])
+def test_groups_of_experts_that_do_not_fit_are_refused(num_groups, num_kept, tmp_path, tmp_path_factory):
+    """8 experts, of which a token goes to 3; a group is judged by its two best."""
+    config = json.loads((cached_model("deepseek_v3", tmp_path_factory) / "config.json").read_text())
+    write(tmp_path, {**config, "n_group": num_groups, "topk_group": num_kept})
+    with pytest.raises(ModelError, match=f"n_group is {num_groups} and topk_group {num_kept}, which do not fit"):
+        read_spec(tmp_path)
+
+
 ROPE_FORMS = {
     "default": ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
     "linear": (
