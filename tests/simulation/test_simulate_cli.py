@@ -4,6 +4,7 @@ import html
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli
@@ -34,6 +35,14 @@ def simulate(trace, *flags, expect=0):
 
 def as_json(trace, *flags):
     return json.loads(simulate(trace, "--format", "json", *flags).stdout)
+
+
+def test_no_default_pool_of_a_small_file_refuses_a_request():
+    prompts = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+    pools = json.loads(pagedcli("simulate", prompts, "--format", "json").stdout)["pools"]
+    assert [row["num_refused"] for row in pools] == [0] * len(pools)
+    small = json.loads(pagedcli("simulate", prompts, "--pool", "5%", "--format", "json").stdout)["pools"]
+    assert small[0]["num_refused"], "a pool that is named is simulated as it is"
 
 
 def test_the_table_says_what_the_json_says(trace):

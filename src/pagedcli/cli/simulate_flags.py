@@ -18,7 +18,8 @@ _trace, _pools, _time, _output = (
 )
 _FORMATS_HELP = f"{', '.join(format_names())}. Default: found by the keys of the first line."
 _POOL_HELP = (
-    "Pool sizes: blocks, % of the unique blocks, or bytes with -m, e.g. 5%,4096,8GiB. Default: 5%,10%,25%,50%,100%."
+    "Pool sizes: blocks, % of the unique blocks, or bytes with -m, e.g. 5%,4096,8GiB. Default: 5%,10%,25%,50%,100%,"
+    " of these those that the longest request fits into."
 )
 _PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulator does (with --no-schedule)."
 _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."

@@ -72,6 +72,9 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.limits.windows, chunk=plan.limits.chunk_size)
     pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.started.num_blocks))
     pools = parse_pools(pool, max(1, sweep.num_unique_blocks), block_bytes)
+    if options.pool is None and recorded is None and not options.no_schedule:  # smaller ones would refuse requests
+        least = plan.limits.tables.most_blocks(workload.longest, plan.limits.chunk_size)
+        pools = sorted({max(least, num_blocks) for num_blocks in pools})
     calibration = None if options.gpu is not None else _calibration(recorded, decision)
     step_time = None if calibration is None else step_time_named(calibration)
     schedule = None if options.no_schedule else _schedule(loaded, options, workload, decision, step_time)
