@@ -140,9 +140,11 @@ def test_the_sentences_have_units_that_fit_their_figures(tmp_path):
 
 
 def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
-    """Prompts of less than a block have no unique blocks, so that the default is a pool of one block."""
+    """Prompts of less than a block have no unique blocks, yet each default pool holds the longest request."""
     path = write(tmp_path / "in.jsonl", [{"prompt": [5, 6, 7], "max_tokens": 40} for _ in range(3)])
-    document = json.loads(pagedcli("simulate", path, "--format", "json").stdout)
+    by_default = json.loads(pagedcli("simulate", path, "--format", "json").stdout)
+    assert [row["num_refused"] for row in by_default["pools"]] == [0]
+    document = json.loads(pagedcli("simulate", path, "--pool", "1", "--format", "json").stdout)
     assert document["answers"][0] == "No request fits into a pool of 1 block: name larger ones with --pool."
     assert f"{document['verdicts'][0]['finding']}." == document["answers"][0]
     assert document["advised"] == []
