@@ -7,6 +7,7 @@ launched on the thread's current device. They run in triton's interpreter, so TR
 """
 
 import contextlib
+import inspect
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -43,6 +44,36 @@ def plain(value):
     return value.as_subclass(torch.Tensor) if isinstance(value, OnGpu) else value
 
 
+def variant(function, args, kwargs):
+    """What a launch makes triton compile: name, constants, options, and of the other arguments their types, which
+    numbers are 1 or multiples of 16, and which pointers are aligned."""
+    given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    parameters = inspect.signature(function.fn).parameters
+    whole = function.kwargs.get("do_not_specialize") or ()
+    aligned = function.kwargs.get("do_not_specialize_on_alignment") or ()
+    found = {}
+    for name, value in given.items():
+        constant = name not in parameters or "constexpr" in str(parameters[name].annotation)
+        if constant or value is None or isinstance(value, bool):
+            found[name] = str(value)
+            continue
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        found[name] = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+        if name not in whole and not isinstance(value, float):
+            found[name] += " 1" if type(value) is int and value == 1 else ""
+            found[name] += " x16" if name not in aligned and number % 16 == 0 else ""
+    return function.__name__, *sorted(found.items())
+
+
+def what_is_new(variants, known):
+    """Each variant that was not known: its kernel, and in what it differs from the nearest known one."""
+    found = []
+    for name, *items in variants - known:
+        others = [set(other[1:]) for other in known if other[0] == name]
+        found.append((name, *sorted(min((set(items) - other for other in others), key=len, default=items))))
+    return sorted(found)
+
+
 class PretendGpu(TorchFunctionMode):
     """Use as a context; `install` replaces what is asked of torch.cuda and of triton.
 
@@ -57,6 +88,7 @@ class PretendGpu(TorchFunctionMode):
         self.memory = memory
         self.waits = []  # names of operations that waited for the device
         self.launches = 0  # of kernels, replayed ones not counted
+        self.variants = set()  # of kernels: what triton would have compiled by now, see variant
         self.replays = 0
         self.counts = Counter()  # kernels, operations of torch and uploads, those of replayed graphs included
         self.recording = None  # operations of the graph that is being captured
@@ -218,7 +250,7 @@ class PretendGpu(TorchFunctionMode):
 
     def install(self, monkeypatch):
         """Replace torch.cuda's functions for the test, and triton's launch."""
-        from triton.runtime.interpreter import GridExecutor
+        from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
         gpu = self
 
@@ -267,7 +299,11 @@ class PretendGpu(TorchFunctionMode):
             which.operations, gpu.recording = gpu.recording, None
             which.counts = gpu.counts - before
 
-        call = GridExecutor.__call__
+        call, run = GridExecutor.__call__, InterpretedFunction.run
+
+        def recorded_run(function, *args, grid, warmup, **kwargs):
+            gpu.variants.add(variant(function, args, kwargs))
+            return run(function, *args, grid=grid, warmup=warmup, **kwargs)
 
         def launch(executor, args, kwargs):
             if not gpu.runs_kernels:
@@ -331,4 +367,5 @@ class PretendGpu(TorchFunctionMode):
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(GridExecutor, "__call__", checked_launch)
+        monkeypatch.setattr(InterpretedFunction, "run", recorded_run)
         return self

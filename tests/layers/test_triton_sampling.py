@@ -326,9 +326,8 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     limits = {"logits_ptr": data, "temperature_ptr": wide, "top_k_ptr": short, "top_p_ptr": wide, "min_p_ptr": wide}
     limits |= {"candidates_ptr": short, "floor_ptr": wide, "row_stride": "i32"}
     cases = [(kernels.smallest_kept_kernel, limits, {"V": 151936, **kernels.limit_constants(dtype)}, 16)]
-    for floor in (True, False):
-        cases.append((kernels.sample_chunks_kernel, chunks, {**sizes, "FLOOR": floor}, 8))
-        cases.append((kernels.sample_rows_kernel, rows, {**sizes, "FLOOR": floor, "BLOCK_C": 64}, 8))
+    cases.append((kernels.sample_chunks_kernel, chunks, sizes, 8))
+    cases.append((kernels.sample_rows_kernel, rows, {**sizes, "BLOCK_C": 64}, 8))
     changes = {"scores_ptr": wide, "rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": wide, "second_ptr": wide}
     for table, counted in (("*u8", False), (short, True)):
         constants = {"V": 151936, "CHUNK": kernels.CHUNK, "COUNTED": counted}

@@ -64,14 +64,16 @@ class FirstEight:
         return False
 
 
-def check(gpu, path, **config):
+def check(gpu, path, prompts=None, **config):
     """All kinds of requests at once, twice: the second time from the prefix cache."""
+    from pretend_cuda import what_is_new
+
     config = {"max_num_seqs": 5, "num_gpu_blocks_override": 60, "max_model_len": 64, **config}
     engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cuda", **config))
     assert engine.plan.backend == "triton"
     del gpu.waits[:]
-    replays, launches = gpu.replays, gpu.launches
-    for number, prompt in enumerate(2 * ragged_prompts(len(PARAMS))):
+    replays, launches, compiled = gpu.replays, gpu.launches, set(gpu.variants)
+    for number, prompt in enumerate(2 * (prompts or ragged_prompts(len(PARAMS)))):
         engine.add_request(str(number), prompt, PARAMS[number % len(PARAMS)])
     engine.add_request("guided", [5, 6, 7], PARAMS[0], make_guide=FirstEight)
     outputs = []
@@ -81,6 +83,7 @@ def check(gpu, path, **config):
     assert len(outputs) == 2 * len(PARAMS) + 1
     assert not any(output.error for output in outputs)
     assert not gpu.waits, "a step waits for the device"
+    assert not what_is_new(gpu.variants, compiled), "a kernel is compiled in the middle of a run"
     return engine, gpu.replays - replays, gpu.launches - launches
 
 
@@ -110,6 +113,24 @@ def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, gpu):
 @pytest.mark.parametrize("config", [{"enforce_eager": True}, {"async_scheduling": False}], ids=str)
 def test_without_graphs_or_in_order(config, tmp_path, gpu):
     check(gpu, tiny_model("qwen3", tmp_path / "model"), **config)
+
+
+@interpreted
+@pytest.mark.parametrize("family", ["qwen2-moe", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [700, pytest.param(300, marks=pytest.mark.slow)])
+def test_prompts_of_several_tiles_and_splits(family, chunk, tmp_path, gpu):
+    prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
+    path = tiny_model(family, tmp_path / "model", max_position_embeddings=1024, **SIZES.get(family, {}))
+    check(gpu, path, prompts, max_model_len=700, num_gpu_blocks_override=400, chunked_prefill_size=chunk)
+
+
+@interpreted
+@pytest.mark.slow
+def test_packed_weights_of_long_prompts(tmp_path, gpu):
+    model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, max_position_embeddings=1024)
+    packed, _ = quantized_twins(model, tmp_path, *FORMATS["awq"])
+    prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
+    check(gpu, packed, prompts, max_model_len=700, num_gpu_blocks_override=400)
 
 
 @interpreted

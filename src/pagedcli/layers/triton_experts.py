@@ -132,7 +132,7 @@ def expert_tile(weight: KernelWeight, num_rows: int, dtype: torch.dtype, *, is_g
     if mean >= 64 and dtype.itemsize == 2:
         return Tile(128, 64 if is_gated else 128, 64 if weight.group_size % 64 == 0 else 32, 8)
     # Some variants spill registers with 64 inputs per step.
-    return Tile(16 if mean <= 16 else 32 if mean <= 32 else 64, 64, 32, 4)
+    return Tile(16 if mean < 16 else 32 if mean < 32 else 64, 64, 32, 4)
 
 
 def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) -> dict[str, Any]:

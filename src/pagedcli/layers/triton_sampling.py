@@ -30,8 +30,10 @@ def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: 
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    floors = temperature if limits is None else smallest_kept(logits, temperature, limits)
-    sizes = {"V": vocab_size, "C": num_chunks, "CHUNK": CHUNK, "FLOOR": limits is not None}
+    floors = temperature.new_full((num_rows,), -torch.inf)
+    if limits is not None:
+        floors = smallest_kept(logits, temperature, limits)
+    sizes = {"V": vocab_size, "C": num_chunks, "CHUNK": CHUNK}
     sample_chunks_kernel[(num_rows, num_chunks)](
         logits, temperature, floors, top, token, mass, logits.stride(0), **sizes, num_warps=8
     )
@@ -261,12 +263,10 @@ def smallest_kept_kernel(
 
 
 @triton.jit
-def _weights(logits_ptr, column, inside, floor, inverse, FLOOR: tl.constexpr):
+def _weights(logits_ptr, column, inside, floor, inverse):
     """Kept logits in units of log2 after temperature."""
     x = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
-    if FLOOR:
-        x = tl.where(x < floor, float("-inf"), x)  # NaN stays
-    return x * inverse
+    return tl.where(x < floor, float("-inf"), x) * inverse  # NaN stays
 
 
 @triton.jit(do_not_specialize_on_alignment=["mass_ptr"])  # Its alignment depends on the number of rows.
@@ -281,15 +281,14 @@ def sample_chunks_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
-    FLOOR: tl.constexpr,
 ):
     """One program per (row, chunk): the only pass over the logits."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     inverse = tl.where(temperature > 0.0, LOG2E / temperature, 1.0)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
-    floor = tl.load(floor_ptr + row) if FLOOR else 0.0
-    x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse, FLOOR)
+    floor = tl.load(floor_ptr + row)
+    x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse)
     top = tl.max(x, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     tl.store(top_ptr + row * C + chunk, top)
@@ -320,7 +319,6 @@ def sample_rows_kernel(
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    FLOOR: tl.constexpr,
 ):
     """One program per row: finds the chunk in which the cumulative mass passes the target, and looks only in there."""
     row = tl.program_id(0).to(tl.int64)
@@ -338,8 +336,8 @@ def sample_rows_kernel(
         target -= tl.max(tl.where(chunk < found, cumulative, 0.0), 0)
         place = tl.arange(0, CHUNK)
         column = found * CHUNK + place
-        floor = tl.load(floor_ptr + row) if FLOOR else 0.0
-        x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse, FLOOR)
+        floor = tl.load(floor_ptr + row)
+        x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse)
         weight = tl.exp2(x - top)
         passed = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
         token = found * CHUNK + _likely_from(passed, place, weight, CHUNK)

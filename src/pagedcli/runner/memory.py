@@ -15,10 +15,11 @@ from torch import Tensor
 
 from pagedcli.core.budget import TERMS, StepShape, Terms
 from pagedcli.core.groups import TableShape
+from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.layers.sampling import SamplingLimits, choose_tokens
+from pagedcli.layers.sampling import SamplingLimits, choose_tokens, mask_tokens, penalize_counted, penalize_repeated
 from pagedcli.native import loaded_library
 from pagedcli.native.system import release_free_memory
 from pagedcli.planning.machine import host_memory
@@ -26,8 +27,8 @@ from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.model_runner import ModelRunner
 from pagedcli.sampling_params import SamplingParams
 
-LONG_PROMPT = 2048  # tokens
-RESULTS_PER_EXPERT = 30  # results at the middle one of three tile sizes
+Lengths = list[tuple[int, int]]  # of a step's sequences: tokens in the cache after it, new tokens
+LONG_CONTEXT = 2048  # tokens; several splits of attention
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 _OF_PENALTIES = (torch.float32, torch.uint8, torch.int32)  # a number of each of these per logit
@@ -45,11 +46,12 @@ def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current = torch.cuda.memory_allocated(device)
-    step, warm_up = limits.largest_step, _other_kernels(spec)
-    num_blocks = max(step_blocks(each, limits.tables) for each in (step, *warm_up))
-    runner = ModelRunner(replace(spec, limits=limits.with_pool(num_blocks, step.num_seqs)))
-    for each in warm_up:
-        measure_step(runner, each)
+    step, warm_up = limits.largest_step, _other_kernels(limits)
+    num_blocks = max(_num_blocks(lengths, limits.tables) for lengths in (_prompts(step), *warm_up))
+    runner = ModelRunner(replace(spec, limits=limits.with_pool(num_blocks, max(2, step.num_seqs))))
+    for lengths in warm_up:
+        _measure(runner, lengths, every_token=True)
+    _measure(runner, warm_up[-1])
     taken = measure_step(runner, step)
     assert taken is not None, "a CUDA device reports its memory"
     del runner
@@ -65,15 +67,14 @@ def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
     )
 
 
-def _other_kernels(spec: RunnerSpec) -> list[StepShape]:
-    """Steps whose kernels are neither those of the largest step, where each prompt may be short, nor those of graphs:
-    otherwise they would be compiled in the middle of a run."""
-    limits, experts = spec.limits, spec.model.spec.experts
+def _other_kernels(limits: Limits) -> list[Lengths]:
+    """Steps that with the largest one launch every kernel in every variant, so that none is compiled in the middle of a
+    run: tiles change with the number of new tokens, at powers of two, and with what else is in the step."""
     most = min(limits.max_num_batched_tokens, limits.max_model_len)
-    lengths = [min(most, LONG_PROMPT)]
-    if experts is not None:
-        lengths.append(min(most, RESULTS_PER_EXPERT * experts.num_experts // experts.num_per_token))
-    return [StepShape(length, 1) for length in lengths]
+    sizes = [*(2**power for power in range((most - 1).bit_length())), most]
+    context = min(most, LONG_CONTEXT)
+    decodes, mixed = [(context, 1)], [(context, 1), (context, max(1, context - 1))]
+    return [*([(size, size)] for size in sizes), decodes, mixed]
 
 
 def graph_bytes(spec: RunnerSpec) -> int:
@@ -122,20 +123,33 @@ def measure_terms(
 
 def step_blocks(step: StepShape, tables: TableShape) -> int:
     """Blocks that the step's sequences take."""
-    return sum(tables.num_entries(length) for length in step.lengths)
+    return _num_blocks(_prompts(step), tables)
 
 
 def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
     """Bytes that a step of new prompts takes on top of weights and cache; None where the system does not report it (a
     CPU outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
     """
-    work = _prompts(runner, step)
-    runner.kv_cache[:, :, : step_blocks(step, runner.limits.tables)].zero_()  # every slot is owned in this step
+    return _measure(runner, _prompts(step))
+
+
+def _prompts(step: StepShape) -> Lengths:
+    return [(length, length) for length in step.lengths]
+
+
+def _num_blocks(lengths: Lengths, tables: TableShape) -> int:
+    return sum(tables.num_entries(total) for total, _ in lengths)
+
+
+def _measure(runner: ModelRunner, lengths: Lengths, *, every_token: bool = False) -> int | None:
+    """See measure_step and ModelRunner.execute."""
+    work = _step_of(runner, lengths)
+    runner.kv_cache[:, :, : _num_blocks(lengths, runner.limits.tables)].zero_()  # every slot is owned in this step
     on_cuda = runner.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device) if on_cuda else reset_host_peak()
-    logits, _ = runner.execute(work)
+    logits, _ = runner.execute(work, every_token=every_token)
     _sample_with_most_memory(logits)
     if on_cuda:
         torch.cuda.synchronize(runner.device)
@@ -152,19 +166,27 @@ def _sample_with_most_memory(logits: Tensor) -> None:
     held = [torch.empty_like(logits, dtype=dtype).zero_() for dtype in _OF_PENALTIES if by_kernels]
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
     limits = SamplingLimits(zeros.int(), top_p=0.95 * ones, min_p=zeros)
-    choose_tokens(held[0] if held else logits.zero_(), ones, limits.top_p, limits, num_drawn=rows)
+    scores = held[0] if held else logits.zero_()
+    choose_tokens(scores, ones, limits.top_p, limits, num_drawn=rows)
+    if logits.is_cuda and rows:  # the other kernels of sampling, compiled here
+        choose_tokens(logits, ones, limits.top_p, limits, num_drawn=rows)
+        row, (_, seen, counts) = zeros[:1].long(), held
+        penalize_repeated(scores, seen, row, row, ones[:1])
+        penalize_counted(scores, counts, row, row, ones[:1], ones[:1])
+        mask_tokens(scores, row, zeros.new_zeros((1, -(-logits.shape[1] // 32)), dtype=torch.int32))
 
 
-def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
-    """A step of new prompts of the same token, in the first blocks of the cache."""
+def _step_of(runner: ModelRunner, lengths: Lengths) -> ScheduledStep:
+    """A step of sequences of the same token, in the first blocks of the cache."""
     work, next_block = ScheduledStep(), 0
-    for row, length in enumerate(step.lengths):
-        seq = Sequence(row, str(row), [0] * length, SamplingParams(), max_new_tokens=1)
-        count = runner.limits.tables.num_entries(length)
+    for row, (total, num_new) in enumerate(lengths):
+        seq = Sequence(row, str(row), [0] * total, SamplingParams(), max_new_tokens=1)
+        count = runner.limits.tables.num_entries(total)
         seq.row, seq.block_table = row, list(range(next_block, next_block + count))
+        seq.num_computed_tokens = total - num_new
         next_block += count
         work.seqs.append(seq)
-        work.num_new_tokens.append(length)
+        work.num_new_tokens.append(num_new)
     return work
 
 

@@ -3,6 +3,8 @@
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -119,13 +121,20 @@ class ModelRunner:
             hidden = hidden.index_select(0, batch.late.rows)
         return hidden
 
-    def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
+    def execute(self, work: ScheduledStep, *, every_token: bool = False) -> tuple[Tensor, list[Sequence]]:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
-        measurements on an idle runner: block tables are sent whole."""
+        measurements on an idle runner: block tables are sent whole. `every_token`: the last layer computes all tokens,
+        as where a prompt is scored; the logits are those of the last one."""
         work.changed = work.seqs
         for place, seq in enumerate(work.seqs):
             seq.synced_blocks = 0
             if self.state.num_state_slots:
                 seq.state_write = min(place, self.state.num_state_slots)
         step, sampled = StepBuilder(self.limits).build(work)
+        if every_token:
+            return self._last_logits(step), sampled
         return self.forward(step), sampled
+
+    @torch.inference_mode()
+    def _last_logits(self, step: StepInput) -> Tensor:
+        return self.model.compute_logits(self._hidden(replace(step, logits_rows=None))[-1:])
