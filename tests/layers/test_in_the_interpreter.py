@@ -20,14 +20,14 @@ PASSES = {
     "layers/test_triton_weights.py": (20, 0),
     "runner/test_decode_counts.py": (5, 0),
     "runner/test_gemma4_gpu.py": (0, 5),
-    "runner/test_no_waits.py": (13, 19),
-    "runner/test_pretended_models.py": (1, 6),
+    "runner/test_no_waits.py": (16, 32),
+    "runner/test_pretended_models.py": (3, 60),
 }
 
 
 @plain
 def test_quick_tests():
-    passed = run_interpreted("-m", "not slow", *(TESTS / name for name in PASSES), at_least=139)
+    passed = run_interpreted("-m", "not slow", *(TESTS / name for name in PASSES), at_least=143)
     assert {name: passed[name] for name, (quick, _) in PASSES.items() if passed[name] < quick} == {}
 
 

@@ -1,12 +1,14 @@
-"""Whole models on a pretended GPU, whose kernels run in triton's interpreter: tokens equal to the CPU reference's."""
+"""Whole models on a pretended GPU, whose kernels run in triton's interpreter, answer what the CPU reference answers:
+every kind of layers and backend with whatever a row may ask, and every format of weights."""
 
 from itertools import product
 
 import pytest
 from engine_harness import run
+from gguf_files import gguf_twins
 from interpreter import interpreted
 from model_zoo import tiny_model
-from quantized_zoo import mxfp4_twins
+from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins
 
 from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
@@ -18,9 +20,119 @@ PROMPTS = [[5 + i % 300 for i in range(length)] for length in (9, 14)]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-def tokens(path, device, **config):
+FORCED = {"max_tokens": 3, "ignore_eos": True}
+REQUESTS = [
+    SamplingParams(temperature=0, **FORCED),
+    SamplingParams(temperature=0.9, seed=3, **FORCED),
+    SamplingParams(temperature=1.1, seed=4, top_k=9, top_p=0.9, **FORCED),
+    SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.2, logit_bias={7: 2.0}, **FORCED),
+    SamplingParams(temperature=0.8, seed=5, logprobs=2, min_p=0.1, n=2, **FORCED),
+    SamplingParams(temperature=0, max_tokens=3, beam_width=2),
+    SamplingParams(temperature=0, prompt_logprobs=2, **FORCED),
+]
+SHARED = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+KINDS = {
+    "dense": ("qwen3", {}),
+    "windows": ("gemma3", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "experts": ("qwen3-moe", {}),
+    "shared K/V": ("gemma4-e2b", {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "sliding_window": 8, **SHARED}),
+    "recurrent": ("qwen3_5", {}),
+    "convolution": ("lfm2", {}),
+    "latent": ("deepseek_v2", {}),
+    "sinks": ("gpt_oss", {}),
+}
+
+
+def make_engine(path, gpu=None, **config):
+    """On the pretended GPU, or with the reference on the CPU. Steps that measure and compile compute nothing there."""
     config = {"max_num_seqs": 2, "num_gpu_blocks_override": 24, "max_model_len": 64, "dtype": "float32", **config}
-    return run(LLMEngine(EngineConfig(model=str(path), device=device, **config)), PROMPTS, PARAMS)
+    config = {"max_num_batched_tokens": 32, **config}
+    if gpu is None:
+        return LLMEngine(EngineConfig(model=str(path), device="cpu", attention_backend="reference", **config))
+    gpu.runs_kernels = False
+    engine = LLMEngine(EngineConfig(model=str(path), device="cuda", **config))
+    gpu.runs_kernels = True
+    return engine
+
+
+def tokens(path, gpu=None, **config):
+    return run(make_engine(path, gpu, **config), PROMPTS, PARAMS)
+
+
+class FirstEight:
+    """A guide that allows eight tokens."""
+
+    allowed_tokens = b"\xff" + bytes(39)
+
+    def accept(self, token_id):
+        return False
+
+
+def answers(path, gpu=None, **config):
+    """What a model says to every kind of request: tokens, and log-probabilities to three places."""
+    engine = make_engine(path, gpu, **{"max_num_seqs": 4, "num_gpu_blocks_override": 60, **config})
+    for number, params in enumerate(REQUESTS):
+        engine.add_request(str(number), PROMPTS[number % 2], params)
+    engine.add_request("guided", [5, 6, 7], REQUESTS[0], make_guide=FirstEight)
+    engine.add_request("scored", PROMPTS[0], REQUESTS[0], continuations=[[9, 8], [4, 3, 2]])
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert not output.error
+            chosen = [(sample.token_ids, sample.logprobs) for sample in output.samples]
+            found[output.request_id] = rounded((chosen, output.prompt_logprobs, output.scores))
+    assert len(found) == len(REQUESTS) + 2
+    return found
+
+
+def rounded(value):
+    """Its numbers, to three places."""
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    if hasattr(value, "__slots__"):
+        return [rounded(getattr(value, name)) for name in value.__slots__]
+    return value
+
+
+def of(quick, *every):
+    """Parameters, those that are not quick marked slow."""
+    parts = ((each if isinstance(each, tuple) else (each,), each in quick) for each in every)
+    return [pytest.param(*part, marks=() if is_quick else pytest.mark.slow) for part, is_quick in parts]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "backend"), of([("dense", "triton")], *product(KINDS, ("triton", "sdpa", "reference")))
+)
+def test_all_that_a_row_may_ask(kind, backend, tmp_path, gpu):
+    family, sizes = KINDS[kind]
+    path = tiny_model(family, tmp_path / "model", **sizes)
+    assert answers(path, gpu, attention_backend=backend) == answers(path)
+
+
+@interpreted
+@pytest.mark.parametrize("name", of(["awq"], *FORMATS))
+def test_every_format_of_checkpoints(name, tmp_path, gpu):
+    model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
+    packed, plain = quantized_twins(model, tmp_path, *FORMATS[name])
+    assert tokens(packed, gpu) == tokens(plain)
+
+
+GGUF = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+GGUF += ("IQ4_NL", "IQ4_XS", "MXFP4", "Q4_K and Q6_K")
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GGUF)
+def test_every_type_of_gguf_files(kind, tmp_path, gpu):
+    kinds = kind.split(" and ")
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    source = tiny_model("qwen3", tmp_path / "source", **wide)
+    path, plain = gguf_twins(source, tmp_path, type_of=lambda name: kinds[-1 if "ffn_down" in name else 0])
+    assert tokens(path, gpu) == tokens(plain)
 
 
 @interpreted
@@ -42,12 +154,12 @@ def test_heads_normed_outside_of_a_fused_store(family, backend, tmp_path, gpu):
         sizes |= {"layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 1}
         sizes |= {"num_global_key_value_heads": 1}
     path = tiny_model(family, tmp_path / "model", **sizes)
-    expected = tokens(path, "cpu", attention_backend="reference")
-    assert tokens(path, "cuda", attention_backend=backend) == expected
+    expected = tokens(path)
+    assert tokens(path, gpu, attention_backend=backend) == expected
 
 
 @interpreted
 @pytest.mark.slow
 def test_mxfp4_experts(tmp_path, gpu):
     plain, packed = mxfp4_twins(tmp_path)
-    assert tokens(packed, "cuda") == tokens(plain, "cpu", attention_backend="reference")
+    assert tokens(packed, gpu) == tokens(plain)
