@@ -208,3 +208,22 @@ def test_a_gpu_that_torch_does_not_see_is_named(spec, tmp_path, monkeypatch):
     assert decide(EngineConfig(max_num_batched_tokens=64), spec, here).plan.refused[0] == f"GPU: {reason}"
     refused = decide(EngineConfig(max_num_batched_tokens=64, device="cpu"), spec, here).plan.refused
     assert not any(reason in each for each in refused)
+
+
+def test_ranks_on_different_gpus_run_the_same_steps(spec):
+    large, small = gpu_machine(gib=80).gpus[0], gpu_machine(gib=24).gpus[0]
+    described = replace(gpu_machine(), gpus=(large, small))
+    config = EngineConfig(tensor_parallel_size=2)
+    tokens = [decide(config, spec, described, rank=rank).plan.limits.max_num_batched_tokens for rank in (0, 1)]
+    alone = decide(EngineConfig(), spec, replace(gpu_machine(), gpus=(small,))).plan.limits
+    assert tokens == [alone.max_num_batched_tokens] * 2
+    assert decide(EngineConfig(), spec, described).plan.limits.max_num_batched_tokens > tokens[0]
+
+
+def test_the_pool_of_a_small_model_on_a_large_gpu_is_bounded(spec):
+    pool = decide(EngineConfig(max_num_seqs=8), spec, gpu_machine()).pool
+    assert pool.num_blocks == 4 * 8 * -(-spec.max_position_embeddings // 16)
+    assert pool.reason == "max_num_seqs x max_model_len x 4, for the prefix cache"
+    assert (
+        decide(EngineConfig(max_num_seqs=8, kv_cache_memory=GIB), spec, gpu_machine()).pool.num_blocks > pool.num_blocks
+    )

@@ -31,7 +31,7 @@ from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, w
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
-from pagedcli.planning.decision import Decision, Fit
+from pagedcli.planning.decision import Decision, Fit, rank_spec
 from pagedcli.planning.machine import Gpu, Machine
 from pagedcli.printable import plural
 from pagedcli.records import size
@@ -56,6 +56,9 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     own = shard_spec(whole, ParallelContext(rank, config.tensor_parallel_size))
     device = rank_device(config, machine, rank)
     gpu = machine.gpu(str(device))
+    ranks = range(config.tensor_parallel_size)
+    cards = [card for each in ranks if (card := machine.gpu(str(rank_device(config, machine, each)))) is not None]
+    smallest = min(cards, key=lambda card: card.total_bytes, default=None)  # ranks run the same steps
     dtype = resolve_dtype(config.dtype, spec)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
     state_bytes = own.state_bytes(dtype.itemsize)
@@ -79,7 +82,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     limits = Limits.of(
         config,
         max_model_len=max_model_len,
-        max_num_batched_tokens=resolve_max_num_batched_tokens(config, own, gpu, dtype),
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, rank_spec(config, whole), smallest, dtype),
         min_prefill_tokens=resolve_min_prefill_tokens(config, with_graphs=no_graphs is None),
         groups=groups,
         vocab_size=spec.vocab_size,
@@ -211,7 +214,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, gpu: Gpu | None) -> torch.dt
 
 
 def resolve_max_num_batched_tokens(config: EngineConfig, spec: ModelSpec, gpu: Gpu | None, dtype: torch.dtype) -> int:
-    """Tokens computed per step on a GPU, or on the CPU if None; `spec` is that of the rank.
+    """Tokens computed per step on a GPU, or on the CPU if None; `spec` is that of a rank.
 
     A GPU reads all weights once per step and launches hundreds of kernels, so a step takes as many tokens as its memory
     holds easily: their activations stay within a sixteenth of it.

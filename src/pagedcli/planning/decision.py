@@ -41,6 +41,7 @@ PENALTY_BYTES = 9  # per logit: a float32 copy and the tables of penalties; the 
 FROM_HEAP = 32 * 2**20  # bytes; glibc takes smaller tensors from its heap, which keeps what is freed
 FREED_BYTES = 8  # per logit: two float32 copies that are freed before the peak, and stay in the heap
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
+GPU_POOL_TIMES = 4  # of what all sequences can hold at once, for the prefix cache: each block is an object on the host
 LEAST_SLOTS = 8  # slots of recurrent state: prompts branch at several depths even where few sequences run
 
 
@@ -259,10 +260,12 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
     num_slots = choose_num_slots(config, limits, num_bytes if most is None else num_bytes - most * block_bytes)
     state_bytes = (num_slots or 0) * limits.state_bytes
     num_blocks = most if most is not None else max(0, num_bytes - state_bytes) // block_bytes
-    if terms is None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
-        most = limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
+    if config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
+        times = 1 if terms is None else GPU_POOL_TIMES
+        most = times * limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
         if most < num_blocks:
-            num_blocks, reason = most, "max_num_seqs x max_model_len"
+            num_blocks = most
+            reason = "max_num_seqs x max_model_len" + (f" x {times}, for the prefix cache" if times > 1 else "")
     if num_blocks < 1:
         message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
         hint = "lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory"
