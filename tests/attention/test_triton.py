@@ -210,6 +210,11 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeyp
     splits = [range(max(0, total - (window or total)) // paged.SPLIT, -(-total // paged.SPLIT)) for total in totals]
     backend.prepare(batch)
     device = batch.work
+    most_items = sum(-(-total // paged.SPLIT) for total in totals)
+    monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", most_items)
+    backend.prepare(batch)
+    assert batch.work.capacity == min(device.capacity, most_items)  # bounded by the sum, not by the longest
+    assert batch.work.item_seq[: batch.work.num_items].tolist() == device.item_seq[: device.num_items].tolist()
     monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", 0)
     backend.prepare(batch)
     host, num_items = batch.work, batch.work.num_items.item()

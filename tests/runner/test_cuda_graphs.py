@@ -117,15 +117,16 @@ def test_fixed_buffers_are_the_same_memory_at_every_step(model):
     assert torch.equal(bucket.cu_q, torch.arange(5, dtype=torch.int32))
 
 
-def test_sequences_too_long_for_a_bucket_run_without_a_graph(model, monkeypatch):
+def test_steps_of_too_many_tokens_run_without_a_graph(model, monkeypatch):
+    """Their sum counts: one long sequence among short ones keeps the graph."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5] * 20, [6, 7], [8, 9, 10]]
     expected = run(make_engine(model, padded=False), prompts, params)
-    monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", 100)
-    engine = make_engine(model, padded=True)
-    assert [engine.runner.graphs.bucket_for(n).max_total for n in (1, 2, 4)] == [100, 50, 25]
-    assert run(engine, prompts, params) == expected
-    assert 0 < len(engine.runner.graphs.ran) < 11
+    for most, num_steps in ((25 + 3 * 11, 11), (25 + 3 * 5, 5)):
+        monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", most)
+        engine = make_engine(model, padded=True)
+        assert run(engine, prompts, params) == expected
+        assert len(engine.runner.graphs.ran) == num_steps
 
 
 def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkeypatch):
@@ -148,7 +149,7 @@ def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkey
 
         def again():
             num_drawn = int(bucket.inputs.temperature.count_nonzero())
-            hidden.copy_(run_body(graphs, bucket, [bucket.max_total] * bucket.num_seqs, num_drawn))
+            hidden.copy_(run_body(graphs, bucket, [graphs._max_model_len] * bucket.num_seqs, num_drawn))
 
         which.again = again
 

@@ -114,6 +114,8 @@ class TritonAttention(AttentionBackend):
     def prepare(self, batch: PagedBatch) -> None:
         num_seqs = batch.num_tokens.shape[0]
         most_items = num_seqs * most_splits(batch.max_total, batch.window)
+        if most_items > DEVICE_LIST_ITEMS and batch.num_tokens_host is not None:  # few of the sequences may be long
+            most_items = sum(-(-num_tokens // SPLIT) for num_tokens in batch.num_tokens_host)
         if batch.max_new == 1 and batch.slots.shape[0] == num_seqs and most_items <= DEVICE_LIST_ITEMS:
             batch.work = decode_work(batch.num_tokens, batch.max_total, batch.window)
             return
@@ -278,10 +280,10 @@ def decode_work(num_tokens: Tensor, max_total: int, window: int | None = None) -
     """The work list of a step of one new token per sequence, built on the device: the host does not wait, and a
     captured graph builds each step's list itself.
 
-    Shapes:  num_tokens [B] int32; max_total bounds it, and so the number of items.
+    Shapes:  num_tokens [B] int32; max_total bounds it, and so with DEVICE_LIST_ITEMS the number of items.
     """
     num_seqs = num_tokens.shape[0]
-    capacity = num_seqs * most_splits(max_total, window)
+    capacity = min(num_seqs * most_splits(max_total, window), DEVICE_LIST_ITEMS)
     splits = (num_tokens + (SPLIT - 1)) // SPLIT
     first_split = None if window is None else (num_tokens - window).clamp_(min=0) // SPLIT
     if first_split is not None:

@@ -30,8 +30,9 @@ def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: 
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    floors = temperature.new_full((num_rows,), -torch.inf)
-    if limits is not None:
+    if limits is None:
+        floors = temperature.new_full((num_rows,), -torch.inf)
+    else:
         floors = smallest_kept(logits, temperature, limits)
     sizes = {"V": vocab_size, "C": num_chunks, "CHUNK": CHUNK}
     sample_chunks_kernel[(num_rows, num_chunks)](

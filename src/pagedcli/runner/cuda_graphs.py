@@ -21,7 +21,7 @@ from pagedcli.models.base import CausalLM
 from pagedcli.planning.decide import bucket_sizes
 from pagedcli.runner.device_state import DeviceState, packed_size, unpack
 
-GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds attention's memory for partial results
+GRAPH_TOKENS = 2**21  # cached tokens of a step: bounds attention's work list and its memory for partial results
 _WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate workspaces
 
 
@@ -52,7 +52,6 @@ class Bucket:
     """One batch size: the fixed buffers of its inputs and outputs."""
 
     num_seqs: int
-    max_total: int  # tokens of its longest sequence
     buffer: Tensor  # uint8: all inputs, packed
     inputs: Inputs  # views of it
     cu_q: Tensor  # [b+1] int32, one new token each
@@ -88,10 +87,10 @@ class DecodeGraphs:
         return [bucket.num_seqs for bucket in self._buckets]
 
     def serves(self, step: StepInput) -> bool:
-        """Whether every sequence of the step has one new token and a bucket is large enough."""
+        """Whether every sequence of the step has one new token, and a bucket and the work list have room for them."""
         if not step.pure_decode or step.num_seqs > self._buckets[-1].num_seqs:
             return False
-        return step.max_total <= self.bucket_for(step.num_seqs).max_total
+        return int(step.num_tokens.sum()) <= GRAPH_TOKENS
 
     def bucket_for(self, num_seqs: int) -> Bucket:
         """The smallest bucket with room for that many sequences."""
@@ -118,8 +117,7 @@ class DecodeGraphs:
         shapes = self._padding(num_seqs)
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        max_total = min(self._max_model_len, max(1, GRAPH_TOKENS // num_seqs))
-        bucket = Bucket(num_seqs, max_total, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
+        bucket = Bucket(num_seqs, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
         self._state.upload.into(buffer, shapes)
         return bucket
 
@@ -168,7 +166,7 @@ class DecodeGraphs:
 
     def _capture(self, bucket: Bucket, pool: Any, stream: torch.cuda.Stream) -> Any:
         """Capture a bucket into the pool of the earlier ones; returns it."""
-        longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
+        longest = [self._max_model_len, *[1] * (bucket.num_seqs - 1)]  # room for block tables of any length
         for _ in range(_WARM_UPS):
             self._body(bucket, longest, bucket.num_seqs)
         torch.cuda.synchronize(self._state.device)
