@@ -41,6 +41,8 @@ KINDS = {
     "latent": ("deepseek_v2", {}),
     "sinks": ("gpt_oss", {}),
 }
+# triton has no kernels for latents
+PAIRS = [pair for pair in product(KINDS, ("triton", "sdpa", "reference")) if pair != ("latent", "triton")]
 
 
 def make_engine(path, gpu=None, **config):
@@ -69,7 +71,7 @@ class FirstEight:
 
 
 def answers(path, gpu=None, **config):
-    """What a model says to every kind of request: tokens, and log-probabilities to three places."""
+    """What a model says to every kind of request: tokens and log-probabilities."""
     engine = make_engine(path, gpu, **{"max_num_seqs": 4, "num_gpu_blocks_override": 60, **config})
     for number, params in enumerate(REQUESTS):
         engine.add_request(str(number), PROMPTS[number % 2], params)
@@ -80,20 +82,16 @@ def answers(path, gpu=None, **config):
         for output in engine.step():
             assert not output.error
             chosen = [(sample.token_ids, sample.logprobs) for sample in output.samples]
-            found[output.request_id] = rounded((chosen, output.prompt_logprobs, output.scores))
+            found[output.request_id] = leaves((chosen, output.prompt_logprobs, output.scores))
     assert len(found) == len(REQUESTS) + 2
     return found
 
 
-def rounded(value):
-    """Its numbers, to three places."""
-    if isinstance(value, float):
-        return round(value, 3)
-    if isinstance(value, list | tuple):
-        return [rounded(each) for each in value]
+def leaves(value):
+    """The numbers in it."""
     if hasattr(value, "__slots__"):
-        return [rounded(getattr(value, name)) for name in value.__slots__]
-    return value
+        value = [getattr(value, name) for name in value.__slots__]
+    return [leaf for each in value for leaf in leaves(each)] if isinstance(value, list | tuple) else [value]
 
 
 def of(quick, *every):
@@ -103,13 +101,12 @@ def of(quick, *every):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("kind", "backend"), of([("dense", "triton")], *product(KINDS, ("triton", "sdpa", "reference")))
-)
+@pytest.mark.parametrize(("kind", "backend"), of([("dense", "triton")], *PAIRS))
 def test_all_that_a_row_may_ask(kind, backend, tmp_path, gpu):
     family, sizes = KINDS[kind]
     path = tiny_model(family, tmp_path / "model", **sizes)
-    assert answers(path, gpu, attention_backend=backend) == answers(path)
+    found, expected = answers(path, gpu, attention_backend=backend), answers(path)
+    assert found == {name: pytest.approx(numbers, abs=2e-3) for name, numbers in expected.items()}
 
 
 @interpreted
