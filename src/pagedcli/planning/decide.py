@@ -56,9 +56,6 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     own = shard_spec(whole, ParallelContext(rank, config.tensor_parallel_size))
     device = rank_device(config, machine, rank)
     gpu = machine.gpu(str(device))
-    ranks = range(config.tensor_parallel_size)
-    cards = [card for each in ranks if (card := machine.gpu(str(rank_device(config, machine, each)))) is not None]
-    smallest = min(cards, key=lambda card: card.total_bytes, default=None)  # ranks run the same steps
     dtype = resolve_dtype(config.dtype, spec)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
     state_bytes = own.state_bytes(dtype.itemsize)
@@ -82,7 +79,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     limits = Limits.of(
         config,
         max_model_len=max_model_len,
-        max_num_batched_tokens=resolve_max_num_batched_tokens(config, rank_spec(config, whole), smallest, dtype),
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, whole, machine, dtype),
         min_prefill_tokens=resolve_min_prefill_tokens(config, with_graphs=no_graphs is None),
         groups=groups,
         vocab_size=spec.vocab_size,
@@ -213,16 +210,19 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, gpu: Gpu | None) -> torch.dt
     return torch.float8_e4m3fn
 
 
-def resolve_max_num_batched_tokens(config: EngineConfig, spec: ModelSpec, gpu: Gpu | None, dtype: torch.dtype) -> int:
-    """Tokens computed per step on a GPU, or on the CPU if None; `spec` is that of a rank.
+def resolve_max_num_batched_tokens(config: EngineConfig, spec: ModelSpec, machine: Machine, dtype: torch.dtype) -> int:
+    """Tokens computed per step, the same on all ranks; `spec` is that of the whole model.
 
     A GPU reads all weights once per step and launches hundreds of kernels, so a step takes as many tokens as its memory
     holds easily: their activations stay within a sixteenth of it.
     """
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
-    if gpu is None:
+    ranks = range(config.tensor_parallel_size)
+    cards = [card for each in ranks if (card := machine.gpu(str(rank_device(config, machine, each)))) is not None]
+    if not cards:
         return max(config.max_num_seqs, CPU_STEP_TOKENS)
+    gpu, spec = min(cards, key=lambda card: card.total_bytes), rank_spec(config, spec)
     num_tokens = LARGE_GPU_STEP_TOKENS if gpu.total_bytes >= LARGE_GPU_BYTES else GPU_STEP_TOKENS
     while num_tokens > STEP_TOKENS and step_bytes(spec, num_tokens, dtype.itemsize) > gpu.total_bytes // 16:
         num_tokens //= 2
