@@ -16,7 +16,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, PagedcliError, RequestError
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import resolve_max_num_batched_tokens
-from pagedcli.planning.machine import described_gpu
+from pagedcli.planning.machine import described_gpu, described_host
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -76,10 +76,10 @@ def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(fami
     spec = read_spec(family_model("llama")[0])
     layers = tuple(replace(layer, mlp=replace(layer.mlp, width=64 * width)) for layer in spec.layers)
     spec = replace(spec, hidden_size=width, layers=layers)
-    gpu = None if gib is None else described_gpu(gib * 2**30).gpus[0]
+    machine = described_host(2**36) if gib is None else described_gpu(gib * 2**30)
 
     def resolve(**config):
-        return resolve_max_num_batched_tokens(EngineConfig(**config), spec, gpu, torch.bfloat16)
+        return resolve_max_num_batched_tokens(EngineConfig(**config), spec, machine, torch.bfloat16)
 
     assert resolve() == expected
     assert resolve(max_num_seqs=30000) == 30000
