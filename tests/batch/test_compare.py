@@ -104,6 +104,19 @@ def test_another_token_is_found_at_its_place_with_both_texts(outputs, tmp_path):
     assert row["b"].startswith(f"{text[:9]}|XY")
 
 
+def test_the_first_line_says_how_many_rows_differ_and_where_the_first_one_does(outputs, tmp_path):
+    def first_line(rows, expect):
+        other = write(tmp_path / "b.jsonl", rows)
+        return pagedcli("verify", outputs / "out.jsonl", other, expect=expect).stdout.splitlines()[0]
+
+    rows = rows_of(outputs / "out.jsonl")
+    assert first_line(rows, 0) == "6 of 6 rows are equal (compared: token ids, log-probabilities)."
+    rows[5]["token_ids"][4] += 1
+    assert first_line(rows, 1).startswith("1 of 6 rows differs; first id 'f' at token 4: different tokens (")
+    del rows[2]
+    assert first_line(rows, 1).startswith("2 of 6 rows differ; first id 'f' at token 4: different tokens (")
+
+
 def test_tokens_that_end_early_part_at_their_end(outputs, tmp_path):
     (row,) = changed(outputs, tmp_path, lambda rows: rows[1]["outputs"][1]["token_ids"].pop())["differences"]
     assert (row["sample"], row["token"]) == (1, 3)
@@ -161,6 +174,7 @@ def test_without_token_ids_texts_are_compared_and_the_command_says_so(tmp_path):
     for path in (a, b):
         pagedcli("generate", prompts, "-o", path, *FAST, "--output-field", "story")
     said = pagedcli("verify", a, b, "--output-field", "story").stdout
+    assert said.startswith("3 of 3 rows are equal (compared: texts).\n")
     assert "texts were compared, not token ids" in said
     assert "no log-probabilities were compared" in said
     said = pagedcli("verify", a, b, expect=2).stderr

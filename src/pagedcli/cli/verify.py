@@ -11,12 +11,14 @@ from pagedcli.batch.compare import ComparedRow, RowDifference, compare, pairs, r
 from pagedcli.batch.score_comparison import BestAnswers, ScoreComparison
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
+from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.verdicts import Verdict
 
 EXIT_DIFFERENT = 1
 _MAX_SHOWN, _MAX_LISTED = 10, 1000
 _MEANINGS = {
-    "missing": "rows that only one file has",
+    "missing": "in one file only",
     "error": "different errors",
     "prompt": "different prompts",
     "samples": "different numbers of samples",
@@ -76,7 +78,7 @@ def verify(
     rows = [read_rows(path, answer=output_field, by_order=by_order) for path in (a, b)]
     for first, second in pairs(*rows):
         found.add(first, second)
-    print_tables(found.tables(), format_, facts=found.facts())
+    print_tables(found.tables(), format_, facts=found.facts(), verdicts=[found.verdict()])
     raise typer.Exit(EXIT_DIFFERENT if found.differences else 0)
 
 
@@ -132,6 +134,25 @@ class _Comparison:
             "largest_logprob_difference": self.largest_delta,
             **(self.scores.facts() if self.scores.num_rows else {}),
         }
+
+    def verdict(self) -> Verdict:
+        """Whether the rows are equal; otherwise how many differ, and where the first one does."""
+        num_different, all_rows = self.kinds.total(), plural(self.num_rows, "row")
+        finding = f"{self.num_rows:,} of {all_rows} {'is' if self.num_rows == 1 else 'are'} equal"
+        if self.differences:
+            first = self.differences[0]
+            token = "" if first.token is None else f" at token {first.token}"
+            finding = (
+                f"{num_different:,} of {all_rows} differ{'s' if num_different == 1 else ''}; first"
+                f" {first.label}{token}: {_MEANINGS[first.kind]}"
+            )
+        compared = ["scores"] if self.scores.num_rows else []
+        if self.scores.num_rows < self.num_rows:
+            compared.append("token ids" if self.num_with_ids else "texts")
+        if self.num_with_logprobs:
+            compared.append("log-probabilities")
+        within = f" within {self.tolerance:g}" if self.tolerance else ""
+        return Verdict(finding=finding, measure="rows", certainty=f"compared: {', '.join(compared)}{within}")
 
     def tables(self) -> list[Table]:
         num_different = self.kinds.total()
