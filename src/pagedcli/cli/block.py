@@ -8,16 +8,20 @@ from typing import Annotated, Any
 from pagedcli.cli.decoder import Decode, recorded_decoder
 from pagedcli.errors import UsageError
 from pagedcli.events import StepScheduled
-from pagedcli.printable import one_line
+from pagedcli.printable import one_line, plural
 from pagedcli.records import RIGHT, hash_text
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
+from pagedcli.verdicts import Verdict
 from pagedcli.views.block_life import BlockLife, Content, Tenure
 from pagedcli.views.cache_groups import group_of, group_words
 from pagedcli.views.rows import ShownRow, tokens_in_block
+from pagedcli.views.words import seq_name
+
+_MOST_NAMED = 3  # sequences in the first sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,10 @@ def replay_block(trace: Path, block_id: int, step: int | None, format_: Format) 
     owners = [_OwnerRow(tenure, state) for tenure in life.owners]
     shown = "seq_id label place status tokens since how"
     print_tables(
-        [table(_OwnerRow, "owners", _title(facts), owners, shown, notes=notes), _story(life)], format_, facts=facts
+        [table(_OwnerRow, "owners", _title(facts), owners, shown, notes=notes), _story(life)],
+        format_,
+        facts=facts,
+        verdicts=[_verdict(life, state)],
     )
 
 
@@ -99,7 +106,8 @@ def explain_block(trace: Path, block_id: int, tokenizer: str | None, format_: Fo
         ),
         _story(life),
     ]  # fmt: skip
-    print_tables(tables[:1] if format_ is Format.CSV else tables, format_, facts=_facts(life, state, decode))
+    tables = tables[:1] if format_ is Format.CSV else tables
+    print_tables(tables, format_, facts=_facts(life, state, decode), verdicts=[_verdict(life, state)])
 
 
 def _lived(trace: Path, block_id: int, step: int | None) -> tuple[BlockLife, PoolState]:
@@ -119,6 +127,34 @@ def _lived(trace: Path, block_id: int, step: int | None) -> tuple[BlockLife, Poo
     return life, folding.state
 
 
+def _verdict(life: BlockLife, state: PoolState) -> Verdict:
+    """Who holds the block now, or who did, and for whom its last content was evicted."""
+    block, owners = f"block {life.block_id}", life.owners
+    finding = f"{_when(state.step_number)} "
+    if owners:
+        names = [f"{seq_name(state, each.seq_id)} since {_when(each.since, '')}" for each in owners[:_MOST_NAMED]]
+        more = len(owners) - len(names)
+        finding += f"{block} is held by {', '.join(names)}" + (f" and {plural(more, 'other sequence')}" if more else "")
+    elif not life.tenures:
+        finding += f"nobody has ever held {block}"
+    else:
+        holder, kept = life.tenures[-1], "is empty"
+        if state.hashes[life.block_id] is not None:
+            kept = f"caches content of {seq_name(state, life.contents[-1].seq_id)}"
+        held = f"last held by {seq_name(state, holder.seq_id)} until {_when(holder.until, '')}"
+        finding += f"nobody holds {block}; it {kept}, {held}"
+    if evicted := [each for each in life.contents if each.evicted_for is not None]:
+        last, number = evicted[-1], f", the last of {len(evicted):,} evictions" if len(evicted) > 1 else ""
+        finding += (
+            f"; content of {seq_name(state, last.seq_id)} was evicted {_when(last.until)}{last.evicted_for}{number}"
+        )
+    return Verdict(finding=finding, measure="blocks", certainty="exact, from the trace")
+
+
+def _when(step: int | None, at: str = "at ") -> str:
+    return "before the first step" if step is None else f"{at}step {step}"
+
+
 def _facts(life: BlockLife, state: PoolState, decode: Decode | None) -> dict[str, Any]:
     block_id = life.block_id
     ref_count, block_hash = state.ref_counts[block_id], state.hashes[block_id]
@@ -136,9 +172,8 @@ def _facts(life: BlockLife, state: PoolState, decode: Decode | None) -> dict[str
 def _title(facts: dict[str, Any]) -> str:
     shared = f"ref count {facts['ref_count']}, {facts['num_tokens']} of {facts['block_size']} tokens"
     content = "partial" if facts["hash"] is None else f"content {facts['hash']}"
-    step = "before the first step" if facts["step"] is None else f"at step {facts['step']}"
     what = facts["state"] if facts["state"] == "empty" else f"{facts['state']}, {shared}, {content}"
-    return f"Block {facts['block_id']} {step}: {what}"
+    return f"Block {facts['block_id']} {_when(facts['step'])}: {what}"
 
 
 def _group_notes(state: PoolState, groups: Iterable[int | None]) -> list[str]:

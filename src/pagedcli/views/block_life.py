@@ -6,6 +6,8 @@ Used by `replay --block` and `explain --block`. With tokens recorded it also kno
 from dataclasses import dataclass
 from typing import Annotated
 
+from msgspec import UNSET
+
 import pagedcli.events as ev
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState
@@ -38,7 +40,8 @@ class Content:
     label: str
     token_ids: tuple[int, ...] | None  # None: not recorded
     num_reuses: int = 0  # times a sequence found it in the cache
-    until: int | None = None  # the step that evicted it; None: still there
+    until: int | None = None  # the step that dropped it; None: still there
+    evicted_for: str | None = None  # for whom it was evicted, in words; empty in older traces; None: it was not
 
 
 class BlockLife(View[PoolState]):
@@ -139,6 +142,8 @@ class BlockLife(View[PoolState]):
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.block_id == self.block_id:
+            needed = "" if event.for_seq_id is UNSET else f" for {seq_name(state, event.for_seq_id)}"
+            self.contents[-1].evicted_for = needed
             self._drop_content(state.step_number)
 
     def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
