@@ -83,6 +83,11 @@ def test_a_run_its_explanation_and_its_report_begin_with_it_too(tmp_path):
     run = pagedcli("generate", path, *small)
     assert "prompts part at token" in run.stdout.splitlines()[0]
     assert "prompts part at token" in pagedcli("explain", trace).stdout.splitlines()[0]
+    said = pagedcli("explain", trace).stdout.splitlines()[0]
+    first, second = pagedcli("simulate", trace).stdout.splitlines()[:2]
+    assert first == said
+    assert second.startswith("Also: ")
+    assert "without limit" in second
     assert "prompts part at token" not in pagedcli("explain", trace, "--request", "3").stdout
     page = tmp_path / "page.html"
     pagedcli("report", trace, "-o", page)

@@ -7,14 +7,13 @@ import typer
 
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.partings import request_verdicts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import TRACE, check_files
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
-from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import plural
 from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_tables
@@ -123,11 +122,8 @@ def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdic
     """Where the later prompts part, if they lost hits and their tokens are known."""
     if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
         return None
-    side, sample = found.sides[1], PromptSample()
-    for request in side.requests:
-        if request.token_ids is not None:
-            sample.add(request.token_ids, request.cache_salt)
-    return part_verdicts(sample, side.limits.block_size, tokenizer)
+    side = found.sides[1]
+    return request_verdicts(side.requests, side.limits.block_size, tokenizer)
 
 
 def _kind(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Where the prompts of a file or a run part, with the texts of a tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pagedcli.errors import RequestError
@@ -10,6 +10,7 @@ from pagedcli.verdicts import Verdict
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.planning.parting import Parting
+    from pagedcli.simulation.requests import TraceRequest
 
 _NO_LIMIT = 2**31  # tokens of a text
 
@@ -47,3 +48,14 @@ def part_verdicts(
     from pagedcli.planning.parting_words import parting_verdict
 
     return [parting_verdict(found, change=change) for found in find_partings(drawn, block_size, tokenizer)]
+
+
+def request_verdicts(
+    requests: "Iterable[TraceRequest]", block_size: int, tokenizer: "Tokenizer | None"
+) -> list[Verdict]:
+    """The same of simulated requests, as far as their tokens are known."""
+    sample = PromptSample()
+    for request in requests:
+        if request.token_ids is not None:
+            sample.add(request.token_ids, request.cache_salt)
+    return part_verdicts(sample, block_size, tokenizer)

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.cli.decoder import recorded_tokenizer
+from pagedcli.cli.partings import request_verdicts
 from pagedcli.cli.picture import PictureOptions, write_file
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
@@ -48,6 +50,7 @@ from pagedcli.simulation.sweep import (
 )
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
+from pagedcli.verdicts import MOST_SAID, Verdict
 
 EXIT_BAD_ROWS = 3
 _LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
@@ -118,7 +121,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    print_tables(shown, options.format_, facts=facts, verdicts=[pool_verdict(sweep, found, block_bytes)])
+    parts = [] if recorded is None else _partings(options.traces[0], workload, plan.limits)
+    print_tables(shown, options.format_, facts=facts, verdicts=[*parts, pool_verdict(sweep, found, block_bytes)])
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
 
@@ -144,6 +148,14 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, Poo
     elif any(request.num_output_tokens is None for request in workload.requests):
         workload.notes.append("this format has no output lengths: one token each (see --output-tokens)")
     return workload, recorded
+
+
+def _partings(trace: str, workload: Workload, limits: Limits) -> list[Verdict]:
+    """Where the prompts of a recording with tokens part, with room for the verdict on pools."""
+    if workload.hash_size is not None or not limits.enable_prefix_caching:
+        return []
+    tokenizer = recorded_tokenizer(Path(trace), None)
+    return request_verdicts(workload.requests, limits.block_size, tokenizer)[: MOST_SAID - 1]
 
 
 def _checkpoint_tables(sweep: Sweep, plan: Plan, num_blocks: int, schedule: Schedule | None) -> list[Table]:
