@@ -59,6 +59,14 @@ def test_1_why_no_hits_on_prompts_that_share_240_tokens(files):
     assert "longest shared prefix seen: 240 tokens = 15 blocks at block 16, 0 blocks at block 256" in text
 
 
+def test_explain_of_a_run_that_lost_nothing_has_no_table_of_lost_lookups(files):
+    trace = files / "clock.run.jsonl"
+    text = answer("explain", trace)
+    assert len(text.splitlines()) <= 30
+    assert "Lookups" not in text
+    assert json.loads(pagedcli("explain", trace, "--format", "json").stdout)["lookups"] == []
+
+
 def test_2_which_lookup_gave_this_cached_token_count(files):
     text = answer("explain", files / "shared.run.jsonl", "--request", "user-2")
     assert text.startswith("Request user-2 (seq 2) looked up its prompt at step ")

@@ -94,7 +94,7 @@ def explain(
     if request is None and not lookups:
         chosen = [lookup for lookup in chosen if lookup.num_lost_tokens()]
         chosen = sorted(chosen, key=Lookup.num_lost_tokens, reverse=True)[:_MOST_LOST]
-        title = "Lookups that lost most" if chosen else "Lookups: none lost any tokens"
+        title = "Lookups that lost most"
     else:
         title = "Lookups"
     if request is None and explainer.checkpoints:
@@ -102,7 +102,8 @@ def explain(
     salts = hits_by_salt(explainer.lookups)
     if request is None and salts:
         tables.append(_salts_table(salts))
-    tables.append(_lookups_table(chosen, title, decode))
+    if chosen or format_ in (Format.JSON, Format.CSV):
+        tables.append(_lookups_table(chosen, title, decode))
     facts = _facts(explainer, state)
     if adviser is not None:
         advice = adviser.advice(state, budget_s=ADVICE_S)
