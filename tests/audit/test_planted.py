@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from quick import slow_but
 
 from pagedcli.audit.audit import Audit, Options, exit_code, run_to_end
 from pagedcli.audit.client import Budget, Client
@@ -74,7 +75,7 @@ def test_different_words_are_different_tokens_for_the_planted_server():
 
 @pytest.mark.parametrize(
     "kind",
-    [name if name in ("as vLLM", "as llama-server") else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+    slow_but(("as vLLM",), KINDS),
 )
 def test_a_correct_server_with_noise_passes(kind):
     run = audit(Settings(seed=7, **KINDS[kind]), seed=7)

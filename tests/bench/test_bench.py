@@ -133,6 +133,7 @@ def test_cache_gives_the_same_tokens_without_it():
     assert (with_cache["tokens_computed"], without["tokens_computed"]) == (16, 12 + 13 + 14 + 15 + 16)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_a_model_with_a_small_vocabulary_can_be_measured(tmp_path):
     """Ids of workloads are drawn below 10,000."""
@@ -265,6 +266,7 @@ def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, cap
 
 
 @pytest.mark.usefixtures("measured_once")
+@pytest.mark.slow
 def test_passes_are_shown_as_they_end_and_by_default_fit_a_minute(monkeypatch, capsys):
     lengths = ("--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--format", "json")
     result = CliRunner().invoke(app, ["bench", "throughput", *SMALL, *lengths], catch_exceptions=False)

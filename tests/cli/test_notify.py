@@ -9,6 +9,7 @@ import time
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from quick import slow_but
 
 BAD = PROMPTS + '{"prompt": ""}\n'
 
@@ -84,7 +85,7 @@ def test_what_the_command_prints_is_not_among_the_rows(tmp_path):
     assert "not a row" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but((signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)))
 def test_an_interrupted_run_notifies_and_can_be_resumed(number, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Once {n}"}) + "\n" for n in range(4000)))
     said = tmp_path / "said"

@@ -23,6 +23,7 @@ def long_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_sample_has_the_whole_file_in_its_intervals(long_file):
     sampled = pagedcli("plan", long_file, "--no-calibrate", "--sample", "--format", "json", expect=3)
     found = json.loads(sampled.stdout)["sample"]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from cli_harness import pagedcli
+from quick import slow_but
 
 from pagedcli.bench.spread import Busy, BusyWatch
 
@@ -37,6 +38,7 @@ def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, mon
     assert "measured on this machine" in second.stdout
 
 
+@pytest.mark.slow
 def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.touch()
@@ -47,6 +49,7 @@ def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, 
     assert "once for machine and model" not in error
 
 
+@pytest.mark.slow
 def test_a_calibration_among_other_work_says_so_and_is_made_again_when_that_has_ended(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     outputs = []
@@ -80,7 +83,7 @@ def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, mon
     assert not (tmp_path / "times").exists()
 
 
-@pytest.mark.parametrize("flags", [TIGHT, (*TIGHT, "--reorder", "prefix"), ("--block-size", "4")])
+@pytest.mark.parametrize("flags", slow_but((TIGHT,), (TIGHT, (*TIGHT, "--reorder", "prefix"), ("--block-size", "4"))))
 def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, flags):
     summary = tmp_path / "summary.json"
     pagedcli("generate", many, "-o", tmp_path / "out.jsonl", "--summary-json", summary, *flags)

@@ -43,7 +43,13 @@ def test_rows_do_not_need_stderr(prompts):
     assert [row["index"] for row in rows_of(result.stdout)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("stdout", "why"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")])
+@pytest.mark.parametrize(
+    ("stdout", "why"),
+    [
+        (">/dev/full", "No space left on device"),
+        pytest.param(">&-", "Bad file descriptor", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_that_cannot_be_written_are_a_plain_error(prompts, stdout, why):
     result = shell(f"pagedcli generate {prompts} {' '.join(FAST)} {stdout}", expect=1)
     assert result.stderr.endswith(f"error: cannot write to standard output: {why}\n")
@@ -56,6 +62,7 @@ def test_steps_whose_reader_has_gone_end_as_a_broken_pipe_does(tmp_path, flags):
     assert result.stderr == "141\n"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_of_the_rows_even_if_the_trace_cannot_be_written_either(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "ignore_eos": true}\n' * 60)
     files = f"{tmp_path}/in.jsonl -o {tmp_path}/out.jsonl --record {tmp_path}/run.jsonl"
@@ -67,6 +74,7 @@ def test_a_full_disk_is_an_error_of_the_rows_even_if_the_trace_cannot_be_written
     assert "--resume" in hint
 
 
+@pytest.mark.slow
 def test_a_file_needs_neither_stdout_nor_room_for_messages(prompts, tmp_path):
     shell(f"pagedcli generate {prompts} {' '.join(FAST)} -o {tmp_path}/out.jsonl >&- 2>/dev/full", expect=0)
     assert len(rows_of(tmp_path / "out.jsonl")) == 3
@@ -186,6 +194,7 @@ def test_a_closed_terminal_says_what_becomes_of_the_rows(capsys):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_a_pager_that_does_not_read_takes_no_time_of_the_run(prompts):
     """The pipe is full after a few steps; the reader begins after three seconds."""
     flags = ("--max-tokens", "60", "--ignore-eos", "--num-gpu-blocks-override", "64", "--no-live", "--record")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from model_zoo import RECURRENT_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from quick import slow_but
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
@@ -56,7 +57,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("chunk", [7, 64, None])
+@pytest.mark.parametrize("chunk", slow_but((7,), (7, 64, None)))
 def test_logits_equal_transformers_in_float32(case, chunk, backend):
     path, expected = case
     actual = logits_of(path, chunk=chunk, backend=backend)
@@ -139,7 +140,7 @@ def test_unknown_layers_and_splits_are_refused(tmp_path):
         read_spec(path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but((torch.bfloat16,), (torch.float32, torch.bfloat16, torch.float16)))
 def test_no_bit_depends_on_chunks(case, dtype):
     path, _ = case
     whole, chunked = (logits_of(path, dtype=dtype, backend="cpu", chunk=chunk) for chunk in (None, 7))

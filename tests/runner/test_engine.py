@@ -10,6 +10,7 @@ import torch
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
 from paged_harness import transformers_tokens
+from quick import slow_but
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
@@ -43,7 +44,7 @@ def family_model(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("llama", "llama-yarn", "qwen3"), NATIVE_FAMILIES))
 def test_tokens_equal_transformers_whatever_cache_chunk_and_pool(family_model, family):
     path, expected = family_model(family)
     for variant in VARIANTS:

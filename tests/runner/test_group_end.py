@@ -164,6 +164,7 @@ def test_ctrl_c_of_all_processes_ends_all_and_keeps_the_rows(tmp_path):
     assert not psutil.wait_procs(children, timeout=LONG_WAIT_S)[1]
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_close_its_llm_ends_all_the_same(tmp_path):
     code = """
         from pagedcli import LLM, SamplingParams
@@ -179,6 +180,7 @@ def test_a_program_that_does_not_close_its_llm_ends_all_the_same(tmp_path):
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_even_if_the_group_cannot_be_left(tmp_path):
     """Destructors of a group with a lost rank can wait minutes; a normal exit runs them after atexit's functions."""
     code = f"""

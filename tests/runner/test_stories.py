@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import shared_data
+from quick import slow_but
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
@@ -54,7 +55,7 @@ def test_one_block_less_is_refused(tmp_path, model):
     assert "needs 16 blocks of 16 tokens, the pool has 15" in json.loads(result.stdout)["error"]["message"]
 
 
-@pytest.mark.parametrize("place", [0, 17, 31])
+@pytest.mark.parametrize("place", slow_but((17,), (0, 17, 31)))
 def test_the_published_text_among_31_other_prompts(tmp_path, model, published, place):
     prompts = [*OTHERS[:place], [1], *OTHERS[place:]]
     # a pool for a few of them: the others make it wait, and preempt it

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from engine_harness import ragged_prompts, run
 from model_zoo import tiny_model
+from quick import slow_but
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, ModelError
@@ -28,6 +29,8 @@ from pagedcli.runner import llm_engine, tensor_parallel
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.tensor_parallel import COLLECTIVE_TIMEOUT, WorkerFailure
 from pagedcli.sampling_params import SamplingParams
+
+SPLIT = ("qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
         engine.step()
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel", "deepseek_v3"])
+@pytest.mark.parametrize("family", slow_but(("gemma3", "deepseek_v3"), SPLIT))
 def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):
     """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
     path, prompts = tiny_model(family, tmp_path / "m"), ragged_prompts(4)
@@ -204,7 +207,7 @@ def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", "gemma4-26b"])
+@pytest.mark.parametrize("family", slow_but(("gemma4-26b",), ("gemma4-e2b", "gemma4-26b")))
 def test_two_ranks_release_the_blocks_out_of_a_window(family, tmp_path, close):
     """Heads by kind of layer are split or shared; K = V, layers that read others, inputs of layers, experts beside."""
     path = tiny_model(family, tmp_path, sliding_window=12)
