@@ -92,6 +92,8 @@ def check_instructions(target: Target, library: Path) -> str:
     num_instructions = listing.count("\n")
     for features, pattern in INSTRUCTIONS[target.machine].items():
         found = re.search(f"^.*(?:{pattern}).*$", listing, re.MULTILINE)
+        if features == ("i8mm",) and "i8mm" in target.needs:
+            continue  # the compiler may use it, and no kernel does
         if set(features) & set(target.needs):
             require(found, f"{target.name} makes no use of {features[0]} in {num_instructions:,} instructions")
         else:
