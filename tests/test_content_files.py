@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pagedcli import content_files
-from pagedcli.content_files import ContentFolder, DamagedFile, file_digest
+from pagedcli.content_files import ContentFolder, DamagedFile, digest_of, file_digest
 from pagedcli.errors import UsageError
 
 MINE = {"model": "a", "block size": "16"}
@@ -110,16 +110,22 @@ def test_what_is_too_old_is_not_found_and_goes_first(tmp_path):
     assert [each.head.note for each in folder.files()[0]] == [b"young"]
 
 
-def test_pipes_links_and_leftovers_in_the_folder(tmp_path):
+def test_pipes_links_leftovers_and_files_of_others_in_the_folder(tmp_path):
+    """What has not the name that this program gives is never touched, whatever its ending."""
     folder = ContentFolder(tmp_path)
-    file = kept(folder)
-    os.mkfifo(tmp_path / "pipe.kept")
-    (tmp_path / "link.kept").symlink_to("/etc/hostname")
-    (tmp_path / ".abc.kept.0123abcd.tmp").write_bytes(b"left by a killed process")
-    (tmp_path / "notes.txt").write_bytes(b"of others")
-    assert set(folder.files()[1]) == {"pipe.kept", "link.kept"}
+    file, name = kept(folder), "0123456789abcdef-0123456789abcdef0123456789abcde"
+    os.mkfifo(tmp_path / f"{name}0.kept")
+    (tmp_path / f"{name}1.kept").symlink_to("/etc/hostname")
+    (tmp_path / f".{name}2.kept.0123abcd.tmp").write_bytes(b"left by a killed process")
+    (tmp_path / f"{name}3.kept").write_bytes(
+        b'{"pagedcli_kept":1,"head_bytes":0,"xxh3":"%s"}\n' % digest_of(b"").encode()
+    )
+    others = {"notes.txt", "notes.kept", ".secret.kept", ".report.kept.deadbeef.tmp"}
+    for each in others:
+        (tmp_path / each).write_bytes(b"of others")
+    assert set(folder.files()[1]) == {f"{name}{n}.kept" for n in (0, 1, 3)}
     folder.trim()
-    assert {path.name for path in tmp_path.iterdir()} == {file.path.name, "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {file.path.name, *others}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

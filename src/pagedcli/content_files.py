@@ -26,7 +26,8 @@ _SETTLED_S = 10  # a file that changed since may change again within the resolut
 FREE_SHARE = 0.1  # of the disk, which stays free where no bound is given
 MOST_HEAD_BYTES = 2**28
 _FIRST_LINE = re.compile(rb'\{"pagedcli_kept":1,"head_bytes":(\d+),"xxh3":"([0-9a-f]{32})"\}\n')
-_LEFTOVER = re.compile(r"\..+" + re.escape(ENDING) + r"\.[0-9a-f]{8}\.tmp")
+_NAME = re.compile("[0-9a-f]{16}-[0-9a-f]{32}" + re.escape(ENDING))
+_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}\.tmp")
 Buffer = bytes | bytearray | memoryview
 
 
@@ -122,7 +123,7 @@ class ContentFolder:
     def files(self) -> tuple[list[ContentFile], dict[str, str]]:
         """The files that are whole and not too old, and for the others of ours their name and what is wrong."""
         found, wrong = [], {}
-        for path in sorted(self.path.glob(f"*{ENDING}")):
+        for path in sorted(path for path in self.path.iterdir() if _NAME.fullmatch(path.name)):
             try:
                 file = _open_head(path)
                 if self.most_age_s is not None and time.time() - file.used_s > self.most_age_s:
@@ -190,7 +191,8 @@ class ContentFolder:
         files went."""
         before = sum(1 for _ in self.path.iterdir())
         for name in self.files()[1]:
-            self.remove(self.path / name)
+            if os.access(self.path / name, os.R_OK):  # otherwise another user's, and perhaps whole
+                self.remove(self.path / name)
         for path in self.path.iterdir():
             if _LEFTOVER.fullmatch(path.name) and not is_in_use(path):
                 self.remove(path)
@@ -257,7 +259,10 @@ def _open_head(path: Path) -> ContentFile:
         raise DamagedFile(error.strerror or str(error)) from error
     if digest_of(encoded) != match[2].decode():
         raise DamagedFile("the head is damaged")
-    head = msgspec.msgpack.decode(encoded, type=Head)
+    try:
+        head = msgspec.msgpack.decode(encoded, type=Head)
+    except msgspec.DecodeError as error:  # of another version
+        raise DamagedFile(f"the head is not as this version writes it: {error}") from error
     start = len(first) + len(encoded)
     if about.st_size != start + sum(head.sizes):
         raise DamagedFile("cut or longer than written")

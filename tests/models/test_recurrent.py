@@ -181,7 +181,7 @@ def test_layers_of_one_branch_are_read_by_their_letters(tmp_path_factory, tmp_pa
 
     assert read(hybrid_override_pattern="M-M*-M", num_hidden_layers=6) == spec
     for pattern in ("-M*", "M*--"):
-        with pytest.raises(ModelError, match="an MLP comes first or follows another one"):
+        with pytest.raises(ModelError, match="a mixture of experts comes first or follows another one"):
             read(hybrid_override_pattern=pattern)
     with pytest.raises(ModelError, match="does not list its layers"):
         read()

@@ -273,6 +273,8 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is for a prefix store", hint="name its folder with --prefix-store")
         return
+    if not config.prefix_store:
+        raise ConfigError("prefix_store names no folder", hint="name one, or leave out --prefix-store")
     if not config.enable_prefix_caching:
         why, hint = "prefix caching is off", "leave out --no-enable-prefix-caching"
     elif plan.limits.has_states:
