@@ -13,10 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from pagedcli.app.pool_decks import LiveDeck
-
 from pagedcli.app.base import watch
 from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_players import LivePlayer
 from pagedcli.config import EngineConfig
 from pagedcli.events import Emit
 from pagedcli.runner.llm_engine import LLMEngine
@@ -52,15 +51,15 @@ class SelfClosing(PoolApp):
 
     def tick(self) -> None:
         super().tick()
-        if isinstance(self.deck, LiveDeck) and self.deck.has_ended:
+        if isinstance(self.player, LivePlayer) and self.player.has_ended:
             self.exit()
 
 
 def watched(num_tokens: int) -> tuple[float, float]:
     """Tokens/s under the application, on this terminal, and the share of the time that the screen's thread computed."""
-    deck = LiveDeck(WholeRun())
+    player = LivePlayer(WholeRun())
     cpu_s = time.thread_time()
-    rate = watch(SelfClosing(deck, "bench"), deck, lambda: rate_of(deck.on_event, num_tokens))
+    rate = watch(SelfClosing(player, "bench"), player, lambda: rate_of(player.on_event, num_tokens))
     return rate, (time.thread_time() - cpu_s) / (NUM_SEQS * num_tokens / rate)
 
 

@@ -13,9 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pagedcli.app.pool_decks import ReplayDeck
-
 from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_players import ReplayPlayer
 from pagedcli.show.report import render_report
 from pagedcli.simulation.advice import recorded_advice
 from pagedcli.trace.files import TraceReader
@@ -66,7 +65,7 @@ def record(folder: Path) -> Path:
 
 async def picture(trace: Path, size: tuple[int, int], keys: tuple[str, ...]) -> str:
     """The screen after some keys, as SVG."""
-    app = PoolApp(ReplayDeck(Replay(TraceReader(trace))), "pagedcli replay run.jsonl")
+    app = PoolApp(ReplayPlayer(Replay(TraceReader(trace))), "pagedcli replay run.jsonl")
     async with app.run_test(size=size) as pilot:
         await pilot.press(*keys)
         await pilot.pause(0.3)

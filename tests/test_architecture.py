@@ -269,3 +269,25 @@ def test_nobody_outside_select_asks_which_backend_runs():
         if asks.search(line)
     ]
     assert found == []
+
+
+def _defined(path):
+    """Names that a module binds."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+
+
+@pytest.mark.parametrize("path", sorted((SRC.parents[1] / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_what_a_script_imports_is_there(path):
+    """Most scripts are run by hand, so a renamed class would be missed."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "pagedcli":
+            place = SRC.joinpath(*node.module.split(".")[1:])
+            module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            names = {*_defined(module), *(each.stem for each in place.glob("*.py"))}
+            assert {alias.name for alias in node.names} <= names, f"{node.module} of {path.name}"

@@ -73,10 +73,7 @@ def test_different_words_are_different_tokens_for_the_planted_server():
     assert len({token_of(word) for word in WORDS}) == len(WORDS)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    slow_but(("as vLLM",), KINDS),
-)
+@pytest.mark.parametrize("kind", slow_but(("as vLLM",), KINDS))
 def test_a_correct_server_with_noise_passes(kind):
     run = audit(Settings(seed=7, **KINDS[kind]), seed=7)
     assert texts(run, Status.FAULT) == []
