@@ -190,6 +190,17 @@ def test_a_continuation_whose_scores_are_unread_is_not_preempted():
     assert sorted(output.request_id for output in outputs) == ["long", "scored", "short"]
 
 
+def test_a_context_that_has_its_scores_when_the_next_step_fails_ends():
+    """The failed step makes it wait, although nothing of it is left to compute."""
+    machine = AheadMachine()
+    machine.score([0], [[0], [0, 0]])
+    machine.fail(read=False)
+    machine.generate([0], 2)
+    machine.fail(read=False)
+    machine.holds()
+    machine.teardown()
+
+
 for machine in (ScoreMachine, AheadMachine, StateMachine, WindowMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestScores, TestAhead = ScoreMachine.TestCase, AheadMachine.TestCase

@@ -410,12 +410,14 @@ class Scheduler:
             seq.context = context
             self.waiting.appendleft(seq)
             self._report_added(seq)
-        assert context.status is SequenceStatus.RUNNING, "it is not preempted while its scores are unread"
-        if self.block_manager.has_windows:
-            self.block_manager.release_unseen(context)
-        self.running.remove(context)
-        self._free_row(context)
-        self.contexts.append(context)
+        if context.status is SequenceStatus.RUNNING:
+            if self.block_manager.has_windows:
+                self.block_manager.release_unseen(context)
+            self.running.remove(context)
+            self._free_row(context)
+            self.contexts.append(context)
+        else:  # A failed step has made all sequences wait.
+            self._drop_context(context)
 
     def _release_context(self) -> bool:
         """Release what the youngest context keeps; False if there is none. Its continuations compute its end again."""
