@@ -64,6 +64,14 @@ _DELTA = {  # two layers of each kind, each key head serves two value heads
     "linear_value_head_dim": 24,
     "rope_parameters": _QUARTER_ROPE,
 }
+_NEMOTRON_H = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 32,
+}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 32}
 _GRANITE = {
     "num_hidden_layers": 3,
@@ -302,27 +310,14 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "nemotron_h": (
         "NemotronHConfig",
-        {
-            "hybrid_override_pattern": "M-M*-M",
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 24,
-            "chunk_size": 32,
-        },
+        {**_NEMOTRON_H, "hybrid_override_pattern": "M-M*-M"},
     ),
     "nemotron_h-moe": (
         "NemotronHConfig",
         {
             **_EXPERTS,
+            **_NEMOTRON_H,
             "hybrid_override_pattern": "MEM*EME",
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 24,
-            "chunk_size": 32,
             "n_routed_experts": 8,
             "moe_shared_expert_intermediate_size": 40,
             "routed_scaling_factor": 2.5,

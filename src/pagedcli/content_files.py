@@ -18,12 +18,12 @@ import msgspec
 import xxhash
 
 from pagedcli.errors import UsageError
-from pagedcli.files import CONTENT, PendingFile, is_in_use, read_own, whole_file
+from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, read_own, whole_file
 
 ENDING = ".kept"
 HALF_LIFE_S = 86_400.0  # a file that was not read for so long is worth half
 _SETTLED_S = 10  # a file that changed since may change again within the resolution of its time
-FREE_SHARE = 0.1  # of the disk, which stays free where no bound is given
+FREE_SHARE = 0.1  # share of the disk left free where no bound is given
 MOST_HEAD_BYTES = 2**28
 _FIRST_LINE = re.compile(rb'\{"pagedcli_kept":1,"head_bytes":(\d+),"xxh3":"([0-9a-f]{32})"\}\n')
 _NAME = re.compile("[0-9a-f]{16}-[0-9a-f]{32}" + re.escape(ENDING))
@@ -36,8 +36,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: dict[str, str]  # named parts: all that must be equal for the content to be of use
     note: bytes  # what the content is, in the words of whoever keeps it
-    seconds: float  # that reading the content saves
-    depth: int = 0  # of several files of equal worth, the deepest is removed first
+    seconds: float  # time saved by reading the content
+    depth: int = 0  # the deepest of equally worthy files is removed first
     sizes: list[int]  # bytes of each part
     checksums: list[str]  # xxh3-128 of each part
 
@@ -71,6 +71,11 @@ def identity_digest(identity: Mapping[str, str]) -> str:
     return digest_of(msgspec.json.encode(sorted(identity.items())))
 
 
+def differing(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+    """The names of the parts in which two identities differ."""
+    return ", ".join(name for name in {**a, **b} if a.get(name) != b.get(name))
+
+
 def file_digest(path: Path) -> str:
     """xxh3-128 of every byte of a file, remembered for this user as long as its size, time and inode stay. Raises:
     OSError."""
@@ -94,11 +99,6 @@ def file_digest(path: Path) -> str:
             with whole_file(remembered, overwrite=True) as kept:
                 kept.write(digest.hexdigest().encode())
     return digest.hexdigest()
-
-
-def cache_home() -> Path:
-    """The folder of what this user's runs keep for later ones."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedcli"
 
 
 class ContentFolder:
@@ -201,15 +201,14 @@ class ContentFolder:
 
     def _make_room(self, num_bytes: int) -> str | None:
         """Remove the least valuable files until so many bytes are within the bound. Returns why they are not."""
-        missing = self._missing_bytes(num_bytes)
-        if missing <= 0:
+        if self._missing_bytes(num_bytes) <= 0:
             return None
         if self.most_bytes is not None and num_bytes > self.most_bytes:
             return "the bound is smaller than one file"
         now_s = time.time()
         for file in sorted(self.files()[0], key=lambda each: each.worth(now_s)):
             self.remove(file.path)
-            if (missing := self._missing_bytes(num_bytes)) <= 0:
+            if self._missing_bytes(num_bytes) <= 0:
                 return None
         return "other files in the folder or on the disk leave no room"
 
@@ -261,7 +260,7 @@ def _open_head(path: Path) -> ContentFile:
         raise DamagedFile("the head is damaged")
     try:
         head = msgspec.msgpack.decode(encoded, type=Head)
-    except msgspec.DecodeError as error:  # of another version
+    except msgspec.DecodeError as error:  # another version's fields
         raise DamagedFile(f"the head is not as this version writes it: {error}") from error
     start = len(first) + len(encoded)
     if about.st_size != start + sum(head.sizes):

@@ -143,7 +143,7 @@ class PrefixLookedUp(Event, frozen=True, gc=False):
     # first lookup of a request: tokens that an earlier sequence begins with, too, cached or not; None: not compared
     shared_tokens: int | None = None
     vetoed_by: str | msgspec.UnsetType = msgspec.UNSET  # the kind of cache that allowed less than the blocks
-    disk_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of tokens_hit, those restored for it; UNSET: without a store
+    disk_tokens: int | msgspec.UnsetType = msgspec.UNSET  # part of tokens_hit, restored for it; UNSET: without a store
 
 
 class BlocksReused(Event, frozen=True, gc=False):
@@ -176,7 +176,7 @@ class BlocksRestored(Event, frozen=True, gc=False):
 
     seq_id: int
     indices: tuple[int, ...]  # entries of the block table that the sequence will have
-    block_ids: tuple[int, ...]  # of each entry
+    block_ids: tuple[int, ...]  # one per entry
     hashes: tuple[int, ...]  # chain hashes of all entries up to the last one, those before the first included
 
     @property

@@ -186,6 +186,11 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
     raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
 
 
+def cache_home() -> Path:
+    """The folder of what this user's runs keep for later ones."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedcli"
+
+
 def read_own(path: Path) -> bytes:
     """The content of a file that this program keeps, such as one in its cache. Raises: OSError if it is not a file."""
     if not path.is_file():  # a pipe would wait for ever

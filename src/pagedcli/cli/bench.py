@@ -11,7 +11,7 @@ import typer
 
 from pagedcli.bench.spread import Busy, Earlier, FigureChange, SpreadRow, compared_rows, spread_rows, worst
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
-from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, command_group, config_flags, option
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
@@ -106,13 +106,7 @@ def limits_note(machine: "MachineRates", attention: "MachineRates | None" = None
     )
 
 
-bench = typer.Typer(
-    help="Measure speed and compare it with the machine's limits.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+bench = command_group("Measure speed and compare it with the machine's limits.")
 _WINDOW_HELP = "Also decode 8 sequences of 16,384 tokens that see N of them (repeatable). Default: the model's windows."
 _workload = partial(option, panel="BenchWorkload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]

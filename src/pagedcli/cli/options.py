@@ -25,6 +25,17 @@ _SHORT = {"engine.model": "-m", "run.system_prompt": "--system"}
 _METAVARS = {int: "N", float: "X"}
 
 
+def command_group(help_: str) -> typer.Typer:
+    """A command that has commands."""
+    return typer.Typer(
+        help=help_,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
 def option(*names: str, panel: str | None = None, show_default: bool = False, **settings: Any) -> Any:
     """A flag in a section of the help, by default without its default. `settings` are those of typer.Option."""
     return typer.Option(*names, rich_help_panel=panel, show_default=show_default, **settings)
@@ -75,7 +86,7 @@ FLAGS: dict[str, Any] = {key: flag for section in Config.__struct_fields__ for k
 ENGINE_KEYS = tuple(key for key in FLAGS if key.startswith("engine."))
 SAMPLING_KEYS = tuple(key for key in FLAGS if key.startswith("sampling."))
 RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
-MEASURED_KEYS = tuple(key for key in ENGINE_KEYS if not key.startswith("engine.prefix_store"))  # of measurements
+MEASURED_KEYS = tuple(key for key in ENGINE_KEYS if not key.startswith("engine.prefix_store"))  # a store hides costs
 PLAN_KEYS = tuple(key for key in MEASURED_KEYS if key != "engine.seed")  # all that predictions depend on
 
 Flags = dict[str, Any]

@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pagedcli.cli.options import FormatOption, option
+from pagedcli.cli.options import FormatOption, command_group, option
 from pagedcli.config import parse_bytes
-from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, identity_digest
+from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, identity_digest
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text, plural
 from pagedcli.records import Bytes
@@ -18,13 +18,7 @@ from pagedcli.show.tables import Format, print_tables, table
 EXIT_DAMAGED = 1
 _DAY_S = 86_400
 
-store = typer.Typer(
-    help="Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+store = command_group("Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.")
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of --prefix-store.")]
 
 
@@ -50,14 +44,12 @@ def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
     by_settings: dict[str, list[ContentFile]] = {}
     for file in sorted(files, key=lambda each: -each.used_s):
         by_settings.setdefault(identity_digest(file.head.identity), []).append(file)
-    rows, first = [], next(iter(by_settings.values()), None)
+    rows, identities = [], [group[0].head.identity for group in by_settings.values()]
     for digest, group in by_settings.items():
-        assert first is not None
-        mine, firsts = group[0].head.identity, first[0].head.identity
-        differs = [name for name in {**firsts, **mine} if mine.get(name) != firsts.get(name)]
+        differs = differing(identities[0], group[0].head.identity)
         num_bytes, seconds = sum(each.num_bytes for each in group), sum(each.head.seconds for each in group)
         days = max(0.0, time.time() - group[0].used_s) / _DAY_S
-        rows.append(Settings(digest[:16], ", ".join(differs), len(group), num_bytes, seconds, days))
+        rows.append(Settings(digest[:16], differs, len(group), num_bytes, seconds, days))
     title = f"{plural(len(files), 'file')} of {byte_text(folder.used_bytes())} in {path}"
     notes = [f"{name}: {why}" for name, why in wrong.items()]
     print_tables([table(Settings, "settings", title, rows, notes=notes)], format_)

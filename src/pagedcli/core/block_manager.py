@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from msgspec import UNSET
-from msgspec.structs import replace as replace_field
 
 import pagedcli.events as ev
 from pagedcli.core.block_pool import BlockPool
@@ -48,6 +47,7 @@ class PrefixHit:
     num_asked: int  # full spans of the sequence
     num_cached_spans: int  # leading ones that the blocks alone allow
     vetoed_by: str | None = None  # the other kind of cache that allows fewer; None: no other does, see core.cache
+    num_disk_tokens: int | None = None  # computed tokens that were read from a prefix store for it; None: none is used
 
 
 class BlockManager:
@@ -200,8 +200,8 @@ class BlockManager:
     # ------------------------------------------------------------------ changes
 
     def restore(self, seq: CacheUser, contents: Mapping[int, bytes], place: Callable[[int, bytes], None]) -> None:
-        """Take free blocks for missing entries of the sequence's table, as many as can be taken, in rising order:
-        lookups find them from now on. `place` is called with each block and its content, and fills it."""
+        """Take free blocks for missing entries of the sequence's table, in rising order: lookups find them from now on.
+        `place` is called with each block and its content, and fills it."""
         indices, block_ids = tuple(contents), [self.pool.take(seq.seq_id) for _ in contents]
         for index, block_id in zip(indices, block_ids, strict=True):
             place(block_id, contents[index])
@@ -213,25 +213,17 @@ class BlockManager:
             self._emit(ev.BlocksRestored(seq.seq_id, indices, tuple(block_ids), hashes))
 
     def allocate(
-        self,
-        seq: CacheUser,
-        hit: PrefixHit,
-        num_new_tokens: int,
-        *,
-        num_shared_tokens: int | None = None,
-        num_disk_tokens: int | None = None,
+        self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int, *, num_shared_tokens: int | None = None
     ) -> None:
         """Give a sequence without blocks its hits and fresh blocks for num_new_tokens more, and mark the blocks that
         this step fills as full. Sets its num_cached_tokens and num_computed_tokens.
 
-        The hit must be current, and can_allocate true. `num_shared_tokens` and `num_disk_tokens` are for the record of
-        the lookup.
+        The hit must be current, and can_allocate true. `num_shared_tokens` is for the record of the lookup.
         """
         assert not seq.block_table, "allocate is called once, at prefill"
         assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
         if self._emit is not None:
-            event = self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit), num_shared_tokens)
-            self._emit(event if num_disk_tokens is None else replace_field(event, disk_tokens=num_disk_tokens))
+            self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit), num_shared_tokens))
         self._claim(seq, hit.block_ids)
         self.forget(seq)
         seq.num_cached_tokens = hit.num_spans * self.block_size
@@ -548,6 +540,7 @@ class BlockManager:
             partial_tokens=self._partial_tokens(seq, end),
             shared_tokens=num_shared_tokens,
             vetoed_by=UNSET if hit.vetoed_by is None else hit.vetoed_by,
+            disk_tokens=UNSET if hit.num_disk_tokens is None else hit.num_disk_tokens,
         )
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:

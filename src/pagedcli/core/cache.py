@@ -93,7 +93,7 @@ KINDS: dict[str, type[CacheKind]] = {StateKind.name: StateKind}
 class Cache:
     """Blocks and other kinds side by side. A hit is the longest beginning after which all of them can continue."""
 
-    store: "PrefixStore | None" = None  # where blocks of earlier processes are found
+    store: "PrefixStore | None" = None  # blocks of earlier processes; None: none is used
 
     def __init__(self, blocks: BlockManager, others: Iterable[CacheKind] = ()) -> None:
         self.blocks = blocks
@@ -154,33 +154,27 @@ class Cache:
     def restore(self, seq: CacheUser, hit: PrefixHit) -> PrefixHit:
         """Bring what the store has after a hit into free blocks. Returns the hit that the sequence has then."""
         blocks, store = self.blocks, self.store
-        if store is None or hit.num_spans == hit.num_asked:
+        if store is None:
             return hit
-        while found := store.found(seq, hit.num_asked * blocks.num_groups):
+        num_before = blocks.num_computed_after(seq, hit)
+        while hit.num_spans < hit.num_asked and (found := store.found(seq, hit.num_asked * blocks.num_groups)):
             indices = blocks.missing_entries(seq, found)
             if not indices:
                 break
             contents = store.read(seq, indices)
             if contents is not None:
                 blocks.restore(seq, dict(zip(indices, contents, strict=True)), store.place_in_memory)
-                return self.lookup(seq)
-        return hit
+                hit = self.lookup(seq)
+                break
+        return replace(hit, num_disk_tokens=blocks.num_computed_after(seq, hit) - num_before)
 
     def allocate(
-        self,
-        seq: CacheUser,
-        hit: PrefixHit,
-        num_new_tokens: int,
-        *,
-        num_shared_tokens: int | None = None,
-        num_disk_tokens: int | None = None,
+        self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int, *, num_shared_tokens: int | None = None
     ) -> None:
         """Start a sequence after its hit, with room for num_new_tokens more: see BlockManager.allocate."""
         for kind in self.others:
             kind.allocate(seq, hit)
-        self.blocks.allocate(
-            seq, hit, num_new_tokens, num_shared_tokens=num_shared_tokens, num_disk_tokens=num_disk_tokens
-        )
+        self.blocks.allocate(seq, hit, num_new_tokens, num_shared_tokens=num_shared_tokens)
         for kind in self.others:
             kind.forget(seq)
         self._grow_others(seq, num_new_tokens)

@@ -28,7 +28,7 @@ class RunFacts:
     # the first prefix lookup of each request
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # found in the cache then, or while the prompt was computed in chunks
-    num_disk_tokens: int = 0  # of these, read from the prefix store
+    num_disk_tokens: int = 0  # the part read from the prefix store
     longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
     num_ideal: int = 0  # hits if each block is computed only once
     num_partial_tokens: int = 0  # shared, but less than a block

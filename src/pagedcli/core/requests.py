@@ -42,7 +42,7 @@ class FinishedRequest:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
     scores: list[ContinuationScore] | None = None  # one per continuation, if they were given; it then has no samples
-    num_disk_tokens: int | None = None  # of the cached ones, read from the prefix store; None: it uses none
+    num_disk_tokens: int | None = None  # cached ones read from the prefix store; None: it uses none
 
 
 # ---------------------------------------------------------------------- a request and its forks

@@ -316,8 +316,6 @@ class Scheduler:
                     return reason
                 continue
             hit = self.cache.lookup(seq)
-            num_computed = manager.num_computed_after(seq, hit)
-            num_left = seq.num_tokens - num_computed
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
             reason = "free_blocks"
             if manager.num_prefill_blocks(seq, hit, self.chunk_size) <= manager.num_free_blocks:
@@ -326,16 +324,15 @@ class Scheduler:
                 if self.running or not self._release_context():
                     return reason
                 continue
-            num_disk_tokens = None
-            if self.cache.store is not None and not seq.is_private:
+            if not seq.is_private:
                 hit = self.cache.restore(seq, hit)
-                num_disk_tokens = manager.num_computed_after(seq, hit) - num_computed
-                num_computed, num_left = num_computed + num_disk_tokens, num_left - num_disk_tokens
+            num_computed = manager.num_computed_after(seq, hit)
+            num_left = seq.num_tokens - num_computed
             if seq.group is not None:
                 num_left -= 1  # the last tokens of a group are computed in one step
             num_new = self.cache.next_chunk(seq, num_computed, min(num_left, budget, self.chunk_size))
             self.waiting.remove(seq)
-            self._allocate(seq, hit, num_new, num_disk_tokens)
+            self._allocate(seq, hit, num_new)
             self._start(seq)
             num_rows += seq.num_rows
             if num_new:
@@ -364,21 +361,19 @@ class Scheduler:
                 return False
         return False
 
-    def _allocate(self, seq: Sequence, hit: PrefixHit, num_new: int, num_disk_tokens: int | None) -> None:
-        """Give a sequence its hits and room for its first tokens, and count the first lookup of its request.
-        `num_disk_tokens`: of the hit, restored for it; None: no store is used."""
+    def _allocate(self, seq: Sequence, hit: PrefixHit, num_new: int) -> None:
+        """Give a sequence its hits and room for its first tokens, and count the first lookup of its request."""
         shared = None
         is_first = not (seq.num_preemptions or seq.sample_index)
         if is_first and self._seen is not None:
             # blocks of an answer that is still being generated can be found, too
             shared = max(self._seen.add(seq.token_ids, seq.cache_salt), hit.num_spans * self.limits.block_size)
-        self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared, num_disk_tokens=num_disk_tokens)
+        self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared)
         if not seq.num_preemptions:
-            seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, num_disk_tokens
-        if is_first and num_disk_tokens is not None:
-            self._facts.num_disk_tokens += num_disk_tokens
-            if self.cache.store is not None:
-                self.cache.store.offer(seq, hit.block_ids)
+            seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
+        if is_first and self.cache.store is not None and not seq.is_private:
+            self._facts.num_disk_tokens += hit.num_disk_tokens or 0
+            self.cache.store.offer(seq, hit.block_ids)
         if is_first:
             self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
 

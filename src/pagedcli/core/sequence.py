@@ -83,7 +83,7 @@ class Sequence:
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
     num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
-    num_disk_tokens: int | None = None  # of these, read from the prefix store; None: it uses none
+    num_disk_tokens: int | None = None  # the part read from the prefix store; None: it uses none
     num_writable_tokens: int = 0  # see core.block_manager.CacheUser
     state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
     state_write: int | None = None  # slot of its state after that step

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import msgspec
 
-from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, digest_of
+from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, digest_of
 from pagedcli.core.block_manager import BlockManager, CacheUser
 from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, num_equal_bytes, token_bytes
 
-FILE_BYTES = 2**26  # of blocks in one file
+FILE_BYTES = 2**26  # content of one file
 MOST_IN_WRITING = 4  # files that are being written: their blocks are in memory twice
 
 
@@ -99,7 +99,7 @@ class PrefixStore:
             if file.head.identity == identity:
                 self._add(file, msgspec.msgpack.decode(file.head.note, type=_Note))
             else:
-                self.facts.not_used[f"other {', '.join(_differing(file.head.identity, identity))}"] += 1
+                self.facts.not_used[f"other {differing(file.head.identity, identity)}"] += 1
         self.facts.num_found_blocks = len(self._places)
 
     def _add(self, file: ContentFile, note: _Note) -> None:
@@ -224,7 +224,3 @@ class PrefixStore:
 
 def _salt(seq: CacheUser) -> str | None:
     return None if seq.cache_salt is None else digest_of(seq.cache_salt.encode())
-
-
-def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    return [name for name in {**a, **b} if a.get(name) != b.get(name)]

@@ -11,7 +11,7 @@ from pagedcli.layers.basic import rms_norm, rotate
 from pagedcli.models.blocks import Step
 from pagedcli.models.mixers.latent_attention import LatentAttention as LatentAttentionMixer
 
-NORM_EPS = 1e-6  # of latents and of the vectors of queries, whatever config.json says of the other norms
+NORM_EPS = 1e-6  # norms of latents and query vectors; config.json's is for the others
 
 
 @dataclass(slots=True)

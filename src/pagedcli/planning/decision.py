@@ -41,7 +41,7 @@ PENALTY_BYTES = 9  # per logit: a float32 copy and the tables of penalties; the 
 FROM_HEAP = 32 * 2**20  # bytes; glibc takes smaller tensors from its heap, which keeps what is freed
 FREED_BYTES = 8  # per logit: two float32 copies that are freed before the peak, and stay in the heap
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
-GPU_POOL_TIMES = 4  # of what all sequences can hold at once, for the prefix cache: each block is an object on the host
+GPU_POOL_TIMES = 4  # times what all sequences can hold, for the prefix cache: each block is an object on the host
 LEAST_SLOTS = 8  # slots of recurrent state: prompts branch at several depths even where few sequences run
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
-from pagedcli.files import is_stream, read_own, whole_file
+from pagedcli.files import cache_home, is_stream, read_own, whole_file
 
 FORM = 5  # version of what a calibration measures: other records are not read
 FIRST_ERROR = 0.1  # mean share of the time, until a run has confirmed a calibration
@@ -342,7 +342,7 @@ class TimeKey:
 
 def cache_folder() -> Path:
     """The folder of all calibrations of this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedcli" / "step-times"
+    return cache_home() / "step-times"
 
 
 class _File(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.model_runner import ModelRunner
 from pagedcli.sampling_params import SamplingParams
 
-Lengths = list[tuple[int, int]]  # of a step's sequences: tokens in the cache after it, new tokens
+Lengths = list[tuple[int, int]]  # per sequence of a step: tokens in the cache after it, new tokens
 LONG_CONTEXT = 2048  # tokens; several splits of attention
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

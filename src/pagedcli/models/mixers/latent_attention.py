@@ -20,8 +20,8 @@ class LatentAttention(Attention):
     name: ClassVar[str] = "latent attention"
     rank: int  # numbers of a latent; head_dim is their number and rope_dim
     rope_dim: int  # numbers of the rotary key that all heads share, and of a query's rotary part
-    nope_dim: int  # of a query before it is absorbed, without its rotary part
-    value_dim: int  # of a head's result
+    nope_dim: int  # size of a query before it is absorbed, without its rotary part
+    value_dim: int  # size of a head's result
     query_rank: int | None  # queries are products of a normed vector of so many numbers; None: of the residual
 
     @property
