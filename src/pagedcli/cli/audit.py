@@ -54,7 +54,11 @@ class AuditOptions:
     ] = None
     recall: Annotated[
         Path | None,
-        option("--recall", metavar="FILE", help="Also compare with what --remember has kept, before a restart."),
+        option(
+            "--recall",
+            metavar="FILE",
+            help="Also compare with what --remember kept before a restart. Once per restart: it fills the cache.",
+        ),
     ] = None
     dry_run: Annotated[bool, option("--dry-run", help="Print the plan and send nothing.")] = False
     self_test: Annotated[
