@@ -132,6 +132,8 @@ def test_an_interrupted_run_says_how_to_continue_and_does(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     finish(process, tmp_path, expect=130)
     assert said(tmp_path, r"continue with: (.*)").endswith("--resume")
+    # The thread that waited for parts did not start a cluster of its own: Ray says this of a start in a thread.
+    assert "SIGTERM handler" not in (tmp_path / "stderr.txt").read_text()
     pagedcli("merge", tmp_path / "parts", "-o", tmp_path / "merged.jsonl", expect=2)
     said_twice = pagedcli(
         "generate", tmp_path / "in.jsonl", "-o", tmp_path / "parts", "--ray", *FLAGS, *arguments, expect=2

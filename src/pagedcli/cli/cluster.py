@@ -39,6 +39,8 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     check_new("--summary-json", job.summary_json, kind=SUMMARY, overwrite=job.overwrite or job.resume)
     # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Otherwise a thread that still waits for parts when the run is stopped starts another cluster.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # matches all: Ray's notes on dead workers go to stdout
     if address is None:  # the name is historical: it restricts a local cluster to the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
