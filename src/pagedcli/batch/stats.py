@@ -1,7 +1,6 @@
 """Counters of a batch run, in constant memory."""
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.prefixes import DigestSet
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
@@ -188,35 +188,11 @@ def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:
 
 
 class SeenIds:
-    """The set of row ids seen so far: a hash table of 64-bit digests, about 16 bytes per id."""
+    """The set of row ids seen so far."""
 
     def __init__(self) -> None:
-        self._slots = array("Q", bytes(8 * 1024))
-        self._num_ids = 0
+        self._digests = DigestSet()
 
     def add(self, row_id: str | int) -> bool:
         """Add an id. Returns whether it is new."""
-        digest = xxhash.xxh64_intdigest(f"{type(row_id).__name__}:{row_id}".encode()) or 1  # 0 marks an empty slot
-        if not self._insert(digest):
-            return False
-        self._num_ids += 1
-        if 2 * self._num_ids > len(self._slots):
-            self._grow()
-        return True
-
-    def _insert(self, digest: int) -> bool:
-        slots, mask = self._slots, len(self._slots) - 1
-        place = digest & mask
-        while slots[place]:
-            if slots[place] == digest:
-                return False
-            place = (place + 1) & mask
-        slots[place] = digest
-        return True
-
-    def _grow(self) -> None:
-        old = self._slots
-        self._slots = type(old)("Q", bytes(8 * 2 * len(old)))
-        for digest in old:
-            if digest:
-                self._insert(digest)
+        return self._digests.add(xxhash.xxh64_intdigest(f"{type(row_id).__name__}:{row_id}".encode()))
