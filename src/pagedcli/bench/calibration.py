@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from statistics import mean, median
 
 import msgspec
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.prompts import BatchOptions, open_tokenizer
+from pagedcli.batch.prompts import BatchOptions, Prompts, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
@@ -53,7 +54,8 @@ ALIKE = 64  # tokens of context that make no difference to a decode
 _SHORT = 4  # tokens of prompts whose decodes are measured
 _FEW, _MANY, _QUICK_S = 4, 20, 0.005  # tokens that are generated: many, as in a run, if a step takes at most so long
 _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks were striking thirteen. "
-_MOST_STEPS, _STEPS_S = 16, 0.3  # tokens of each row, and seconds of its steps, in a run that measures rows
+_MOST_STEPS, _STEPS_S = 32, 0.3  # tokens of each row, and seconds of its steps, in a run that measures rows
+_MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
 _TIMES = 5  # repetitions of what is done outside of steps
 _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
 _SHARE_OF_ONE = 0.05  # share of the budget for decodes of one sequence
@@ -370,15 +372,37 @@ def _doublings(first: int, last: int) -> list[int]:
 
 
 def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) -> StepTime:
-    """Measure what rows take next to the steps, by a text, and by small batch runs without the time of their steps."""
+    """Measure what rows take next to the steps, by a text, by prompts of token ids, and by small batch runs without the
+    time of their steps."""
     text = _ROW_TEXT * 8
     ids = tokenizer.encode(text)
     encode_s = _typical_s(lambda: tokenizer.encode(text), engine.clock_ns)
-    found = replace(found, text_token_s=encode_s / len(ids) if ids else 0.0)  # a tokenizer of no words has none
-    num_tokens = min(_MOST_STEPS, max(2, int(_STEPS_S / found.decodes[0][1])), engine.limits.max_model_len // 2)
+    num_ids = min(_MANY_IDS, engine.limits.max_model_len - 2)
+    submit = partial(_submit, engine, tokenizer)
+    one_s, many_s = (_typical_s(partial(submit, number), engine.clock_ns) for number in (1, num_ids))
+    found = replace(
+        found,
+        prompt_token_s=max(0.0, many_s - one_s) / max(1, num_ids - 1),
+        text_token_s=encode_s / len(ids) if ids else 0.0,  # a tokenizer of no words has none
+    )
+    most = min(_MOST_STEPS, max(4, int(_STEPS_S / found.decodes[0][1])), engine.limits.max_model_len // 2)
     texts = [f"{index} {_ROW_TEXT}" for index in range(_NUM_ROWS)]
-    runs = [_outside_of_steps(engine, tokenizer, found, texts, num_tokens) for _ in range(_TIMES)]
-    return replace(found, row_s=max(0.0, median(runs)) / _NUM_ROWS)
+    few_s, rows_s = (
+        median(_outside_of_steps(engine, tokenizer, found, texts, number) for _ in range(_TIMES)) / _NUM_ROWS
+        for number in (2, most)
+    )
+    token_s = max(0.0, rows_s - few_s) / max(1, most - 2)
+    return replace(found, output_token_s=token_s, row_s=max(0.0, rows_s - most * token_s))
+
+
+def _submit(engine: LLMEngine, tokenizer: Tokenizer, num_ids: int) -> None:
+    """Read a row of so many token ids, and submit it; nothing is computed."""
+    line = Line(0, 1, json.dumps({"prompt": [_ID] * num_ids}).encode(), 0)
+    options = BatchOptions(Config(sampling=SamplingParams(max_tokens=1, temperature=0)))
+    for row in Prompts([line], tokenizer, options, engine.limits):
+        assert row is not None, "lines do not wait"
+        engine.add_request("calibration", row.prompts[0].token_ids, row.prompts[0].params)
+        engine.abort("calibration")
 
 
 def _typical_s(call: Callable[[], object], clock_ns: Callable[[], int]) -> float:
@@ -403,4 +427,5 @@ def _outside_of_steps(
     started_ns = engine.clock_ns()
     run.run()
     elapsed_s = 1e-9 * (engine.clock_ns() - started_ns - engine.stats.steps_ns + before.steps_ns)
-    return elapsed_s - known.host_s(0, engine.stats.num_prompt_tokens - before.num_prompt_tokens)
+    num_tokens = engine.stats.num_prompt_tokens - before.num_prompt_tokens
+    return elapsed_s - num_tokens * (known.prompt_token_s + known.text_token_s)

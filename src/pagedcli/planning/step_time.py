@@ -19,7 +19,7 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import cache_home, is_stream, read_own, whole_file
 
-FORM = 5  # version of what a calibration measures: other records are not read
+FORM = 6  # version of what a calibration measures: other records are not read
 FIRST_ERROR = 0.1  # mean share of the time, until a run has confirmed a calibration
 _LEAST_ERROR = 0.03
 _IN_RANGE = 2.5  # means of an error within which 19 of 20 are
@@ -149,7 +149,10 @@ class StepTime:
     # first ones from the processor's caches
     first_use_s: float = 0.0  # for each block that is used for the first time
     row_s: float = 0.0  # reading, submitting and writing a row outside of steps, and the end of its sequence in one
-    text_token_s: float = 0.0  # outside of steps: to tokenize each token of a prompt that is given as text
+    # outside of steps:
+    prompt_token_s: float = 0.0  # to read and submit each token of a prompt
+    text_token_s: float = 0.0  # to tokenize each token of a prompt that is given as text
+    output_token_s: float = 0.0  # to hand on and write each generated token
     layers: tuple[AttendedLayers, ...] = EVERYTHING
     error: float = FIRST_ERROR  # share of a predicted time by which it is off, in the mean
     num_runs: int = 0  # finished runs that it has learned from
@@ -185,9 +188,10 @@ class StepTime:
         any_prompt_s = max(0.0, fewest_s - between(self.decodes, fewest))
         return max(0.0, between(self.decodes, num_sampled) - between(self.prompts, num_sampled) + any_prompt_s)
 
-    def host_s(self, num_rows: int, num_text_tokens: int) -> float:
-        """What rows take outside of steps, so many tokens of whose prompts are given as text."""
-        return num_rows * self.row_s + num_text_tokens * self.text_token_s
+    def host_s(self, num_rows: float, num_prompt_tokens: float, num_output_tokens: float) -> float:
+        """What rows take outside of steps, without tokenizing."""
+        tokens_s = num_prompt_tokens * self.prompt_token_s + num_output_tokens * self.output_token_s
+        return num_rows * self.row_s + tokens_s
 
     def likely(self, seconds: float) -> tuple[float, float]:
         """The shortest and the longest time of 19 of 20 runs with this prediction. Steps that were timed while other

@@ -160,11 +160,12 @@ def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _
     if step_time is not None and timer is not None:
         num_rows = run.num_requests - run.num_refused
         num_text = int(run.prompt_tokens[served & texts].sum())
-        rows_s, text_s = step_time.host_s(num_rows, 0), step_time.host_s(0, num_text)
+        rows_s = step_time.host_s(num_rows, num_prompt, run.num_generated_tokens)
+        text_s = num_text * step_time.text_token_s
         parts = {**timer.parts, "rows": rows_s + text_s}
         as_tokens_s = (run.total_s + rows_s) / share
         seconds = as_tokens_s + text_s / share
-        first_row_s = run.first_s + step_time.host_s(1, num_text // max(1, num_rows))
+        first_row_s = run.first_s + (rows_s + text_s) / max(1, num_rows)
         parts = {name: each / share for name, each in parts.items()}
 
     def whole(count: int) -> int:
