@@ -21,7 +21,8 @@ from pagedcli.simulation.sources import PromptRequests, read_prompts
 
 CLOCK = StepTime(
     prompts=((1, 0.01), (512, 0.5)), decodes=((1, 0.01), (64, 0.1)), attended_by_prompts_s=1e-6,
-    attended_by_decodes_s=1e-6, row_s=0.001, prompt_token_s=1e-5, text_token_s=1e-4, output_token_s=1e-5, first_use_s=1e-3,
+    attended_by_decodes_s=1e-6, row_s=0.001, prompt_token_s=1e-5, text_token_s=1e-4, output_token_s=1e-5,
+    first_use_s=1e-3,
 )  # fmt: skip
 
 
