@@ -91,6 +91,17 @@ def test_a_library_of_other_sources_is_never_loaded(installed, processor):
 
 
 @needs_compiler
+def test_an_installed_library_that_cannot_be_loaded_is_told_with_a_way_on(installed, processor):
+    """As on a file system that is mounted noexec."""
+    processor(ZEN4)
+    [path] = installed.glob("avx512-bf16-*.so")
+    path.write_bytes(b"no library")
+    with pytest.raises(BackendError, match="cannot be loaded") as caught:
+        load_library()
+    assert "PAGEDCLI_NATIVE=build" in caught.value.hint
+
+
+@needs_compiler
 def test_a_build_can_be_asked_for_and_other_values_are_refused(installed, processor, monkeypatch):
     processor(ZEN4)
     monkeypatch.setenv(build.NATIVE, "build")

@@ -85,6 +85,7 @@ def loaded_library() -> NativeLibrary | None:
 
 @functools.cache
 def _outcome() -> NativeLibrary | BackendError:
+    found: Installed | str = ""
     try:
         found = _installed()
         target, why = (None, found) if isinstance(found, str) else (found.name, found.why)
@@ -97,7 +98,9 @@ def _outcome() -> NativeLibrary | BackendError:
     except BackendError as error:
         return error
     except OSError as error:
-        return BackendError(f"the native library cannot be loaded: {error}")
+        is_installed = isinstance(found, Installed)
+        hint = f"{NATIVE}=build compiles the kernels on this machine" if is_installed else None
+        return BackendError(f"the native library cannot be loaded: {error}", hint=hint)
     functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     functions.native_read_all.restype = ctypes.c_double
     return NativeLibrary(functions, notes + path_notes(functions), target, why)
