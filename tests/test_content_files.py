@@ -5,11 +5,12 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from pagedcli import content_files
-from pagedcli.content_files import ContentFolder, DamagedFile, digest_of, file_digest
+from pagedcli.content_files import NO_ROOM, ContentFolder, DamagedFile, digest_of, file_digest
 from pagedcli.errors import UsageError
 
 MINE = {"model": "a", "block size": "16"}
@@ -85,6 +86,50 @@ def test_the_bound_holds_for_all_files_and_takes_the_least_valuable(tmp_path):
     assert crowded.used_bytes() == 1000
 
 
+def test_files_of_others_above_the_bound_remove_nothing_and_are_named(tmp_path):
+    file = kept(ContentFolder(tmp_path))
+    (tmp_path / "of-others").write_bytes(bytes(5000))
+    trimmed = ContentFolder(tmp_path, most_bytes=4000).trim()
+    assert [each.path for each in trimmed.files] == [file.path]
+    assert (trimmed.num_removed, trimmed.no_room) == (
+        0,
+        f"{file.num_bytes / 1024 + 1000 / 1024:.1f} KiB more than the bound: {NO_ROOM}",
+    )
+    assert ContentFolder(tmp_path, most_bytes=4000).write(MINE, b"x", [b"y"], seconds=9.0) == NO_ROOM
+    assert file.path.exists()
+
+
+def test_a_file_removes_none_that_is_worth_more(tmp_path):
+    first = kept(ContentFolder(tmp_path), parts=[bytes(100)], seconds=2.0)
+    folder = ContentFolder(tmp_path, most_bytes=first.num_bytes + 50)
+    assert folder.write(MINE, b"x", [bytes(100)], seconds=1.0) == "the files that are there are worth more"
+    assert folder.write(MINE, b"x", [bytes(100)], seconds=1.0, depth=1) == "the files that are there are worth more"
+    assert first.path.exists()
+    kept(folder, note=b"x", parts=[bytes(100)], seconds=3.0)
+    assert not first.path.exists()
+
+
+def test_files_that_cannot_be_removed_are_not_counted(tmp_path, monkeypatch):
+    kept(ContentFolder(tmp_path))
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+    trimmed = ContentFolder(tmp_path, most_bytes=10).trim()
+    assert (trimmed.num_removed, len(trimmed.files)) == (0, 1)
+    assert trimmed.no_room
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    folder = ContentFolder(tmp_path)
+    monkeypatch.setattr(content_files.os, "listdir", refuse)
+    with pytest.raises(UsageError, match="Permission denied"):
+        ContentFolder(tmp_path)
+    folder.most_bytes = 1000
+    (tmp_path / "of-others").write_bytes(bytes(990))
+    assert folder.write(MINE, b"x", [b"y"], seconds=1.0) == "Permission denied"
+
+
 def test_without_a_bound_a_tenth_of_the_disk_stays_free(tmp_path, monkeypatch):
     usage = type("Usage", (), {"total": 10_000, "free": 1500})
     monkeypatch.setattr(content_files.shutil, "disk_usage", lambda path: usage)
@@ -106,7 +151,7 @@ def test_what_is_too_old_is_not_found_and_goes_first(tmp_path):
     kept(folder, note=b"young")
     os.utime(file.path, (time.time() - 7200,) * 2)
     assert folder.files()[1] == {file.path.name: "not used for too long"}
-    assert folder.trim() == 1
+    assert folder.trim().num_removed == 1
     assert [each.head.note for each in folder.files()[0]] == [b"young"]
 
 

@@ -19,11 +19,13 @@ import xxhash
 
 from pagedcli.errors import UsageError
 from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, read_own, whole_file
+from pagedcli.printable import byte_text
 
 ENDING = ".kept"
 HALF_LIFE_S = 86_400.0  # a file that was not read for so long is worth half
 _SETTLED_S = 10  # a file that changed since may change again within the resolution of its time
 FREE_SHARE = 0.1  # share of the disk left free where no bound is given
+NO_ROOM = "other files in the folder or on the disk leave no room"
 MOST_HEAD_BYTES = 2**28
 _FIRST_LINE = re.compile(rb'\{"pagedcli_kept":1,"head_bytes":(\d+),"xxh3":"([0-9a-f]{32})"\}\n')
 _NAME = re.compile("[0-9a-f]{16}-[0-9a-f]{32}" + re.escape(ENDING))
@@ -60,6 +62,16 @@ class ContentFile:
 
 class DamagedFile(Exception):
     """A file is not what was written, or gone; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """What is left of a folder, and what was wrong with it."""
+
+    files: list[ContentFile]
+    wrong: dict[str, str]  # names of files of ours that are of no use -> why; those that can be are removed
+    num_removed: int
+    no_room: str | None  # why there is more in the folder than its bound allows; None: there is not
 
 
 def digest_of(data: Buffer) -> str:
@@ -106,7 +118,7 @@ class ContentFolder:
 
     `most_bytes` counts every file, whoever has made it; None: a tenth of the disk stays free. Files that others have
     put there are never removed. `most_age_s`: without use; older files are not found and go first.
-    Raises: UsageError if it is not a folder and cannot become one.
+    Raises: UsageError if it is not a folder that can be read, and cannot become one.
     """
 
     def __init__(self, path: Path, *, most_bytes: int | None = None, most_age_s: float | None = None) -> None:
@@ -114,16 +126,23 @@ class ContentFolder:
         self.most_bytes, self.most_age_s = most_bytes, most_age_s
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._paths()
         except OSError as error:
             raise UsageError(f"{path} cannot be a folder for kept files: {error.strerror}") from error
         self.is_writable = os.access(path, os.W_OK | os.X_OK)
 
     # ------------------------------------------------------------------ what is there
 
+    def _paths(self) -> list[Path]:
+        return [self.path / name for name in sorted(os.listdir(self.path))]
+
     def files(self) -> tuple[list[ContentFile], dict[str, str]]:
-        """The files that are whole and not too old, and for the others of ours their name and what is wrong."""
+        """The files that are whole and not too old, and for the others of ours their name and what is wrong. Raises:
+        OSError if the folder can no longer be read."""
         found, wrong = [], {}
-        for path in sorted(path for path in self.path.iterdir() if _NAME.fullmatch(path.name)):
+        for path in self._paths():
+            if not _NAME.fullmatch(path.name):
+                continue
             try:
                 file = _open_head(path)
                 if self.most_age_s is not None and time.time() - file.used_s > self.most_age_s:
@@ -132,6 +151,12 @@ class ContentFolder:
             except DamagedFile as error:
                 wrong[path.name] = str(error)
         return found, wrong
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a file in the folder; 0 if it is gone."""
+        with suppress(OSError):
+            return os.lstat(self.path / name).st_size
+        return 0
 
     def used_bytes(self) -> int:
         """Bytes of all files in the folder, those of others included."""
@@ -148,69 +173,92 @@ class ContentFolder:
         self, identity: Mapping[str, str], note: bytes, parts: Sequence[Buffer], *, seconds: float, depth: int = 0
     ) -> ContentFile | str:
         """Keep some parts as one file. Returns the file, or why it was not kept."""
-        sizes = [len(memoryview(part).cast("B")) for part in parts]
         head = Head(
             identity=dict(identity),
             note=note,
             seconds=seconds,
             depth=depth,
-            sizes=sizes,
+            sizes=[len(memoryview(part).cast("B")) for part in parts],
             checksums=list(map(digest_of, parts)),
         )
         encoded = msgspec.msgpack.encode(head)
         first = b'{"pagedcli_kept":1,"head_bytes":%d,"xxh3":"%s"}\n' % (len(encoded), digest_of(encoded).encode())
         start = len(first) + len(encoded)
-        name = f"{identity_digest(identity)[:16]}-{digest_of(note)}{ENDING}"
+        path = self.path / f"{identity_digest(identity)[:16]}-{digest_of(note)}{ENDING}"
+        file = ContentFile(path, head, start, start + sum(head.sizes), time.time())
         if not self.is_writable:
             return "the folder is read-only"
-        if (why := self._make_room(start + sum(sizes))) is not None:
-            return why
         try:
-            pending = PendingFile(self.path / name, overwrite=True)
-            try:
-                os.fchmod(pending.file.fileno(), 0o600)
-                for part in (first, encoded, *parts):
-                    pending.file.write(part)
-                pending.commit()
-            except BaseException:
-                pending.discard()
-                raise
+            if (why := self._make_room(file.num_bytes, file)) is None:
+                self._write_whole(path, (first, encoded, *parts))
+            self._make_room(0)  # others have written meanwhile
         except OSError as error:
             return error.strerror or str(error)
-        if (why := self._make_room(0)) is not None:  # others have written meanwhile
-            return why
-        return ContentFile(self.path / name, head, start, start + sum(sizes), time.time())
+        return file if why is None else why
 
-    def remove(self, path: Path) -> None:
-        """Remove a file of ours, which may be gone already."""
+    def _write_whole(self, path: Path, parts: Sequence[Buffer]) -> None:
+        """Raises: OSError."""
+        pending = PendingFile(path, overwrite=True)
+        try:
+            os.fchmod(pending.file.fileno(), 0o600)
+            for part in parts:
+                pending.file.write(part)
+            pending.commit()
+        except BaseException:
+            pending.discard()
+            raise
+
+    def remove(self, path: Path) -> bool:
+        """Remove a file of ours. Returns whether it is gone."""
         with suppress(OSError):
             path.unlink(missing_ok=True)
+            return True
+        return False
 
-    def trim(self) -> int:
-        """Remove what is damaged, too old or left by killed processes, and what is above the bound. Returns how many
-        files went."""
-        before = sum(1 for _ in self.path.iterdir())
-        for name in self.files()[1]:
+    def trim(self) -> Trimmed:
+        """Remove what is damaged, too old or left by killed processes, and what is above the bound; from a folder that
+        cannot be written, nothing. Raises: OSError if the folder can no longer be read."""
+        files, wrong = self.files()
+        if not self.is_writable:
+            return Trimmed(files, wrong, 0, self._over_bound())
+        num_removed = 0
+        for name in wrong:
             if os.access(self.path / name, os.R_OK):  # otherwise another user's, and perhaps whole
-                self.remove(self.path / name)
-        for path in self.path.iterdir():
+                num_removed += self.remove(self.path / name)
+        for path in self._paths():
             if _LEFTOVER.fullmatch(path.name) and not is_in_use(path):
-                self.remove(path)
+                num_removed += self.remove(path)
         self._make_room(0)
-        return before - sum(1 for _ in self.path.iterdir())
+        left = [file for file in files if file.path.exists()]
+        return Trimmed(left, wrong, num_removed + len(files) - len(left), self._over_bound())
 
-    def _make_room(self, num_bytes: int) -> str | None:
-        """Remove the least valuable files until so many bytes are within the bound. Returns why they are not."""
-        if self._missing_bytes(num_bytes) <= 0:
+    def _make_room(self, num_bytes: int, file: ContentFile | None = None) -> str | None:
+        """Remove the least valuable files until so many bytes are within the bound; for a new file, only those that are
+        worth less. Returns why they are not: then removing files would not help, and none is."""
+        missing, now_s = self._missing_bytes(num_bytes), time.time()
+        if missing <= 0:
             return None
         if self.most_bytes is not None and num_bytes > self.most_bytes:
             return "the bound is smaller than one file"
-        now_s = time.time()
-        for file in sorted(self.files()[0], key=lambda each: each.worth(now_s)):
-            self.remove(file.path)
-            if self._missing_bytes(num_bytes) <= 0:
+        files = sorted(self.files()[0], key=lambda each: each.worth(now_s))
+        if sum(each.num_bytes for each in files) < missing:
+            return NO_ROOM
+        if file is not None:
+            files = [each for each in files if each.worth(now_s) < file.worth(now_s) or each.path == file.path]
+        if sum(each.num_bytes for each in files) < missing:
+            return "the files that are there are worth more"
+        for each in files:
+            missing -= each.num_bytes * self.remove(each.path)
+            if missing <= 0:
                 return None
-        return "other files in the folder or on the disk leave no room"
+        return "files could not be removed"
+
+    def _over_bound(self) -> str | None:
+        """Why there is more than the bound allows."""
+        missing = self._missing_bytes(0)
+        if missing <= 0:
+            return None
+        return f"{byte_text(missing)} more than the bound: {NO_ROOM}"
 
     def _missing_bytes(self, num_bytes: int) -> int:
         if self.most_bytes is not None:

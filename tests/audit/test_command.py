@@ -11,6 +11,9 @@ import pytest
 from cli_harness import pagedcli
 
 from pagedcli.audit.faulty import Settings, serving
+from pagedcli.audit.plan import ProbePrompts, Target
+from pagedcli.audit.restart import FORMAT, Memory, RememberedPrompt, remembered_asks, save_memory
+from pagedcli.audit.survey import WORDS
 
 NOWHERE = "http://127.0.0.1:9/v1"
 FEW = ("--checks", "noise,repeat,twins")
@@ -103,6 +106,19 @@ def test_a_dry_run_prints_the_plan_and_sends_nothing():
     assert sum(row["requests"] for row in rows) <= 300
 
 
+def test_a_dry_run_has_what_a_restart_needs(tmp_path):
+    asks = remembered_asks(ProbePrompts(Target(len(WORDS), unit=16, isolates=True, bypass="salt", concurrency=8), 0))
+    remembered = [RememberedPrompt(words=ask.words, text="", tokens=(), logprobs=(), top=()) for ask in asks]
+    kept = tmp_path / "kept.json"
+    memory = Memory(format=FORMAT, model="", words=WORDS, num_extra=0, tolerance=0.0, prompts=tuple(remembered))
+    save_memory(memory, kept, overwrite=False)
+    arguments = ("--dry-run", "--remember", tmp_path / "new.json", "--recall", kept, "--format", "json")
+    rows = {row["check"]: row for row in json.loads(pagedcli("audit", NOWHERE, *arguments).stdout)["plan"]}
+    assert (rows["restart"]["requests"], rows["remember"]["requests"]) == (64, 32)
+    assert sum(row["requests"] for row in rows.values()) <= 300
+    assert not (tmp_path / "new.json").exists()
+
+
 def test_a_server_that_is_not_there_is_an_error():
     result = pagedcli("audit", NOWHERE, expect=3)
     assert "no answer from http://127.0.0.1:9/v1" in result.stderr
@@ -117,6 +133,10 @@ def test_a_server_that_is_not_there_is_an_error():
         ([NOWHERE, "--key-env", "PAGEDCLI_NO_SUCH_KEY"], "PAGEDCLI_NO_SUCH_KEY is not set"),
         ([NOWHERE, "--output-dir", "/no/such/folder"], "there is no folder"),
         ([NOWHERE, "--replay", "/no/such/file"], "cannot read"),
+        (["--self-test", "--remember", "a.json"], "--remember has no effect with --self-test"),
+        (["--self-test", NOWHERE], "URL has no effect with --self-test"),
+        ([NOWHERE, "--replay", "a.json", "--recall", "b.json"], "--recall has no effect with --replay"),
+        ([NOWHERE, "--recall", "/"], "cannot read /: Is a directory"),
         ([NOWHERE, "--ca-file", "/no/such/file", "--proxy", "nonsense"], "cannot set up the connection"),
     ],
 )

@@ -1,9 +1,16 @@
 """`pagedcli store`, and generate with --prefix-store."""
 
+import csv
 import json
+import os
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
+
+from pagedcli.printable import byte_text
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -31,6 +38,10 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
     assert "0 blocks read (0 B)" in first.stderr
     assert "10 blocks read" in second.stderr
     assert "160 tokens of these, from the prefix store" in second.stderr
+    assert second.stderr.index("from disk") < second.stderr.index("generated ")
+    ceilings = [re.search(r"ceiling (\S+ %)", each.stderr)[1] for each in (first, second)]
+    assert ceilings[0] == ceilings[1]
+    assert " on disk), ceiling" in second.stderr
     assert second.stderr.count("each alone and without cached blocks: the same bits") == 1
     assert [each["disk_cached_tokens"] for each in details(folder / "a")] == [0] * 6
     assert [each["disk_cached_tokens"] for each in details(folder / "b")] == [160, 0, 0, 0, 0, 0]
@@ -42,7 +53,84 @@ def test_its_trace_is_lawful_and_explained(runs):
     assert "blocks_restored" in (folder / "b.trace.jsonl").read_text()
     pagedcli("replay", folder / "b.trace.jsonl", "--check")
     assert pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout
+    totals = json.loads(pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout)["totals"]
+    tokens = {row["part"]: row["tokens"] for row in totals}
+    assert tokens["disk_hit"] == 160
+    whole = ("hit", "disk_hit", "late_hit", "evicted", "in_flight", "first_seen", "last_block", "last_token")
+    assert sum(tokens.get(part, 0) for part in whole) == tokens["num_tokens"]
     pagedcli("report", folder / "b.trace.jsonl", "-o", folder / "b.html")
+
+
+def test_diff_names_the_tokens_that_were_read_from_disk(runs):
+    folder, _ = runs
+    found = json.loads(pagedcli("diff", folder / "a.trace.jsonl", folder / "b.trace.jsonl", "--format", "json").stdout)
+    causes = {row["cause"]: row for row in found["causes"]}
+    assert causes["store"]["detail"] == "0 -> 160 tokens"
+    assert causes["store"]["computed_tokens"] == -160
+    assert causes["store"]["change"] == found["change"] > 0
+    assert causes["unexplained"]["change"] == causes["unexplained"]["computed_tokens"] == 0
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_tables_have_the_tokens_from_disk(runs, ending, tmp_path):
+    folder, _ = runs
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
+    out, kept = tmp_path / f"c.{ending}", ("--prefix-store", folder / "store")
+    pagedcli("generate", folder / "in.jsonl", "-o", out, *FAST, *kept)
+    pagedcli("generate", folder / "in.jsonl", "-o", tmp_path / f"without.{ending}", *FAST)
+    if ending == "csv":
+        counts, without = (list(csv.DictReader(path.open())) for path in (out, tmp_path / "without.csv"))
+    else:
+        import pyarrow.parquet as pq
+
+        counts, without = (
+            [row["usage"]["prompt_tokens_details"] for row in pq.read_table(path).to_pylist()]
+            for path in (out, tmp_path / "without.parquet")
+        )
+    assert [int(row["disk_cached_tokens"]) for row in counts] == [160, 0, 0, 0, 0, 0]
+    assert "disk_cached_tokens" not in without[0]
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing_and_says_so(runs, tmp_path, monkeypatch):
+    store = tmp_path / "store"
+    shutil.copytree(runs[0] / "store", store)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != store and real(path, mode))
+    for command in ("trim", "clear"):
+        assert "cannot be written: nothing was removed" in pagedcli("store", command, store, expect=2).stderr
+    assert len(list(store.iterdir())) == 1
+
+
+def test_files_that_stay_are_not_counted_as_removed(runs, tmp_path, monkeypatch):
+    store = tmp_path / "store"
+    shutil.copytree(runs[0] / "store", store)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no")))
+    result = pagedcli("store", "clear", store, expect=2)
+    assert result.stdout.startswith("0 files removed")
+    assert "1 file could not be removed" in result.stderr
+
+
+def test_names_of_folders_do_not_steer_the_terminal(runs, tmp_path):
+    store = tmp_path / "a\x1b[31mb"
+    shutil.copytree(runs[0] / "store", store)
+    for command in ("ls", "check", "trim", "clear"):
+        result = pagedcli("store", command, store)
+        assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_a_bound_that_others_exceed_is_said(runs, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(runs[0] / "store", store)
+    (store / "notes").write_bytes(bytes(100_000))
+    kept = ("--prefix-store", store, "--prefix-store-size", "50KiB")
+    result = pagedcli("generate", runs[0] / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST, *kept)
+    assert "more than the bound: other files in the folder" in result.stderr
+    assert "10 blocks read" in result.stderr
+    assert "leave no room" in pagedcli("store", "trim", store, "--size", "50KiB", expect=2).stderr
+    listed = pagedcli("store", "ls", store).stdout
+    assert "files of others: 97.7 KiB" in listed
+    assert f"1 file of {byte_text(next(store.glob('*.kept')).stat().st_size)}" in listed
 
 
 def test_ls_check_trim_and_clear(runs, tmp_path):

@@ -250,6 +250,7 @@ def test_one_byte_in_the_middle_of_a_tensor_is_another_model(path, stored, tmp_p
     [
         ("qwen3", {"attention_backend": "sdpa"}, "attention backend sdpa"),
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching is off"),
+        ("qwen3", {"tensor_parallel_size": 2}, "it keeps the blocks of one rank"),
         ("qwen3_5", {}, "recurrent state"),
         ("gpt2", {}, "GPT2"),
     ],
@@ -306,6 +307,34 @@ def test_damages_are_misses_and_never_an_answer(path, stored, tmp_path, monkeypa
         if late:
             damaged(folder, kind, rng)
         assert outcome(engine, prompts)[0] == expected
+
+
+def test_a_run_says_why_a_file_with_a_damaged_head_was_of_no_use(path, stored, tmp_path):
+    shutil.copytree(stored, tmp_path / "store")
+    [file] = (tmp_path / "store").iterdir()
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    facts = engine_with(path, tmp_path / "store").close_store()
+    assert dict(facts.not_used) == {"not a file of this program": 1}
+
+
+def test_written_is_what_is_there_at_the_end(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(core_store, "FILE_BYTES", 10_000)
+    _, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_size=25_000), ragged_prompts(vocab_size=100))
+    files, _ = content_files.ContentFolder(tmp_path).files()
+    assert facts.num_written_blocks == sum(len(file.head.sizes) for file in files) > 0
+    assert facts.num_written_bytes == sum(file.num_bytes for file in files)
+    assert facts.not_kept
+
+
+def test_the_ceiling_of_a_run_does_not_grow_with_what_is_on_disk(path, stored, tmp_path):
+    prompts = ragged_prompts(vocab_size=100)
+    _, _, cold = outcome(engine_with(path), prompts)
+    _, _, warm = outcome(engine_with(path, stored), prompts)
+    assert warm.num_disk_tokens
+    assert warm.num_ideal_tokens == cold.num_ideal_tokens
+    assert warm.longest_shared == cold.longest_shared
 
 
 def test_a_bound_that_is_too_small_changes_no_row(path, tmp_path):

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from pagedcli.audit.audit import Audit, exit_code
 from pagedcli.audit.plan import CHECKS, Probe
+from pagedcli.audit.restart import RESTART_STEPS
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.shrink import Case
 from pagedcli.audit.verdicts import Status, Verdict
@@ -119,15 +120,14 @@ class _PlanRow:
 def plan_table(probes: Sequence[Probe], num_survey: int, notes: Sequence[str]) -> Table:
     """What a run would send."""
     rows = [_PlanRow("survey", num_survey, UNSET, UNSET, "block size, log-probabilities, salts; an estimate")]
-    for check, asked in CHECKS.items():
+    meanings = RESTART_STEPS | {check: asked.meaning for check, asked in CHECKS.items()}
+    for check, meaning in meanings.items():
         chosen = [probe for probe in probes if probe.check == check]
         if chosen:
             lengths = sorted({probe.length for probe in chosen})
             shown = ", ".join(map(str, lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]]))
             num_requests = sum(len(probe.asks()) for probe in chosen)
-            rows.append(
-                _PlanRow(check, num_requests, sum(probe.num_tokens() for probe in chosen), shown, asked.meaning)
-            )
+            rows.append(_PlanRow(check, num_requests, sum(probe.num_tokens() for probe in chosen), shown, meaning))
     return table(_PlanRow, "plan", "Plan", rows, notes=notes)
 
 

@@ -19,8 +19,10 @@ from pagedcli.files import read_whole, whole_file
 
 CHECK = "restart"
 FORMAT = "pagedcli-audit-memory-1"
+RESTART_STEPS = {CHECK: "remembered prompts, again", "remember": "prompts for --recall, each twice"}  # in a plan
 _NUM_PROMPTS = 16
 _MAX_FILE_BYTES = 16 << 20
+_HINT = "name a file that audit --remember has written"
 
 
 class RememberedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +61,7 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
     """Send each prompt twice. Raises: ServerError, RefusedError, LimitReached."""
     prompts, pairs = [], list[AnswerDifference]()
     for ask in asks:
-        outcome = await runner.run(Probe("remember", len(ask.words), ((ask,), (ask,)), (Pair(0, 1),)))
+        outcome = await runner.run(_remembered(ask))
         pairs += [found for _, found in outcome.compared()]
         first = outcome.seen[0].answer.choices[0]
         prompts.append(
@@ -87,14 +89,33 @@ def load_memory(path: Path) -> Memory:
     """Raises: UsageError if the file is not one that --remember wrote."""
     try:
         memory = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Memory)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(
-            f"cannot read {path}: {error}", hint="name a file that audit --remember has written"
-        ) from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint=_HINT) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = f"not what audit --remember writes ({FORMAT}), or damaged: {error}"
+        raise UsageError(f"{path} is {why}", hint=_HINT) from error
     words_fit = all(0 <= number < len(memory.words) for prompt in memory.prompts for number in prompt.words)
     if memory.format != FORMAT or not memory.prompts or not words_fit:
-        raise UsageError(f"{path} is not what audit --remember writes ({FORMAT})")
+        raise UsageError(f"{path} is not what audit --remember writes ({FORMAT})", hint=_HINT)
     return memory
+
+
+def planned_probes(prompts: ProbePrompts, memory: Memory | None, *, remembers: bool) -> list[Probe]:
+    """The probes around a restart that an audit of such a server makes, for the plan."""
+    recalled = [] if memory is None else [_recalled(Ask(each.words), prompts.target, 0) for each in memory.prompts]
+    asks = remembered_asks(prompts) if remembers else []
+    return [*recalled, *map(_remembered, asks)]
+
+
+def _remembered(ask: Ask) -> Probe:
+    return Probe("remember", len(ask.words), ((ask,), (ask,)), (Pair(0, 1),))
+
+
+def _recalled(ask: Ask, target: Target, num_extra: int) -> Probe:
+    cold = replace(ask, is_cold=True)
+    steps = [(ask,)] if target.bypass is None else [(ask,), (cold,), (cold,)]
+    pairs = (Pair(0, 1),) if target.bypass is None else (Pair(1, 0), Pair(1, 3))
+    return Probe(CHECK, len(ask.words) + num_extra, (*steps, (ask,)), pairs)
 
 
 def recalled_probes(memory: Memory, runner: Runner, target: Target) -> list[Probe]:
@@ -109,8 +130,5 @@ def recalled_probes(memory: Memory, runner: Runner, target: Target) -> list[Prob
     for prompt in memory.prompts:
         ask = Ask(prompt.words)
         runner.know(ask)
-        cold = replace(ask, is_cold=True)
-        steps = [(ask,)] if target.bypass is None else [(ask,), (cold,), (cold,)]
-        pairs = (Pair(0, 1),) if target.bypass is None else (Pair(1, 0), Pair(1, 3))
-        probes.append(Probe(CHECK, len(ask.words) + endpoint.num_extra, (*steps, (ask,)), pairs))
+        probes.append(_recalled(ask, target, endpoint.num_extra))
     return probes

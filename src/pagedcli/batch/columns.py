@@ -24,11 +24,12 @@ _ROW_FIELDS = frozenset(
 _IDS = ("id", "custom_id")
 REASONING, CALLS = frozenset(("reasoning_content", "reasoning_tokens")), frozenset(("tool_calls",))
 SCORES = frozenset(("best", "scores"))
+DISK = frozenset(("disk_cached_tokens",))
 METRICS = ("queued_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "recomputed_tokens")
 _ONLY_IN: dict[OutputKind, frozenset[str]] = {
     "jsonl": frozenset(),
     "csv": frozenset(("sample", "prompt_tokens", "cached_tokens", "completion_tokens", "error_code", "error_message"))
-    | {"reasoning_tokens", *METRICS},
+    | {"reasoning_tokens", *DISK, *METRICS},
     "parquet": frozenset(("token_logprobs", "prompt_token_logprobs")),
 }
 

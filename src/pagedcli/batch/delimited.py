@@ -211,7 +211,7 @@ class CsvLines:
         assert row.usage is not None, "a good row has counts"
         counts = {
             "prompt_tokens": row.usage["prompt_tokens"],
-            "cached_tokens": row.usage["prompt_tokens_details"]["cached_tokens"],
+            **row.usage["prompt_tokens_details"],
             "completion_tokens": row.usage["completion_tokens"],
             **row.usage.get("completion_tokens_details", {}),
             **(row.metrics or {}),

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
-from pagedcli.batch.columns import METRICS, SCORES, Columns
+from pagedcli.batch.columns import DISK, METRICS, SCORES, Columns
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
@@ -255,8 +255,8 @@ def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]
 
 
 def answer_schema(columns: Columns | None = None, marked: frozenset[str] = frozenset()) -> Any:
-    """The columns of an answer, with these about reasoning, calls and scores. All are typed, even if no row has a
-    value."""
+    """The columns of an answer, with these about reasoning, calls, scores and a store. All are typed, even if no row has
+    a value."""
     import pyarrow as pa
 
     columns = columns or Columns()
@@ -274,7 +274,8 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
     # `logprobs` and `prompt_logprobs` are how many the row asks for
     sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
+    found = ["cached_tokens", *sorted(DISK & marked)]
+    usage.append(("prompt_tokens_details", pa.struct([(name, pa.int64()) for name in found])))
     score = pa.struct(
         [
             *((name, pa.int32()) for name in ("index", "num_tokens", "num_bytes")),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from pagedcli.batch.columns import CALLS, METRICS, REASONING, SCORES, Columns
+from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Columns
 from pagedcli.batch.reasoning import Span
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
@@ -354,9 +354,12 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
 
 
 def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
-    """The columns about reasoning, tool calls and scores that some row has; tables of other runs have none of them."""
+    """The columns about reasoning, tool calls, scores and a prefix store that some row has; tables of other runs have
+    none of them."""
     found: set[str] = set()
     for _, row in rows():
+        if _ON_DISK in row:
+            found |= DISK
         if not any(mark in row for mark in _MARKED):
             continue
         each = Row.of(row, columns.answer)
@@ -367,7 +370,8 @@ def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
         found.update(*(SCORES for sample in each.samples if sample.finish_reason == "score"))
         if found >= columns.marked | SCORES:
             break
-    return (columns.marked | SCORES) & found
+    return (columns.marked | SCORES | DISK) & found
 
 
+_ON_DISK = b'"disk_cached_tokens":'
 _MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":['

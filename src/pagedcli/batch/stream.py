@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from pagedcli.batch.columns import DISK
 from pagedcli.batch.lines import InputScan, Line
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.rows import RowWriter
@@ -66,6 +67,11 @@ class RowStream(Sink):
     @property
     def stats(self) -> BatchStats:
         return self._run.stats
+
+    @property
+    def marked_columns(self) -> frozenset[str]:
+        """Columns of tables that only some runs have, those that rows of this one may have."""
+        return self.rows.marked_columns | (DISK if self.engine.config.prefix_store is not None else frozenset[str]())
 
     @property
     def is_stopped(self) -> bool:

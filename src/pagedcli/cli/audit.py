@@ -119,6 +119,7 @@ def audit(options: AuditOptions) -> None:
 
     Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage, 3 a check could not be made, 130 interrupted.
     """
+    _check_alone(options)
     if options.self_test:
         _run_self_test(options.format_)
         return
@@ -144,6 +145,17 @@ def audit(options: AuditOptions) -> None:
     remembers = options.remember is not None
     asked = Options(options.model, chosen, None, options.concurrency, options.output_dir, remembers, memory)
     _run(Audit(client, asked), options)
+
+
+def _check_alone(options: AuditOptions) -> None:
+    """Raises: UsageError for flags of another kind of audit than the one that is asked for."""
+    kind = "--self-test" if options.self_test else "--replay" if options.replay is not None else None
+    given = {"--remember": options.remember, "--recall": options.recall, "-o": options.output_file}
+    if kind == "--self-test":
+        given |= {"URL": options.url, "--replay": options.replay, "--dry-run": options.dry_run or None}
+    useless = [name for name, value in given.items() if value is not None]
+    if kind is not None and useless:
+        raise UsageError(f"{useless[0]} has no effect with {kind}", hint="leave out one of them")
 
 
 def _run(run: "Audit", options: AuditOptions) -> None:
@@ -224,11 +236,16 @@ def _run_self_test(format_: Format) -> None:
 def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
     from pagedcli.audit.plan import ProbePrompts, Target, plan
     from pagedcli.audit.report import plan_table
+    from pagedcli.audit.restart import load_memory, planned_probes
     from pagedcli.audit.survey import WORDS
 
     target = Target(len(WORDS), unit=_ASSUMED_UNIT, isolates=True, bypass="salt", concurrency=options.concurrency)
+    memory = None if options.recall is None else load_memory(options.recall)
+    around = planned_probes(ProbePrompts(target, 0), memory, remembers=options.remember is not None)
     probes = plan(
-        ProbePrompts(target, 0), max_requests=options.max_requests, max_tokens=options.max_tokens, checks=checks
+        ProbePrompts(target, 0), checks=checks,
+        max_requests=options.max_requests - sum(len(probe.asks()) for probe in around),
+        max_tokens=options.max_tokens - sum(probe.num_tokens() for probe in around),
     )  # fmt: skip
     limits = (
         f"to {url} only; at most {options.max_requests:,} requests, {options.max_tokens:,} "
@@ -237,7 +254,7 @@ def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> Non
     assumed = (
         f"for blocks of {_ASSUMED_UNIT} tokens and salts; what the server has is found out first. Nothing was sent."
     )
-    print_tables([plan_table(probes, _SURVEY_REQUESTS, [limits, assumed])], options.format_)
+    print_tables([plan_table([*around, *probes], _SURVEY_REQUESTS, [limits, assumed])], options.format_)
 
 
 def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:

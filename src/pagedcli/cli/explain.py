@@ -122,7 +122,7 @@ def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
         "block_size": explainer.block_size,
         "minimum_cacheable_prefix_tokens": explainer.block_size,
         "longest_shared_prefix_tokens": explainer.longest_shared_prefix(),
-        "hit_rate": (new.hit + new.late_hit) / new.num_tokens if new.num_tokens else None,
+        "hit_rate": (new.hit + new.disk_hit + new.late_hit) / new.num_tokens if new.num_tokens else None,
         "ideal_hit_rate": new.ideal / new.num_tokens if new.num_tokens else None,
         "num_events": state.num_events,
     }
@@ -154,6 +154,7 @@ def _totals_table(explainer: Explainer) -> Table:
     first, own = explainer.totals(own=False), explainer.totals(own=True)
     labels = {
         "hit": "hit",
+        "disk_hit": "hit: read from the prefix store",
         "late_hit": "hit later: meanwhile computed by another sequence",
         "vetoed": "lost: K and V cached, no checkpoint of the recurrent state",
         "evicted": "lost: evicted before the lookup",

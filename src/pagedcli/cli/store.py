@@ -11,12 +11,13 @@ from pagedcli.cli.options import FormatOption, command_group, option
 from pagedcli.config import parse_bytes
 from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, identity_digest
 from pagedcli.errors import UsageError
-from pagedcli.printable import byte_text, plural
+from pagedcli.printable import byte_text, plural, printable
 from pagedcli.records import Bytes
 from pagedcli.show.tables import Format, print_tables, table
 
 EXIT_DAMAGED = 1
 _DAY_S = 86_400
+_OTHER_USER = "run it as the user whose folder and files they are"
 
 store = command_group("Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.")
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of --prefix-store.")]
@@ -47,11 +48,14 @@ def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
     rows, identities = [], [group[0].head.identity for group in by_settings.values()]
     for digest, group in by_settings.items():
         differs = differing(identities[0], group[0].head.identity)
-        num_bytes, seconds = sum(each.num_bytes for each in group), sum(each.head.seconds for each in group)
+        of_group, seconds = sum(each.num_bytes for each in group), sum(each.head.seconds for each in group)
         days = max(0.0, time.time() - group[0].used_s) / _DAY_S
-        rows.append(Settings(digest[:16], differs, len(group), num_bytes, seconds, days))
-    title = f"{plural(len(files), 'file')} of {byte_text(folder.used_bytes())} in {path}"
+        rows.append(Settings(digest[:16], differs, len(group), of_group, seconds, days))
+    num_bytes, num_unused = sum(each.num_bytes for each in files), sum(folder.num_bytes(name) for name in wrong)
+    title = f"{plural(len(files), 'file')} of {byte_text(num_bytes)} in {printable(str(path))}"
     notes = [f"{name}: {why}" for name, why in wrong.items()]
+    if num_others := folder.used_bytes() - num_bytes - num_unused:
+        notes.append(f"files of others: {byte_text(num_others)}, which --prefix-store-size counts, too")
     print_tables([table(Settings, "settings", title, rows, notes=notes)], format_)
 
 
@@ -73,7 +77,7 @@ def check(path: Folder) -> None:
     num_whole = len(files) - len(wrong.keys() & {file.path.name for file in files})
     print(f"{plural(num_whole, 'file')} as written, {len(wrong):,} not")
     for name, why in wrong.items():
-        print(f"  {name}: {why}")
+        print(f"  {name}: {printable(why)}")
     if wrong:
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -94,26 +98,37 @@ def trim(
     folder count, but are never removed.
     """
     most_bytes = None if size is None else parse_bytes(size)
-    folder = ContentFolder(
-        _folder(path).path, most_bytes=most_bytes, most_age_s=None if days is None else days * _DAY_S
-    )
-    num_removed = folder.trim()
-    print(f"{plural(num_removed, 'file')} removed, {byte_text(folder.used_bytes())} left in {path}")
+    folder = _folder(path, writes=True)
+    folder.most_bytes, folder.most_age_s = most_bytes, None if days is None else days * _DAY_S
+    trimmed = folder.trim()
+    _print_left(folder, trimmed.num_removed)
+    if trimmed.no_room is not None:
+        raise UsageError(trimmed.no_room, hint="use a folder that has nothing else in it, or a larger --size")
 
 
 @store.command()
 def clear(path: Folder) -> None:
     """Remove all files of prefix stores from the folder. What others have put there stays."""
-    folder = _folder(path)
+    folder = _folder(path, writes=True)
     files, wrong = folder.files()
-    for name in [*(file.path.name for file in files), *wrong]:
-        folder.remove(folder.path / name)
+    names = [*(file.path.name for file in files), *wrong]
+    num_removed = sum(folder.remove(folder.path / name) for name in names)
     folder.trim()
-    print(f"{plural(len(files) + len(wrong), 'file')} removed, {byte_text(folder.used_bytes())} left in {path}")
+    _print_left(folder, num_removed)
+    if num_removed < len(names):
+        raise UsageError(f"{plural(len(names) - num_removed, 'file')} could not be removed", hint=_OTHER_USER)
 
 
-def _folder(path: Path) -> ContentFolder:
-    """Raises: UsageError if there is no such folder: none is made by looking at it."""
+def _print_left(folder: ContentFolder, num_removed: int) -> None:
+    left = f"{byte_text(folder.used_bytes())} left in {printable(str(folder.path))}"
+    print(f"{plural(num_removed, 'file')} removed, {left}")
+
+
+def _folder(path: Path, *, writes: bool = False) -> ContentFolder:
+    """Raises: UsageError if there is no such folder, as none is made by looking at it, or if it cannot be written."""
     if not path.is_dir():
         raise UsageError(f"there is no folder {path}", hint="name the folder of --prefix-store")
-    return ContentFolder(path)
+    folder = ContentFolder(path)
+    if writes and not folder.is_writable:
+        raise UsageError(f"{path} cannot be written: nothing was removed", hint=_OTHER_USER)
+    return folder

@@ -80,6 +80,8 @@ def say_store(facts: "StoreFacts", path: str) -> None:
         f"prefix store {path}: {plural(facts.num_read_blocks, 'block')} read ({byte_text(facts.num_read_bytes)}),"
         f" {plural(facts.num_written_blocks, 'block')} written ({byte_text(facts.num_written_bytes)})"
     )
+    if facts.no_room is not None:
+        say(f"  {facts.no_room}: nothing was removed for that")
     for what, reasons in (("not read", facts.not_used), ("not written", facts.not_kept)):
         for why, count in reasons.most_common():
             say(f"  {what}: {plural(count, 'file')}, {why}")
@@ -113,12 +115,12 @@ def say_summary(
             f"  prompt       {plural(facts.num_prompt_tokens, 'token')}, {facts.num_cached_tokens:,} of them cached"
             f" ({100 * facts.hit_rate:.1f} % of this run's prompt tokens)"
         )
+        if facts.num_disk_tokens:
+            _say_line(f"  from disk    {plural(facts.num_disk_tokens, 'token')} of these, from the prefix store")
         _say_line(
             f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
-        if facts.num_disk_tokens:
-            _say_line(f"  from disk    {plural(facts.num_disk_tokens, 'token')} of these, from the prefix store")
         if stats.num_deduplicated:
             _say_line(
                 f"  deduplicated {plural(stats.num_deduplicated, 'row')} with the answers of an equal one:"

@@ -49,6 +49,10 @@ class PrefixHit:
     vetoed_by: str | None = None  # the other kind of cache that allows fewer; None: no other does, see core.cache
     num_disk_tokens: int | None = None  # computed tokens that were read from a prefix store for it; None: none is used
 
+    def num_memory_tokens(self, block_size: int) -> int:
+        """Tokens of the full blocks that were in memory before any was read for it."""
+        return (self.num_spans * block_size - (self.num_disk_tokens or 0)) // block_size * block_size
+
 
 class BlockManager:
     """Owns the pool; sequences own their tables.

@@ -67,8 +67,8 @@ class RunFacts:
 
     @property
     def num_ideal_tokens(self) -> int:
-        """Hits if each block is computed only once."""
-        return max(self.num_ideal, self.num_cached_tokens)
+        """Hits in memory if each block is computed only once, and none is read from disk."""
+        return max(self.num_ideal, self.num_cached_tokens - self.num_disk_tokens)
 
     @property
     def mean_waste(self) -> float | None:

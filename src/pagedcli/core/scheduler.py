@@ -367,7 +367,8 @@ class Scheduler:
         is_first = not (seq.num_preemptions or seq.sample_index)
         if is_first and self._seen is not None:
             # blocks of an answer that is still being generated can be found, too
-            shared = max(self._seen.add(seq.token_ids, seq.cache_salt), hit.num_spans * self.limits.block_size)
+            in_memory = hit.num_memory_tokens(self.limits.block_size)
+            shared = max(self._seen.add(seq.token_ids, seq.cache_salt), in_memory)
         self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared)
         if not seq.num_preemptions:
             seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens

@@ -62,7 +62,7 @@ class _Offer:
 
 @dataclass(slots=True)
 class StoreFacts:
-    """What a run did with a store."""
+    """What a run did with a store. Written is what is there when it ends."""
 
     num_found_blocks: int = 0  # when it was opened
     num_read_blocks: int = 0
@@ -71,6 +71,7 @@ class StoreFacts:
     num_written_bytes: int = 0
     not_kept: Counter[str] = field(default_factory=Counter)  # why files were not written
     not_used: Counter[str] = field(default_factory=Counter)  # why files that are there were no hit
+    no_room: str | None = None  # why the folder had more than its bound allows when it was opened; None: it had not
 
 
 class PrefixStore:
@@ -91,11 +92,11 @@ class PrefixStore:
         self._coming: set[int] = set()  # hashes of blocks that are offered or being written
         self._writing: list[tuple[Future[ContentFile | str], _Note]] = []
         self._thread = ThreadPoolExecutor(1, "prefix-store")
-        if folder.is_writable:
-            folder.trim()
-        found, wrong = folder.files()
-        self.facts.not_used.update(wrong.values())
-        for file in found:
+        self._written: list[ContentFile] = []
+        trimmed = folder.trim()
+        self.facts.not_used.update(trimmed.wrong.values())
+        self.facts.no_room = trimmed.no_room
+        for file in trimmed.files:
             if file.head.identity == identity:
                 self._add(file, msgspec.msgpack.decode(file.head.note, type=_Note))
             else:
@@ -181,6 +182,11 @@ class PrefixStore:
             self._note_written(wait=len(self._writing) >= MOST_IN_WRITING)
         self._note_written(wait=True)
         self._thread.shutdown()
+        for file in self._written:
+            if not file.path.exists():
+                self.facts.num_written_blocks -= len(file.head.sizes)
+                self.facts.num_written_bytes -= file.num_bytes
+                self.facts.not_kept["removed again, for files that are worth more"] += 1
 
     def _write_file(self, blocks: BlockManager, seconds_per_token: float) -> None:
         """Copy the next blocks, as many as a file takes, and have them written."""
@@ -218,6 +224,7 @@ class PrefixStore:
                 self.facts.not_kept[result] += 1
                 continue
             self._add(result, note)
+            self._written.append(result)
             self.facts.num_written_blocks += len(note.hashes)
             self.facts.num_written_bytes += result.num_bytes
 

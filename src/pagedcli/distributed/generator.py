@@ -64,7 +64,7 @@ class PagedBatchGenerator:
             lambda tokenizer: RowWriter(tokenizer, model, run_key({}), 0, columns),
             chat_template=chat_template,
         )
-        self._schema = answer_schema(columns, self._stream.rows.marked_columns)
+        self._schema = answer_schema(columns, self._stream.marked_columns)
 
     async def __call__(self, batch: Any) -> Any:
         """A pyarrow.Table of the batch's columns and the answers'. `batch`: a table, or columns by name."""

@@ -86,7 +86,7 @@ class Worker:
     def _open_sink(self, number: int) -> FileSink:
         rows_format = None
         if self._manifest.suffix == ".parquet":
-            carried, marked = self._folder.carried(number, self._columns), self._stream.rows.marked_columns
+            carried, marked = self._folder.carried(number, self._columns), self._stream.marked_columns
             rows_format = ParquetRows(carried, self._columns, marked)
         return FileSink(self._folder.part(number), self._journal(number), order="input", rows_format=rows_format)
 

@@ -277,6 +277,8 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
         raise ConfigError("prefix_store names no folder", hint="name one, or leave out --prefix-store")
     if not config.enable_prefix_caching:
         why, hint = "prefix caching is off", "leave out --no-enable-prefix-caching"
+    elif config.tensor_parallel_size > 1:
+        why, hint = "it keeps the blocks of one rank", "use --tensor-parallel-size 1"
     elif plan.limits.has_states:
         why, hint = f"{spec.architecture} has layers with recurrent state, which it does not keep", None
     elif not plan.on_cpu:
@@ -285,8 +287,6 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
         why, hint = f"no equal bits are promised with attention backend {backend.name}", "use --attention-backend cpu"
     elif not plan.in_one_call:
         why, hint = f"no equal bits are promised for {spec.architecture} with decoder {plan.decoder}", None
-    elif config.tensor_parallel_size > 1:
-        why, hint = "it keeps the blocks of one rank", "use --tensor-parallel-size 1"
     else:
         return
     raise ConfigError(f"prefix_store cannot be used: {why}", hint=hint or "leave out --prefix-store")

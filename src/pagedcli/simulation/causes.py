@@ -16,6 +16,7 @@ CAUSES = {
     "engine": "other limits of a step",
     "restarts": "restarts and resets",
     "routing": "other publishers",
+    "store": "tokens read from disk",
 }
 MOST_AVERAGED = 5  # causes whose every order of swapping is tried: 32 runs
 

@@ -58,6 +58,7 @@ class Side:
     peak_blocks: int = 0  # most that were held at once
     hidden: dict[str, str] = field(default_factory=dict)  # causes that it does not show -> why
     step_time: StepTime | None = None
+    from_disk: Measures | None = None  # what reading blocks from a prefix store changed in `recorded`; None: no store
     hits: dict[int, int] | None = None  # tokens that each request found, by its place; None: not recorded
 
     @property
@@ -191,10 +192,14 @@ class Comparison:
         self.pairs = Pairs(before, after)
         self._align_pools()
         self.details = {cause: self._detail(cause) for cause in CAUSES}  # None: the same on both sides
-        self.differing = [cause for cause, detail in self.details.items() if detail and cause not in self.hidden]
+        self.differing = [
+            cause for cause, detail in self.details.items() if detail and cause not in self.hidden and cause != "store"
+        ]
         self._observe = observe
         self._known: dict[frozenset[str], Measures] = {}
         self.parts = shares(self.differing, self.measure)
+        if self.details["store"]:
+            self.parts["store"] = self._part_of_store(self.measure(frozenset()))
         self.simulated = tuple(map(self.measure, (frozenset[str](), frozenset(self.differing))))
         self.measured = tuple(
             found if side.recorded is None else side.recorded
@@ -217,6 +222,11 @@ class Comparison:
             for name, change in self.change.items()
             if name in self.simulated[0]
         }
+
+    def _part_of_store(self, measures: Measures) -> Measures:
+        """What is read from disk is in no simulation: it comes on top of each."""
+        before, after = (side.from_disk or {} for side in self.sides)
+        return {name: after.get(name, Fraction(0)) - before.get(name, Fraction(0)) for name in measures}
 
     def _simulated_hits(self, later: frozenset[str]) -> dict[int, int]:
         """Tokens that each request of a side finds, where nothing is recorded."""
@@ -272,6 +282,9 @@ class Comparison:
             case "restarts":
                 cuts = [self._cuts(side) for side in (0, 1)]
                 return None if cuts[0] == cuts[1] else f"{len(cuts[0]):,} -> {len(cuts[1]):,}"
+            case "store":
+                tokens = [-int((side.from_disk or {}).get("computed_tokens", 0)) for side in self.sides]
+                return _changed("", *tokens, "tokens")
         return self._detail_of_routing()
 
     def _detail_of_prompts(self) -> str | None:

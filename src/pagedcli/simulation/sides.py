@@ -119,6 +119,10 @@ def _recorded_side(path: Path, chains: Chains) -> tuple[Side, Outcomes]:
         "seconds": Fraction(facts.steps_ns, 10**9),
     }
     side = Side(path.name, workload, recorded_plan(state), recorded, step_time=timed_of(state))
+    side.from_disk = {
+        "hit_rate": Fraction(facts.num_disk_tokens, max(1, facts.num_prompt_tokens)),
+        "computed_tokens": -Fraction(sum(lookup.disk_tokens for lookup in explainer.lookups)),
+    }
     side.restarts = [Restart(place) for place in view.restarts]
     hits = {lookup.request_id: lookup.tokens_hit for lookup in explainer.lookups if not lookup.own}
     side.hits = {
@@ -159,7 +163,7 @@ def _captured_side(reader: CaptureReader, chains: Chains) -> Side:
     side.restarts = [Restart(place, source) for source, place in found.clears]
     side.sources = [request.source for request in found.requests]
     side.hits = {place: request.num_hit * found.block_size for place, request in enumerate(found.requests)}
-    side.hidden = dict.fromkeys(("sequences", "checkpoints", "engine"), _NO_ENGINE)
+    side.hidden = dict.fromkeys(("sequences", "checkpoints", "engine", "store"), _NO_ENGINE)
     return side
 
 

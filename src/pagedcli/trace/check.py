@@ -192,7 +192,8 @@ class PrefixLaws(LawBook):
             expected = None
         else:
             expected = None if self._seen is None else self._seen.add(token_ids)
-        found, least = event.shared_tokens, event.blocks_hit * state.block_size
+        size, from_disk = state.block_size, 0 if event.disk_tokens is UNSET else event.disk_tokens
+        found, least = event.shared_tokens, (event.blocks_hit * size - from_disk) // size * size
         if found is None:
             return
         if expected is not None:

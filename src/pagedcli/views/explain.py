@@ -83,6 +83,7 @@ class Lookup:
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that had never been computed
     num_vetoed: int = 0  # missing blocks whose K and V were cached, but after the last checkpoint
+    num_disk_first: int = 0  # blocks hit that were read from a store and that no sequence of this run had before
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
@@ -132,12 +133,17 @@ class Lookup:
 
     @property
     def ideal_tokens_hit(self) -> int:
-        """Tokens hit by an unlimited cache in which every block is computed once."""
-        return min(self.num_shared_blocks * self.block_size, self.event.num_tokens - 1)
+        """Tokens hit by an unlimited cache, empty at first, in which every block is computed once."""
+        return min((self.num_shared_blocks - self.num_disk_first) * self.block_size, self.event.num_tokens - 1)
+
+    @property
+    def disk_tokens(self) -> int:
+        """The part of the tokens hit that was read from a prefix store for it."""
+        return 0 if self.event.disk_tokens is UNSET else self.event.disk_tokens
 
     def num_lost_tokens(self) -> int:
         """Tokens computed although an unlimited cache would have found them."""
-        return self.ideal_tokens_hit - self.tokens_hit
+        return max(0, self.ideal_tokens_hit - self.tokens_hit)
 
     def why(self) -> str:
         """The reason as text, with numbers."""
@@ -171,7 +177,8 @@ class Totals:
 
     num_lookups: int = 0
     num_tokens: int = 0
-    hit: int = 0
+    hit: int = 0  # found in memory
+    disk_hit: int = 0  # read from a prefix store
     late_hit: int = 0  # reused while another sequence computed them
     vetoed: int = 0  # K and V cached, but no checkpoint of the recurrent state
     evicted: int = 0  # cached before, evicted
@@ -194,7 +201,8 @@ class Totals:
         if lookup.reason == "caching_off":
             self.caching_off += event.num_tokens
             return
-        self.hit += event.tokens_hit
+        self.hit += event.tokens_hit - lookup.disk_tokens
+        self.disk_hit += lookup.disk_tokens
         self.late_hit += lookup.late_tokens_hit
         self.last_token += event.blocks_hit * size - event.tokens_hit
         self.last_block += event.num_tokens - event.blocks_asked * size
@@ -343,6 +351,7 @@ class Explainer(View[PoolState]):
         self._pending: dict[int, list[tuple[int, Lookup]]] = {}
         self._checkpoint_in: dict[int, CheckpointRow] = {}  # the checkpoints by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
+        self._num_disk_first: dict[int, int] = {}  # sequence -> blocks that a store has just given it, new to this run
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
         self._ghosts: dict[int, tuple[int, int | None, int]] = {}  # hash -> place in _evictions, step, block
         self._evicted: list[int] = []  # hashes of the blocks that are evicted for the next allocation
@@ -413,6 +422,7 @@ class Explainer(View[PoolState]):
         own, ids = seq.repeats, (seq.seq_id, seq.request_id, seq.row_id)
         lookup = Lookup(state.step_number, *ids, seq.salted, own, event, state.block_size)
         lookup.salt = self._salts.get(event.seq_id)
+        lookup.num_disk_first = self._num_disk_first.pop(event.seq_id, 0)
         if state.slots is not None and state.slots.lookup is not None:
             lookup.kv_tokens = state.slots.lookup.cached_tokens
         self.lookups.append(lookup)
@@ -487,7 +497,9 @@ class Explainer(View[PoolState]):
         """The sequence that takes the blocks is the one that they were evicted for."""
         self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
         self._evicted = []
-        for _, _, block_hash, _ in event.blocks:
+        for index, _, block_hash, _ in event.blocks:
+            is_first = block_hash not in self._first_seen and index % state.num_groups == 0
+            self._num_disk_first[event.seq_id] = self._num_disk_first.get(event.seq_id, 0) + is_first
             self._arrived(block_hash, event.seq_id, state)
 
     def _arrived(self, block_hash: int, seq_id: int, state: PoolState) -> None:

@@ -121,7 +121,7 @@ class Findings:
             known += [(losses.evicted, evicted), (losses.in_flight, in_flight)]
         else:
             either = "evicted, or in flight in another sequence" if facts.num_evictions else in_flight
-            known.append((facts.num_ideal_tokens - facts.num_cached_tokens, either))
+            known.append((max(0, facts.num_ideal_tokens - facts.num_cached_tokens), either))
         return sorted(((count, words) for count, words in known if count), reverse=True)
 
     @property
@@ -163,7 +163,8 @@ def story(findings: Findings, elapsed_s: float, advice: Sequence[str] = ()) -> l
             found = percent_text(facts.num_cached_tokens / facts.num_prompt_tokens)
             ideal = percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)
             lost = ", ".join(f"{_were(count)} {words}" for count, words in findings.lost())
-            cache = f"The prefix cache found {found} of the prompt tokens, an unlimited one would have found {ideal}"
+            cache = f"The prefix cache found {found} of the prompt tokens{_on_disk(facts)}, "
+            cache += f"an unlimited one would have found {ideal}"
             cache += f" ({lost})" if lost else ""
     again = ""
     if facts.num_preemptions:
@@ -183,9 +184,16 @@ def _prefix_text(findings: Findings) -> str:
     blocks = plural(facts.longest_shared // facts.block_size, "block")
     return (
         f"longest shared {plural(facts.longest_shared, 'token')} = {blocks} of {facts.block_size}; "
-        f"found {percent_text(facts.num_cached_tokens / facts.num_prompt_tokens)}, "
+        f"found {percent_text(facts.num_cached_tokens / facts.num_prompt_tokens)}{_on_disk(facts)}, "
         f"ceiling {percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)} of the prompt tokens "
         f"({_ideal_cache(findings)})"
+    )
+
+
+def _on_disk(facts: RunFacts) -> str:
+    """The part of the hits that was read from a prefix store, which no ceiling counts: a cache starts empty."""
+    return (
+        f" ({percent_text(facts.num_disk_tokens / facts.num_prompt_tokens)} on disk)" if facts.num_disk_tokens else ""
     )
 
 
