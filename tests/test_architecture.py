@@ -26,7 +26,7 @@ ALLOWED = {
     "interrupt": set(),
     "files": {"errors", "interrupt", "line_files"},
     "line_files": {"errors"},
-    "content_files": {"errors", "files"},
+    "content_files": {"errors", "files", "printable"},
     "remote": {"errors", "printable"},
     "memory_limit": {"errors"},
     "config_keys": {"errors"},

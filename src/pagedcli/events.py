@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
 ]
-CheckpointReason = Literal["branch", "interval", "end"]  # see core.states
+CheckpointReason = Literal["branch", "interval", "end", "store"]  # see core.states; store: of an earlier run
 
 # the words of each reason, next to its name; what needs numbers is made of them in views.words
 MISS_WORDS: dict[MissReason, str] = {
@@ -39,6 +39,7 @@ CHECKPOINT_WORDS: dict[CheckpointReason, str] = {
     "branch": "waiting prompts that part there",
     "interval": "the interval of --checkpoints",
     "end": "the end of the prompt",
+    "store": "the prefix store, which has it from an earlier run",
 }
 
 
@@ -284,6 +285,21 @@ class CheckpointDropped(Event, frozen=True, gc=False):
     hash: int
 
 
+class CheckpointRestored(Event, frozen=True, gc=False):
+    """The first empty slot was filled with a checkpoint that was read from a store: idle, as the last one. It follows
+    the BlocksRestored of the same sequence, if any; the sequence is about to look its prefix up."""
+
+    seq_id: int
+    slot_id: int
+    hash: int  # hash of the chain of blocks before the checkpoint
+    num_tokens: int  # tokens before the checkpoint, a multiple of the block size
+
+    @property
+    def reason(self) -> CheckpointReason:
+        """Why there is one."""
+        return "store"
+
+
 class StatesRecovered(Event, frozen=True, gc=False):
     """A step failed (see StepFailed, which follows). No sequence holds a slot. The checkpoints known to be written are
     idle, all other slots empty, sorted by id."""
@@ -367,6 +383,7 @@ AnyEvent = (
     | BlocksRestored
     | BlocksFilled | BlocksReleased | WindowPassed | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting
     | StateSlotsMade | CheckpointLookedUp | StateSlotTaken | StateSlotsReleased | CheckpointMade | CheckpointDropped
+    | CheckpointRestored
     | StatesRecovered
     | StepStarted | StepScheduled | TokensSampled | RequestFinished | StepFinished | StepFailed
 )  # fmt: skip

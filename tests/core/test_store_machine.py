@@ -31,7 +31,7 @@ PROMPTS = st.builds(
 class Contents(dict):
     """A pool's memory: of each block the group, the salt and the tokens up to its end that it was computed from."""
 
-    block_bytes = 2**25  # two blocks in a file
+    block_bytes = 64
 
     def read(self, block_id):
         return self[block_id]
@@ -73,7 +73,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def expected(self, seq, index):
         span, group = divmod(index, len(self.windows))
-        return msgspec.json.encode([group, seq.cache_salt, seq.token_ids[: (span + 1) * SIZE]])
+        content = msgspec.json.encode([group, seq.cache_salt, seq.token_ids[: (span + 1) * SIZE]])
+        return content.ljust(Contents.block_bytes)
 
     def compute(self, seq, num_new):
         """A step: what it fills is computed, and everything else must be there."""
@@ -101,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
         num_new = min(4, len(tokens) - after)
         assert self.manager.can_allocate(seq, hit, num_new)
         self.cache.allocate(seq, hit, num_new)
-        self.store.offer(seq, hit.block_ids)
+        self.cache.offer(seq, hit)
         self.live.append(seq)
         self.compute(seq, num_new)
 
@@ -126,11 +127,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def keep(self):
-        self.store.keep(self.manager, 1.0)
+        self.store.keep(1.0)
 
     @rule()
     def restart(self):
-        self.store.close(self.manager, 1.0)
+        self.store.close(1.0)
         self.start()
 
     @invariant()
@@ -139,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(file.stat().st_size for file in self.folder.iterdir()) <= MOST_BYTES
 
     def teardown(self):
-        self.store.close(self.manager, 1.0)
+        self.store.close(1.0)
         shutil.rmtree(self.folder)
 
 
@@ -148,6 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
 )
 def test_what_is_restored_is_what_was_computed(windows, eviction, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)
+    monkeypatch.setattr("pagedcli.core.store.FILE_BYTES", 2 * Contents.block_bytes)
     machine = type("Machine", (StoreMachine,), {"windows": windows, "eviction": eviction})
     StoreMachine.num_restored = 0
     run_state_machine_as_test(machine, settings=settings(max_examples=25, derandomize=True, deadline=None))

@@ -18,6 +18,7 @@ from pagedcli.errors import ConfigError, TraceError
 from pagedcli.events import BlocksRestored, PrefixLookedUp
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.store import store_identity
+from pagedcli.runner.store_check import compare_with_model
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
 
@@ -79,7 +80,11 @@ MODELS = {
     "window": ("mistral", {}),
     "window in some layers": ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
     "experts": ("glm4-moe", {}),
+    "gated delta": ("qwen3_5", {}),
+    "mamba 2": ("nemotron_h", {}),
+    "short convolution": ("lfm2", {}),
 }
+RECURRENT = ("gated delta", "mamba 2", "short convolution")
 SETTINGS = {
     "plain": {},
     "int8": {"kv_cache_dtype": "int8"},
@@ -88,9 +93,11 @@ SETTINGS = {
     "a step ahead": {"async_scheduling": True},
     "quantized": {"quantization": "int8"},
     "next-use": {"eviction": "next-use"},
+    "checkpoints": {"checkpoints": "8", "num_state_slots": 40},
 }
 QUICK = [("dense", name) for name in SETTINGS] + [("window in some layers", "plain")]
-ALL = [(model, name) for model in MODELS for name in SETTINGS]
+QUICK += [(model, "checkpoints") for model in RECURRENT] + [("gated delta", "plain"), ("gated delta", "int8")]
+ALL = [(model, name) for model in MODELS for name in SETTINGS if model in RECURRENT or name != "checkpoints"]
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
 
 
@@ -109,6 +116,9 @@ def test_restored_blocks_have_the_bits_of_computed_ones(model, setting, tmp_path
     assert stats.num_disk_tokens
     assert not (read.not_used)
     assert not (written.not_kept)
+    if model in RECURRENT:
+        assert written.num_written_states
+        assert read.num_read_states
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -118,7 +128,7 @@ def test_the_bytes_are_the_same_with_any_number_of_threads(path, tmp_path, threa
     torch.set_num_threads(threads)
     try:
         engine, computed = engine_with(path, tmp_path), engine_with(path)
-        memory, indexed = engine.cache.store._memory, engine.block_manager.hash_to_block_id
+        memory, indexed = engine.cache.store._memories["blocks"], engine.block_manager.hash_to_block_id
         outcome(engine, prompts)
         own = type(memory).of(computed.runner.kv_cache)
         outcome(computed, prompts)
@@ -197,6 +207,27 @@ def test_a_salt_finds_only_its_own_blocks(path, tmp_path):
     assert not any(b"salt-text" in file.read_bytes() for file in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("model", ["dense", "window in some layers", "gated delta"])
+def test_recomputed_blocks_and_states_are_those_of_the_store(model, tmp_path_factory, tmp_path):
+    family, changes = MODELS[model]
+    path = tiny_model(family, tmp_path / "model", **changes) if changes else cached_model(family, tmp_path_factory)
+    store = tmp_path / "store"
+    _, written, _ = outcome(engine_with(path, store), ragged_prompts(vocab_size=100))
+    folder = content_files.ContentFolder(store)
+    files, _ = folder.files()
+    config = engine_with(path, store).config
+    found = compare_with_model(config, folder, files, 1.0)
+    assert found.num_equal == written.num_written_blocks + written.num_written_states > 5
+    assert not found.wrong
+    assert not found.skipped
+    for file in files:
+        parts = folder.read(file, range(len(file.head.sizes)))
+        wrong = [parts[0][:-1] + bytes([parts[0][-1] ^ 1]), *parts[1:]]
+        folder.write(file.head.identity, file.head.note, wrong, seconds=1.0)
+    found = compare_with_model(config, folder, folder.files()[0], 1.0)
+    assert found.wrong.keys() == {file.path.name for file in files}
+
+
 # ---------------------------------------------------------------------- identity
 
 
@@ -211,7 +242,7 @@ def stored(path, tmp_path_factory):
 def test_each_part_of_the_identity_alone_is_a_miss_with_its_name(path, stored, monkeypatch):
     engine = engine_with(path)
     parts = store_identity(engine.config, engine.decision, engine.model_path)
-    assert len(parts) == 15
+    assert len(parts) == 16
     for name in parts:
         monkeypatch.setattr("pagedcli.runner.store.store_identity", lambda *_: {**parts, name: "another"})  # noqa: B023
         store = engine_with(path, stored).cache.store
@@ -251,7 +282,6 @@ def test_one_byte_in_the_middle_of_a_tensor_is_another_model(path, stored, tmp_p
         ("qwen3", {"attention_backend": "sdpa"}, "attention backend sdpa"),
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching is off"),
         ("qwen3", {"tensor_parallel_size": 2}, "it keeps the blocks of one rank"),
-        ("qwen3_5", {}, "recurrent state"),
         ("gpt2", {}, "GPT2"),
     ],
 )

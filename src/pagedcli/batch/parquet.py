@@ -255,8 +255,7 @@ def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]
 
 
 def answer_schema(columns: Columns | None = None, marked: frozenset[str] = frozenset()) -> Any:
-    """The columns of an answer, with these about reasoning, calls, scores and a store. All are typed, even if no row has
-    a value."""
+    """The columns of an answer, with these that only some runs have. All are typed, even if no row has a value."""
     import pyarrow as pa
 
     columns = columns or Columns()

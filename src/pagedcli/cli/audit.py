@@ -150,7 +150,7 @@ def audit(options: AuditOptions) -> None:
 def _check_alone(options: AuditOptions) -> None:
     """Raises: UsageError for flags of another kind of audit than the one that is asked for."""
     kind = "--self-test" if options.self_test else "--replay" if options.replay is not None else None
-    given = {"--remember": options.remember, "--recall": options.recall, "-o": options.output_file}
+    given: dict[str, object] = {"--remember": options.remember, "--recall": options.recall, "-o": options.output_file}
     if kind == "--self-test":
         given |= {"URL": options.url, "--replay": options.replay, "--dry-run": options.dry_run or None}
     useless = [name for name, value in given.items() if value is not None]

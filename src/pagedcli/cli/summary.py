@@ -76,10 +76,15 @@ def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
 
 def say_store(facts: "StoreFacts", path: str) -> None:
     """Print what a run did with its prefix store, and why files were of no use."""
-    say(
-        f"prefix store {path}: {plural(facts.num_read_blocks, 'block')} read ({byte_text(facts.num_read_bytes)}),"
-        f" {plural(facts.num_written_blocks, 'block')} written ({byte_text(facts.num_written_bytes)})"
+    read, written = (
+        plural(num_blocks, "block") + (f" and {plural(num_states, 'state')}" if num_states else "")
+        for num_blocks, num_states in (
+            (facts.num_read_blocks, facts.num_read_states),
+            (facts.num_written_blocks, facts.num_written_states),
+        )
     )
+    read_bytes, written_bytes = byte_text(facts.num_read_bytes), byte_text(facts.num_written_bytes)
+    say(f"prefix store {path}: {read} read ({read_bytes}), {written} written ({written_bytes})")
     if facts.no_room is not None:
         say(f"  {facts.no_room}: nothing was removed for that")
     for what, reasons in (("not read", facts.not_used), ("not written", facts.not_kept)):

@@ -150,20 +150,35 @@ class BlockManager:
         self._extend_prefixes(seq, num_asked)
         return self._hit(self._cached_beginning(seq), num_asked)
 
-    def _cached_beginning(self, seq: CacheUser) -> list[int | None]:
-        return self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
+    def _cached_beginning(self, seq: CacheUser, ends: Collection[int] | None = None) -> list[int | None]:
+        """The blocks of the longest cached beginning of the sequence, of one of `ends` spans; None: of any number."""
+        if self.has_windows:
+            return self._seen_blocks(seq, ends)
+        found = self._leading_blocks(seq, 0)
+        if ends is None:
+            return found
+        return found[: max((end for end in ends if end * self.num_groups <= len(found)), default=0) * self.num_groups]
 
-    def missing_entries(self, seq: CacheUser, elsewhere: Collection[int]) -> list[int]:
+    def missing_entries(
+        self, seq: CacheUser, elsewhere: Collection[int], ends: Collection[int] | None = None
+    ) -> tuple[list[int], int]:
         """Entries of the table that would have to be brought here for the longest beginning that is cached here or
-        `elsewhere`, as far as blocks can be taken for them without losing others of it."""
+        `elsewhere`, as far as blocks can be taken for them without losing others of it, and its number of spans, one of
+        `ends`; None: any."""
         self._elsewhere = elsewhere
-        entries = self._cached_beginning(seq)
+        entries = self._cached_beginning(seq, ends)
         self._elsewhere = ()
         missing = [index for index, block_id in enumerate(entries) if block_id == ELSEWHERE]
         num_takeable = self.pool.num_takeable({block_id for block_id in entries if block_id is not None})
         if len(missing) <= num_takeable:
-            return missing
-        return [] if self.has_windows else missing[: num_takeable // self.num_groups * self.num_groups]
+            return missing, len(entries) // self.num_groups
+        if self.has_windows:
+            return [], 0
+        num_kept = num_takeable // self.num_groups * self.num_groups
+        end = missing[num_kept] // self.num_groups  # before it all is here
+        if ends is None:
+            return missing[:num_kept], end
+        return self.missing_entries(seq, elsewhere, [each for each in ends if each <= end])
 
     def is_written(self, block_id: int, prefix: Prefix) -> bool:
         """Whether a block has this content, and the step that computed it has run."""

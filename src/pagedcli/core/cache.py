@@ -53,6 +53,16 @@ class CacheKind(Protocol):
     def can_fork(self, parent: CacheUser, *, is_last: bool) -> bool:
         """Whether there is room for the next step of a fork. `is_last`: the parent ends then."""
 
+    def stored(self, seq: CacheUser, most: int, store: "PrefixStore") -> Collection[int]:
+        """After how many full spans, at most `most`, the store has what a sequence with these tokens continues with."""
+
+    def restore(self, seq: CacheUser, num_spans: int, store: "PrefixStore") -> bool:
+        """Bring from the store what a sequence continues with after so many spans, unless it is here. Returns False if
+        it could not be read; then the store has it no longer."""
+
+    def offer(self, seq: CacheUser, hit: PrefixHit, store: "PrefixStore") -> None:
+        """A sequence has started after its hit: what it found is for the store, too."""
+
     def allocate(self, seq: CacheUser, hit: PrefixHit) -> None:
         """A sequence starts after its hit. Its blocks come next."""
 
@@ -157,16 +167,33 @@ class Cache:
         if store is None:
             return hit
         num_before = blocks.num_computed_after(seq, hit)
-        while hit.num_spans < hit.num_asked and (found := store.found(seq, hit.num_asked * blocks.num_groups)):
-            indices = blocks.missing_entries(seq, found)
-            if not indices:
+        while hit.num_spans < hit.num_asked:
+            found = store.found(seq, hit.num_asked * blocks.num_groups)
+            indices, num_spans = blocks.missing_entries(seq, found, self._ends(seq, hit.num_asked, store))
+            if num_spans <= hit.num_spans:
                 break
-            contents = store.read(seq, indices)
-            if contents is not None:
+            if indices:
+                contents = store.read(seq, indices)
+                if contents is None:
+                    continue
                 blocks.restore(seq, dict(zip(indices, contents, strict=True)), store.place_in_memory)
-                hit = self.lookup(seq)
+            is_whole = all(kind.restore(seq, num_spans, store) for kind in self.others)
+            hit = self.lookup(seq)
+            if is_whole:
                 break
         return replace(hit, num_disk_tokens=blocks.num_computed_after(seq, hit) - num_before)
+
+    def _ends(self, seq: CacheUser, most: int, store: "PrefixStore") -> set[int] | None:
+        """After how many spans all other kinds can continue, with what the store has; None: any number."""
+        own = ({*kind.boundaries(seq, most), *kind.stored(seq, most, store)} for kind in self.others)
+        return set.intersection(*own) if self.others else None
+
+    def offer(self, seq: CacheUser, hit: PrefixHit) -> None:
+        """A sequence has started after its hit: what it found is for the store, if there is one."""
+        if self.store is not None:
+            self.store.offer(seq, hit.block_ids, self.blocks.is_written)
+            for kind in self.others:
+                kind.offer(seq, hit, self.store)
 
     def allocate(
         self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int, *, num_shared_tokens: int | None = None

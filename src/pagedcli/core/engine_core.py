@@ -199,7 +199,7 @@ class EngineCore:
             self._emit(ev.StepStarted(step, self.clock_ns()))
         self.cache.begin_step()
         if self.cache.store is not None:
-            self.cache.store.keep(self.block_manager, self.stats.seconds_per_token)
+            self.cache.store.keep(self.stats.seconds_per_token)
         self._forks.start_continuations(self._requests, self._new_sequence)
         work = self._step_ahead(step, clock) if self.runs_ahead else self._step_now(step, clock)
         self._count(work, clock)

@@ -374,7 +374,7 @@ class Scheduler:
             seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
         if is_first and self.cache.store is not None and not seq.is_private:
             self._facts.num_disk_tokens += hit.num_disk_tokens or 0
-            self.cache.store.offer(seq, hit.block_ids)
+            self.cache.offer(seq, hit)
         if is_first:
             self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
 

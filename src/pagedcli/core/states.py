@@ -21,7 +21,7 @@ Both slots are held until the step has been launched; what is written later cann
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import pagedcli.events as ev
 from pagedcli.core.block_manager import BlockManager, CacheUser, PrefixHit
@@ -29,6 +29,9 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import Prefix
 from pagedcli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagedcli.core.store import PrefixStore
 
 PolicyName = Literal["branches", "end", "none"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # a number of tokens is one, too
@@ -307,6 +310,47 @@ class StateKind:
 
     def forget(self, seq: CacheUser) -> None:
         self.plan.forget(seq)
+
+    # ------------------------------------------------------------------ the store
+
+    def slot_of(self, seq: CacheUser, num_spans: int) -> int | None:
+        """The slot with the state after so many spans of the sequence."""
+        return self._find(self.plan.prefix(seq, num_spans))
+
+    def stored(self, seq: CacheUser, most: int, store: "PrefixStore") -> list[int]:
+        spans = range(1, min(most, self.plan.last_readable(seq)) + 1)
+        found = store.found_states(seq, {span: self.plan.prefix(seq, span) for span in spans})
+        return [span for span in found if self._find(self.plan.prefix(seq, span)) is None]
+
+    def restore(self, seq: CacheUser, num_spans: int, store: "PrefixStore") -> bool:
+        prefix = self.plan.prefix(seq, num_spans)
+        if self._find(prefix) is not None:
+            return True
+        content = store.read_state(prefix)
+        if content is None:
+            return False
+        assert self.num_available, "ask why_wait first"
+        slot = self.slots[self._take()]
+        slot.ref_count, slot.prefix = 0, prefix
+        self._idle[slot.slot_id] = None
+        self._index[prefix.hash] = slot.slot_id
+        store.place_state(slot.slot_id, content)
+        if self._emit is not None:
+            num_tokens = num_spans * self._block_size
+            self._emit(ev.CheckpointRestored(seq.seq_id, slot.slot_id, prefix.hash, num_tokens))
+        return True
+
+    def offer(self, seq: CacheUser, hit: PrefixHit, store: "PrefixStore") -> None:
+        slot_id = self._find(self.plan.prefix(seq, hit.num_spans)) if hit.num_spans else None
+        if slot_id is not None:
+            prefix = self.slots[slot_id].prefix
+            assert prefix is not None, "it was found by its prefix"
+            store.offer_state(seq, hit.num_spans, prefix, slot_id, self._is_written)
+
+    def _is_written(self, slot_id: int, prefix: Prefix) -> bool:
+        """Whether a slot has the state after these tokens, and the step that computed it has run."""
+        is_pending = slot_id in self._made_now or slot_id in self._made_before
+        return self.slots[slot_id].prefix is prefix and not is_pending
 
     # ------------------------------------------------------------------ changes
 

@@ -279,8 +279,6 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
         why, hint = "prefix caching is off", "leave out --no-enable-prefix-caching"
     elif config.tensor_parallel_size > 1:
         why, hint = "it keeps the blocks of one rank", "use --tensor-parallel-size 1"
-    elif plan.limits.has_states:
-        why, hint = f"{spec.architecture} has layers with recurrent state, which it does not keep", None
     elif not plan.on_cpu:
         why, hint = f"no equal bits are promised on {plan.device}", "use --device cpu"
     elif not backend.capabilities.batch_invariant:

@@ -56,7 +56,7 @@ class LLMEngine(EngineCore):
         store, self.cache.store = self.cache.store, None
         if store is None:
             return None
-        store.close(self.block_manager, self.stats.seconds_per_token)
+        store.close(self.stats.seconds_per_token)
         return store.facts
 
     def __enter__(self) -> Self:

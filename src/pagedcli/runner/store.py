@@ -3,6 +3,7 @@
 Used by LLMEngine; planning.decide has refused the engines whose bits are not promised.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,14 +33,45 @@ class CacheMemory:
 
     def read(self, block_id: int) -> bytes:
         """A copy of a block's K and V."""
-        block = self.kv_cache[:, :, block_id].contiguous()
-        return block.view(-1).view(torch.uint8).numpy().tobytes()
+        return _bytes_of(self.kv_cache[:, :, block_id])
 
     def write(self, block_id: int, content: bytes) -> None:
         """Replace a block's K and V."""
-        block = self.kv_cache[:, :, block_id]
-        given = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(block.dtype)
-        block.copy_(given.view(block.shape))
+        _replace(self.kv_cache[:, :, block_id], content)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """The slots of recurrent state on the CPU: pools [slots, ...] of all layers that keep one."""
+
+    pools: tuple[Tensor, ...]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, states: Sequence[Sequence[Tensor]]) -> "StateMemory":
+        pools = tuple(pool for of_layer in states for pool in of_layer)
+        return cls(pools, sum(pool[0].numel() * pool.itemsize for pool in pools))
+
+    def read(self, block_id: int) -> bytes:
+        """A copy of a slot's state."""
+        return b"".join(_bytes_of(pool[block_id]) for pool in self.pools)
+
+    def write(self, block_id: int, content: bytes) -> None:
+        """Replace a slot's state."""
+        start = 0
+        for pool in self.pools:
+            end = start + pool[block_id].numel() * pool.itemsize
+            _replace(pool[block_id], content[start:end])
+            start = end
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _replace(tensor: Tensor, content: bytes) -> None:
+    given = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(tensor.dtype)
+    tensor.copy_(given.view(tensor.shape))
 
 
 def open_store(config: EngineConfig, decision: Decision, model_path: Path, runner: ModelRunner) -> PrefixStore | None:
@@ -54,7 +86,14 @@ def open_store(config: EngineConfig, decision: Decision, model_path: Path, runne
     )
     limits = runner.limits
     identity = store_identity(config, decision, model_path)
-    return PrefixStore(folder, identity, CacheMemory.of(runner.kv_cache), limits.block_size, len(limits.groups))
+    return PrefixStore(
+        folder,
+        identity,
+        CacheMemory.of(runner.kv_cache),
+        limits.block_size,
+        len(limits.groups),
+        states=StateMemory.of(runner.state.states) if limits.has_states else None,
+    )
 
 
 def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
@@ -76,6 +115,7 @@ def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -
         "block size": str(plan.limits.block_size),
         "groups of layers": digest_of(repr(plan.limits.groups).encode()),
         "rotary embedding": digest_of(repr([(mixer.rope, mixer.head_dim) for mixer in spec.attentions]).encode()),
+        "recurrent state": digest_of(repr(spec.states).encode()),
         "instructions": instructions(load_library()),
         "kernels": library_key(),
         "rank": f"0 of {config.tensor_parallel_size}",

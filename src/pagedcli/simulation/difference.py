@@ -283,8 +283,8 @@ class Comparison:
                 cuts = [self._cuts(side) for side in (0, 1)]
                 return None if cuts[0] == cuts[1] else f"{len(cuts[0]):,} -> {len(cuts[1]):,}"
             case "store":
-                tokens = [-int((side.from_disk or {}).get("computed_tokens", 0)) for side in self.sides]
-                return _changed("", *tokens, "tokens")
+                before, after = (-int((side.from_disk or {}).get("computed_tokens", 0)) for side in self.sides)
+                return _changed("", before, after, "tokens")
         return self._detail_of_routing()
 
     def _detail_of_prompts(self) -> str | None:

@@ -227,8 +227,16 @@ class PrefixLaws(LawBook):
             if held is not None and held != tuple(token_ids[span * size : (span + 1) * size]):
                 refuse(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {span}")
 
-    def before_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
-        self._before_restored[event.seq_id] = self.num_found(state.seqs[event.seq_id], state)
+    def before_blocks_restored(self, event: ev.BlocksRestored | ev.CheckpointRestored, state: PoolState) -> None:
+        if event.seq_id not in self._before_restored:
+            self._before_restored[event.seq_id] = self.num_found(state.seqs[event.seq_id], state)
+
+    def before_checkpoint_restored(self, event: ev.CheckpointRestored, state: PoolState) -> None:
+        self.before_blocks_restored(event, state)
+        chain = self.chain(state.seqs[event.seq_id], state)
+        end = event.num_tokens // state.block_size * state.num_groups
+        if chain is not None and chain[end - 1] != event.hash:
+            refuse(event, f"the chain of seq {event.seq_id} has another hash after {event.num_tokens} tokens")
 
     def after_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
         seq, size = state.seqs[event.seq_id], state.block_size

@@ -520,6 +520,19 @@ class SlotLaws(LawBook):
         if block_id is None or state.hashes[block_id] != event.hash:
             refuse(event, f"the block before it, {block_id}, has another hash")
 
+    def before_checkpoint_restored(self, event: ev.CheckpointRestored, state: PoolState) -> None:
+        seq, slots = live(event, state), self._slots(event, state)
+        if seq.running or seq.block_table or not state.started.enable_prefix_caching:
+            refuse(event, f"seq {seq.seq_id} ({seq.status}) looks up no prefix")
+        if event.slot_id != (first := next(iter(slots.empty), None)):
+            refuse(event, f"slot {event.slot_id} was taken, but the first empty one is {first}")
+        if event.hash in slots.index:
+            refuse(event, "there is such a checkpoint already")
+        if event.num_tokens % state.block_size or not 0 < event.num_tokens < seq.num_tokens:
+            refuse(event, f"after {event.num_tokens} tokens of seq {seq.seq_id}: not the end of one of its blocks")
+        if event.hash not in state.hash_to_block_id:
+            refuse(event, "the block before it is not in the pool")
+
     def before_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
         slots = self._slots(event, state)
         found = slots.checkpoints[self._slot(event, event.slot_id, slots)]

@@ -155,7 +155,7 @@ class Checkpoint:
     num_tokens: int  # tokens before it
     seq_id: int  # the sequence that computed it
     reason: ev.CheckpointReason
-    step: int | None  # None: made before the first step
+    step: int | None  # None: made before the first step, or by an earlier run
 
 
 class SlotLedger:
@@ -217,6 +217,15 @@ class SlotLedger:
         """Make a checkpoint."""
         found = Checkpoint(event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, step)
         self.checkpoints[event.slot_id] = found
+        self.index[event.hash] = event.slot_id
+
+    def restore(self, event: ev.CheckpointRestored) -> None:
+        """Fill an empty slot with a checkpoint of an earlier run, which any step can read."""
+        del self.empty[event.slot_id]
+        self.idle[event.slot_id] = None
+        self.checkpoints[event.slot_id] = Checkpoint(
+            event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, None
+        )
         self.index[event.hash] = event.slot_id
 
     def drop(self, slot_id: int) -> None:

@@ -480,6 +480,9 @@ class PoolState(BlockLedger):
     def on_checkpoint_made(self, event: ev.CheckpointMade) -> None:
         self.known_slots.keep(event, self.step_number)
 
+    def on_checkpoint_restored(self, event: ev.CheckpointRestored) -> None:
+        self.known_slots.restore(event)
+
     def on_checkpoint_dropped(self, event: ev.CheckpointDropped) -> None:
         self.known_slots.drop(event.slot_id)
 

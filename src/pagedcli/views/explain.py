@@ -290,7 +290,7 @@ class CheckpointRow(ShownRow):
     dropped_step: Annotated[int | None, "dropped in step"]
     why: Annotated[str, "because of"] = computed(lambda row: ev.CHECKPOINT_WORDS[row.reason])
 
-    def __init__(self, event: ev.CheckpointMade, label: str, step: int | None) -> None:
+    def __init__(self, event: ev.CheckpointMade | ev.CheckpointRestored, label: str, step: int | None) -> None:
         super().__init__(event)
         self.step, self.label = step, label
         self.num_hits = self.tokens_hit = 0  # lookups that continued from it, and the tokens that this saved
@@ -396,10 +396,12 @@ class Explainer(View[PoolState]):
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
-    def on_checkpoint_made(self, event: ev.CheckpointMade, state: PoolState) -> None:
+    def on_checkpoint_made(self, event: ev.CheckpointMade | ev.CheckpointRestored, state: PoolState) -> None:
         use = CheckpointRow(event, state.seqs[event.seq_id].label, state.step_number)
         self._checkpoint_in[event.slot_id] = use
         self.checkpoints.append(use)
+
+    on_checkpoint_restored = on_checkpoint_made
 
     def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
         if event.slot_id is not None:

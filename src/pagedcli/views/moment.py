@@ -36,6 +36,7 @@ _NOTABLE = (
     ev.CheckpointLookedUp,
     ev.CheckpointMade,
     ev.CheckpointDropped,
+    ev.CheckpointRestored,
 )
 _KEPT_EVENTS = 400
 _KEPT_STEPS = 240  # the length of the trends

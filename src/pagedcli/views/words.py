@@ -133,6 +133,9 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.CheckpointMade():
             at, why = plural(event.num_tokens, "token"), ev.CHECKPOINT_WORDS[event.reason]
             return f"checkpoint {seq}: the state after {at} stays in slot {event.slot_id}, because of {why}"
+        case ev.CheckpointRestored():
+            at = plural(event.num_tokens, "token")
+            return f"read the state after {at} from the prefix store into slot {event.slot_id} for {seq}"
         case ev.CheckpointDropped():
             return f"drop the checkpoint in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty"
         case ev.StepFailed():
