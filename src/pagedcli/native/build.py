@@ -185,7 +185,7 @@ FLAGS = (
 def compile_flags() -> tuple[str, ...]:
     """The flags of every build on this machine."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    emulated = ("-DEMULATE_TILES",) if os.environ.get(EMULATE_TILES) else ()
+    emulated = ("-DEMULATE_TILES", "-O1") if os.environ.get(EMULATE_TILES) else ()  # compiled in half the time
     return (*FLAGS, native, *emulated)
 
 
