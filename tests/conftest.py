@@ -108,6 +108,15 @@ def _own_step_times(tmp_path_factory) -> Iterator[None]:
 _MOST_REASONS = 3
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items) -> None:
+    """Cases that take long are slow where another case of the same test is quick: see scripts/slow_cases.py."""
+    slow = set((Path(__file__).parent / "slow_cases.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_terminal_summary(terminalreporter, config) -> None:
     """One line for all skipped tests, unless -rs asks for each."""
     if set("sAa") & set(config.option.reportchars):
