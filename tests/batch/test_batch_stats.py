@@ -35,7 +35,7 @@ def test_ten_thousand_ids_take_at_most_32_bytes_each():
     seen = SeenIds()
     for row_id in range(10_000):
         seen.add(row_id)
-    assert sys.getsizeof(seen._slots) <= 32 * 10_000
+    assert sys.getsizeof(seen._digests._slots) <= 32 * 10_000
 
 
 def test_the_hit_rate_of_nothing_is_zero():
