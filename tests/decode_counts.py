@@ -1,5 +1,7 @@
 """What one decode step asks of a GPU, counted on the pretended one: kernels, operations of torch, and uploads."""
 
+from engine_harness import FirstEight
+
 from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -17,15 +19,6 @@ KINDS = {
 }
 
 
-class FirstEight:
-    """A guide that allows eight tokens."""
-
-    allowed_tokens = b"\xff" + bytes(39)
-
-    def accept(self, token_id):
-        return False
-
-
 # as docs/performance.md names them -> (family of model_zoo, what differs from it)
 FAMILIES = {
     "Llama, Mistral": ("llama", {}),
@@ -39,6 +32,7 @@ FAMILIES = {
     "Qwen3-MoE": ("qwen3-moe", {"mlp_only_layers": []}),
     "Qwen2-MoE": ("qwen2-moe", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "DeepSeek-V3": ("deepseek_v3", {"first_k_dense_replace": 0}),
     "Gemma 4 12B, 31B": ("gemma4-31b", {}),
     "Gemma 4 E2B, E4B": ("gemma4-e2b", {"num_kv_shared_layers": 0}),
     "Gemma 4 26B-A4B": ("gemma4-26b", {}),

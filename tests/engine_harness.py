@@ -6,6 +6,19 @@ from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
 
 
+class FirstEight:
+    """A guide that allows eight tokens."""
+
+    allowed_tokens = b"\xff" + bytes(39)
+
+    def accept(self, token_id):
+        pass
+
+    @classmethod
+    def find_allowed(cls, guides):
+        return [False] * len(guides)
+
+
 def ragged_prompts(num_prompts=16, vocab_size=320, seed=0):
     """Prompts of 1 to 60 tokens; half of them share a prefix of 24."""
     rng = random.Random(seed)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
@@ -52,6 +53,9 @@ class ScriptedExecutor:
         self.fail_launch = self.fail_read = False  # of the next step
 
     def launch(self, step, sampling):
+        return self.launch_model(step)(sampling)
+
+    def launch_model(self, step):
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")
@@ -73,15 +77,20 @@ class ScriptedExecutor:
                 if slot >= 0:
                     self.cache[slot] = token_id
         self.steps.append((step.cu_q[1:] - step.cu_q[:-1]).tolist())
+        return partial(self._sample, self._contexts(step), self._target_scores(step))
+
+    def _sample(self, contexts, target_scores, sampling):
         self.last_tokens, scored, logprobs = [], dict(sampling.scored), {}
-        for row, (context, draw) in enumerate(self._contexts(step, sampling)):
+        if sampling.logits_rows is not None:
+            contexts = [contexts[row] for row in sampling.logits_rows]
+        for row, (context, draw) in enumerate(zip(contexts, sampling.rows.uniform.tolist(), strict=True)):
             token = self.choose(context, draw)
             self.last_tokens.append(None if token is None else self._changed(token, row, sampling))
             self._keep(row, context, sampling)
             if row in scored:
                 logprobs[row] = TokenLogprobs(token, 0.0, likeliest(context)[: scored[row]])
         failing, self.fail_read = self.fail_read, False
-        return ScriptedStep(None if failing else self.last_tokens, logprobs, self._target_scores(step))
+        return ScriptedStep(None if failing else self.last_tokens, logprobs, target_scores)
 
     def _target_scores(self, step):
         """Scores of the given tokens that the step asks for."""
@@ -110,13 +119,11 @@ class ScriptedExecutor:
         for slot, state in zip(writes, states, strict=True):
             self.states[slot] = state
 
-    def _contexts(self, step, sampling):
-        """The tokens before each row of logits, and its random number."""
+    def _contexts(self, step):
+        """The tokens before each row of logits."""
         rows = range(step.cu_q[-1]) if step.logits_rows is None else step.logits_rows.tolist()
         rows = rows if step.prompt_rows is None else [rows[row] for row in step.prompt_rows.sampled]
-        rows = rows if sampling.logits_rows is None else [rows[row] for row in sampling.logits_rows]
-        for row, draw in zip(rows, sampling.rows.uniform.tolist(), strict=True):
-            yield self._context(step, row), draw
+        return [self._context(step, row) for row in rows]
 
     def _context(self, step, row):
         """The tokens up to a row of the step."""

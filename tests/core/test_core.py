@@ -30,7 +30,10 @@ class Digits:
     def accept(self, token_id):
         assert token_id != self.last, "the grammar does not allow this token"
         self.last, self.left = token_id, self.left - 1
-        return self.left == 0
+
+    @classmethod
+    def find_allowed(cls, guides):
+        return [guide.left == 0 for guide in guides]
 
 
 def stop_after(token_id):
@@ -344,3 +347,29 @@ def test_an_engine_that_nobody_uses_is_gone_without_the_garbage_collector():
         assert runner() is None
     finally:
         gc.enable()
+
+
+def test_a_grammar_keeps_no_row_from_running_ahead_and_all_are_followed_at_once():
+    followed = []
+
+    class Counted(Digits):
+        @classmethod
+        def find_allowed(cls, guides):
+            followed.append(len(guides))
+            return super().find_allowed(guides)
+
+    def run(ahead, num_guided):
+        sim = Simulation(60, runs_ahead=ahead, max_num_batched_tokens=64)
+        for row in range(3):
+            sim.add([row], 8, make_guide=(lambda: Counted(6)) if row < num_guided else None)
+        sim.run()
+        return [seq.token_ids for seq in sim.seqs], sim
+
+    plain, free = run(True, 0)
+    assert free.num_steps_ahead == 7
+    found, guided = run(True, 2)
+    assert found == run(False, 2)[0]
+    assert found[2] == plain[2]
+    assert [len(tokens) for tokens in found] == [7, 7, 9]
+    assert guided.num_steps_ahead == free.num_steps_ahead
+    assert followed == [2] * 12

@@ -1,5 +1,7 @@
 """The grouped Triton product of experts: equal to its twin in the interpreter, and compiled for three GPUs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,27 @@ def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_expe
     found, experts = triton_experts.route(logits, routing, router_bias, expert_scales)
     assert torch.equal(experts, chosen.int())
     torch.testing.assert_close(found, weights.gather(1, order), rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=0)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_experts", "groups"), [(24, (3, 2, 2)), (64, (8, 4, 2)), (20, (5, 1, 1))])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_groups_of_experts_are_routed_by_the_kernel(name, num_experts, groups, monkeypatch):
+    from pagedcli.layers import triton_experts
+
+    logits, routing = logits_of(9, num_experts), replace(ROUTINGS[name], groups=groups)
+    logits[0] = 0.5
+    router_bias = torch.arange(num_experts).float().remainder_(3) if name == "sigmoid" else None
+    weights, chosen = route(logits, routing, router_bias)
+    chosen, order = chosen.sort(-1)
+    monkeypatch.setattr(torch.Tensor, "sort", None)  # nothing of it in torch
+    found, experts = triton_experts.route(logits, routing, router_bias)
+    assert torch.equal(experts, chosen.int())
+    torch.testing.assert_close(found, weights.gather(1, order), rtol=1e-5, atol=0)
+    logits[:2] = float("nan")
+    _, experts = triton_experts.route(logits, routing, router_bias)
+    assert experts[:2].diff().gt(0).all()
+    assert experts[:2].max() < num_experts
 
 
 @interpreted

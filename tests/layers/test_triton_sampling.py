@@ -161,6 +161,26 @@ def test_more_candidates_than_are_copied_are_searched_where_they_are():
     assert abs(float(probs[logits > floor].sum()) - 0.75) < 5e-5
 
 
+@interpreted
+def test_limits_read_the_chunks_that_matter(monkeypatch):
+    """At one row a program alone reads it, so each pass counts; the largest of each chunk are found side by side."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, logits, read = InterpreterBuilder.create_masked_load, noise(1, 30000, scale=2.0), []
+
+    def counted(builder, ptrs, mask, *rest):
+        inside = (ptrs.data >= logits.data_ptr()) & (ptrs.data < logits.data_ptr() + logits.nbytes) & mask.data
+        read.append(int(inside.sum()))
+        return load(builder, ptrs, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    for likeliest, limits, most in ((0, (0, 0.9, 0.0), 4), (40, (0, 0.9, 0.0), 1.5)):
+        logits[0, 5] = likeliest
+        read.clear()
+        smallest_kept(logits, torch.full((1,), 0.6), limits_of(limits))
+        assert sum(read) <= most * 30000, limits
+
+
 # ---------------------------------------------------------------------- tokens
 
 
@@ -324,8 +344,11 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     chunks = {"logits_ptr": data, "temperature_ptr": wide, "floor_ptr": wide, **partial}
     rows = {**chunks, "uniform_ptr": wide, "out_ptr": "*i64"}
     limits = {"logits_ptr": data, "temperature_ptr": wide, "top_k_ptr": short, "top_p_ptr": wide, "min_p_ptr": wide}
-    limits |= {"candidates_ptr": short, "floor_ptr": wide, "row_stride": "i32"}
-    cases = [(kernels.smallest_kept_kernel, limits, {"V": 151936, **kernels.limit_constants(dtype)}, 16)]
+    limits |= {"tops_ptr": wide, "row_stride": "i32"}
+    cases = [(kernels.chunk_tops_kernel, {name: limits[name] for name in limits if "temp" not in name}, sizes, 8)]
+    limits |= {"candidates_ptr": short, "floor_ptr": wide}
+    constants = {**sizes, **kernels.limit_constants(dtype), "BLOCK_C": 64}
+    cases.append((kernels.smallest_kept_kernel, limits, constants, 16))
     cases.append((kernels.sample_chunks_kernel, chunks, sizes, 8))
     cases.append((kernels.sample_rows_kernel, rows, {**sizes, "BLOCK_C": 64}, 8))
     changes = {"scores_ptr": wide, "rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": wide, "second_ptr": wide}

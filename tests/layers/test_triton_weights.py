@@ -66,13 +66,33 @@ def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
     linear = TritonLinear(weight, bias[: len(numbers)])
-    constants = [linear_constants(linear._weight, count, 132) for count in (1, 17, 40, 200)]
+    counts, gpu = (1, 17, 40, 200), (132, (9, 0))
+    constants = [linear_constants(linear._weight, count, torch.float16, *gpu)[0] for count in counts]
     assert len({(each["LENGTH"], each["BLOCK_K"]) for each in constants}) == 1, "else a token depends on its company"
     assert constants[0]["LENGTH"] < numbers.shape[1] / 2
     exact = x.double() @ numbers.double().T + bias[: len(numbers)]
     torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-3)
     halved = linear(x.half())
     torch.testing.assert_close(halved.double(), exact, rtol=2e-3, atol=2e-2 * float(exact.std()))
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_a_large_decode_step_read_the_packed_weight(form, monkeypatch):
+    """Each adds its parts itself, with the bits of a step whose parts are added afterwards."""
+    from pagedcli.layers import triton_products
+    from pagedcli.layers.triton_products import TritonLinear
+
+    monkeypatch.setattr(triton_products, "unpacked_weight", None)
+    monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
+    monkeypatch.setattr(triton_products, "_num_processors", lambda _: 132)
+    linear = TritonLinear(FORMS[form])
+    x = exact_activations(140, linear._weight.num_in).half() / 127
+    found = [linear(x)]
+    monkeypatch.setattr(triton_products, "_capability", lambda _: (9, 0))
+    found.append(linear(x))
+    rows = torch.cat([linear(x[:60]), linear(x[60:76]), linear(x[76:])])
+    assert all(torch.equal(each, rows) for each in found)
 
 
 @interpreted
@@ -152,8 +172,9 @@ def check_compiled(dtype, capability, form, group_size, tmp_path, token_counts):
     weight_types = kernel_weight_types(form, capability, data)
     types = {"x_ptr": data, "bias_ptr": data, "out_ptr": "*fp32", "num_tokens": "i32", **weight_types}
     for num_tokens in token_counts:
-        constants = {**products.linear_constants(weight, num_tokens, 132), "BIAS": False, "WHOLE": False}
-        kernel = Compiled(products.linear_kernel, types, constants, capability, 4, tmp_path, 4)
+        constants, launch = products.linear_constants(weight, num_tokens, dtype, 132, divmod(capability, 10))
+        constants |= {"BIAS": False, "WHOLE": False}
+        kernel = Compiled(products.linear_kernel, types, constants, capability, tmp_path=tmp_path, **launch)
         assert kernel.spilled_bytes == 0
         assert kernel.shared_bytes <= SHARED_LIMIT[capability]
         assert "mma" in kernel.ptx

@@ -2,7 +2,7 @@
 every family, kind of sampling and kind of weights, with kernels that are launched but not run (see pretend_cuda)."""
 
 import pytest
-from engine_harness import ragged_prompts
+from engine_harness import FirstEight, ragged_prompts
 from interpreter import interpreted
 from model_zoo import GEMMA4_FAMILIES, tiny_model
 from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins
@@ -53,15 +53,6 @@ def gpu(monkeypatch):
 
     with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
         yield gpu
-
-
-class FirstEight:
-    """A guide that allows eight tokens."""
-
-    allowed_tokens = b"\xff" + bytes(39)
-
-    def accept(self, token_id):
-        return False
 
 
 def check(gpu, path, prompts=None, **config):

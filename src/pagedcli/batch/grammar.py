@@ -3,10 +3,12 @@ Python interface; the only place that talks to llguidance.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
@@ -30,21 +32,60 @@ _JSON_STYLE: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separat
 class GrammarGuide:
     """Follows one sample; see core.sequence.Guide. `error` is the reason if the grammar could not be followed."""
 
-    __slots__ = ("_end_tokens", "_matcher", "allowed_tokens", "error")
+    __slots__ = ("_allowed_tokens", "_masks", "_matcher", "error")
 
-    def __init__(self, matcher: "LLMatcher", allowed_tokens: bytes, end_tokens: int) -> None:
+    def __init__(self, matcher: "LLMatcher", allowed_tokens: bytes, masks: "_Masks") -> None:
         self._matcher = matcher
-        self._end_tokens = end_tokens  # a bit per token, as in allowed_tokens
-        self.allowed_tokens = allowed_tokens
+        self._masks = masks
+        self._allowed_tokens: bytes | memoryview | None = allowed_tokens  # None: not known since the last token
         self.error: str | None = None
 
-    def accept(self, token_id: int) -> bool:
-        """Take a token. Returns whether the text is complete, or cannot continue (`error`)."""
+    @property
+    def allowed_tokens(self) -> bytes | memoryview:
+        """A bit per token id, lowest first."""
+        if self._allowed_tokens is None:
+            self.find_allowed([self])
+        assert self._allowed_tokens is not None, "it has been found"
+        return self._allowed_tokens
+
+    def accept(self, token_id: int) -> None:
+        """Take a token."""
         self._matcher.consume_token(token_id)
-        self.allowed_tokens = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            self.error = _one_line(self._matcher.get_error())
-        return self.error is not None or not int.from_bytes(self.allowed_tokens, "little") & ~self._end_tokens
+        self._allowed_tokens = None
+
+    @classmethod
+    def find_allowed(cls, guides: "Sequence[GrammarGuide]") -> list[bool]:
+        """Find what may come next. Returns whether each text is complete, or cannot continue (`error`)."""
+        words, complete = guides[0]._masks.of([guide._matcher for guide in guides])
+        for row, (guide, mask) in enumerate(zip(guides, words.view(np.uint8), strict=True)):
+            guide._allowed_tokens = mask.data
+            if guide._matcher.is_error():
+                guide.error, complete[row] = _one_line(guide._matcher.get_error()), True
+        return complete
+
+
+class _Masks:
+    """Finds which tokens may come next in many texts at once, on several threads."""
+
+    def __init__(self, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        from llguidance import LLExecutor
+
+        self._executor = LLExecutor()
+        self._ends = np.zeros(-(-vocab_size // 32), dtype=np.uint32)  # a bit per token id, as all masks
+        for token_id in end_token_ids:
+            self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._with_ends = np.flatnonzero(self._ends)
+
+    def of(self, matchers: "list[LLMatcher]") -> tuple[np.ndarray[Any, np.dtype[np.uint32]], list[bool]]:
+        """Masks [G, V / 32], and for each whether only end tokens are in it."""
+        words = np.empty((len(matchers), len(self._ends)), dtype=np.uint32)
+        of_rows = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(of_rows, words.ctypes.data, words.shape[1] * 4, len(matchers))
+        complete = [False] * len(matchers)
+        may_end = (words[:, self._with_ends] & self._ends[self._with_ends]).any(axis=1)
+        for row in np.flatnonzero(may_end).tolist():
+            complete[row] = not (words[row] & ~self._ends).any()
+        return words, complete
 
 
 class Guides:
@@ -79,6 +120,7 @@ class Grammars:
         self._end_token_ids = sorted(end_token_ids)
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
+        self._masks: _Masks | None = None
         self._compiled = lru_cache(maxsize=_MAX_KEPT)(self._compile)
 
     def guides(self, params: SamplingParams) -> Guides | None:
@@ -96,8 +138,8 @@ class Grammars:
         if not self._end_token_ids:
             raise RequestError("unsupported_parameter", "a grammar needs a model with an end-of-sequence token")
         matcher, allowed_tokens = self._compiled(_grammar(structure), structure.kind)
-        end_tokens = sum(1 << token_id for token_id in self._end_token_ids)
-        return Guides(lambda: GrammarGuide(matcher.deep_copy(), allowed_tokens, end_tokens))
+        masks = self._masks = self._masks or _Masks(self._vocab_size, self._end_token_ids)
+        return Guides(lambda: GrammarGuide(matcher.deep_copy(), allowed_tokens, masks))
 
     def _compile(self, grammar: str, kind: str) -> "tuple[LLMatcher, bytes]":
         """A matcher at its start, and the tokens that it allows there."""

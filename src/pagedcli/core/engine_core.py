@@ -20,13 +20,14 @@ from pagedcli.core.requests import FinishedRequest, Forks, Request
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.scoring import SCORING, Targets
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
-from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead
+from pagedcli.core.step_input import Builder, Executor, SamplingInput, StepBuilder, StepTokens, TokensToRead
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
 _block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
 _num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
+_guide: Callable[[Sequence], Guide | None] = attrgetter("guide")
 
 
 class EngineCore:
@@ -244,6 +245,9 @@ class EngineCore:
                 self._read(earlier, is_latest=False)
             if launched is None:
                 work.drop_ended()
+            elif launched.sample is not None:
+                with clock.phase(FORWARD):
+                    launched.tokens = launched.sample(self._builder.sampling(launched.seqs, None))
             self.block_manager.fill_known()
         self.scheduler.report_scheduled(step, work)
         if launched is not None or not work.seqs:
@@ -259,15 +263,11 @@ class EngineCore:
 
     def _may_run_ahead(self, work: ScheduledStep) -> bool:
         """Whether the step can be launched before the pending tokens are read."""
-        for seq in work.seqs:
-            if seq.depends_on_tokens and seq.num_pending_tokens:
-                return False
-            if self._forks.will_fork(seq):
-                return False  # observers must see the step before its forks
-        return True
+        return not any(map(self._forks.will_fork, work.seqs))  # observers must see the step before its forks
 
     def _launch(self, work: ScheduledStep, earlier: "LaunchedStep | None" = None) -> "LaunchedStep":
-        """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read."""
+        """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read: with a grammar,
+        sampling waits for them."""
         now_s = self._now_s()
         if self.observe_work is not None:
             self.observe_work(work)
@@ -282,17 +282,22 @@ class EngineCore:
         if earlier is None:
             self._count_scheduled(work)
         seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
-        tokens = self.executor.launch(step, self._builder.sampling(seqs, logits_rows))
+        tokens = sample = None
+        if earlier is not None and any(map(_guide, seqs)):
+            sample = self.executor.launch_model(step)
+        else:
+            tokens = self.executor.launch(step, self._builder.sampling(seqs, logits_rows))
         scored = {} if step.prompt_rows is None else {seq.seq_id: seq for seq in work.seqs}
         computed = []
         if work.scores_targets:
             computed = [seq for seq in work.seqs if seq.targets and seq.num_computed_tokens == len(seq.token_ids)]
             self._forks.count_computed(computed)
-        return LaunchedStep(seqs, tokens, scored, computed)
+        return LaunchedStep(seqs, tokens, scored, computed, sample)
 
     def _read(self, step: "LaunchedStep", *, is_latest: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
         been scheduled since."""
+        assert step.tokens is not None, "the step has been sampled"
         tokens = step.tokens.read()
         self.cache.confirm(latest=is_latest)
         if not is_latest:
@@ -309,6 +314,7 @@ class EngineCore:
         try:
             self._append(step.seqs, tokens, sampled, ended)
         finally:  # a stop checker or a guide may raise: what came before it counts
+            ended += self._follow_grammars(sampled)
             self.stats.num_generated_tokens += len(sampled)
             self.scheduler.report_sampled(sampled)
             self._end(ended)
@@ -365,6 +371,21 @@ class EngineCore:
                 sampled += beams
                 if beams[0].finish_reason is not None:
                     ended += beams
+
+    def _follow_grammars(self, sampled: list[Sequence]) -> list[Sequence]:
+        """Find what may follow in the texts that have a grammar. Returns those that end as they are complete."""
+        followed = [seq for seq in sampled if seq.guide is not None and seq.finish_reason in (None, "length")]
+        guides = [seq.guide for seq in followed if seq.guide is not None]
+        if not guides:
+            return []
+        now_s, ended = self._now_s(), []
+        for seq, is_complete in zip(followed, type(guides[0]).find_allowed(guides), strict=True):
+            if is_complete:
+                if seq.finish_reason is None:
+                    seq.finished_s = now_s
+                    ended.append(seq)
+                seq.finish_reason = "stop"
+        return ended
 
     def _fail(self, seq: Sequence, error: RequestError) -> list[Sequence]:
         """End all samples of a sequence's request with an error. Returns those that had not ended."""
@@ -470,14 +491,15 @@ class EngineCore:
 # ---------------------------------------------------------------------- the parts of a step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
     """A step on the device whose tokens have not been read."""
 
     seqs: list[Sequence]  # each gets a token
-    tokens: TokensToRead
+    tokens: TokensToRead | None  # None: `sample` picks them
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
+    sample: Callable[[SamplingInput], TokensToRead] | None = None
 
     @property
     def has_beams(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, Self
 
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scoring import Targets
@@ -17,14 +17,19 @@ StopChecker = Callable[[int], str | None]
 
 class Guide(Protocol):
     """Follows a grammar along the tokens of one sample. Its state depends on these tokens alone, so preemption does not
-    affect it."""
+    affect it. All guides of an engine are of one class."""
 
     @property
-    def allowed_tokens(self) -> bytes:
+    def allowed_tokens(self) -> bytes | memoryview:
         """One bit per token id, lowest bit first: whether it may come next. At least one bit is set."""
 
-    def accept(self, token_id: int) -> bool:
-        """Accept the next token. Returns whether the text is complete: only an end token could follow."""
+    def accept(self, token_id: int) -> None:
+        """Accept the next token."""
+
+    @classmethod
+    def find_allowed(cls, guides: Items[Self]) -> list[bool]:
+        """Find the allowed tokens of guides that have accepted one, all at once. Returns whether each text is complete:
+        only an end token could follow."""
 
 
 class SequenceStatus(Enum):
@@ -65,8 +70,6 @@ class Sequence:
     is_beam: bool = field(init=False)
     has_group: bool = field(init=False)  # it is computed in the same steps as others: see `group`
     is_greedy: bool = field(init=False)  # the next token is the likeliest one, with nothing to adjust or to report
-    # Sampling the next token needs the ids of all earlier ones on the host. (For penalties, the executor keeps them.)
-    depends_on_tokens: bool = field(init=False)
     watched: bool = field(init=False)  # every token has to be looked at
 
     logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # one per output token, if requested
@@ -112,8 +115,7 @@ class Sequence:
         self.is_beam = self.has_group = params.beam_width is not None
         changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
-        self.depends_on_tokens = self.guide is not None
-        self.watched = self.depends_on_tokens or self.stop_checker is not None
+        self.watched = self.guide is not None or self.stop_checker is not None
 
     @property
     def num_tokens(self) -> int:
@@ -175,7 +177,8 @@ class Sequence:
         self.prompt_logprobs[first : first + len(logprobs)] = logprobs
 
     def append_token(self, token_id: int) -> None:
-        """Append a sampled token; sets finish_reason if it ends the sequence."""
+        """Append a sampled token; sets finish_reason if it ends the sequence. Guide.find_allowed says whether it
+        completes the text of a grammar."""
         self.token_ids.append(token_id)
         if not (self.watched or token_id in self.end_token_ids or len(self.token_ids) >= self.max_num_tokens):
             return
@@ -189,8 +192,8 @@ class Sequence:
             stop = self.stop_checker(token_id)
             if stop is not None and num_output > self.params.min_tokens:
                 self.finish_reason, self.stop_reason = "stop", stop
-        if self.finish_reason is None and self.guide is not None and self.guide.accept(token_id):
-            self.finish_reason = "stop"
+        if self.finish_reason is None and self.guide is not None:
+            self.guide.accept(token_id)
         if self.finish_reason is None and num_output >= self.max_new_tokens:
             self.finish_reason = "length"
 

@@ -5,7 +5,7 @@ WorkerGroup on several; a simulation computes nothing. Needs no torch and no dev
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -108,7 +108,8 @@ class LogitChanges:
     biased: Ints  # [K] int64, rows
     biased_ids: Ints  # [K] int64
     bias: Floats  # [K] float32, added
-    guided: list[tuple[int, bytes, list[int]]]  # row, allowed tokens (see Guide), which of them end it too early
+    # row, allowed tokens (see Guide), which of them end it too early
+    guided: list[tuple[int, bytes | memoryview, list[int]]]
     banned: Ints  # [E] int64, rows
     banned_ids: Ints  # [E] int64, the end tokens of sequences below their minimum length
 
@@ -196,11 +197,11 @@ class SamplingInput:
 
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
-        """For the next token of each sequence, after its pending ones."""
+        """For the next token of each sequence, after its pending ones. That of one that has ended is not read."""
         rows = RowSampling.greedy(len(seqs))
         has_limits, changes, score_changes, scored = False, [], [], []
         for row, seq in enumerate(seqs):
-            if seq.is_greedy:
+            if seq.is_greedy or seq.finish_reason is not None:
                 continue
             params = seq.params
             if seq.is_beam:
@@ -283,6 +284,10 @@ class Executor(Protocol):
     def launch(self, step: StepInput, sampling: SamplingInput) -> TokensToRead:
         """Start a step without waiting for its tokens. Where `step.source_rows` says so, its input ids are the tokens
         of the step launched before, which may not have been read."""
+
+    def launch_model(self, step: StepInput) -> Callable[[SamplingInput], TokensToRead]:
+        """Start a step whose sampling needs tokens that have not been read. Returns what samples it, which is called
+        before the next step is launched, or never."""
 
 
 # ---------------------------------------------------------------------- building

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedcli.layers import basic
 from pagedcli.layers.basic import Routing
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.triton_layers import LOG2E, gated, power_of_2
@@ -109,10 +108,7 @@ def route(
     logits: Tensor, routing: Routing, router_bias: Tensor | None = None, expert_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """layers.basic.route, the experts of a token ascending and int32."""
-    if routing.groups is not None:
-        weights, chosen = basic.route(logits, routing, router_bias, expert_scales)
-        chosen, order = chosen.sort(dim=-1)
-        return weights.gather(1, order), chosen.to(torch.int32)
+    num_groups, num_kept, num_best = routing.groups or (0, 0, 0)
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, routing.num_per_token))
     chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)
@@ -121,6 +117,7 @@ def route(
         logits if expert_scales is None else expert_scales, weights, chosen, routing.scale, routing.least_sum,
         X=num_experts, K=routing.num_per_token, BLOCK_X=power_of_2(num_experts), num_warps=1, SIGMOID=routing.sigmoid,
         BIASED=router_bias is not None, RENORMALIZE=routing.renormalize, SCALES=expert_scales is not None,
+        GROUPS=num_groups, KEPT=num_kept, BEST=num_best, BLOCK_G=power_of_2(max(1, num_groups)),
     )  # fmt: skip
     return weights, chosen
 
@@ -160,6 +157,10 @@ def route_kernel(
     RENORMALIZE: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    GROUPS: tl.constexpr,  # equal groups of neighbours, 0: none
+    KEPT: tl.constexpr,  # groups from which experts are picked: those with the largest sums
+    BEST: tl.constexpr,  # of so many scores
+    BLOCK_G: tl.constexpr,
 ):
     """One program per token: the experts with the largest scores, of equals the first, and their weights."""
     token = tl.program_id(0).to(tl.int64)
@@ -178,6 +179,9 @@ def route_kernel(
     # numbers for all experts and none else, so that K of them are found whatever the logits are
     wanted = tl.where(wanted != wanted, float("inf"), wanted)
     wanted = tl.where(inside, tl.maximum(wanted, -3e38), -float("inf"))
+    if GROUPS > 0:
+        kept = _in_best_groups(wanted, expert, inside, X, GROUPS, KEPT, BEST, BLOCK_X, BLOCK_G)
+        wanted = tl.where(kept | (expert >= X), wanted, -3.2e38)
     picked = tl.zeros((BLOCK_X,), tl.int32)
     for _ in range(K):
         first = tl.min(tl.where(wanted == tl.max(wanted, 0), expert, BLOCK_X), 0)
@@ -190,6 +194,37 @@ def route_kernel(
     place = token * K + tl.cumsum(picked, 0) - 1
     tl.store(weights_ptr + place, (scores * factor).to(dtype), mask=picked > 0)
     tl.store(experts_ptr + place, expert, mask=picked > 0)
+
+
+@triton.jit
+def _in_best_groups(
+    wanted,
+    expert,
+    inside,
+    X: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BEST: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Which experts are in the KEPT groups with the largest sums of their BEST scores, of equals the first."""
+    group = tl.arange(0, BLOCK_G)
+    mine = (expert[None, :] // (X // GROUPS) == group[:, None]) & inside[None, :]
+    left = tl.where(mine, wanted[None, :], -float("inf"))
+    best = tl.zeros((BLOCK_G,), tl.float32)
+    for _ in range(BEST):
+        largest = tl.max(left, 1)
+        best += largest
+        first = tl.min(tl.where(left == largest[:, None], expert[None, :], BLOCK_X), 1)
+        left = tl.where(expert[None, :] == first[:, None], -float("inf"), left)
+    best = tl.where(group < GROUPS, tl.maximum(best, -3e38), -float("inf"))
+    kept = tl.zeros((BLOCK_G,), tl.int32)
+    for _ in range(KEPT):
+        first = tl.min(tl.where(best == tl.max(best, 0), group, BLOCK_G), 0)
+        kept += (group == first).to(tl.int32)
+        best = tl.where(group == first, -float("inf"), best)
+    return tl.sum(mine.to(tl.int32) * kept[:, None], 0) > 0
 
 
 @triton.jit(do_not_specialize=["num_choices"])  # changes from step to step

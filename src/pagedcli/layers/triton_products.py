@@ -138,14 +138,15 @@ class TritonLinear:
         out = x.new_empty((num_tokens, weight.num_out))
         if not num_tokens:
             return out
-        constants = linear_constants(weight, num_tokens, _num_processors(x.device))
-        num_splits = -(-weight.num_in // constants["LENGTH"])
+        device = _num_processors(x.device), _capability(x.device)
+        constants, launch = linear_constants(weight, num_tokens, x.dtype, *device)
+        num_splits = -(-weight.num_in // (constants["LENGTH"] * constants["PARTS"]))
         blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
         bias, has_bias = x if self._bias is None else self._bias, self._bias is not None
         sums = out if num_splits == 1 else out.new_empty((num_splits, *out.shape), dtype=torch.float32)
         arguments = (x, *weight.pointers, bias, sums, num_tokens)
         flags = {"BIAS": has_bias and num_splits == 1, "WHOLE": num_splits == 1}
-        linear_kernel[(*blocks, num_splits)](*arguments, **constants, **flags, num_warps=4, num_stages=4)
+        linear_kernel[(*blocks, num_splits)](*arguments, **constants, **flags, **launch)
         if num_splits > 1:
             _, scales, _ = weight.pointers
             grid = num_tokens, -(-weight.num_out // _COLUMNS_PER_SUM)
@@ -154,31 +155,47 @@ class TritonLinear:
         return out
 
 
-# From so many tokens on a weight is unpacked once per call and multiplied by cuBLAS: otherwise each 64 tokens unpack it
-# again, in tiles that reach a fifth of cuBLAS's speed, while unpacking is one pass over the weight. Not timed yet.
-UNPACKED_TOKENS = 256
+# From so many tokens on, more than a decode step has, a weight is unpacked once per call and multiplied by cuBLAS:
+# otherwise each 64 or 128 tokens unpack it again. Unpacking writes and reads it in 2 bytes per number: 8 times the
+# bytes of 4-bit weights, in each step. Not timed yet.
+UNPACKED_TOKENS = 1024
 _PROGRAMS_PER_PROCESSOR = 4  # each has 2 to 3 KB of a weight under way, and a multiprocessor needs 10 to 25 KB
 _LEAST_LENGTH = 512  # inputs of a program: fewer would not pay for writing and adding its sums
 _COLUMNS_PER_SUM = 512
 
 
-def linear_constants(weight: KernelWeight, num_tokens: int, num_processors: int) -> dict[str, Any]:
-    """Compile-time values of linear_kernel: few tokens in narrow blocks, and parts of the inputs, for the processors.
+def linear_constants(
+    weight: KernelWeight, num_tokens: int, dtype: torch.dtype, num_processors: int, capability: tuple[int, int]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Compile-time values of linear_kernel and options of its launch: few tokens in narrow blocks, and parts of the
+    inputs, for the processors.
 
     The parts do not depend on the tokens, so a token's result does not depend on its company.
     """
+    is_large = num_tokens > 64 and dtype.itemsize == 2
     block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    if is_large and capability >= (9, 0):  # before, registers do not hold as many rows
+        block_t = 128
     in_groups = weight.form == "float8" and weight.group_size < weight.num_in
     block_k = next(size for size in (128, 64, 32) if not in_groups or size == 32 or weight.group_size % size == 0)
     wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // -(-weight.num_out // 32))
     length = min(weight.num_in, max(_LEAST_LENGTH, -(-weight.num_in // wanted)))
-    blocks = {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t <= 32 else 64, "BLOCK_K": block_k}
-    return weight.constants | blocks | {"LENGTH": -(-length // block_k) * block_k}
+    length = -(-length // block_k) * block_k
+    blocks = {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t <= 32 else 64, "BLOCK_K": block_k, "LENGTH": length}
+    if not is_large:
+        return weight.constants | blocks | {"PARTS": 1}, {"num_warps": 4, "num_stages": 4}
+    # the parts of so many tokens would be more to write and to read than the weight
+    return weight.constants | blocks | {"PARTS": -(-weight.num_in // length)}, {"num_warps": 8, "num_stages": 2}
 
 
 @functools.cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
 def unpacked_weight(weight: KernelWeight, dtype: torch.dtype) -> Tensor:
@@ -310,29 +327,33 @@ def linear_kernel(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     LENGTH: tl.constexpr,  # inputs of a part
-    WHOLE: tl.constexpr,  # there is one part
+    PARTS: tl.constexpr,  # that a program adds itself
+    WHOLE: tl.constexpr,  # it adds all
     BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per BLOCK_T tokens, BLOCK_N output features and part of the inputs."""
+    """One program per BLOCK_T tokens, BLOCK_N output features and PARTS parts of the inputs."""
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    part = tl.program_id(2)
+    split = tl.program_id(2)
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for step in range(0, LENGTH, BLOCK_K):
-        start = part * LENGTH + step
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
-        sums = add_product(
-            sums, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
-        )
+    for part in range(PARTS):
+        of_part = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for step in range(0, LENGTH, BLOCK_K):
+            start = (split * PARTS + part) * LENGTH + step
+            k = start + tl.arange(0, BLOCK_K)[None, :]
+            x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
+            of_part = add_product(
+                of_part, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
+            )
+        sums += of_part
     if WHOLE:
         sums = scaled(sums, n, n < N, scales_ptr, K, FORM, GROUP)
         if BIAS:
             sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    row = part.to(tl.int64) * num_tokens + token
+    row = split.to(tl.int64) * num_tokens + token
     tl.store(out_ptr + row * N + n, sums, mask=(token < num_tokens) & (n < N))
 
 

@@ -57,18 +57,16 @@ def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: 
 
 def smallest_kept(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
     """See layers.sampling.smallest_kept; -inf for greedy rows and for rows without limits, which cost nothing."""
-    floor = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    candidates = torch.empty((logits.shape[0], _CANDIDATES), dtype=torch.int32, device=logits.device)
-    smallest_kept_kernel[(logits.shape[0],)](
-        logits,
-        temperature,
-        *limits,
-        candidates,
-        floor,
-        logits.stride(0),
-        V=logits.shape[1],
-        **limit_constants(logits.dtype),
-        num_warps=16,
+    num_rows, vocab_size = logits.shape
+    num_chunks = -(-vocab_size // CHUNK)
+    sizes = {"V": vocab_size, "C": num_chunks, "CHUNK": CHUNK}
+    floor = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    tops = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    candidates = torch.empty((num_rows, _CANDIDATES), dtype=torch.int32, device=logits.device)
+    chunk_tops_kernel[(num_rows, num_chunks)](logits, *limits, tops, logits.stride(0), **sizes, num_warps=8)
+    constants = sizes | limit_constants(logits.dtype) | {"BLOCK_C": power_of_2(num_chunks)}
+    smallest_kept_kernel[(num_rows,)](
+        logits, temperature, *limits, tops, candidates, floor, logits.stride(0), **constants, num_warps=16
     )
     return floor
 
@@ -139,6 +137,7 @@ def _row_block(logits_ptr, start, V: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _border(
     logits_ptr,
+    tops_ptr,  # [C] float32
     candidates_ptr,  # [CANDIDATES] int32, overwritten
     lowest,
     top,
@@ -147,6 +146,7 @@ def _border(
     target,
     BY_MASS: tl.constexpr,
     V: tl.constexpr,
+    CHUNK: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
@@ -155,8 +155,8 @@ def _border(
     """The largest number, at least `lowest`, such that the tokens from it on are `target` (BY_MASS: have that mass), as
     an ordered integer; and how many (of which mass) are above it.
 
-    Each round divides the range that holds the number, at first by differences to the top in units of `scale`. Once
-    the range has few tokens, only those are read.
+    Each round divides the range that holds the number, at first by differences to the top in units of `scale`, and
+    reads the chunks that reach into it. Once it has few tokens, only those are read.
     """
     lo = _ordered(lowest, SHIFT).to(tl.int64)  # The tokens from here on are enough,
     hi = _ordered(top, SHIFT).to(tl.int64) + 1  # those from here on are not:
@@ -173,22 +173,24 @@ def _border(
         in_row = num_candidates < 0
         num_read = tl.where(in_row, V, num_candidates)
         for start in range(0, num_read, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            if in_row:
-                x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
-                key = _ordered(x.to(tl.float32), SHIFT)
-            else:
-                key = tl.load(candidates_ptr + place, mask=place < num_read, other=0)
-            inside = (place < num_read) & (key >= low) & (key < high)
-            least, most = tl.minimum(least, tl.where(inside, key, least)), tl.maximum(most, tl.where(inside, key, most))
-            weight = _mass(_number(key, SHIFT), top, inverse) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
-            weight = tl.where(inside, weight, 0)
-            reached += tl.sum(tl.where(key[None, :] >= pivots[:, None], weight[None, :], 0), 1)
-            if in_row:
-                found = inside.to(tl.int32)
-                target_place = num_found + tl.cumsum(found, 0) - 1
-                tl.store(candidates_ptr + target_place, key, mask=inside & (target_place < CANDIDATES))
-                num_found += tl.sum(found, 0)
+            if _ordered(tl.load(tops_ptr + start // CHUNK, mask=in_row, other=float("inf")), SHIFT) >= low:
+                place = start + tl.arange(0, BLOCK)
+                if in_row:
+                    x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
+                    key = _ordered(x.to(tl.float32), SHIFT)
+                else:
+                    key = tl.load(candidates_ptr + place, mask=place < num_read, other=0)
+                inside = (place < num_read) & (key >= low) & (key < high)
+                least = tl.minimum(least, tl.where(inside, key, least))
+                most = tl.maximum(most, tl.where(inside, key, most))
+                weight = _mass(_number(key, SHIFT), top, inverse) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
+                weight = tl.where(inside, weight, 0)
+                reached += tl.sum(tl.where(key[None, :] >= pivots[:, None], weight[None, :], 0), 1)
+                if in_row:
+                    found = inside.to(tl.int32)
+                    target_place = num_found + tl.cumsum(found, 0) - 1
+                    tl.store(candidates_ptr + target_place, key, mask=inside & (target_place < CANDIDATES))
+                    num_found += tl.sum(found, 0)
         if in_row & (num_found <= CANDIDATES):
             num_candidates = num_found
             tl.debug_barrier()  # all threads see the candidates
@@ -200,35 +202,57 @@ def _border(
     return lo.to(tl.int32), above
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops_ptr"])  # Its alignment depends on the number of rows.
+def chunk_tops_kernel(
+    logits_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    tops_ptr,  # [R, C] float32
+    row_stride,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per (row, chunk): the largest logit, of rows with limits."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+        x, _ = _row_block(logits_ptr + row * row_stride, chunk * CHUNK, V, CHUNK)
+        tl.store(tops_ptr + row * C + chunk, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["tops_ptr"])
 def smallest_kept_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,  # [R] int32, 0: all
     top_p_ptr,  # [R] float32, 1: all
     min_p_ptr,  # [R] float32, 0: all
+    tops_ptr,  # [R, C] float32: the largest logit of each chunk
     candidates_ptr,  # [R, CANDIDATES] int32, overwritten
     floor_ptr,  # [R] float32
     row_stride,
     V: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PIVOTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
     """One program per row: the smallest logit that min-p, then top-k, then top-p keep."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
+    tops_ptr += row * C
     candidates_ptr += row * CANDIDATES
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     floor = tl.full((), float("-inf"), tl.float32)
     if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-        tops = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, V, BLOCK):
-            x, _ = _row_block(logits_ptr, start, V, BLOCK)
-            tops = tl.maximum(tops, x)
-        top = tl.max(tops, 0)
+        chunk = tl.arange(0, BLOCK_C)
+        top = tl.max(tl.load(tops_ptr + chunk, mask=chunk < C, other=float("-inf")), 0)
         if (top > float("-inf")) & (top < float("inf")):  # else the row gets no token
             if min_p > 0.0:
                 floor = top + temperature * tl.log(min_p)
@@ -238,23 +262,25 @@ def smallest_kept_kernel(
             if top_k > 0:
                 wanted = tl.minimum(top_k, V).to(tl.int64)
                 border, above = _border(
-                    logits_ptr, candidates_ptr, lowest, top, 1.0, inverse, wanted,
-                    False, V, SHIFT, BLOCK, PIVOTS, CANDIDATES,
+                    logits_ptr, tops_ptr, candidates_ptr, lowest, top, 1.0, inverse, wanted,
+                    False, V, CHUNK, SHIFT, BLOCK, PIVOTS, CANDIDATES,
                 )  # fmt: skip
             last = _number(border, SHIFT)  # the last one that top-k keeps
             if top_p < 1.0:
+                lowest = tl.maximum(top - 41.0 / inverse, tl.maximum(last, floor))  # the mass of 2^-41 is 0
                 mass = tl.zeros([BLOCK], dtype=tl.int64)
                 for start in range(0, V, BLOCK):
-                    x, column = _row_block(logits_ptr, start, V, BLOCK)
-                    counted = (column < V) & (x >= floor) & (_ordered(x, SHIFT) > border)  # -0.0 counts as below 0.0
-                    mass += tl.where(counted, _mass(x, top, inverse), 0)
+                    if tl.load(tops_ptr + start // CHUNK) >= lowest:
+                        x, column = _row_block(logits_ptr, start, V, BLOCK)
+                        counted = (column < V) & (x >= floor) & (_ordered(x, SHIFT) > border)  # -0.0 is below 0.0
+                        mass += tl.where(counted, _mass(x, top, inverse), 0)
                 total = tl.sum(mass, 0)
                 if (top_k > 0) & (last >= floor):  # Top-k counts only some of the tokens equal to the last one.
                     total += (tl.minimum(top_k, V).to(tl.int64) - above) * _mass(last, top, inverse)
                 wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
                 border, above = _border(
-                    logits_ptr, candidates_ptr, tl.maximum(last, floor), top, temperature, inverse,
-                    tl.maximum(wanted, 1), True, V, SHIFT, BLOCK, PIVOTS, CANDIDATES,
+                    logits_ptr, tops_ptr, candidates_ptr, lowest, top, temperature, inverse, tl.maximum(wanted, 1),
+                    True, V, CHUNK, SHIFT, BLOCK, PIVOTS, CANDIDATES,
                 )  # fmt: skip
             floor = tl.maximum(floor, _number(border, SHIFT))
     tl.store(floor_ptr + row, floor)

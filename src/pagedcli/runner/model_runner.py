@@ -3,7 +3,9 @@
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,17 +55,30 @@ class ModelRunner:
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
             return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
+        return self._sample(logits, scores, sampling)
+
+    @torch.inference_mode()
+    def launch_model(self, step: StepInput) -> Callable[[SamplingInput], SampledTokens]:
+        """Start the model's part of a step. Returns what samples its tokens."""
+        self._use_device()
+        logits, scores = self._logits(step, None, plain=False)
+        assert logits is not None, "no graph samples it"
+        return partial(self._sample, logits, scores)
+
+    @torch.inference_mode()
+    def _sample(self, logits: Tensor, scores: PromptScores | None, sampling: SamplingInput) -> SampledTokens:
         sampled = sample_tokens(logits, sampling, self.state.upload, self._kept_tokens)
         sampled.prompt_scores = scores
         self.parallel.broadcast(self.state.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
         return sampled
 
     @torch.inference_mode()
-    def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
-        """The same step on another rank: runs its part of the model and receives the tokens from rank 0."""
+    def follow(self, step: StepInput | None, *, num_sampled: int | None, plain: bool) -> None:
+        """The same on another rank: runs its part of the model, if a step is given, and receives the tokens that rank 0
+        samples, if it does."""
         self._use_device()
-        logits, _ = self._logits(step, None, plain=plain)
-        if logits is not None:
+        in_graph = step is not None and self._logits(step, None, plain=plain)[0] is None
+        if num_sampled is not None and not in_graph:
             self.parallel.broadcast(self.state.last_tokens[:num_sampled])
 
     def _use_device(self) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -38,6 +38,7 @@ from pagedcli.runner.loading import LoadedEngine, load_engine
 from pagedcli.runner.model_runner import ModelRunner
 from pagedcli.runner.sampler import SampledTokens
 
+T = TypeVar("T")
 MAX_RANKS = 8
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # upper bound for one collective operation of a step
 _LEAVE_S = 5.0  # time limit for all ranks to leave the group
@@ -98,12 +99,27 @@ class WorkerGroup:
 
     def launch(self, step: StepInput, sampling: SamplingInput) -> "_GroupStep":
         """Start a step on all ranks."""
+        message = step, sampling.num_rows, sampling.is_plain
+        return _GroupStep(self._raise_if_dead, self._on_all(message, lambda runner: runner.launch(step, sampling)))
+
+    def launch_model(self, step: StepInput) -> "Callable[[SamplingInput], _GroupStep]":
+        """Start the model's part of a step on all ranks. Returns what samples its tokens, on rank 0."""
+        launched = self._on_all((step, None, False), lambda runner: runner.launch_model(step))
+
+        def sample(sampling: SamplingInput) -> _GroupStep:
+            message = None, sampling.num_rows, False
+            return _GroupStep(self._raise_if_dead, self._on_all(message, lambda _: launched(sampling)))
+
+        return sample
+
+    def _on_all(self, message: tuple[StepInput | None, int | None, bool], on_rank_0: Callable[[ModelRunner], T]) -> T:
+        """Do what a message for ModelRunner.follow says, on all ranks."""
         runner = self._ranks.runner
         if runner is None:
             raise self._failure or ConfigError("the engine is closed", hint="load it again")
         try:
-            self._send(pickle.dumps((step, sampling.num_rows, sampling.is_plain), protocol=pickle.HIGHEST_PROTOCOL))
-            return _GroupStep(self._raise_if_dead, runner.launch(step, sampling))
+            self._send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            return on_rank_0(runner)
         except BaseException as error:  # the workers are stuck in this step
             self._end_after(error)
             raise
