@@ -14,7 +14,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
 LOW = {"config_keys", "errors", "events", "files", "line_files", "printable", "records", "sampling_params", "config"}
-LOW |= {"content_files", "memory_limit", "verdicts"}
+LOW |= {"content_files", "content_keys", "memory_limit", "verdicts"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -26,7 +26,8 @@ ALLOWED = {
     "interrupt": set(),
     "files": {"errors", "interrupt", "line_files"},
     "line_files": {"errors"},
-    "content_files": {"errors", "files", "printable"},
+    "content_files": {"content_keys", "errors", "files", "printable"},
+    "content_keys": {"errors", "files"},
     "remote": {"errors", "printable"},
     "memory_limit": {"errors"},
     "config_keys": {"errors"},

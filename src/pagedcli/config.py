@@ -23,6 +23,7 @@ from pagedcli.sampling_params import SamplingParams
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+StoreRead = Literal["always", "auto"]
 PreemptionPolicy = Literal["last", "largest"]
 InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
 Order = Literal["input", "completion"]
@@ -122,6 +123,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             metavar="DAYS",
             default="no limit",
             above=0,
+            affects_rows=False,
+        ),
+    ] = None
+    prefix_store_read: Annotated[
+        StoreRead,
+        _cache(
+            "What to read from the prefix store; auto: not what this machine computes faster, where plan has timed its"
+            " steps",
+            affects_rows=False,
+        ),
+    ] = "always"
+    prefix_store_key: Annotated[
+        str | None,
+        _cache(
+            "File with a key that encrypts the prefix store; one that does not exist is made",
+            metavar="FILE",
+            default="not encrypted",
             affects_rows=False,
         ),
     ] = None

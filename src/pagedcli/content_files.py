@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from pagedcli.content_keys import ContentKey, WrongKey
 from pagedcli.errors import UsageError
 from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, read_own, whole_file
 from pagedcli.printable import byte_text
@@ -37,7 +38,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of itself."""
 
     identity: dict[str, str]  # named parts: all that must be equal for the content to be of use
-    note: bytes  # what the content is, in the words of whoever keeps it
+    note: bytes  # what the content is, in the words of whoever keeps it; with a key encrypted, as the parts are
     seconds: float  # time saved by reading the content
     depth: int = 0  # the deepest of equally worthy files is removed first
     sizes: list[int]  # bytes of each part
@@ -117,12 +118,20 @@ class ContentFolder:
     """The files in a folder, and the bound of all that is in it.
 
     `most_bytes` counts every file, whoever has made it; None: a tenth of the disk stays free. Files that others have
-    put there are never removed. `most_age_s`: without use; older files are not found and go first.
+    put there are never removed. `most_age_s`: without use; older files are not found and go first. `key` encrypts notes
+    and parts.
     Raises: UsageError if it is not a folder that can be read, and cannot become one.
     """
 
-    def __init__(self, path: Path, *, most_bytes: int | None = None, most_age_s: float | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        most_bytes: int | None = None,
+        most_age_s: float | None = None,
+        key: ContentKey | None = None,
+    ) -> None:
+        self.path, self._key = path, key
         self.most_bytes, self.most_age_s = most_bytes, most_age_s
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -173,9 +182,13 @@ class ContentFolder:
         self, identity: Mapping[str, str], note: bytes, parts: Sequence[Buffer], *, seconds: float, depth: int = 0
     ) -> ContentFile | str:
         """Keep some parts as one file. Returns the file, or why it was not kept."""
+        of_note = digest_of(note) if self._key is None else self._key.name(note)
+        path = self.path / f"{identity_digest(identity)[:16]}-{of_note}{ENDING}"
+        if self._key is not None:
+            parts = [self._key.encrypt(part, f"{path.name} {place}") for place, part in enumerate(parts)]
         head = Head(
             identity=dict(identity),
-            note=note,
+            note=note if self._key is None else self._key.encrypt(note, path.name),
             seconds=seconds,
             depth=depth,
             sizes=[len(memoryview(part).cast("B")) for part in parts],
@@ -184,7 +197,6 @@ class ContentFolder:
         encoded = msgspec.msgpack.encode(head)
         first = b'{"pagedcli_kept":1,"head_bytes":%d,"xxh3":"%s"}\n' % (len(encoded), digest_of(encoded).encode())
         start = len(first) + len(encoded)
-        path = self.path / f"{identity_digest(identity)[:16]}-{digest_of(note)}{ENDING}"
         file = ContentFile(path, head, start, start + sum(head.sizes), time.time())
         if not self.is_writable:
             return "the folder is read-only"
@@ -268,6 +280,17 @@ class ContentFolder:
 
     # ------------------------------------------------------------------ reading
 
+    def note(self, file: ContentFile) -> bytes:
+        """The note of a file. Raises: DamagedFile."""
+        return file.head.note if self._key is None else self._decrypted(file.head.note, file.path.name)
+
+    def _decrypted(self, content: bytes, about: str) -> bytes:
+        assert self._key is not None, "without a key nothing is encrypted"
+        try:
+            return self._key.decrypt(content, about)
+        except WrongKey as error:
+            raise DamagedFile(str(error)) from error
+
     def read(self, file: ContentFile, wanted: Sequence[int]) -> list[bytes]:
         """Some parts of a file, each as it was written. Raises: DamagedFile."""
         ends = [file.start]
@@ -281,6 +304,8 @@ class ContentFolder:
                     content = opened.read(file.head.sizes[part])
                     if digest_of(content) != file.head.checksums[part]:
                         raise DamagedFile("other bytes than were written")
+                    if self._key is not None:
+                        content = self._decrypted(content, f"{file.path.name} {part}")
                     parts.append(content)
             if self.is_writable:
                 os.utime(file.path)

@@ -17,7 +17,7 @@ from pagedcli.core import store as core_store
 from pagedcli.errors import ConfigError, TraceError
 from pagedcli.events import BlocksRestored, PrefixLookedUp
 from pagedcli.runner.llm_engine import LLMEngine
-from pagedcli.runner.store import store_identity
+from pagedcli.runner.store import store_identity, store_key
 from pagedcli.runner.store_check import compare_with_model
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -228,6 +228,52 @@ def test_recomputed_blocks_and_states_are_those_of_the_store(model, tmp_path_fac
     assert found.wrong.keys() == {file.path.name for file in files}
 
 
+def test_an_encrypted_store_is_read_with_its_key_alone(path, tmp_path):
+    pytest.importorskip("cryptography")
+    prompts, store = ragged_prompts(vocab_size=100), tmp_path / "store"
+    expected, *_ = outcome(engine_with(path), prompts)
+    key = {"prefix_store_key": str(tmp_path / "key")}
+    first, written, _ = outcome(engine_with(path, store, **key), prompts)
+    second, read, _ = outcome(engine_with(path, store, **key), prompts)
+    assert first == second == expected
+    assert read.num_read_blocks == written.num_written_blocks
+    for other in ({}, {"prefix_store_key": str(tmp_path / "other")}):
+        facts = engine_with(path, store, **other).close_store()
+        assert (facts.num_found_blocks, list(facts.not_used)) == (0, ["other encryption"])
+    config = engine_with(path, store, **key).config
+    folder = content_files.ContentFolder(store, key=store_key(config))
+    assert compare_with_model(config, folder, folder.files()[0], 1.0).num_equal == written.num_written_blocks
+    for file in folder.files()[0]:
+        content = bytearray(file.path.read_bytes())
+        content[file.start + 3] ^= 1
+        file.path.write_bytes(content)
+    found, damaged, _ = outcome(engine_with(path, store, **key), prompts)
+    assert found == expected
+    assert damaged.not_used
+
+
+@pytest.mark.parametrize("seconds_per_token", [0.0, 1e6])
+def test_what_is_slower_to_read_than_to_compute_stays_on_disk(path, tmp_path, monkeypatch, seconds_per_token):
+    monkeypatch.setattr(core_store, "FILE_BYTES", 1)
+    monkeypatch.setattr(
+        "pagedcli.runner.store._compute_s", lambda decision: lambda before, num: num * seconds_per_token
+    )
+    prompts = [[token] * 20 + [tail] for token in (5, 6, 7) for tail in (1, 2)]
+    expected, *_ = outcome(engine_with(path, tmp_path), prompts)
+    found, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_read="auto"), prompts)
+    assert found == expected
+    assert facts.num_read_blocks == (15 if seconds_per_token else 5)  # reading the first prefix shows the speed
+    assert bool(facts.num_left) == (not seconds_per_token)
+
+
+def test_without_step_times_all_is_read(path, tmp_path):
+    prompts = ragged_prompts(vocab_size=100)
+    outcome(engine_with(path, tmp_path), prompts)
+    _, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_read="auto"), prompts)
+    assert facts.num_read_blocks
+    assert not facts.num_left
+
+
 # ---------------------------------------------------------------------- identity
 
 
@@ -242,7 +288,7 @@ def stored(path, tmp_path_factory):
 def test_each_part_of_the_identity_alone_is_a_miss_with_its_name(path, stored, monkeypatch):
     engine = engine_with(path)
     parts = store_identity(engine.config, engine.decision, engine.model_path)
-    assert len(parts) == 16
+    assert len(parts) == 17
     for name in parts:
         monkeypatch.setattr("pagedcli.runner.store.store_identity", lambda *_: {**parts, name: "another"})  # noqa: B023
         store = engine_with(path, stored).cache.store
@@ -294,6 +340,8 @@ def test_where_no_bits_are_promised_it_is_refused_by_name(family, config, why, t
 def test_a_bound_without_a_store_is_refused(path):
     with pytest.raises(ConfigError, match="prefix_store_size is for a prefix store"):
         engine_with(path, prefix_store_size=1000)
+    with pytest.raises(ConfigError, match="prefix_store_read is for a prefix store"):
+        engine_with(path, prefix_store_read="auto")
 
 
 # ---------------------------------------------------------------------- damages

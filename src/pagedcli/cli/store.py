@@ -69,7 +69,7 @@ def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
 
 
 @store.command()
-@config_flags(*MEASURED_KEYS)
+@config_flags(*MEASURED_KEYS, "engine.prefix_store_key")
 def check(
     path: Folder,
     *,
@@ -126,8 +126,11 @@ def _share(text: str) -> float:
 
 def _compare(folder: ContentFolder, files: list[ContentFile], share: float, config: EngineConfig) -> dict[str, str]:
     """Recompute a share of the blocks, and say what is wrong."""
+    from pagedcli.runner.store import store_key
     from pagedcli.runner.store_check import compare_with_model
 
+    folder = ContentFolder(folder.path, key=store_key(config))
+    folder.is_writable = False
     found = compare_with_model(msgspec.structs.replace(config, prefix_store=str(folder.path)), folder, files, share)
     others = f"other bits in {plural(len(found.wrong), 'file')}"
     print(f"{plural(found.num_equal, 'block')} recomputed: the same bits; {others}")

@@ -170,7 +170,8 @@ class Cache:
         while hit.num_spans < hit.num_asked:
             found = store.found(seq, hit.num_asked * blocks.num_groups)
             indices, num_spans = blocks.missing_entries(seq, found, self._ends(seq, hit.num_asked, store))
-            if num_spans <= hit.num_spans:
+            num_new_tokens = (num_spans - hit.num_spans) * blocks.block_size
+            if num_new_tokens <= 0 or not store.is_faster(len(indices), num_before, num_new_tokens):
                 break
             if indices:
                 contents = store.read(seq, indices)

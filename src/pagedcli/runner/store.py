@@ -3,7 +3,7 @@
 Used by LLMEngine; planning.decide has refused the engines whose bits are not promised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from pagedcli import __version__
 from pagedcli.config import EngineConfig
 from pagedcli.content_files import ContentFolder, digest_of, file_digest
+from pagedcli.content_keys import ContentKey
 from pagedcli.core.store import PrefixStore
 from pagedcli.models.hub import weight_files
 from pagedcli.native.build import instructions, library_key, load_library
 from pagedcli.planning.decision import Decision
+from pagedcli.planning.step_time import StepWork, load_step_time
 from pagedcli.runner.model_runner import ModelRunner
 
 
@@ -78,14 +80,15 @@ def open_store(config: EngineConfig, decision: Decision, model_path: Path, runne
     """The store that a configuration names; None: it names none. Raises: UsageError."""
     if config.prefix_store is None:
         return None
-    days = config.prefix_store_days
+    days, key = config.prefix_store_days, store_key(config)
     folder = ContentFolder(
         Path(config.prefix_store).expanduser(),
         most_bytes=config.prefix_store_size,
         most_age_s=None if days is None else days * 86_400,
+        key=key,
     )
     limits = runner.limits
-    identity = store_identity(config, decision, model_path)
+    identity = store_identity(config, decision, model_path, key)
     return PrefixStore(
         folder,
         identity,
@@ -93,10 +96,31 @@ def open_store(config: EngineConfig, decision: Decision, model_path: Path, runne
         limits.block_size,
         len(limits.groups),
         states=StateMemory.of(runner.state.states) if limits.has_states else None,
+        compute_s=_compute_s(decision) if config.prefix_store_read == "auto" else None,
     )
 
 
-def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
+def store_key(config: EngineConfig) -> ContentKey | None:
+    """The key of the store; None: it is not encrypted. Raises: UsageError."""
+    return None if config.prefix_store_key is None else ContentKey.of(Path(config.prefix_store_key).expanduser())
+
+
+def _compute_s(decision: Decision) -> Callable[[int, int], float] | None:
+    """The time to compute so many tokens after so many others, by the step times of this machine; None: not known."""
+    step_time = load_step_time(decision.time_key)
+    if step_time is None:
+        return None
+
+    def compute_s(num_before: int, num_tokens: int) -> float:
+        attended = sum(each.attended(num_before, num_tokens) for each in step_time.layers)
+        return step_time.seconds(StepWork(num_tokens, 0, num_chunks=1, attended_by_prompts=attended))
+
+    return compute_s
+
+
+def store_identity(
+    config: EngineConfig, decision: Decision, model_path: Path, key: ContentKey | None = None
+) -> dict[str, str]:
     """Named parts: everything that the bits of a block depend on, apart from its tokens and their salt."""
     plan, spec = decision.plan, decision.spec.within(decision.plan.limits.max_model_len)
     is_dummy = config.load_format == "dummy"
@@ -118,5 +142,6 @@ def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -
         "recurrent state": digest_of(repr(spec.states).encode()),
         "instructions": instructions(load_library()),
         "kernels": library_key(),
+        "encryption": "none" if key is None else f"AES-256-GCM, key {key.digest}",
         "rank": f"0 of {config.tensor_parallel_size}",
     }

@@ -13,7 +13,7 @@ from pagedcli.core.states import CheckpointPolicy, StateKind
 from pagedcli.core.store import StoredNote
 from pagedcli.errors import RequestError
 from pagedcli.runner.llm_engine import LLMEngine
-from pagedcli.runner.store import CacheMemory, StateMemory, store_identity
+from pagedcli.runner.store import CacheMemory, StateMemory, store_identity, store_key
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -35,7 +35,7 @@ def compare_with_model(
     with LLMEngine(msgspec.structs.replace(config, async_scheduling=False)) as engine:
         for kind in _states(engine):
             kind.plan.policy = CheckpointPolicy.named("end")
-        identity = store_identity(engine.config, engine.decision, engine.model_path)
+        identity = store_identity(config, engine.decision, engine.model_path, store_key(config))
         own = [file for file in files if file.head.identity == identity]
         for file in files:
             if file.head.identity != identity:
@@ -51,7 +51,7 @@ def compare_with_model(
 
 
 def _compare(engine: LLMEngine, folder: ContentFolder, file: ContentFile, found: Comparison) -> None:
-    note, name = StoredNote.of(file), file.path.name
+    note, name = StoredNote.of(folder, file), file.path.name
     try:
         computed = _recompute(engine, note)
     except RequestError as error:
