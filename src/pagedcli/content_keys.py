@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
 from pagedcli.errors import UsageError
@@ -24,11 +25,8 @@ class ContentKey:
     """Encrypts and decrypts with a secret; what is encrypted twice is never the same bytes."""
 
     def __init__(self, secret: bytes) -> None:
-        try:
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            hint = "pip install 'pagedcli[encryption]'"
-            raise UsageError("a key needs the cryptography package, which is not installed", hint=hint) from error
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         self._cipher = AESGCM(_derived(secret, b"content"))
         self._name_key = _derived(secret, b"names")
         self.digest = _derived(secret, b"digest").hex()[:32]  # tells keys apart without showing them
@@ -36,6 +34,9 @@ class ContentKey:
     @classmethod
     def of(cls, path: Path) -> "ContentKey":
         """The key in a file, which is made if it does not exist. Raises: UsageError."""
+        if find_spec("cryptography") is None:
+            hint = "pip install 'pagedcli[encryption]'"
+            raise UsageError("a key needs the cryptography package, which is not installed", hint=hint)
         try:
             if not path.exists():
                 with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
