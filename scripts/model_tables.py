@@ -77,7 +77,7 @@ def native() -> str:
         spec = native_spec(Path("."), {"text_config": _SMALL} if family.text is not None else _SMALL, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
-        state = next((layer.mixer.name for layer in spec.layers if layer.mixer.state), "none")
+        state = next((layer.recurrent.name for layer in spec.layers if layer.recurrent is not None), "none")
         facts = (on_cpu, family.config.windows, state, _split(spec))
         rows.append((f"`{model_type}`", family.architecture, *facts))
     head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")

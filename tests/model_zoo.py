@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import LoadFormat
@@ -300,12 +301,35 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3_5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_WIDE, **_EXPERTS, **_SHARED}),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 5, "num_key_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
+    ),
+    "olmo_hybrid-published": (
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 4, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
     "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, **_SHARED}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-bias": ("Lfm2Config", {"num_hidden_layers": 3, "full_attn_idxs": [0], "conv_bias": True}),
+    "lfm3": ("Lfm3Config", {"num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24}),
     "lfm2-moe": (
         "Lfm2MoeConfig",
         {**_EXPERTS, "num_experts": 8, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_MAMBA,
+            **{"num_hidden_layers": 3, "mamba_d_ssm": 128, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5},
+            **{"key_multiplier": 0.7, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8},
+            **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6, "mlp_multipliers": [0.9, 0.7]},
+            "ssm_multipliers": [0.6, 0.7, 0.8, 0.9, 1.1],
+        },
+    ),
+    "falcon_h1-norm": (
+        "FalconH1Config",
+        {**_MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
     "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "nemotron_h": (
@@ -360,10 +384,15 @@ RECURRENT_FAMILIES = (
         "qwen3_5",
         "qwen3_5-moe",
         "qwen3_next",
+        "olmo_hybrid",
+        "olmo_hybrid-published",
         "lfm2",
         "lfm2-bias",
         "lfm2-moe",
+        "lfm3",
         "bamba",
+        "falcon_h1",
+        "falcon_h1-norm",
         "nemotron_h",
         "nemotron_h-moe",
         "granite-hybrid",
@@ -400,7 +429,20 @@ def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str 
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.8 + torch.rand(buffer.shape, generator=generator) * 0.4)
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    if config.model_type == "olmo_hybrid":
+        _split_convolutions(path / "model.safetensors")
     return path
+
+
+def _split_convolutions(file: Path) -> None:
+    """As published, by q, k and v; transformers writes three parts of equal length."""
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        sizes = [len(tensors[each.replace("conv1d", "proj")]) for each in names]
+        parts = torch.cat([tensors[each] for each in names]).split(sizes)
+        tensors |= {each: part.contiguous() for each, part in zip(names, parts, strict=True)}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def cached_model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,7 +20,7 @@ from pagedcli.planning.machine import this_machine
 from pagedcli.runner.llm_engine import LLMEngine
 
 FAMILIES = [*NATIVE_FAMILIES, "olmo2", "gemma2", "gemma3", "qwen3-moe", "qwen2-moe"]
-FAMILIES += ["qwen3_next", "lfm2", "granite-hybrid-moe"]
+FAMILIES += ["qwen3_next", "lfm2", "granite-hybrid-moe", "deepseek_v3", "minicpm3"]
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]}

@@ -75,24 +75,98 @@ def test_the_language_model_is_read_under_its_published_names(
     assert_close(logits_of(whole), logits_of(path), tolerance=0)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+_TEXT = {
+    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0},
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+_DEEP = {**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+_MIXED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+# model_type -> (beginning of transformers' classes, fields of the language model, of what sees, of the whole)
+VISION = {
+    "qwen3_vl": ("Qwen3VL", {"head_dim": 32, "rope_parameters": _SECTIONS}, _DEEP, {}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {"head_dim": 32, "rope_parameters": _SECTIONS, **_MIXED}, _DEEP, {}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}},
+        {**_VISION, "fullatt_block_indexes": [0]},
+        {},
+    ),
+    "muse_glimmer": (
+        "MuseGlimmer",
+        {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 5},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "patch_size": 4},
+        {"out_hidden_size": 128, "projector_hidden_size": 32},
+    ),
+}
+
+
 @torch.inference_mode()
-def test_text_of_qwen3_vl_gives_transformers_logits(backend, tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    text = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 4}
-    config = transformers.Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+def vision_model(model_type, path):
+    """A checkpoint that sees images, and transformers' logits of text."""
+    name, text, vision, whole = VISION[model_type]
+    config = getattr(transformers, f"{name}Config")(text_config={**_TEXT, **text}, vision_config=vision, **whole)
     torch.manual_seed(0)
-    model = transformers.Qwen3VLForConditionalGeneration(config).float().eval()
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(tmp_path)
-    loaded_model, _ = loaded(tmp_path, backend)
-    assert any("tensors of the checkpoint are not read" in note for note in loaded_model.notes)
-    expected = [model(input_ids=torch.tensor([each])).logits[0] for each in SEQUENCES]
-    assert_close(logits_of(tmp_path, backend), expected)
+    model.save_pretrained(path)
+    return [model(input_ids=torch.tensor([each])).logits[0] for each in SEQUENCES]
+
+
+@pytest.mark.parametrize("model_type", VISION)
+def test_text_of_models_that_see_gives_transformers_logits(model_type, tmp_path):
+    expected = vision_model(model_type, tmp_path)
+    model, _ = loaded(tmp_path, "cpu")
+    assert any("tensors of the checkpoint are not read" in note for note in model.notes)
+    for backend in ("cpu", "reference"):
+        assert_close(logits_of(tmp_path, backend), expected)
+
+
+def test_qwen2_5_vl_is_read_as_published(tmp_path):
+    """Fields of text next to those of what sees, and old names of tensors."""
+    expected = vision_model("qwen2_5_vl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {
+        **text,
+        **config,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    tensors = load_file(tmp_path / "model.safetensors")
+    olds = {"model.language_model.": "model.", "model.visual.": "visual."}
+
+    def old(name):
+        begin = next((each for each in olds if name.startswith(each)), "")
+        return olds.get(begin, "") + name.removeprefix(begin)
+
+    save_file({old(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert_close(logits_of(tmp_path), expected)
+
+
+def test_how_stacked_experts_lie_is_told_by_their_shapes(tmp_path):
+    """[experts, in, out], as Qwen3-VL's publisher writes them, or [experts, out, in]."""
+    expected = vision_model("qwen3_vl_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shapes = []
+    for _ in range(2):
+        shapes.append(tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape)
+        assert_close(logits_of(tmp_path), expected)
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, tmp_path / "model.safetensors")
+    assert sorted(shapes) == [(8, 64, 80), (8, 80, 64)]
 
 
 def test_a_language_model_of_a_family_without_a_decoder_is_refused(tmp_path, tmp_path_factory):

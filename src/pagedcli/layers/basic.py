@@ -64,20 +64,21 @@ def add_rms_norm(
     eps: float,
     *,
     norm_added: Tensor | None = None,
+    added_eps: float | None = None,
     multiplier: float = 1.0,
     factor: float = 1.0,
 ) -> Tensor:
-    """rms_norm of residual + x, or without a weight the sum itself. `norm_added` is the weight of a norm of x and
-    `multiplier` multiplies it, both before it is added; `factor` multiplies the sum.
+    """rms_norm of residual + x, or without a weight the sum itself. `norm_added` is the weight of a norm of x, with
+    `added_eps`, by default eps, and `multiplier` multiplies it, both before it is added; `factor` multiplies the sum.
 
     Shapes:  x, residual [T, E]; weight, norm_added [E]; returns [T, E].
     Changes: residual, which becomes the sum, and x.
     """
     if residual.is_cuda and residual.is_contiguous() and (fused := fused_layers()):
-        options = {"norm_added": norm_added, "multiplier": multiplier, "factor": factor}
+        options = {"norm_added": norm_added, "added_eps": added_eps, "multiplier": multiplier, "factor": factor}
         return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps, **options))
     if norm_added is not None:
-        x = rms_norm(x, norm_added, eps)
+        x = rms_norm(x, norm_added, eps if added_eps is None else added_eps)
     residual.add_(x if multiplier == 1 else x.mul_(multiplier))
     if factor != 1:
         residual.mul_(factor)

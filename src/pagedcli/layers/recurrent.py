@@ -28,6 +28,7 @@ class StateHeads:
     corrects: bool  # a gated delta rule; False: a selective scan
     interleaved: bool = False  # key head by key head: q, k, v, z; and b, a
     tiled: bool = False  # a key head serves not neighbours, but every num_key_heads-th head
+    correction: float = 1.0  # factor of a delta rule's correction
     limits: tuple[float, float] = (0.0, 0.0)  # bounds of a selective scan's step size
 
     @property
@@ -140,10 +141,13 @@ def norm_then_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
     return (normed * F.silu(gate.float())).to(x.dtype)
 
 
-def gate_then_norm(x: Tensor, weight: Tensor, gate: Tensor, group: int, eps: float) -> Tensor:
-    """rms_norm(x * silu(gate)) * weight, each `group` elements of the last dimension normed on their own.
+def gate_then_norm(x: Tensor, weight: Tensor | None, gate: Tensor, group: int, eps: float) -> Tensor:
+    """rms_norm(x * silu(gate)) * weight, each `group` elements of the last dimension normed on their own; without a
+    weight x * silu(gate).
 
     Shapes: x [T, I] float32, gate [T, I], weight [I]; returns [T, I] like gate."""
     wide = (x * F.silu(gate.float())).view(x.shape[0], -1, group)
+    if weight is None:
+        return wide.view(x.shape).to(gate.dtype)
     normed = wide.mul_(torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))
     return normed.view(x.shape).mul_(weight).to(gate.dtype)

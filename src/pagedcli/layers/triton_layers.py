@@ -23,6 +23,7 @@ def add_rms_norm(
     eps: float,
     *,
     norm_added: Tensor | None = None,
+    added_eps: float | None = None,
     multiplier: float = 1.0,
     factor: float = 1.0,
 ) -> Tensor:
@@ -44,6 +45,7 @@ def add_rms_norm(
             residual if weight is None else weight,
             out,
             eps,
+            eps if added_eps is None else added_eps,
             float(multiplier),
             float(factor),
             E=width,
@@ -172,6 +174,7 @@ def add_rms_norm_kernel(
     weight_ptr,
     out_ptr,
     eps,
+    added_eps,
     multiplier,
     factor,
     E: tl.constexpr,
@@ -193,7 +196,7 @@ def add_rms_norm_kernel(
     if ADD:
         added = tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
         if NORM_ADDED:
-            scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / E + eps)
+            scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / E + added_eps)
             weight = tl.load(added_weight_ptr + column, mask=inside, other=0.0)
             added = _weighted(added * scale, weight, dtype).to(tl.float32)
         if MULTIPLY:

@@ -169,12 +169,13 @@ def recurrence(
     return out
 
 
-def gate_then_norm(x: Tensor, weight: Tensor, gate: Tensor, group: int, eps: float) -> Tensor:
+def gate_then_norm(x: Tensor, weight: Tensor | None, gate: Tensor, group: int, eps: float) -> Tensor:
     """See layers.recurrent; `gate` may be the first columns of wider rows."""
     out = gate.new_empty(x.shape)
     block = power_of_2(group)
     gate_then_norm_kernel[(x.shape[0], x.shape[1] // group)](
-        x, weight, gate, out, gate.stride(0), eps, WIDTH=x.shape[1], SIZE=group, BLOCK=block,
+        x, x if weight is None else weight, gate, out, gate.stride(0), eps, WIDTH=x.shape[1], SIZE=group, BLOCK=block,
+        NORM=weight is not None,
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return out
@@ -325,7 +326,7 @@ def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEAD
             b_column, a_column = head // R * 2 * R + head % R, head // R * 2 * R + R + head % R
         b = tl.load(row + b_column, mask=mask, other=0.0)
         a = tl.load(row + a_column, mask=mask, other=0.0).to(tl.float32)
-        beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
+        beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32) * HEADS.correction
         return tl.where(mask, decay * _softplus(a + bias), 0.0), tl.where(mask, beta, 0.0)
     raw = tl.load(row + head, mask=mask, other=0.0).to(tl.float32)
     size = tl.minimum(tl.maximum(_softplus(raw + bias), HEADS.limits[0]), HEADS.limits[1])
@@ -603,13 +604,15 @@ def norm_then_gate_kernel(
 
 @triton.jit
 def gate_then_norm_kernel(
-    x_ptr, weight_ptr, gate_ptr, out_ptr, gate_stride, eps, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, weight_ptr, gate_ptr, out_ptr, gate_stride, eps,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One program per (token, group): rms_norm(x * silu(gate)) * weight."""
+    """One program per (token, group): rms_norm(x * silu(gate)) * weight, or without NORM x * silu(gate)."""
     token, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     column, inside = tl.program_id(1) * SIZE + place, place < SIZE
     x = tl.load(x_ptr + token * WIDTH + column, mask=inside, other=0.0)
     x *= _silu(tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32))
-    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    x *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+        x *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + column, x.to(out_ptr.dtype.element_ty), mask=inside)

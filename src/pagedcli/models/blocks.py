@@ -28,6 +28,7 @@ from pagedcli.layers.basic import (
 )
 from pagedcli.layers.parallel import ParallelContext, VocabularyEmbedding
 from pagedcli.layers.recurrent import StateStep
+from pagedcli.models.mixers.attention import OutputGate
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import layer_groups
 
@@ -243,6 +244,7 @@ class Join:
     multiplier: float  # factor of the added tensor
     factor: float  # factor of the sum
     eps: float
+    added_eps: float  # of norm_added
     centred: bool = False  # `norm` subtracts the mean, too, see layers.basic.layer_norm; norm_added is then None
 
     def __call__(self, hidden: Tensor | None, residual: Tensor) -> Tensor:
@@ -260,6 +262,7 @@ class Join:
             self.norm,
             self.eps,
             norm_added=self.norm_added,
+            added_eps=self.added_eps,
             multiplier=self.multiplier,
             factor=self.factor,
         )
@@ -299,13 +302,16 @@ class Attention:
     out: Callable[[Tensor], Tensor]  # H * D -> E
     fused_store: bool  # the backend's cache is filled in one pass with the rotation
     sinks: Tensor | None  # [H] float32
-    has_gate: bool  # after the query of each head, qkv lists a gate [D] of its result
+    gate: OutputGate | None
+    num_gates: int
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [A, E] of the tokens that attend, see LayerStep. Changes: the layer's cache."""
         layer, qkv, gate = step.layers[self.index], self.qkv(x), None
-        if self.has_gate:
+        if self.gate is not None and self.gate.module is None:
             qkv, gate = split_gate(qkv, self.num_heads, self.head_dim)
+        elif self.gate is not None:  # qkv lists the gates last
+            qkv, gate = (part.contiguous() for part in qkv.tensor_split([qkv.shape[1] - self.num_gates], dim=1))
         if self.fused_store:
             q = self._rotate_and_store(qkv, step, layer)
         else:
@@ -313,7 +319,8 @@ class Attention:
             layer.write(self.backend, k, v)
         out = layer.attend(self.backend, q, self.sinks).flatten(1)
         if gate is not None:
-            out *= layer.attending(gate).sigmoid()
+            shares = layer.attending(gate).sigmoid()
+            out.view(*shares.shape, -1).mul_(shares[..., None])
         return self.out(out) if out.shape[0] else out
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -452,6 +459,20 @@ class Mlp:
     def __call__(self, x: Tensor, _step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         return self.mlp(x)
+
+
+@dataclass(slots=True)
+class BesideState:
+    """Attention and a layer with a state of the same normed residual."""
+
+    index: int  # among the layers that attend
+    attention: Body
+    state: Body
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache, and the states of the sequences."""
+        mixed = step.layers[self.index].attending(self.state(x, step))
+        return self.attention(x, step).add_(mixed)
 
 
 @dataclass(slots=True)

@@ -14,15 +14,22 @@ _RENAMED = {
     "language_model.model.": "model.language_model.",
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
+    "visual.": "model.visual.",
 }
+_PARTS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}  # OLMo
+_OF_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.")  # without the name of the part, as Qwen2.5-VL's are
 _HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 _TABLE = re.compile(r".*(emb|wte)[^.]*\.weight")
 _LARGEST_HEADER = 2**27  # bytes; safetensors allows 100 MB
 _CHUNK = 2**22  # bytes compared at a time
 
 
-def todays_name(name: str) -> str:
-    """The name that transformers has for a tensor now."""
+def todays_name(name: str, body: str = "model") -> str:
+    """The name that transformers has for a tensor now. `body`: of the language model."""
+    for part, today in _PARTS.items():
+        name = name.replace(part, today)
+    if name.startswith(_OF_TEXT):
+        return body + name.removeprefix("model")
     begin = next((begin for begin in _RENAMED if name.startswith(begin)), "")
     return _RENAMED[begin] + name[len(begin) :] if begin else name
 

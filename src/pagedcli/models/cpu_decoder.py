@@ -187,10 +187,10 @@ class _Builder(Parts):
             if mixer.source is not None:
                 source = layers[attending[mixer.source]]
                 layers[index].group, layers[index].place = source.group, source.place
-        for place, index in enumerate(i for i, layer in enumerate(spec.layers) if layer.mixer.state):
-            layers[index].place = place
+        for place, index in enumerate(i for i, layer in enumerate(spec.layers) if layer.recurrent is not None):
+            layers[index].state_place = place
         self.kept.append(layers)
-        experts = spec.experts
+        experts, mixers = spec.experts, [mixer for layer in spec.layers for mixer in layer.mixers]
         shared = experts.shared.width if experts is not None and experts.shared is not None else 0
         return ModelStruct(
             dtype=DTYPE_CODES[self._request.dtype],
@@ -200,8 +200,8 @@ class _Builder(Parts):
             last_keeper=spec.last_keeper,
             qkv_size=spec.widest_attention.qkv_size,
             head_size=spec.num_heads * max(mixer.head_dim for mixer in spec.attentions),
-            inner_size=max(spec.widest_mlp, shared, *(layer.mixer.inner for layer in spec.layers)),
-            output_gate=attention.output_gate,
+            inner_size=max(spec.widest_mlp, shared, *(mixer.inner for mixer in mixers)),
+            output_gate=attention.output_gate is not None and attention.output_gate.module is None,
             norms_heads=attention.qk_norm == "all",
             norms_last=attention.norms_last,
             value_norm=attention.value_norm,
@@ -210,6 +210,7 @@ class _Builder(Parts):
             layer_norm=_CENTRED[spec.norm.centred],
             side_by_side=spec.layers[0].norms == "shared",
             eps=spec.norm.eps,
+            added_eps=spec.norm.eps if spec.norm.added_eps is None else spec.norm.added_eps,
             attention_scale=spec.attention_layers[0].scale,
             soft_cap=attention.soft_cap or 0.0,
             residual_multiplier=spec.scales.residual,
@@ -244,6 +245,8 @@ class _Builder(Parts):
                 self._attention(layer, mixer, key)
             case recurrent:
                 layer.recurrent = self._recurrent(recurrent, key)
+        if spec.beside is not None:
+            layer.recurrent = self._recurrent(spec.beside, f"{key}.beside")
         if self._spec.layer_inputs is not None:
             layer.input_gate = self._unquantized(f"{key}.input_gate")
             layer.input_out = self._unquantized(f"{key}.input_out")
@@ -263,8 +266,11 @@ class _Builder(Parts):
         layer.num_kv_heads, layer.head_dim = mixer.heads
         layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
         layer.sinks = self._taken(f"{key}.sinks")
-        if (both := self.norm(f"{key}.qk_norm")) is not None:
-            layer.q_norm, *of_keys = (self._address(weight) for weight in both.view(-1, mixer.head_dim).unbind(0))
+        if mixer.output_gate is not None and mixer.output_gate.module is not None:
+            layer.gates_per_head = mixer.num_gates // mixer.num_heads
+        if (both := self.head_norms(mixer, key)) is not None:
+            self.weight_bytes -= both.nbytes if mixer.qk_norm == "unweighted" else 0
+            layer.q_norm, *of_keys = (self._address(weight) for weight in both.unbind(0))
             layer.k_norm = of_keys[0] if of_keys else None
         self._rotary(layer, mixer)
 
@@ -356,9 +362,10 @@ class _Builder(Parts):
             struct.kind, struct.gates = GATED_DELTA, self._unquantized(f"{key}.gates")
             struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_value_heads
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
-            struct.interleaved, struct.tiled = shape.interleaved, shape.tiled
+            struct.interleaved, struct.tiled, struct.correction = shape.interleaved, shape.tiled, shape.correction
+            struct.eps = struct.eps if shape.eps is None else shape.eps
         if isinstance(shape, Mamba2):
-            struct.kind, struct.norm_group = MAMBA2, shape.norm_group
+            struct.kind, struct.norm_group = MAMBA2, shape.norm_group or shape.inner
             struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads
             struct.key_dim, struct.value_dim = shape.state_size, shape.head_dim
             struct.least_step, struct.most_step = shape.step_limits
@@ -443,7 +450,8 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if unknown := [activation for activation in spec.activations if activation not in _GATES]:
         return f"has no activation {unknown[0]}"
-    if unknown_mixers := [layer.mixer.name for layer in spec.layers if type(layer.mixer) not in _MIXERS]:
+    mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
+    if unknown_mixers := [mixer.name for mixer in mixers if type(mixer) not in _MIXERS]:
         return f"has no kernel for {unknown_mixers[0]}"
     if not has_cpu_kernels(spec, backend):
         return "packs no odd sizes of layers"

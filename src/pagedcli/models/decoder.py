@@ -14,7 +14,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, stores_in_one_pass
+from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
@@ -23,6 +23,7 @@ from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import (
     Attention,
     BesideMlp,
+    BesideState,
     Body,
     Branch,
     Experts,
@@ -134,6 +135,8 @@ class Decoder:
 
 def scaled_embedding(rows: Tensor, spec: ModelSpec) -> Tensor:
     """The start of the residual stream. Changes: rows."""
+    if spec.scales.norms_embedding:
+        return rms_norm(rows, torch.ones(rows.shape[1], device=rows.device), spec.norm.eps)
     if spec.scales.embedding == 1:
         return rows
     # rounded to the model's dtype first, as in transformers
@@ -166,10 +169,18 @@ class Parts:
         """The weight [E] of a norm, or weight and bias [2, E]; None if the model does not have it."""
         if (weight := self._tensors.pop(key, None)) is None:
             return None
-        if self._spec.norm.offset:
+        if self._spec.norm.offset and (key != "final_norm" or self._spec.norm.offset_last):
             weight = weight + 1
         bias = self._tensors.pop(f"{key}_bias", None)
         return weight if bias is None else torch.stack((weight, bias))
+
+    def head_norms(self, mixer: AttentionMixer, key: str) -> Tensor | None:
+        """The weights of norms of each head, [2, D] of q and k, or [1, D] of q alone; None: heads are not normed."""
+        if mixer.qk_norm == "unweighted":
+            dtype = torch.float32 if self._spec.norm.in_float32 else self._request.dtype
+            return torch.ones((2, mixer.head_dim), dtype=dtype, device=self._request.device)
+        weights = self.norm(f"{key}.qk_norm")
+        return None if weights is None else weights.view(-1, mixer.head_dim)
 
     def stored(self, key: str) -> tuple[LayerFormat, Modules, Tensor | None]:
         """A linear layer as the checkpoint has it: its format, its modules and its bias."""
@@ -297,7 +308,11 @@ class _Builder(Parts):
         branches: list[Branch] = []
         for index, layer in enumerate(spec.layers):
             key = f"layers.{index}"
-            bodies: dict[str, Body] = {"input_norm": self._mixer(layer.mixer, self._place(index), key)}
+            mixer = self._mixer(layer.mixer, self._place(index), key)
+            if layer.beside is not None:
+                place = sum(each.recurrent is not None for each in spec.layers[:index])
+                mixer = BesideState(self._place(index), mixer, self._mixer(layer.beside, place, f"{key}.beside"))
+            bodies: dict[str, Body] = {"input_norm": mixer}
             if layer.mlp is not None:
                 bodies["mlp_norm"] = self._mlp(layer.mlp, key)
             if layer.norms == "shared":
@@ -325,7 +340,8 @@ class _Builder(Parts):
 
     def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
         style, residual = self._spec.norm, self._spec.scales.residual
-        return Join(norm_after, self.norm(norm), residual, factor, style.eps, style.centred != "no")
+        added_eps = style.eps if style.added_eps is None else style.added_eps
+        return Join(norm_after, self.norm(norm), residual, factor, style.eps, added_eps, style.centred != "no")
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> Body:
         match mixer:
@@ -356,7 +372,8 @@ class _Builder(Parts):
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store and not mixer.norms_last,
             sinks=self._tensors.pop(f"{key}.sinks", None),
-            has_gate=mixer.output_gate,
+            gate=mixer.output_gate,
+            num_gates=mixer.num_gates,
         )
 
     def _latent_attention(self, mixer: LatentAttentionMixer, place: int, key: str) -> LatentAttention:
@@ -406,9 +423,9 @@ class _Builder(Parts):
 
     def _head_norms(self, mixer: AttentionMixer, key: str) -> Tensor | None:
         """Norms of each head, [H + G, D], without those of k where a layer has none; None: heads are not normed."""
-        if (weights := self.norm(f"{key}.qk_norm")) is None:
+        if (weights := self.head_norms(mixer, key)) is None:
             return None
-        of_queries, *of_keys = weights.view(-1, mixer.head_dim).unbind(0)
+        of_queries, *of_keys = weights.unbind(0)
         rows = [of_queries.expand(mixer.num_heads, -1), *(each.expand(mixer.num_kv_heads, -1) for each in of_keys)]
         return torch.cat(rows)
 
@@ -518,7 +535,8 @@ class _Builder(Parts):
 
 def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the native library serves attention and can pack every weight of the model."""
-    sizes = [spec.hidden_size, spec.intermediate_size, *(layer.mixer.inner for layer in spec.layers)]
+    sizes = [spec.hidden_size, spec.intermediate_size]
+    sizes += [mixer.inner for layer in spec.layers for mixer in layer.mixers]
     sizes.append(spec.layer_inputs.size if spec.layer_inputs is not None else 0)
     if (experts := spec.experts) is not None:
         sizes += [experts.each.width, experts.shared.width if experts.shared is not None else 0]

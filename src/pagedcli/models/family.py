@@ -25,7 +25,7 @@ RECURS = frozenset({"linear_attention", "mamba", "conv"})
 Biases = tuple[bool | str, bool | str, bool | str]
 UNBIASED: Biases = (False, False, False)
 ATTENTION_BIAS: Biases = ("attention_bias", "attention_bias", False)
-QkNorm = Literal["none", "heads", "all"]
+QkNorm = Literal["none", "heads", "unweighted", "all"]
 _ROPE_FIELDS = (
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
 )
@@ -124,6 +124,10 @@ class Llama:
     @property
     def tensor_names(self) -> TensorNames:
         return self.names
+
+    @property
+    def norm(self) -> NormStyle:
+        return replace(self.norm_style, eps=self.rms_norm_eps)
 
     @property
     def scales(self) -> Scales:
@@ -285,9 +289,13 @@ class RotatesByTheta(Alternating):
 
     layer_rope_theta: list[float] | None = None
 
+    def usual_thetas(self, theta: float) -> list[float]:
+        """The list where config.json has none."""
+        return [theta] * self.num_hidden_layers
+
     def ropes(self) -> Sequence[RopeSpec | None]:
         rope, count = self.rope(), self.num_hidden_layers
-        thetas = self.layer_rope_theta or [rope.theta] * count
+        thetas = self.layer_rope_theta or self.usual_thetas(rope.theta)
         if len(thetas) != count or min(thetas) < 0 or not 0 < max(thetas) < math.inf:
             raise ModelError(f"layer_rope_theta has no theta, or 0, for each of {count} layers")
         return [replace(rope, theta=theta) if theta else None for theta in thetas]
@@ -346,7 +354,7 @@ class Hybrid(Llama, ABC):
         """The mixer of the other layers."""
 
     def mixer(self, i: int) -> Mixer:
-        attends = i in self.attending() if self.layer_types is None else self.layer_types[i] in ATTENDS
+        attends = i in self.attending() if self.layer_types is None else self.layer_types[i] not in RECURS
         return self.attention(i) if attends else self.recurrent()
 
     def check(self) -> None:

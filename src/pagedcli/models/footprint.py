@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
+from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import Parameter, joined_format
@@ -85,7 +86,9 @@ def footprint(
         modules = {name.removesuffix(".weight"): shape[0] for name, shape in parameter.kept_shapes.items()}
         layer_format = AS_STORED if parameter.layer_format is None else joined_format(formats, modules)
         gated = key.endswith("gate_up.weight")
-        found = _weights(parameter, layer_format.kept_bytes(parameter.shape, itemsize, kernels, gated=gated), count)
+        shapes = _by_heads(spec, key, parameter.shape) if key.endswith(".latents_up.weight") else [parameter.shape]
+        kept = (layer_format.kept_bytes(shape, itemsize, kernels, gated=gated) for shape in shapes)
+        found = _weights(parameter, sum(kept), count)
         if ".experts." in key:
             experts += found
         else:
@@ -97,6 +100,14 @@ def footprint(
     return Footprint(
         layers=layers, experts=experts, vectors=vectors, embedding=embedding, head=head, share_of_experts=share
     )
+
+
+def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The linear layers that K's and V's matrices of a layer with latents become: two for each head."""
+    mixer = spec.layers[int(key.split(".")[1])].mixer
+    assert isinstance(mixer, LatentAttention), "others have no such matrices"
+    num_heads = shape[0] // (mixer.nope_dim + mixer.value_dim)
+    return num_heads * [(mixer.rank, mixer.nope_dim), (mixer.value_dim, mixer.rank)]
 
 
 def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:

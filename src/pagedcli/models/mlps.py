@@ -14,6 +14,10 @@ class Mlp:
     activation: str
     gated: bool = True
     bias: bool = False
+    factors: tuple[float, float] = (
+        1.0,
+        1.0,
+    )  # of the gate and of the result; weights are multiplied when they are read
 
     @property
     def input_name(self) -> str:
@@ -32,8 +36,11 @@ class Mlp:
         """Its tensors under the module `name` of the checkpoint. `projections`: two, if gate and up are stacked."""
         *first, down = (f"{name}.{each}" for each in projections)
         rows = dict.fromkeys(first, 2 * self.width // len(first) if self.gated else self.width)
-        found = make.linear(f"{key}.{self.input_name}", rows, make.width, bias=self.bias)
-        return found | make.linear(f"{key}.down", {down: make.width}, self.width, bias=self.bias)
+        of_gate, of_result = self.factors
+        gate_factors = ((self.width, of_gate), (self.width, 1.0)) if self.gated else ()
+        found = make.linear(f"{key}.{self.input_name}", rows, make.width, bias=self.bias, factors=gate_factors)
+        factors = ((make.width, of_result),)
+        return found | make.linear(f"{key}.down", {down: make.width}, self.width, bias=self.bias, factors=factors)
 
     def parameters(self, make: Tensors, key: str, layer: str, num_experts: int | None) -> dict[str, Parameter]:
         """Its tensors. `key`: of the layer here, `layer`: in the checkpoint. `num_experts`: see Experts."""

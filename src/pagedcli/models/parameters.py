@@ -1,6 +1,7 @@
 """The tensors of a whole decoder: those of its layers, its tables and norms. Free of torch: dtypes are names."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pagedcli.models.formats import WEIGHT, WeightFormat
 from pagedcli.models.spec import LayerSpec, ModelSpec
@@ -28,7 +29,8 @@ def decoder_parameters(
     make, (head, *_) = _tensors(spec, weight_format), weight_format.lm_head.stored
     names, tied = spec.names, spec.tie_word_embeddings
     embedding = make.table(f"{names.body}.{names.embedding}.weight", spec.vocab_size, head if tied else WEIGHT)
-    parameters = {"embedding": embedding, **make.layer_norm("final_norm", f"{names.body}.{names.final_norm}")}
+    last = replace(make, norms=replace(spec.norm, offset=spec.norm.offset and spec.norm.offset_last))
+    parameters = {"embedding": embedding, **last.layer_norm("final_norm", f"{names.body}.{names.final_norm}")}
     if not tied:
         parameters["lm_head"] = make.table("lm_head.weight", spec.vocab_size, head)
     parameters |= _layer_inputs(spec, make)
@@ -63,6 +65,8 @@ def _layer(spec: ModelSpec, layer: LayerSpec, make: Tensors, key: str, num_exper
         if layer.mlp is not None or not of_mlp:
             found |= make.layer_norm(f"{key}.{norm}", f"{mlp_name if of_mlp else name}.{stored}")
     found |= layer.mixer.parameters(make, key, name)
+    if layer.beside is not None:
+        found |= layer.beside.parameters(make, f"{key}.beside", name)
     if spec.layer_inputs is not None:
         found |= _layer_input(make, spec.layer_inputs.size, key, name)
     if layer.has_scalar:

@@ -102,7 +102,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         hidden_size=fields.hidden_size,
         intermediate_size=fields.mlp_width,
         layers=layers,
-        norm=replace(fields.norm_style, eps=fields.rms_norm_eps),
+        norm=fields.norm,
         scales=fields.scales,
         layer_inputs=fields.layer_inputs,
         names=nested_names(fields.tensor_names) if family.text is not None else fields.tensor_names,
@@ -121,8 +121,9 @@ def _stretched_length(layers: Iterable[LayerSpec]) -> int:
 
 
 def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
-    """The fields of the language model within a larger one; what only the outer part says holds for it, too."""
-    text = config.get("text_config")
+    """The fields of the language model within a larger one; what only the outer part says holds for it, too. Some lie
+    next to those of the other parts, as Qwen2.5-VL's are published."""
+    text = config.get("text_config", config if "hidden_size" in config else None)
     if not isinstance(text, dict):
         raise ModelError(f"{where}: text_config is {text!r}, not an object", hint="download the file again")
     outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "quantization_config")
@@ -132,5 +133,7 @@ def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
 def nested_names(names: TensorNames) -> TensorNames:
     """Names of a language model within one that sees or hears, whose other tensors are skipped."""
     towers = ("model.visual.", "model.vision_tower.", "model.audio_tower.", "model.multi_modal_projector.")
-    embedders = ("model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
-    return replace(names, body="model.language_model", skipped=(*towers, *embedders, *names.skipped))
+    embedders = ("model.embed_vision.", "model.embed_audio.", "model.vision_embedder.", "model.vision_adapter.")
+    return replace(
+        names, body="model.language_model", skipped=(*towers, *embedders, "model.vision_projection.", *names.skipped)
+    )

@@ -62,6 +62,7 @@ class GatedDeltaNet:
             corrects=True,
             interleaved=shape.interleaved,
             tiled=shape.tiled,
+            correction=shape.correction,
         )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
@@ -92,7 +93,7 @@ class GatedDeltaNet:
         b, a = gates.chunk(2, dim=1)
         decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()
         values = _heads(v, shape.value_dim).float()
-        o = recurrence(q, k, values, decay, b.sigmoid().float(), matrix, slots).to(inner.dtype)
+        o = recurrence(q, k, values, decay, b.sigmoid().float() * shape.correction, matrix, slots).to(inner.dtype)
         z = _heads(inner[:, shape.channels :], shape.value_dim)
         return norm_then_gate(o, self.norm, z, self.eps).flatten(1)
 
@@ -109,7 +110,7 @@ class MambaMixer:
     decay: Tensor  # [H] float32, -exp(A_log)
     step_bias: Tensor  # [H] float32
     skip: Tensor  # [H] float32
-    norm: Tensor  # [I]
+    norm: Tensor | None  # [I]
     eps: float
     out: Callable[[Tensor], Tensor]  # I -> E
     heads: StateHeads = field(init=False)
@@ -135,7 +136,7 @@ class MambaMixer:
         mixed = fused.causal_conv(mixed, self.conv, self.conv_bias, conv, slots, heads=self.heads)
         arguments = mixed, sizes, self.decay, self.step_bias, matrix, slots, self.heads
         y = fused.recurrence(*arguments, skip=self.skip)
-        return self.out(fused.gate_then_norm(y, self.norm, gate, shape.norm_group, self.eps))
+        return self.out(fused.gate_then_norm(y, self.norm, gate, shape.norm_group or shape.inner, self.eps))
 
     def _mixed(self, parts: Sequence[Tensor], conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
         """[T, I], in torch."""
@@ -149,7 +150,7 @@ class MambaMixer:
         heads = _heads(values, shape.head_dim)
         y = recurrence(c, b, heads * size[..., None], (self.decay * size).exp(), None, matrix, slots)
         y += self.skip[:, None] * heads
-        return gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group, self.eps)
+        return gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group or shape.inner, self.eps)
 
 
 @dataclass(slots=True)
@@ -202,7 +203,7 @@ class Parts(Protocol):
     def decay(self, key: str) -> Tensor: ...
 
 
-def _gated_delta_net(parts: Parts, shape: Any, place: int, key: str) -> GatedDeltaNet:
+def _gated_delta_net(parts: Parts, shape: GatedDelta, place: int, key: str) -> GatedDeltaNet:
     return GatedDeltaNet(
         place=place,
         shape=shape,
@@ -212,7 +213,7 @@ def _gated_delta_net(parts: Parts, shape: Any, place: int, key: str) -> GatedDel
         decay=parts.decay(key),
         step_bias=_needed(parts, f"{key}.step_bias"),
         norm=_needed(parts, f"{key}.gated_norm"),
-        eps=parts.eps,
+        eps=parts.eps if shape.eps is None else shape.eps,
         out=parts.linear(f"{key}.out"),
         columns=interleaved_columns(shape, parts.device) if shape.interleaved else None,
     )
@@ -228,7 +229,7 @@ def _mamba_mixer(parts: Parts, shape: Any, place: int, key: str) -> MambaMixer:
         decay=parts.decay(key),
         step_bias=_needed(parts, f"{key}.step_bias"),
         skip=_needed(parts, f"{key}.skip"),
-        norm=_needed(parts, f"{key}.gated_norm"),
+        norm=parts.small(f"{key}.gated_norm"),
         eps=parts.eps,
         out=parts.linear(f"{key}.out"),
     )

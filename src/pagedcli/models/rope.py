@@ -171,8 +171,11 @@ def _longrope(rope: _RopeJson, original: int, max_position_embeddings: int) -> R
 
 
 def _type_and_alpha(rope: _RopeJson, may_have_alpha: bool) -> tuple[str, float]:
-    """A dynamic rotary embedding with alpha is a plain one of another theta."""
+    """A dynamic rotary embedding with alpha is a plain one of another theta. Of text, the three positions of
+    `mrope` are equal."""
     rope_type = rope.rope_type or rope.type or "default"
+    if rope_type == "mrope":
+        return "default", 1.0
     if may_have_alpha and rope_type == "dynamic" and rope.alpha is not None:
         return "default", rope.alpha
     return rope_type, 1.0

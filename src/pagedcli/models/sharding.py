@@ -62,7 +62,7 @@ def _why_whole(spec: ModelSpec) -> str | None:
     """Why a model is not split over ranks, in a few words; None: it is."""
     names = spec.names
     reasons = [
-        *(layer.mixer.unsplit_reason(names.qkv) for layer in spec.layers),
+        *(mixer.unsplit_reason(names.qkv) for layer in spec.layers for mixer in layer.mixers),
         *(layer.mlp.unsplit_reason(names.projections) for layer in spec.layers if layer.mlp is not None),
     ]
     return next((reason for reason in reasons if reason is not None), None)
@@ -92,6 +92,8 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         assert mixer is not None, "others are not split"
         counts = {name: mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads for name in parameter.shapes}
         heads = {name: _head_rows(count, mixer.head_dim, parallel) for name, count in counts.items()}
+        if mixer.output_gate is not None and (gate := mixer.output_gate.module) is not None:
+            heads |= {name: parallel.part_of(mixer.num_gates) for name in heads if f".{gate}." in name}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
     if layer in ("latents", "queries", "latents_up") and out_dim is not None and out_per is not None:
         of_heads = {name: s for name, s in parameter.shapes.items() if any(f".{p}." in name for p in _OF_HEADS)}

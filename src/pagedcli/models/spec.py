@@ -34,6 +34,7 @@ class LayerSpec:
 
     mixer: Mixer
     mlp: Mlp | Experts | None
+    beside: Mamba2 | None = None  # sees what the mixer sees, and is added to it
     norms: NormPlaces = "before"
     number: int  # in the names of the checkpoint
     mlp_number: int | None = None  # number of its MLP, where checkpoints call that a layer, too; None: the same
@@ -48,9 +49,19 @@ class LayerSpec:
         return None
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """What mixes its tokens."""
+        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Its mixer with a state of fixed size, if it has one."""
+        return next((mixer for mixer in self.mixers if not isinstance(mixer, Attention)), None)
+
+    @property
     def shape(self) -> tuple[object, ...]:
         """What decides the shapes of its weights: equal for layers with equal ones."""
-        return self.mixer.shape, self.mlp
+        return self.mixer.shape, self.beside, self.mlp
 
     @property
     def mlps(self) -> tuple[Mlp, ...]:
@@ -64,6 +75,7 @@ class Scales:
     """Factors on the way through a model."""
 
     embedding: float = 1.0
+    norms_embedding: bool = False  # rows of the embedding are normed by no weights
     residual: float = 1.0  # factor of the results of mixers and MLPs
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
@@ -171,7 +183,7 @@ class ModelSpec:
     @property
     def states(self) -> tuple[tuple[StateTensor, ...], ...]:
         """What each layer with a state of fixed size keeps per sequence."""
-        return tuple(layer.mixer.state for layer in self.layers if layer.mixer.state)
+        return tuple(layer.recurrent.state for layer in self.layers if layer.recurrent is not None)
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence's state in all its layers; itemsize is that of the activations. 0: it has none."""

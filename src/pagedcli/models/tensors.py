@@ -39,6 +39,7 @@ class Parameter:
     stored: StoredTensor = WEIGHT  # its feature dimensions
     dtype: str | None = None  # in memory; None: the model's, or that of `stored`
     layer_format: LayerFormat | None = None  # format of its linear layer
+    factors: tuple[tuple[int, float], ...] = ()  # (number of rows, what they are multiplied by), of all; or none are
 
     @property
     def dim(self) -> int:
@@ -65,6 +66,18 @@ class Parameter:
         """The part of a checkpoint tensor that is kept."""
         return self.parts[name].of(tensor) if name in self.parts else tensor
 
+    def scaled(self, tensor: "Tensor") -> "Tensor":
+        """The stacked tensor times its factors."""
+        if not self.factors:
+            return tensor
+        wide, first = tensor.float(), 0
+        if wide is tensor:  # it may lie in the mapped file
+            wide = wide.clone()
+        for count, factor in self.factors:
+            wide[first : first + count] *= factor
+            first += count
+        return wide.to(tensor.dtype)
+
     def kept_dtype(self, model_dtype: str) -> str | None:
         """Its dtype in memory; None: that of the checkpoint."""
         return self.dtype or self.stored.dtype or (model_dtype if self.stored.converts else None)
@@ -78,6 +91,8 @@ class NormStyle:
     centred: Literal["no", "plain", "biased"] = "no"  # norms of layers also subtract the mean, and may add a bias
     in_float32: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     offset: bool = False  # the weights are stored less 1
+    offset_last: bool = True  # those of the last norm, too, if any are
+    added_eps: float | None = None  # of norms of what is added to the residual; None: eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +125,28 @@ class Tensors:
     names: TensorNames
     formats: WeightFormat
 
-    def linear(self, key: str, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> dict[str, Parameter]:
-        """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
+    def linear(
+        self,
+        key: str,
+        rows: Mapping[str, int],
+        columns: int,
+        *,
+        bias: bool = False,
+        factors: tuple[tuple[int, float], ...] = (),
+    ) -> dict[str, Parameter]:
+        """The tensors of a linear layer that stacks the modules in `rows`, name -> output features. `factors`: see
+        Parameter; those of 1 alone are none."""
         layer_format = joined_format(self.formats, rows)
         found: dict[str, Parameter] = {}
+        factors = factors if any(factor != 1 for _, factor in factors) else ()
+        if factors and not layer_format.stacks:
+            raise ModelError(
+                f"{', '.join(rows)} are quantized and have multipliers, which is not supported",
+                hint="use the unquantized version of the model",
+            )
         if layer_format.stacks:
             weights = {f"{name}.weight": (n, columns) for name, n in rows.items()}
-            found[f"{key}.weight"] = Parameter(weights, layer_format=layer_format)
+            found[f"{key}.weight"] = Parameter(weights, layer_format=layer_format, factors=factors)
         else:
             for i, (name, n) in enumerate(rows.items()):
                 for stored in self.formats.of(name).stored:

@@ -23,7 +23,7 @@ from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
-from pagedcli.models.tensors import Parameter
+from pagedcli.models.tensors import LLAMA_NAMES, Parameter, TensorNames
 
 # rotary tables, the shapes of packed weights, scales of activations, which are rounded per token or not at all, and of
 # the KV cache, whose own scales are used
@@ -57,7 +57,7 @@ def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> We
     if load_format == "dummy":
         return DummyWeights(seed)
     alternating = spec.experts is not None and spec.experts.alternating
-    return CheckpointWeights(path, spec.names.skipped, alternating=alternating)
+    return CheckpointWeights(path, spec.names, alternating=alternating)
 
 
 class DummyWeights:
@@ -128,8 +128,8 @@ class CheckpointWeights:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, skipped: tuple[str, ...] = (), *, alternating: bool = False) -> None:
-        self._path, self._skipped, self._alternating = path, skipped, alternating
+    def __init__(self, path: Path, names: TensorNames = LLAMA_NAMES, *, alternating: bool = False) -> None:
+        self._path, self._skipped, self._body, self._alternating = path, names.skipped, names.body, alternating
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
@@ -138,11 +138,11 @@ class CheckpointWeights:
 
         Raises:  ModelError naming file and tensor: missing, unexpected, of another shape, not floating point, damaged.
         """
-        files = {name: _Renamed(_open(self._path / name)) for name in self._file_names()}
+        files = {name: _Renamed(_open(self._path / name), self._body) for name in self._file_names()}
         where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
         self._skip(where)
-        views = _expert_views(files, where, alternating=self._alternating)
         expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
+        views = _expert_views(files, where, expected, alternating=self._alternating)
         optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
         self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
 
@@ -151,7 +151,7 @@ class CheckpointWeights:
                 parameter.kept(name, self._read(files[where[name]], where[name], name, parameter, views))
                 for name in parameter.shapes
             )
-            return stacked(parts, parameter, kept_dtype(parameter, dtype), device)
+            return parameter.scaled(stacked(parts, parameter, kept_dtype(parameter, dtype), device))
 
         return UnreadTensors(
             {
@@ -249,8 +249,8 @@ class CheckpointWeights:
 class _Renamed:
     """A file's tensors under today's names."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self._stored = file, {todays_name(name): name for name in file.keys()}  # noqa: SIM118
+    def __init__(self, file: Any, body: str) -> None:
+        self._file, self._stored = file, {todays_name(name, body): name for name in file.keys()}  # noqa: SIM118
 
     def keys(self) -> Iterable[str]:
         return self._stored.keys()
@@ -289,19 +289,30 @@ _STACKED_EXPERTS = {
 _STACKED_SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
 
-def _expert_views(files: Mapping[str, _Renamed], where: dict[str, str], *, alternating: bool) -> dict[str, _View]:
-    """The tensors of stacked experts, by the names they have in checkpoints that store each alone. `alternating`: see
-    ExpertsSpec.
+def _expert_views(
+    files: Mapping[str, _Renamed], where: dict[str, str], expected: Mapping[str, tuple[int, ...]], *, alternating: bool
+) -> dict[str, _View]:
+    """The tensors of stacked experts, by the names they have in checkpoints that store each alone. `expected`: shapes
+    by these names. `alternating`: see ExpertsSpec.
 
     Changes: where, in which these names replace those of the stacks."""
-    views = {}
-    for stack, file_name in list(where.items()):
+    views, stacks = {}, []
+    for stack, file_name in where.items():
         found = _STACK.fullmatch(stack)
         shape = files[file_name].get_slice(stack).get_shape() if found is not None else []
-        if found is None or len(shape) < (2 if found[3] else 3):  # an ordinary layer may have such a name, too
-            continue
+        if found is not None and len(shape) >= (2 if found[3] else 3):  # an ordinary layer may have such a name, too
+            stacks.append((stack, file_name, found, shape))
+
+    def has_inputs_first(found: re.Match[str], shape: list[int]) -> bool:
+        module = f"{found[1]}experts.0.{_STACKED_EXPERTS[found[2]][0]}"
+        _, num_inputs = expected.get(f"{module}.weight", (0, 0))
+        return not found[3] and shape[1] == num_inputs != shape[2]
+
+    # a square stack does not say how it lies, but gate and up, and down, are not both square
+    inputs_first = alternating or any(has_inputs_first(found, shape) for _, _, found, shape in stacks)
+    for stack, file_name, found, shape in stacks:
         prefix, modules, suffix = found[1], _STACKED_EXPERTS[found[2]], _STACKED_SUFFIXES[found[3]]
-        transposed = alternating and suffix == "weight"
+        transposed = inputs_first and suffix == "weight"
         num_rows, count = shape[2 if transposed and len(shape) > 2 else 1], len(modules)
         del where[stack]
         for index in range(shape[0]):

@@ -13,6 +13,9 @@
 
 namespace {
 
+// Whether attention and a state mix the tokens of a layer.
+bool has_both(const Layer& layer) { return layer.recurrent && layer.qkv.weight; }
+
 template <class E> void keep_rows(E* x, int64_t width, const int64_t* rows, int64_t num_rows) {
     for (int64_t r = 0; r < num_rows; r++)
         if (rows[r] != r) memcpy(x + r * width, x + rows[r] * width, width * sizeof(E));
@@ -36,7 +39,7 @@ template <class T> struct Forward {
           positions(step.positions), threads((int)step.threads), residual((E*)step.residual) {
         const int64_t widest = std::max({m.head_size, m.inner_size, E_, m.input_size}), rows = Matrix<E>::size(tokens, 1);
         const int64_t all_inputs = m.num_layers * m.input_size, besides = m.layers[0].router_norm ? E_ : 0;
-        const int64_t beside = m.side_by_side ? E_ : besides;
+        const int64_t beside = m.side_by_side || has_both(m.layers[0]) ? E_ : besides;
         // each begins in a line of its own
         arena.reserve((rows * (E_ + widest) + tokens * (m.qkv_size + all_inputs + beside + besides)) * sizeof(E) + 512);
         x = arena.take<E>(rows * E_), qkv = arena.take<E>(tokens * m.qkv_size), wide = arena.take<E>(rows * widest);
@@ -97,7 +100,9 @@ template <class T> struct Forward {
         if (tokens && paged_attend((int)m.dtype, group.geometry, work, qkv, width, head_stride, k_cache, v_cache, wide,
                          (float)m.attention_scale, (float)m.soft_cap, layer.sinks, order))
             return false;
-        if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv, tokens, H, D, width, threads);
+        const int64_t gates = layer.gates_per_head;
+        if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv + D, width, 2 * D, D, tokens, H, D, threads);
+        if (gates) gate_heads<T>({wide, H * D, order}, qkv + width - H * gates, width, gates, gates, tokens, H, D, threads);
         return true;
     }
 
@@ -169,6 +174,7 @@ template <class T> struct Forward {
         keep_rows(x, width, step.late, step.num_late);
         keep_rows(residual, E_, step.late, step.num_late);
         if (m.input_size) keep_rows(inputs, m.num_layers * m.input_size, step.late, step.num_late);
+        if (has_both(m.layers[m.last_keeper])) keep_rows(mixed, E_, step.late, step.num_late);
         tokens = step.num_late, positions = step.late_positions, late = true;
     }
 
@@ -225,6 +231,13 @@ template <class T> struct Forward {
         add(layer.down, order, layer.mlp_norm_after);
     }
 
+    // Adds attention, of which `wide` is in `order`, and what else `mixed` the tokens.
+    void add_both(const Layer& layer, Order order) const {
+        linear_forward(layer.attention_out, m.dtype, wide, tokens, x, STORE, threads, order);
+        sum_rows<T>(mixed, tokens, E_, x, threads);
+        add_rows<T>(m, x, layer.input_norm_after, tokens, residual, threads);
+    }
+
     // Adds attention, of which `wide` is in `order`, and the MLP of the same norm.
     void beside_mlp(const Layer& layer, Order order) const {
         linear_forward(layer.attention_out, m.dtype, wide, tokens, mixed, STORE, threads, order);
@@ -240,20 +253,22 @@ template <class T> struct Forward {
             const Layer& layer = m.layers[i];
             const Recurrent* recurrent = layer.recurrent;
             const bool ends = i == m.last_keeper && step.num_late < tokens;
+            const bool both = has_both(layer);
             Order order = BY_ROWS;
             if (recurrent) {
                 recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm).base, tokens, *step.state_step,
-                                  step.states[layer.place], wide, threads);
-                if (ends) keep_late(wide, inner_of(*recurrent));
-            } else if (!(layer.latent ? attend_latents(layer, ends) : attend(layer, ends, order))) {
-                return 1;
+                                  step.states[layer.state_place], wide, threads);
+                if (both) linear_forward(recurrent->out, m.dtype, wide, tokens, mixed, STORE, threads);
+                else if (ends) keep_late(wide, inner_of(*recurrent));
             }
+            if ((!recurrent || both) && !(layer.latent ? attend_latents(layer, ends) : attend(layer, ends, order))) return 1;
             if (!tokens) return 0;
             if (m.side_by_side) {
                 beside_mlp(layer, order);
                 continue;
             }
-            add(recurrent ? recurrent->out : layer.attention_out, order, layer.input_norm_after);
+            if (both) add_both(layer, order);
+            else add(recurrent ? recurrent->out : layer.attention_out, order, layer.input_norm_after);
             mlp(layer);
             if (layer.layer_input_after) add_input(layer, i);
             if (layer.scalar != 1) scale_rows<T>((float)layer.scalar, tokens, E_, residual, threads);

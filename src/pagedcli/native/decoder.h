@@ -25,10 +25,12 @@ struct Layer {
     const void* query_scales;     // [P], of queries after they are rotated; or null
     int64_t rotated;              // elements of a head that are rotated, its first
     int64_t interleaved;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
-    int64_t group, place;         // of layers that share blocks; among that group's layers, or those with a state
+    int64_t group, place;         // of layers that share blocks; among that group's layers
+    int64_t state_place;          // among the layers with a state
     int64_t num_kv_heads, head_dim;
     int64_t reads;                // it attends over the K and V at its group and place, and has none of its own
     int64_t keys_as_values;       // qkv has no V: K, before it is normed and rotated, is V
+    int64_t gates_per_head;       // numbers at the end of qkv that gate the result of a head: D, 1, or 0
     Linear qkv, attention_out;
     Linear gate_up, down;    // not read in a layer with experts alone; without weights: the layer has no MLP
     const Experts* experts;  // null: a gated MLP
@@ -37,7 +39,7 @@ struct Layer {
     Linear input_gate, input_out;    // E -> P, P -> E: adds the layer's input, gated by the residual
     const void* layer_input_after;   // [E]; null: it has no input
     double scalar;                   // multiplies the residual after the layer
-    const Recurrent* recurrent;  // in place of attention; null: the layer attends
+    const Recurrent* recurrent;  // in place of attention or, if the layer has qkv, besides it; null: it only attends
     const Latent* latent;        // null: K and V of qkv
 };
 
@@ -56,7 +58,8 @@ struct Model {
     int64_t layer_norm;  // norms of the residual subtract the mean, too; 2: biases follow their weights
     int64_t side_by_side;   // attention and MLP see the same norm of the residual, and are added to it together
     int64_t norms_last;     // q_norm and k_norm come after the rotary embedding
-    double eps, attention_scale, soft_cap, residual_multiplier;  // soft_cap 0: none
+    // added_eps: of norms of what is added to the residual. soft_cap 0: none.
+    double eps, added_eps, attention_scale, soft_cap, residual_multiplier;
     const Layer* layers;
     const void* final_norm;
     // What gives each layer an input of P elements for a token: a row of a table [V][L * P], and a projection of the token's
@@ -70,7 +73,8 @@ struct Model {
 // Elements of a token's row of qkv.
 inline int64_t qkv_width(const Model& m, const Layer& layer) {
     const int64_t kept = layer.reads ? 0 : layer.keys_as_values ? 1 : 2;  // K, or K and V
-    return ((m.output_gate ? 2 : 1) * m.num_heads + kept * layer.num_kv_heads) * layer.head_dim;
+    return ((m.output_gate ? 2 : 1) * m.num_heads + kept * layer.num_kv_heads) * layer.head_dim +
+           layer.gates_per_head * m.num_heads;
 }
 
 // A step as the layers of one group see it.

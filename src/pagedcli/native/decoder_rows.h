@@ -159,15 +159,17 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, int6
     });
 }
 
-// Multiplies the result [T][H][D] of each head by the sigmoid of the gate that follows its query in qkv.
-template <class T> void gate_heads(const Matrix<typename T::Elem>& out, const typename T::Elem* qkv, int64_t num_tokens, int64_t H,
-                                   int64_t D, int64_t width, int threads) {
+// Multiplies the result [T][H][D] of each head by the sigmoids of its gates, D numbers or one. Strides in elements, from token
+// to token and from head to head.
+template <class T> void gate_heads(const Matrix<typename T::Elem>& out, const typename T::Elem* gates, int64_t token_stride,
+                                   int64_t head_stride, int64_t size, int64_t num_tokens, int64_t H, int64_t D, int threads) {
     for_rows(threads, num_tokens, H * D, 4, [&](int64_t t) {
         for (int64_t h = 0; h < H; h++) {
-            const auto* gate = qkv + t * width + (2 * h + 1) * D;
+            const auto* gate = gates + t * token_stride + h * head_stride;
             for (int64_t i = 0; i < D; i += VL) {
                 auto* head = out.at(t, h * D + i);
-                const vf share = Rows<T>::round(sigmoid_of(load_some<T>(gate + i, D - i)));
+                const vf raw = size == 1 ? splat(Rows<T>::load_one(gate)) : load_some<T>(gate + i, D - i);
+                const vf share = Rows<T>::round(sigmoid_of(raw));
                 store_some<T>(head, load_some<T>(head, D - i) * share, D - i);
             }
         }
@@ -199,7 +201,7 @@ template <class T> void add_rows(const Model& m, typename T::Elem* x, const void
     const float multiplier = (float)m.residual_multiplier;
     for_rows(threads, num_rows, size, 8, [&](int64_t r) {
         auto *from = x + r * size, *to = residual + r * size;
-        if (weight) rms_norm<T>(from, weight, m.float_norms, size, (float)m.eps);
+        if (weight) rms_norm<T>(from, weight, m.float_norms, size, (float)m.added_eps);
         for (int64_t i = 0; i < size; i += VL) {
             const vf added = Rows<T>::round(load_some<T>(from + i, size - i) * multiplier);
             store_some<T>(to + i, load_some<T>(to + i, size - i) + added, size - i);

@@ -218,7 +218,7 @@ template <class T> void norm_then_gate(float* x, const typename T::Elem* weight,
     }
 }
 
-// rms_norm(x * silu(gate)) * weight, each group on its own.
+// rms_norm(x * silu(gate)) * weight, each group on its own; without a weight x * silu(gate).
 template <class T> void gate_then_norm(float* x, const typename T::Elem* weight, const typename T::Elem* gate, int64_t size,
                                        float eps, typename T::Elem* out) {
     vf squares = {};
@@ -230,7 +230,8 @@ template <class T> void gate_then_norm(float* x, const typename T::Elem* weight,
     const float scale = 1.f / std::sqrt(sum_of(squares) / size + eps);
     for (int64_t i = 0; i < size; i += VL) {
         const int64_t room = size - i;
-        store_some<T>(out + i, load_some<F32>(x + i, room) * scale * load_some<T>(weight + i, room), room);
+        const vf gated = load_some<F32>(x + i, room);
+        store_some<T>(out + i, weight ? gated * scale * load_some<T>(weight + i, room) : gated, room);
     }
 }
 
@@ -268,7 +269,7 @@ template <class T> void delta_head(const Mixer<T>& layer, const Sequence& seq, i
             l2_norm<T>(row + all + key_head * N, N, 1.f, block.k + i * N);
             widen<T>(row + 2 * all + head * P, P, block.v + i * block.P);
             const typename T::Elem beta = T::from_float(sigmoid(Rows<T>::load_one(gates + b)));
-            block.beta[i] = Rows<T>::load_one(&beta);
+            block.beta[i] = Rows<T>::load_one(&beta) * (float)r.correction;
             block.decay[i] = std::exp(r.decay[head] * softplus(Rows<T>::load_one(gates + a) + r.step_bias[head]));
         }
     };
@@ -376,7 +377,7 @@ template <class T> void run(const Recurrent& r, int64_t dtype, const void* x, in
     if (is_mamba)
         for_rows(threads, tokens, inner, 4, [&](int64_t t) {
             for (int64_t g = 0; g < inner; g += r.norm_group)
-                gate_then_norm<T>(scanned + t * inner + g, (const E*)r.norm + g, projected + t * width + g, r.norm_group,
+                gate_then_norm<T>(scanned + t * inner + g, r.norm ? (const E*)r.norm + g : nullptr, projected + t * width + g, r.norm_group,
                                   (float)r.eps, (E*)out + t * inner + g);
         });
 }

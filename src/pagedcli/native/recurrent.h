@@ -16,10 +16,11 @@ struct Recurrent {
     int64_t interleaved;      // the projections list key head by key head
     int64_t tiled;            // a key head serves every num_key_heads-th head instead of neighbours
     int64_t norm_group;       // elements that a gated norm of Mamba-2 norms together
+    double correction;        // factor of how much a gated delta rule corrects
     double eps, least_step, most_step;
     const float *conv, *conv_bias;           // [kernel][channels]; [channels] or null
     const float *decay, *step_bias, *skip;   // [num_heads]; skip: of Mamba-2
-    const void* norm;                        // of the activations' type: [value_dim], of Mamba-2 [inner]
+    const void* norm;                        // of the activations' type: [value_dim], of Mamba-2 [inner], or null: it only gates
     Linear inner, gates, out;                // gates: of gated delta nets
 };
 

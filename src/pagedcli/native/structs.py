@@ -58,8 +58,9 @@ class LayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
         *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table", "query_scales")),
-        *((name, _int64) for name in ("rotated", "interleaved", "group", "place", "num_kv_heads", "head_dim")),
-        *((name, _int64) for name in ("reads", "keys_as_values")),
+        *((name, _int64) for name in ("rotated", "interleaved", "group", "place", "state_place")),
+        *((name, _int64) for name in ("num_kv_heads", "head_dim")),
+        *((name, _int64) for name in ("reads", "keys_as_values", "gates_per_head")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
         *((name, _pointer) for name in ("experts", "router_norm", "experts_norm", "experts_norm_after")),
         ("dense_norm_after", _pointer),
@@ -79,7 +80,7 @@ class RecurrentStruct(ctypes.Structure):
             for name in ("kind", "kernel", "channels", "num_key_heads", "num_heads", "key_dim", "value_dim")
         ),
         *((name, _int64) for name in ("interleaved", "tiled", "norm_group")),
-        *((name, ctypes.c_double) for name in ("eps", "least_step", "most_step")),
+        *((name, ctypes.c_double) for name in ("correction", "eps", "least_step", "most_step")),
         *((name, _pointer) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm")),
         *((name, LinearStruct) for name in ("inner", "gates", "out")),
     ]
@@ -105,7 +106,8 @@ class ModelStruct(ctypes.Structure):
         *((name, _int64) for name in ("qkv_size", "head_size")),
         *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
         *((name, _int64) for name in ("layer_norm", "side_by_side", "norms_last")),
-        *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
+        *((name, ctypes.c_double) for name in ("eps", "added_eps", "attention_scale", "soft_cap")),
+        ("residual_multiplier", ctypes.c_double),
         *((name, _pointer) for name in ("layers", "final_norm")),
         ("input_size", _int64),
         ("input_table", _pointer),

@@ -17,7 +17,7 @@ from pagedcli.models.family import (
     RotatesInWindows,
     Windowed,
 )
-from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import LayerSpec, Scales
 from pagedcli.models.tensors import NormStyle, TensorNames
@@ -200,6 +200,10 @@ class Qwen2(Windowed):
         return [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
 
 
+class Qwen2Vl(Qwen2):
+    """Qwen2-VL and 2.5-VL. Its rotary embedding has three positions, which are equal for text."""
+
+
 class Qwen3(Qwen2):
     biases = ATTENTION_BIAS
     qk_norm = "heads"
@@ -349,3 +353,49 @@ class Gemma3(RotatesByWindow, Gemma2):
     def attention(self, i: int) -> Attention:
         """As in transformers, attn_logit_softcapping has no effect."""
         return replace(super().attention(i), soft_cap=None)
+
+
+class MuseGlimmer(RotatesByTheta):
+    """Muse Glimmer: gates of attention's result, norms of q and k by no weights, a normed embedding."""
+
+    hidden_activation: str | None = None
+    final_logit_softcapping: Factor = 20.0
+    qk_scale_factor: Factor = 3.87
+    output_multiplier: Factor = 0.19611613513818404
+    post_norm_eps: float = 1e-8
+
+    biases = ATTENTION_BIAS
+    qk_norm = "unweighted"
+    norm_places = "around"
+    norm_style = replace(OFFSET_NORMS, offset_last=False)
+
+    @property
+    def activation(self) -> str:
+        return self.hidden_activation or self.hidden_act
+
+    @property
+    def norm(self) -> NormStyle:
+        return replace(super().norm, added_eps=self.post_norm_eps)
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(
+            norms_embedding=True,
+            logits_divisor=1 / self.output_multiplier,
+            logits_soft_cap=self.final_logit_softcapping,
+        )
+
+    def _counted_from_last(self) -> list[bool]:
+        """Whether each layer is not one of every fourth from the last one back."""
+        return [bool((self.num_hidden_layers - 1 - i) % 4) for i in range(self.num_hidden_layers)]
+
+    def slides(self) -> list[bool]:
+        return self._counted_from_last() if self.layer_types is None else super().slides()
+
+    def usual_thetas(self, theta: float) -> list[float]:
+        return [theta if each else 0.0 for each in self._counted_from_last()]
+
+    def attention(self, i: int) -> Attention:
+        plain = super().attention(i)
+        scale = self.qk_scale_factor * self.head_size**-0.5
+        return replace(plain, scale=scale, output_gate=OutputGate("gate_proj"))

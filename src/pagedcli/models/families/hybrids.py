@@ -7,17 +7,17 @@ from itertools import pairwise
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Size
-from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED
+from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
-from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture
-from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
+from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import LayerSpec
+from pagedcli.models.spec import LayerSpec, NormPlaces, Scales
 from pagedcli.models.tensors import TensorNames
 
 StepLimit = float | dict[str, str]  # {"__float__": "Infinity"} is transformers' infinity
@@ -45,7 +45,7 @@ class Qwen3_5(Hybrid):
         return range(interval - 1, self.num_hidden_layers, interval)
 
     def attention(self, i: int) -> Attention:
-        return replace(super().attention(i), output_gate=True)
+        return replace(super().attention(i), output_gate=OutputGate())
 
     def recurrent(self) -> GatedDelta:
         return GatedDelta(
@@ -67,6 +67,46 @@ class Qwen3Next(Qwen3_5, QwenMixture):
 
     def recurrent(self) -> GatedDelta:
         return replace(super().recurrent(), interleaved=True)
+
+
+class OlmoHybrid(Hybrid, Olmo2):
+    """Gated delta nets between norms before, attention between norms after."""
+
+    num_key_value_heads = None
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Size = 4
+    linear_allow_neg_eigval: bool = True
+
+    def attending(self) -> Sequence[int]:
+        last = self.num_hidden_layers - 1
+        return range(3, last + 1, 4) or [last]
+
+    def ropes(self) -> Sequence[RopeSpec | None]:
+        """None where rope_parameters says that there is no theta, as that of published models does."""
+        said = self.rope_parameters
+        has_none = isinstance(said, dict) and said.get("rope_theta", 0) is None and self.rope_theta is None
+        return [None] * self.num_hidden_layers if has_none else super().ropes()
+
+    def recurrent(self) -> GatedDelta:
+        heads = self.linear_num_key_heads or self.num_attention_heads
+        key_dim = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
+        return GatedDelta(
+            num_key_heads=heads,
+            num_value_heads=self.linear_num_value_heads or self.num_attention_heads,
+            key_dim=key_dim,
+            value_dim=self.linear_value_head_dim or 2 * key_dim,
+            kernel=self.linear_conv_kernel_dim,
+            apart=True,
+            correction=2.0 if self.linear_allow_neg_eigval else 1.0,
+            eps=1e-5,
+        )
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        layers = super().layers()
+        return tuple(layer if layer.mixer.attends else replace(layer, norms="before") for layer in layers)
 
 
 class Lfm2(Hybrid):
@@ -134,6 +174,44 @@ class Lfm2Moe(Lfm2, Mixture):
         )
 
 
+class Lfm3(RotatesByWindow, Lfm2):
+    """Windows in some layers that attend, and a gate for each head."""
+
+    sliding_window = 256
+    block_auto_adjust_ff_dim = False  # intermediate_size is what it says
+    use_sandwich_norm: bool = True
+    use_attention_gate: bool = True
+
+    renamed = {"norm_eps": "rms_norm_eps"}
+    known_layer_types = Lfm2.known_layer_types | {"sliding_attention"}
+    biases = ATTENTION_BIAS
+    default_rope = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        norms = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+        norms = norms if self.use_sandwich_norm else norms[::2]
+        return replace(self.names, branch_norms=norms, attention_out="o_proj", head_norms=("q_norm", "k_norm"))
+
+    def attending(self) -> Sequence[int]:
+        return range(2, self.num_hidden_layers, 2)
+
+    def slides(self) -> list[bool]:
+        kinds = self.layer_types
+        return [i % 4 == 0 if kinds is None else kinds[i] == "sliding_attention" for i in range(self.num_hidden_layers)]
+
+    def attention(self, i: int) -> Attention:
+        gate = OutputGate("gate_proj", per_head=True) if self.use_attention_gate else None
+        return replace(super().attention(i), output_gate=gate)
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        norms: NormPlaces = "around" if self.use_sandwich_norm else "before"
+        return tuple(replace(layer, norms=norms) for layer in super().layers())
+
+
 class Bamba(Hybrid):
     """Mamba-2."""
 
@@ -180,6 +258,65 @@ class Bamba(Hybrid):
             step_limits=self.step_limits,
             norm_group=heads * head_dim // self.mamba_n_groups,
         )
+
+
+class FalconH1(Bamba):
+    """Attention and Mamba-2 of the same norm, and a factor for almost everything."""
+
+    partial_rotary_factor = None
+    mamba_d_ssm: Size | None = 1024
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    embedding_multiplier: Factor = 1.0
+    lm_head_multiplier: Factor = 1.0
+    key_multiplier: Factor = 1.0
+    attention_in_multiplier: Factor = 1.0
+    attention_out_multiplier: Factor = 1.0
+    ssm_in_multiplier: Factor = 1.0
+    ssm_out_multiplier: Factor = 1.0
+    mlp_multipliers: tuple[Factor, Factor] | None = None
+    ssm_multipliers: tuple[Factor, Factor, Factor, Factor, Factor] | None = None
+
+    unsupported = Bamba.unsupported | dict.fromkeys(
+        ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"), ()
+    )
+    known_layer_types = frozenset()
+    biases = UNBIASED
+    partial_rope = False
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(embedding=self.embedding_multiplier, logits_divisor=1 / self.lm_head_multiplier)
+
+    def check(self) -> None:
+        super().check()
+        if self.mamba_rms_norm and self.mamba_norm_before_gate:
+            raise ModelError("mamba_norm_before_gate is true, which is not supported")
+
+    def mixer(self, i: int) -> Attention:
+        of_scores = self.key_multiplier * self.attention_in_multiplier**2
+        return replace(
+            self.attention(i),
+            scale=of_scores * self.head_size**-0.5,
+            out_factor=self.attention_in_multiplier * self.attention_out_multiplier,
+        )
+
+    def recurrent(self) -> Mamba2:
+        heads, inner = self.mamba_n_heads, self.mamba_d_ssm or self.mamba_expand * self.hidden_size
+        return replace(
+            super().recurrent(),
+            head_dim=inner // heads,
+            norm_group=inner // self.mamba_n_groups if self.mamba_rms_norm else None,
+            factors=tuple(self.ssm_in_multiplier * each for each in self.ssm_multipliers or (1.0,) * 5),
+            out_factor=self.ssm_out_multiplier,
+        )
+
+    def mlp(self, i: int) -> Mlp:
+        factors = self.mlp_multipliers or (1.0, 1.0)
+        return Mlp(width=self.mlp_width, activation=self.activation, factors=factors)
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(replace(layer, beside=self.recurrent()) for layer in super().layers())
 
 
 class RotatesIfNamed(Llama):

@@ -53,6 +53,13 @@ class Qwen3Moe(Windowed, QwenMixture):
         return [self.use_sliding_window] * self.num_hidden_layers
 
 
+class Qwen3VlMoe(QwenMixture):
+    norm_topk_prob = True
+
+    biases = ATTENTION_BIAS
+    qk_norm = "heads"
+
+
 class Qwen2Moe(Qwen3Moe):
     qkv_bias: bool = True
 

@@ -9,6 +9,16 @@ from pagedcli.models.rope import RopeSpec
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
 
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """Sigmoids that the result of attention is multiplied by."""
+
+    module: str | None = (
+        None  # their projection in the checkpoint; None: q_proj lists them after the query of each head
+    )
+    per_head: bool = False  # one for each head instead of one for each element
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Attention over K and V of the tokens before, its own or an earlier layer's."""
@@ -26,10 +36,12 @@ class Attention:
     scale: float | None = None  # factor of scores; None: 1/sqrt(D)
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     sinks: bool = False  # each query head has a learned logit that joins its softmax, see AttentionBackend.attend
-    output_gate: bool = False  # the result is multiplied by the sigmoid of a part of q_proj
+    output_gate: OutputGate | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "heads", "all"] = "none"  # RMSNorm of each head of q and k, or of all heads together
+    out_factor: float = 1.0  # of the result; o_proj is multiplied by it when it is read
+    # RMSNorm of each head of q and k, by weights or none, or of all heads together
+    qk_norm: Literal["none", "heads", "unweighted", "all"] = "none"
     norms_last: bool = False  # these norms come after the rotary embedding
     keys_as_values: bool = False  # no v_proj: K, before it is normed and rotated, is V
     value_norm: bool = False  # each head of V is normed, by no weights
@@ -52,7 +64,14 @@ class Attention:
     @property
     def qkv_size(self) -> int:
         """Elements of q, its gates, k and v of a token, made or read."""
-        return ((2 if self.output_gate else 1) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_gates
+
+    @property
+    def num_gates(self) -> int:
+        """Gates of a token's result."""
+        if self.output_gate is None:
+            return 0
+        return self.num_heads if self.output_gate.per_head else self.num_heads * self.head_dim
 
     @property
     def shape(self) -> "Attention":
@@ -85,16 +104,20 @@ class Attention:
         """Its tensors. `key`: of the layer here, `layer`: in the checkpoint."""
         names, name = make.names, f"{layer}.{make.names.attention}"
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        gated_rows = q_rows * (2 if self.output_gate else 1)  # a head's gate comes after its query
+        gate = None if self.output_gate is None else self.output_gate.module
+        gated_rows = q_rows + (self.num_gates if gate is None else 0)
         if len(names.qkv) == 1:
             rows = {names.qkv[0]: gated_rows + 2 * kv_rows}
         else:
             num_used = 1 if not self.keeps else 2 if self.keys_as_values else 3
             rows = dict(zip(names.qkv[:num_used], (gated_rows, kv_rows, kv_rows), strict=False))
+        if gate is not None:
+            rows[gate] = self.num_gates
         rows = {f"{name}.{part}": count for part, count in rows.items()}
         found = make.linear(f"{key}.qkv", rows, make.width, bias=self.qkv_bias)
         out = {f"{name}.{names.attention_out}": make.width}
-        found |= make.linear(f"{key}.out", out, q_rows, bias=self.out_bias)
+        factors = ((make.width, self.out_factor),)
+        found |= make.linear(f"{key}.out", out, q_rows, bias=self.out_bias, factors=factors)
         if self.sinks:
             found[f"{key}.sinks"] = exact({f"{name}.sinks": (self.num_heads,)})
         if self.qk_norm == "heads":

@@ -22,7 +22,10 @@ class Mamba2(RecurrentMixer):
     conv_bias: bool
     proj_bias: bool
     step_limits: tuple[float, float]  # smallest and largest step
-    norm_group: int  # elements that the gated norm norms together
+    norm_group: int | None  # elements that the gated norm norms together; None: the result is only gated
+    # of the projected gate, x, B, C and steps, and of the result; weights are multiplied when they are read
+    factors: tuple[float, ...] = (1.0,) * 5
+    out_factor: float = 1.0
 
     @property
     def inner(self) -> int:
@@ -43,16 +46,20 @@ class Mamba2(RecurrentMixer):
 
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         heads, width, name = self.num_heads, make.width, f"{layer}.{make.names.recurrent}"
-        inner = {f"{name}.in_proj": self.inner + self.channels + heads}
+        inner, groups = {f"{name}.in_proj": self.inner + self.channels + heads}, self.num_groups * self.state_size
+        sizes = (self.inner, self.inner, groups, groups, heads)
+        factors, out_factors = tuple(zip(sizes, self.factors, strict=True)), ((width, self.out_factor),)
+        out = {f"{name}.out_proj": width}
         found = {
-            **make.linear(f"{key}.inner", inner, width, bias=self.proj_bias),
+            **make.linear(f"{key}.inner", inner, width, bias=self.proj_bias, factors=factors),
             f"{key}.conv": exact({f"{name}.conv1d.weight": (self.channels, 1, self.kernel)}),
             f"{key}.decay": exact({f"{name}.A_log": (heads,)}, init=1.0),
             f"{key}.step_bias": exact({f"{name}.dt_bias": (heads,)}, init=1.0),
             f"{key}.skip": exact({f"{name}.D": (heads,)}, init=1.0),
-            f"{key}.gated_norm": Parameter({f"{name}.norm.weight": (self.inner,)}, init=1.0, stored=VECTOR),
-            **make.linear(f"{key}.out", {f"{name}.out_proj": width}, self.inner, bias=self.proj_bias),
+            **make.linear(f"{key}.out", out, self.inner, bias=self.proj_bias, factors=out_factors),
         }
+        if self.norm_group is not None:
+            found[f"{key}.gated_norm"] = Parameter({f"{name}.norm.weight": (self.inner,)}, init=1.0, stored=VECTOR)
         if self.conv_bias:
             found[f"{key}.conv_bias"] = exact({f"{name}.conv1d.bias": (self.channels,)})
         return found
