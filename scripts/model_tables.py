@@ -51,6 +51,7 @@ _SMALL = {
     "num_key_value_heads": 2,
     "full_attn_idxs": [1],  # LFM2 attends in all layers by default, which no published model does
     "hybrid_override_pattern": "M-*-",
+    "num_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }

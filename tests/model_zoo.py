@@ -176,6 +176,23 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "solar_open": ("SolarOpenConfig", {**_EXPERTS, "n_routed_experts": 8, "head_dim": 32, "n_shared_experts": 2}),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {**_EXPERTS, **_WINDOWED, "num_experts": 8, "num_hidden_layers": 4, "num_shared_experts": 2, "n_group": 2},
+    ),
+    "hy_v3": ("HYV3Config", {**_EXPERTS, "num_experts": 8, "head_dim": 32, "num_shared_experts": 2}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {
+            **{"num_experts": 8, "moe_topk": [3, 3], "head_dim": 32},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENTS, **_EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1}),
     "deepseek_v2-direct": (
         "DeepseekV2Config",
@@ -375,6 +392,7 @@ DATA_FAMILIES = (
     ),
     *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "ernie4_5-moe", "glm4-moe"),
     *LATENT_FAMILIES[2:],
+    *("solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe"),
     *("hunyuan", "starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)

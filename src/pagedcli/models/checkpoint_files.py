@@ -16,7 +16,10 @@ _RENAMED = {
     "multi_modal_projector.": "model.multi_modal_projector.",
     "visual.": "model.visual.",
 }
-_PARTS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}  # OLMo
+_PARTS = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}  # OLMo
 _OF_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.")  # without the name of the part, as Qwen2.5-VL's are
 _HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 _TABLE = re.compile(r".*(emb|wte)[^.]*\.weight")

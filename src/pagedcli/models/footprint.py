@@ -107,7 +107,8 @@ def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> list[tuple[i
     mixer = spec.layers[int(key.split(".")[1])].mixer
     assert isinstance(mixer, LatentAttention), "others have no such matrices"
     num_heads = shape[0] // (mixer.nope_dim + mixer.value_dim)
-    return num_heads * [(mixer.rank, mixer.nope_dim), (mixer.value_dim, mixer.rank)]
+    shapes: list[tuple[int, ...]] = [(mixer.rank, mixer.nope_dim), (mixer.value_dim, mixer.rank)]
+    return num_heads * shapes
 
 
 def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:

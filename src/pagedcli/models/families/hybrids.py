@@ -73,6 +73,7 @@ class OlmoHybrid(Hybrid, Olmo2):
     """Gated delta nets between norms before, attention between norms after."""
 
     num_key_value_heads = None
+    rope_theta = 10000.0
     linear_num_key_heads: Size | None = None
     linear_num_value_heads: Size | None = None
     linear_key_head_dim: Size | None = None
@@ -85,9 +86,9 @@ class OlmoHybrid(Hybrid, Olmo2):
         return range(3, last + 1, 4) or [last]
 
     def ropes(self) -> Sequence[RopeSpec | None]:
-        """None where rope_parameters says that there is no theta, as that of published models does."""
-        said = self.rope_parameters
-        has_none = isinstance(said, dict) and said.get("rope_theta", 0) is None and self.rope_theta is None
+        """None where theta is null, as in published models."""
+        said = self.rope_parameters if isinstance(self.rope_parameters, dict) else {}
+        has_none = said.get("rope_theta", self.rope_theta) is None
         return [None] * self.num_hidden_layers if has_none else super().ropes()
 
     def recurrent(self) -> GatedDelta:
@@ -193,8 +194,8 @@ class Lfm3(RotatesByWindow, Lfm2):
     @property
     def tensor_names(self) -> TensorNames:
         norms = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
-        norms = norms if self.use_sandwich_norm else norms[::2]
-        return replace(self.names, branch_norms=norms, attention_out="o_proj", head_norms=("q_norm", "k_norm"))
+        used = norms if self.use_sandwich_norm else norms[::2]
+        return replace(self.names, branch_norms=used, attention_out="o_proj", head_norms=("q_norm", "k_norm"))
 
     def attending(self) -> Sequence[int]:
         return range(2, self.num_hidden_layers, 2)

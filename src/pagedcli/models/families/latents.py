@@ -106,11 +106,7 @@ class DeepseekV3(Latents, Glm4Moe):
 
 
 class Glm4MoeLite(DeepseekV3):
-    mlp_layer_types: list[str] | None = None
-
-    def is_dense(self, i: int) -> bool:
-        kinds = self.mlp_layer_types
-        return super().is_dense(i) if kinds is None else kinds[i : i + 1] == ["dense"]
+    """GLM-4.7-Flash."""
 
 
 class DeepseekV2(Latents, AlwaysMixture):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Size
-from pagedcli.models.families.dense import FLOAT_NORMS, Granite, listed
+from pagedcli.models.families.dense import FLOAT_NORMS, Exaone4, Granite, HunYuanDenseV1, listed
 from pagedcli.models.family import (
     ATTENTION_BIAS,
     UNBIASED,
@@ -201,6 +201,7 @@ class Glm4Moe(AlwaysMixture):
     use_qk_norm: bool = False
     n_group: int | None = 1
     topk_group: int | None = 1
+    mlp_layer_types: list[str] | None = None
 
     renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
     biases: ClassVar[Biases] = ("attention_bias", False, False)
@@ -216,10 +217,91 @@ class Glm4Moe(AlwaysMixture):
         return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
 
     def is_dense(self, i: int) -> bool:
-        return i < self.num_dense_layers
+        kinds = self.mlp_layer_types
+        return i < self.num_dense_layers if kinds is None else kinds[i : i + 1] == ["dense"]
 
     def experts(self) -> Experts:
         return replace(super().experts(), **deepseek_routing(self.num_experts or 0, self))
+
+
+class SolarOpen(Glm4Moe):
+    intermediate_size = 1280  # no layer has an ordinary MLP
+    partial_rotary_factor = None
+    num_dense_layers = 0
+
+    partial_rope = False
+
+
+class ExaoneMoe(Exaone4, Glm4Moe):
+    partial_rotary_factor = None
+    use_qk_norm = True
+
+    renamed = Glm4Moe.renamed | {"num_shared_experts": "n_shared_experts"}
+    partial_rope = False
+    norm_places = "before"
+    names = TensorNames(skipped=("mtp.",))
+    expert_names = replace(Glm4Moe.expert_names, router_bias="e_score_correction_bias")
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        return self.names
+
+
+class HyV3(Glm4Moe):
+    partial_rotary_factor = None
+    use_qk_norm = True
+
+    renamed = Mixture.renamed | {
+        "num_shared_experts": "n_shared_experts",
+        "router_scaling_factor": "routed_scaling_factor",
+    }
+    biases = ATTENTION_BIAS
+    partial_rope = False
+    expert_names = ExpertNames(router="router.gate", shared="mlp.shared_mlp")
+
+    @staticmethod
+    def through_transformers(config: dict[str, Any]) -> bool:
+        """Experts for every token may have biases, too."""
+        return bool(config.get("mlp_bias"))
+
+
+class MiniMaxM2(Mixture):
+    norm_topk_prob = True
+    rotary_dim: Size | None = None
+
+    biases = UNBIASED
+    partial_rope = True
+    qk_norm = "all"
+    expert_names = replace(Mixtral.expert_names, router_bias="e_score_correction_bias")
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim is not None and self.partial_rotary_factor is None:
+            self.partial_rotary_factor = self.rotary_dim / self.head_size
+
+    def experts(self) -> Experts:
+        return replace(super().experts(), sigmoid=True, has_router_bias=True)
+
+
+class HunYuanMoeV1(HunYuanDenseV1, Mixture):
+    num_experts_per_tok: int | list[int] | None  # of each layer, if it is a list
+    norm_topk_prob = True
+
+    renamed = {"moe_topk": "num_experts_per_tok", "moe_intermediate_size": "not read, as in transformers"}
+    expert_names = ExpertNames(router="gate.wg", shared="mlp.shared_mlp")
+
+    def __post_init__(self) -> None:
+        picked = self.num_experts_per_tok
+        if isinstance(picked, list) and len(set(picked)) == 1:
+            self.num_experts_per_tok = picked[0]
+
+    def check(self) -> None:
+        if isinstance(self.num_experts_per_tok, list):
+            raise ModelError("moe_topk differs between layers, which is not supported")
+        super().check()
+
+    def experts(self) -> Experts:
+        shared = Mlp(width=self.intermediate_size, activation=self.activation)
+        return replace(super().experts(), shared=shared, gates_shared=False)
 
 
 class Ernie4_5Moe(AlwaysMixture):
