@@ -92,7 +92,7 @@ MIXED = {
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported (4-bit NormalFloat"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported (8 bits with outliers"),
         ({"quant_method": "gguf"}, "GGUF inside"),
         ({"quant_method": "of tomorrow"}, "an unknown method"),
         ({"bits": 4}, "has no quant_method"),

@@ -22,8 +22,8 @@ from pagedcli.models.stored_quantization import (
 
 
 def read_quantization(config: dict[str, Any], where: Path) -> Quantization | None:
-    """The quantization of a checkpoint by its config.json at `where`; None if it has none. A tied output layer is never
-    quantized.
+    """The quantization of a checkpoint by its config.json at `where`; None if it has none, or if its weights become
+    plain numbers when they are read. A tied output layer is never quantized.
 
     Raises: ModelError that names the method and the reason if its weights cannot be read.
     """
@@ -33,6 +33,10 @@ def read_quantization(config: dict[str, Any], where: Path) -> Quantization | Non
     if not isinstance(content, dict) or not isinstance(content.get("quant_method"), str):
         raise ModelError(f"{where}: quantization_config has no quant_method", hint="download the file again")
     method = content["quant_method"]
+    if method == "bitsandbytes":
+        if content.get("load_in_4bit") is not True:
+            raise refusal(where, method, "8 bits with outliers: LLM.int8()")
+        return None  # models.bitsandbytes unpacks them to plain numbers
     if method not in READERS:
         raise refusal(where, method, REFUSED.get(method, "an unknown method"))
     quantization = Quantization(READERS[method](content, where))

@@ -39,8 +39,10 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         raise ModelError(f"{path / 'config.json'} has no model_type", hint="use a Hugging Face model folder")
     if model_type in FAMILIES and not FAMILIES[model_type].config.through_transformers(config):
         return native_spec(path, config, model_type)
-    if (quantization := read_quantization(config, path / "config.json")) is not None:
-        raise refusal(path / "config.json", quantization.method, f"{model_type} runs through transformers")
+    quantization = read_quantization(config, path / "config.json")
+    if quantization is not None or config.get("quantization_config"):
+        method = "bitsandbytes" if quantization is None else quantization.method
+        raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this import may load transformers
     from pagedcli.models.fallback_spec import read_fallback_spec
 

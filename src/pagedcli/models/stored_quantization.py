@@ -25,6 +25,7 @@ READABLE: Mapping[str, str] = {
     "gptq": "4 and 8 bits, in groups or per channel, act-order, gptq and gptq_v2; single layers with other bits",
     "awq": "4 bits, in groups, GEMM order",
     "auto-round": "4 and 8 bits in a layout of GPTQ, 4 bits in that of AWQ; single layers with other bits",
+    "bitsandbytes": "4 bits, NF4 and FP4, with and without double quantization, widened while they are read",
     "fp8": "FP8 e4m3, per tensor or in blocks",
     "fbgemm_fp8": "FP8 e4m3, per channel",
     "modelopt": "NVFP4; FP8 e4m3, per tensor; single layers in either or in none",
@@ -41,7 +42,7 @@ AUTO_ROUND: Mapping[str, tuple[Layout, int]] = {
 REFUSED: Mapping[str, str] = {
     "aqlm": "additive codebooks",
     "bitnet": "1.58-bit weights",
-    "bitsandbytes": "4-bit NormalFloat or LLM.int8()",
+    "bitsandbytes int8": "LLM.int8(): 8 bits with outliers",
     "eetq": "int8 in the order of a GPU kernel",
     "exl2": "mixed bits in the order of a GPU kernel",
     "exl3": "trellis codes",

@@ -16,6 +16,7 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.memory_limit import shortage
+from pagedcli.models.bitsandbytes import RoundedWeight, rounded_weights
 from pagedcli.models.checkpoint_files import todays_name
 from pagedcli.models.config_json import read_json
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
@@ -141,8 +142,18 @@ class CheckpointWeights:
         files = {name: _Renamed(_open(self._path / name), self._body) for name in self._file_names()}
         where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
         self._skip(where)
+        stored = dict(where)
+        rounded = rounded_weights(where, lambda name: files[stored[name]].get_tensor(name))  # type: ignore[no-any-return]
         expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
-        views = _expert_views(files, where, expected, alternating=self._alternating)
+        views: dict[str, _View | RoundedWeight] = {
+            **_expert_views(files, where, expected, alternating=self._alternating),
+            **rounded,
+        }
+        if rounded:
+            self.notes += (
+                f"{len(rounded)} weights that bitsandbytes rounded to 4 bits are widened while loading; --quantization"
+                " int4 or int8 rounds them again",
+            )
         optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
         self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
 
@@ -224,7 +235,7 @@ class CheckpointWeights:
             begin = " and ".join(f"{each}*" for each in self._skipped if any(name.startswith(each) for name in found))
             self.notes = (f"{len(found)} tensors of the checkpoint are not read, as only text is generated: {begin}",)
 
-    def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, "_View"]) -> Tensor:
+    def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, Any]) -> Tensor:
         tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)
         shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
         # scales, and what there is per expert, are written with and without sizes of 1
