@@ -33,6 +33,12 @@ ARCHITECTURES = {
     "cohere2": "COHERE2",
     "ernie4_5_moe": "ERNIE4_5_MOE",
     "glm4_moe": "GLM4_MOE",
+    "deepseek_v2": "DEEPSEEK2",
+    "deepseek_v3": "DEEPSEEK2",
+    "glm4_moe_lite": "DEEPSEEK2",
+    "nemotron_h": "NEMOTRON_H_MOE",
+    "qwen3": "QWEN3VL",
+    "qwen2": "QWEN2VL",
 }
 
 
@@ -54,6 +60,8 @@ class Conversion:
     def __init__(self, source):
         self.config = json.loads((source / "config.json").read_text())
         self.model_type = self.config["model_type"]
+        if "layers_block_type" in self.config:
+            self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
         self.arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[self.model_type])
         self._names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
         self._stored = load_file(source / "model.safetensors")
@@ -68,7 +76,8 @@ class Conversion:
             for new_name, new in self._converted(name, values.astype(np.float32)):
                 found[new_name] = np.ascontiguousarray(new)
         for name, numbered in experts.items():
-            found[self._mapped(name)] = np.stack([numbered[i] for i in range(len(numbered))]).astype(np.float32)
+            stacked = re.sub(r"backbone(.*)mixer", r"model\1mlp", name)  # as the conversion calls them
+            found[self._mapped(stacked)] = np.stack([numbered[i] for i in range(len(numbered))]).astype(np.float32)
         return found | self._frequencies()
 
     def _mapped(self, name):
@@ -85,7 +94,11 @@ class Conversion:
             values = self._tiled(name, values)
         if "conv1d.weight" in name:
             values = values.squeeze(1)
-        if self.model_type.startswith("qwen3") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
+        if (
+            self.model_type.startswith(("qwen3_5", "qwen3_next"))
+            and name.endswith("norm.weight")
+            and "linear_attn.norm" not in name
+        ):
             values = values + 1
         if self.model_type in ("gemma", "nemotron") and name.endswith("norm.weight"):
             values = values + 1
@@ -99,8 +112,17 @@ class Conversion:
                 values = reordered(values, config[heads[part]])
         if "in_proj_qkvz" in name:
             yield from self._flat(layer, values)
-        elif "mixer" in name or name.endswith((".A_log", ".D")):
-            yield self._mapped(name), values[:, None] if "mamba" in name else values
+        elif "kv_b_proj" in name:
+            nope, by_heads = (
+                config["qk_nope_head_dim"],
+                values.reshape(config["num_attention_heads"], -1, values.shape[1]),
+            )
+            yield f"blk.{layer}.attn_k_b.weight", by_heads[:, :nope].swapaxes(1, 2)
+            yield f"blk.{layer}.attn_v_b.weight", by_heads[:, nope:]
+        elif name.endswith((".A_log", ".D")):
+            yield self._mapped(name), values[:, None] if "mamba" in name or "mixer" in name else values
+        elif name.endswith("mixer.norm.weight"):
+            yield self._mapped(name), values.reshape(config["n_groups"], -1)
         elif name.endswith("mamba.norm.weight"):
             yield self._mapped(name), values.reshape(config["mamba_n_groups"], -1)
         elif name.endswith("_moe.input_linear.weight"):
@@ -204,6 +226,10 @@ class Conversion:
             w.add_interleave_moe_layer_step(config["moe_layer_interval"])
             w.add_leading_dense_block_count(config["moe_layer_start_index"])
             w.add_expert_shared_count(config["moe_num_shared_experts"])
+        if "kv_lora_rank" in config:
+            self._latents(w, full)
+        if self.model_type == "nemotron_h":
+            self._nemotron_h(w)
         if self.model_type == "glm4_moe":
             w.add_leading_dense_block_count(config["first_k_dense_replace"])
             w.add_expert_shared_count(config["n_shared_experts"])
@@ -220,13 +246,52 @@ class Conversion:
         for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
             if config.get(key):
                 w.add_expert_shared_feed_forward_length(config[key])
+        if "kv_lora_rank" in config:
+            return
         if config.get("head_dim") and not self.arch.name.startswith("GRANITE"):
             w.add_key_length(config["head_dim"])
             w.add_value_length(config["head_dim"])
         heads = config["num_key_value_heads"]
+        if self.model_type == "nemotron_h":
+            heads = [heads if each in ("attention", "full_attention") else 0 for each in config["layers_block_type"]]
         if self.model_type == "granitemoehybrid":
             heads = [heads if each in ("attention", "full_attention") else 0 for each in config["layer_types"]]
         w.add_head_count_kv(heads)
+
+    def _latents(self, w, rope):
+        config = self.config
+        w.add_head_count_kv(1)
+        w.add_kv_lora_rank(config["kv_lora_rank"])
+        if config["q_lora_rank"]:
+            w.add_q_lora_rank(config["q_lora_rank"])
+        w.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+        w.add_value_length(config["kv_lora_rank"])
+        w.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        w.add_value_length_mla(config["v_head_dim"])
+        w.add_rope_dimension_count(config["qk_rope_head_dim"])
+        w.add_expert_shared_count(config["n_shared_experts"])
+        w.add_expert_weights_scale(config["routed_scaling_factor"])
+        dense = config.get("mlp_layer_types", []).count("dense")
+        w.add_leading_dense_block_count(config.get("first_k_dense_replace") or dense)
+        if config.get("norm_topk_prob"):
+            w.add_expert_weights_norm(True)
+        if (config.get("n_group") or 1) > 1:
+            w.add_expert_group_count(config["n_group"])
+            w.add_expert_group_used_count(config["topk_group"])
+        if "mscale_all_dim" in rope:
+            w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+    def _nemotron_h(self, w):
+        config = self.config
+        w.add_ssm_conv_kernel(config["conv_kernel"])
+        w.add_ssm_state_size(config["ssm_state_size"])
+        w.add_ssm_group_count(config["n_groups"])
+        w.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+        w.add_ssm_time_step_rank(config["mamba_num_heads"])
+        w.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        w.add_expert_weights_scale(config["routed_scaling_factor"])
+        w.add_expert_group_count(config["n_group"])
+        w.add_expert_group_used_count(config["topk_group"])
 
     def _gated_delta(self, w):
         config = self.config

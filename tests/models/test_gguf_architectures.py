@@ -17,6 +17,7 @@ from pagedcli.sampling_params import SamplingParams
 FAMILIES = (
     *("qwen3_5", "qwen3_5-moe", "qwen3_next", "granite-hybrid", "granite-hybrid-moe"),
     *("gemma4-e2b", "gemma4-26b", "gemma4-31b", "ministral3", "glm4"),
+    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe"),
 )
 OF_DATA = (
     "granitemoe",
@@ -29,11 +30,14 @@ OF_DATA = (
     "gemma",
     "nemotron",
 )
+OF_DATA += ("deepseek_v2", "glm4_moe_lite", "nemotron_h", "qwen3", "qwen2")
 OF_DATA += ("arcee", "stablelm", "stablelm-parallel", "starcoder2", "cohere", "cohere2", "ernie4_5-moe", "glm4-moe")
 THREE_VALUES = {"linear_num_value_heads": 6}  # of a key head: two orders of 2 x 2 heads would be the same backwards
 GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OVERRIDES = dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_next"), THREE_VALUES) | {
-    "ministral3": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    "deepseek_v3": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}, "n_group": 4, "topk_group": 2},
+    "deepseek_v2-direct": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}},
+    "ministral3": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -194,6 +194,8 @@ class Parts:
     def latents_up(self, mixer: LatentAttentionMixer, key: str) -> tuple[Tensor, Tensor]:
         """What absorbs K in queries [H, rank, nope_dim], and what makes V of latents [H, value_dim, rank]."""
         name = f"{key}.latents_up"
+        if mixer.ups_apart:
+            return self._tensors.pop(f"{key}.key_up.weight"), self._tensors.pop(f"{key}.value_up.weight")
         if name in self._formats:
             layer_format, modules, _ = self.stored(name)
             widened = layer_format.weight(modules, self._request.dtype, "torch")

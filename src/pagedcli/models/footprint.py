@@ -86,7 +86,9 @@ def footprint(
         modules = {name.removesuffix(".weight"): shape[0] for name, shape in parameter.kept_shapes.items()}
         layer_format = AS_STORED if parameter.layer_format is None else joined_format(formats, modules)
         gated = key.endswith("gate_up.weight")
-        shapes = _by_heads(spec, key, parameter.shape) if key.endswith(".latents_up.weight") else [parameter.shape]
+        shapes = [parameter.shape]
+        if key.endswith((".latents_up.weight", ".key_up.weight", ".value_up.weight")):
+            shapes = _by_heads(spec, key, parameter.shape)
         kept = (layer_format.kept_bytes(shape, itemsize, kernels, gated=gated) for shape in shapes)
         found = _weights(parameter, sum(kept), count)
         if ".experts." in key:
@@ -104,11 +106,12 @@ def footprint(
 
 def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The linear layers that K's and V's matrices of a layer with latents become: two for each head."""
-    mixer = spec.layers[int(key.split(".")[1])].mixer
-    assert isinstance(mixer, LatentAttention), "others have no such matrices"
-    num_heads = shape[0] // (mixer.nope_dim + mixer.value_dim)
-    shapes: list[tuple[int, ...]] = [(mixer.rank, mixer.nope_dim), (mixer.value_dim, mixer.rank)]
-    return num_heads * shapes
+    if len(shape) == 3:
+        return shape[0] * [shape[1:]]
+    match spec.layers[int(key.split(".")[1])].mixer:
+        case LatentAttention(rank=rank, nope_dim=nope_dim, value_dim=value_dim):
+            return shape[0] // (nope_dim + value_dim) * [(rank, nope_dim), (value_dim, rank)]
+    raise AssertionError("others have no such matrices")
 
 
 def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:

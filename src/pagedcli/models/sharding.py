@@ -95,6 +95,8 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         if mixer.output_gate is not None and (gate := mixer.output_gate.module) is not None:
             heads |= {name: parallel.part_of(mixer.num_gates) for name in heads if f".{gate}." in name}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
+    if layer in ("key_up", "value_up"):
+        return {name: Part(0, *parallel.part_of(shape[0])) for name, shape in parameter.shapes.items()}
     if layer in ("latents", "queries", "latents_up") and out_dim is not None and out_per is not None:
         of_heads = {name: s for name, s in parameter.shapes.items() if any(f".{p}." in name for p in _OF_HEADS)}
         ranges = {name: parallel.part_of(shape[out_dim] * out_per) for name, shape in of_heads.items()}

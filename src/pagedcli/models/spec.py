@@ -56,7 +56,11 @@ class LayerSpec:
     @property
     def recurrent(self) -> Recurrent | None:
         """Its mixer with a state of fixed size, if it has one."""
-        return next((mixer for mixer in self.mixers if not isinstance(mixer, Attention)), None)
+        for each in self.mixers:
+            match each:
+                case GatedDelta() | Mamba2() | ShortConv() as mixer:
+                    return mixer
+        return None
 
     @property
     def shape(self) -> tuple[object, ...]:

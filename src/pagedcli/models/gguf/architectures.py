@@ -192,6 +192,48 @@ def _lfm2(fields: Metadata) -> dict[str, Any]:
     return config
 
 
+def _latents(fields: Metadata) -> dict[str, Any]:
+    """Sizes of heads before they are absorbed, which older files call as those of other models. The files' factor of
+    YaRN's mscale is a tenth of it."""
+    turned = fields.number("rope.dimension_count")
+    num_groups = fields.number("expert_group_count", 1)
+    config = {
+        "kv_lora_rank": fields.number("attention.kv_lora_rank"),
+        "q_lora_rank": fields.number("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": fields.number("attention.key_length_mla", fields.head_dim()) - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": fields.number("attention.value_length_mla", fields.number("attention.value_length", 0)),
+        "n_group": num_groups,
+        "topk_group": fields.number("expert_group_used_count", 1),
+        "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
+    }
+    scaling, stretch = rope_of(fields).get("rope_scaling"), fields.real("rope.scaling.yarn_log_multiplier")
+    if scaling is not None and stretch:
+        config["rope_scaling"] = scaling | {"mscale": 10 * stretch, "mscale_all_dim": 10 * stretch}
+    return config
+
+
+def _nemotron_h(fields: Metadata) -> dict[str, Any]:
+    """Layers by their tensors."""
+    heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    kinds = {"attn_q": "full_attention", "ssm_in": "linear_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    has = {kind: fields.with_tensor(f"{part}.weight") for part, kind in kinds.items()}
+    layer_types = [next((kind for kind in has if has[kind][i]), "no branch") for i in range(fields.layers())]
+    first = layer_types.index("linear_attention") if "linear_attention" in layer_types else 0
+    widths = fields.get("feed_forward_length")
+    width = max(widths) if isinstance(widths, list) and all(type(each) is int for each in widths) else widths
+    shared = fields.number("expert_feed_forward_length", 1)
+    return {
+        "layer_types": layer_types,
+        "intermediate_size": width or shared,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(1, heads),
+        "mamba_conv_bias": fields.has(f"blk.{first}.ssm_conv1d.bias"),
+        "use_bias": fields.has(f"blk.{first}.ssm_in.bias"),
+        "moe_shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length", shared),
+    }
+
+
 def rope_of(fields: Metadata) -> dict[str, Any]:
     """What most files say alike of their rotary embedding."""
     theta = fields.real("rope.freq_base", 10000.0)
@@ -232,10 +274,32 @@ _EXPERTS: Keys = {
     "num_dense_layers": ("leading_dense_block_count", 0),
     "routed_scaling_factor": ("expert_weights_scale", 1.0),
 }
+_GROUPS: Keys = {"n_group": ("expert_group_count", 1), "topk_group": ("expert_group_used_count", 1)}
+_MAMBA: Keys = {
+    "mamba_n_groups": ("ssm.group_count", int),
+    "mamba_d_state": ("ssm.state_size", int),
+    "mamba_d_conv": ("ssm.conv_kernel", int),
+}
+_NEMOTRON_H = Architecture(
+    family="nemotron_h",
+    keys={**_MAMBA, **_GROUPS, "routed_scaling_factor": ("expert_weights_scale", 1.0)},
+    computed=_nemotron_h,
+)
 ARCHITECTURES = {
     "llama": Architecture(family="llama", others={"expert_count": "mixtral"}, reordered=True),
     "qwen2": Architecture(family="qwen2"),
     "qwen3": Architecture(family="qwen3"),
+    "qwen2vl": Architecture(family="qwen2"),
+    "qwen3vl": Architecture(family="qwen3"),
+    "qwen3vlmoe": Architecture(family="qwen3_moe", always={"norm_topk_prob": True}),
+    "deepseek2": Architecture(
+        family="deepseek_v2",
+        others={"expert_weights_norm": "deepseek_v3"},
+        keys={**_EXPERTS, "n_shared_experts": ("expert_shared_count", 0)},
+        computed=_latents,
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "qwen2moe": Architecture(
         family="qwen2_moe",
         keys={"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
@@ -266,9 +330,7 @@ ARCHITECTURES = {
         keys={
             **_GRANITE,
             "num_experts": ("expert_count", 0),
-            "mamba_n_groups": ("ssm.group_count", int),
-            "mamba_d_state": ("ssm.state_size", int),
-            "mamba_d_conv": ("ssm.conv_kernel", int),
+            **_MAMBA,
         },
         reordered=True,
         computed=_granite_hybrid,

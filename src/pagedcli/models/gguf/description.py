@@ -10,6 +10,7 @@ from pagedcli.models.gguf.header import Header
 from pagedcli.models.gguf.metadata import Metadata
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.spec import LayerSpec, ModelSpec
 from pagedcli.models.tensors import TensorNames
@@ -80,18 +81,25 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
         if layer.attention is not None:
             qkv_bias = has("attn_q") or has("attn_qkv")
             mixer = replace(layer.attention, qkv_bias=qkv_bias, out_bias=has("attn_output"))
+        match mixer:
+            case LatentAttention():
+                mixer = replace(mixer, ups_apart=any(".attn_k_b." in name for name in tensors))
         if isinstance(mixer, GatedDelta):
             mixer = replace(mixer, interleaved=is_interleaved, tiled=is_tiled)
         if isinstance(mlp, Mlp):
             mlp = replace(mlp, bias=has("ffn_down"))
         if isinstance(mlp, Experts):
-            mlp = replace(mlp, names=ExpertNames())
+            names = ExpertNames().projections if mlp.each.gated else ("up_proj", "down_proj")
+            mlp = replace(mlp, names=ExpertNames(projections=names, shared_projections=names))
         return replace(layer, mixer=mixer, mlp=mlp)
 
+    names = TensorNames(recurrent=spec.names.recurrent, qkv=spec.names.qkv, projections=projections)
+    if spec.names.recurrent == spec.names.mlp:  # layers of one branch each, all with a norm of the same name
+        names = replace(names, recurrent="mamba", branch_norms=("input_layernorm", "input_layernorm"))
     return replace(
         spec,
         layers=tuple(map(stored, spec.layers)),
-        names=TensorNames(recurrent=spec.names.recurrent, qkv=spec.names.qkv, projections=projections),
+        names=names,
         norm=replace(spec.norm, offset=False),  # added to the stored weights
         quantization=quantization(header),
     )
@@ -114,7 +122,7 @@ def _common(fields: Metadata, own: Mapping[str, Any]) -> dict[str, Any]:
         raise header.error("it has no token_embd.weight", "use a file of a language model")
     heads = fields.number("attention.head_count")
     head_dim = fields.head_dim()
-    if fields.number("attention.value_length", head_dim) != head_dim:
+    if "kv_lora_rank" not in own and fields.number("attention.value_length", head_dim) != head_dim:
         raise header.error("its keys and values have different sizes, which is not supported")
     config: dict[str, Any] = {
         "vocab_size": table.shape[0],

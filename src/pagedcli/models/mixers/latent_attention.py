@@ -22,6 +22,7 @@ class LatentAttention(Attention):
     rope_dim: int  # numbers of the rotary key that all heads share, and of a query's rotary part
     nope_dim: int  # size of a query before it is absorbed, without its rotary part
     value_dim: int  # size of a head's result
+    ups_apart: bool = False  # K's and V's matrices are tensors of their own, by heads, as in llama.cpp's files
     query_rank: int | None  # queries are products of a normed vector of so many numbers; None: of the residual
 
     @property
@@ -57,9 +58,17 @@ class LatentAttention(Attention):
             found |= make.linear(f"{key}.queries", {f"{name}.q_b_proj": self.query_size}, self.query_rank)
         found[f"{key}.latent_norm"] = make.norm({f"{name}.kv_a_layernorm": self.rank})
         up, num_up = f"{name}.kv_b_proj", self.num_heads * (self.nope_dim + self.value_dim)
-        if make.formats.of(up).stacks:  # never rounded: K's part is multiplied from its other side
+        if self.ups_apart:
+            key_up, value_up = (self.num_heads, self.rank, self.nope_dim), (self.num_heads, self.value_dim, self.rank)
+            found[f"{key}.key_up.weight"] = Parameter({f"{name}.k_b_proj.weight": key_up})
+            found[f"{key}.value_up.weight"] = Parameter({f"{name}.v_b_proj.weight": value_up})
+        elif make.formats.of(up).stacks:  # never rounded: K's part is multiplied from its other side
             found[f"{key}.latents_up.weight"] = Parameter({f"{up}.weight": (num_up, self.rank)})
         else:
             found |= make.linear(f"{key}.latents_up", {up: num_up}, self.rank)
         out = {f"{name}.{names.attention_out}": make.width}
         return found | make.linear(f"{key}.out", out, self.num_heads * self.value_dim, bias=self.out_bias)
+
+    def unread(self, make: Tensors, layer: str) -> set[str]:
+        """A file may have both forms of K's and V's matrices."""
+        return {f"{layer}.{make.names.attention}.kv_b_proj.weight"} if self.ups_apart else set()
