@@ -229,7 +229,7 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
 
     data, short = f"*{NAMES[dtype]}", "*i32"
     norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
-    norm |= {"added_weight_ptr": "*fp32", "multiplier": "fp32", "factor": "fp32"}
+    norm |= {"added_weight_ptr": "*fp32", "added_eps": "fp32", "multiplier": "fp32", "factor": "fp32"}
     plain_rope = {"INTERLEAVED": False, "SCALED": False, "NORM_VALUES": False}
     joins = {"ADD": True, "MULTIPLY": True, "SCALE": True, "NORM": True}
     rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "scales_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
