@@ -176,6 +176,22 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {
+            **_WINDOWED,
+            **{"num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 2, "num_hidden_layers": 5},
+            **{"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 80, "logit_scale": 0.5, "head_dim": 32},
+        },
+    ),
+    "cohere2_moe-rms": (
+        "Cohere2MoeConfig",
+        {
+            **_WINDOWED,
+            **{"num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1, "head_dim": 32},
+            **{"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5},
+        },
+    ),
     "solar_open": ("SolarOpenConfig", {**_EXPERTS, "n_routed_experts": 8, "head_dim": 32, "n_shared_experts": 2}),
     "exaone_moe": (
         "ExaoneMoeConfig",
@@ -392,7 +408,7 @@ DATA_FAMILIES = (
     ),
     *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "ernie4_5-moe", "glm4-moe"),
     *LATENT_FAMILIES[2:],
-    *("solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe"),
+    *("cohere2_moe", "cohere2_moe-rms", "solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe"),
     *("hunyuan", "starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)

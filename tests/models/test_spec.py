@@ -67,7 +67,8 @@ COMPOSED = [
     family
     for family in (*COMPOSED_FAMILIES, *DATA_FAMILIES)
     # no one rope each, or key/value heads that do not divide 32 or have no default
-    if family not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium", "nemotron", *LATENT_FAMILIES)
+    if family
+    not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium", "nemotron", *LATENT_FAMILIES, "cohere2_moe")
 ]
 
 

@@ -238,9 +238,15 @@ template <class T> struct Forward {
         add_rows<T>(m, x, layer.input_norm_after, tokens, residual, threads);
     }
 
-    // Adds attention, of which `wide` is in `order`, and the MLP of the same norm.
+    // Adds attention, of which `wide` is in `order`, and the MLP or the experts of the same norm.
     void beside_mlp(const Layer& layer, Order order) const {
         linear_forward(layer.attention_out, m.dtype, wide, tokens, mixed, STORE, threads, order);
+        if (layer.experts) {
+            const E* from = normed(layer.input_norm).base;
+            experts_forward(*layer.experts, m.dtype, from, tokens, wide, (Epilogue)m.gate, threads);
+            sum_rows<T>(mixed, tokens, E_, wide, threads);
+            return add_rows<T>(m, wide, nullptr, tokens, residual, threads);
+        }
         const Order of_wide = gate_up(layer, layer.input_norm);
         linear_forward(layer.down, m.dtype, wide, tokens, x, STORE, threads, of_wide);
         sum_rows<T>(mixed, tokens, E_, x, threads);

@@ -1,11 +1,12 @@
 """Families with experts and attention in every layer. Free of torch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Size
-from pagedcli.models.families.dense import FLOAT_NORMS, Exaone4, Granite, HunYuanDenseV1, listed
+from pagedcli.models.families.dense import FLOAT_NORMS, Cohere2, Exaone4, Granite, HunYuanDenseV1, listed
 from pagedcli.models.family import (
     ATTENTION_BIAS,
     UNBIASED,
@@ -19,7 +20,8 @@ from pagedcli.models.family import (
 )
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
-from pagedcli.models.tensors import TensorNames
+from pagedcli.models.rope import RopeSpec
+from pagedcli.models.tensors import NormStyle, TensorNames
 
 
 class QwenMixture(Mixture):
@@ -163,6 +165,63 @@ class AlwaysMixture(Mixture):
         width = (self.n_shared_experts or 0) * (self.moe_intermediate_size or self.intermediate_size)
         shared = Mlp(width=width, activation=self.activation) if width else None
         return replace(super().experts(), has_router_bias=True, shared=shared, gates_shared=False)
+
+
+class Cohere2Moe(Cohere2, AlwaysMixture):
+    """North. Its norms are by mean square or also by mean, as config.json has an epsilon of the former or not."""
+
+    rms_norm_eps: float | None = None  # type: ignore[assignment]  # an epsilon of another kind of norm
+    layer_norm_eps: float = 1e-5
+    norm_topk_prob = True
+    expert_selection_fn: str = "softmax"
+    shared_expert_combination_strategy: str = "average"
+    num_dense_layers: int = 0
+    mlp_layer_types: list[str] | None = None
+    prefix_dense_intermediate_size: Size | None = None
+    prefix_dense_sliding_window_pattern: int = 1
+
+    unsupported = Cohere2.unsupported | {
+        "expert_selection_fn": ("softmax", "sigmoid"),
+        "shared_expert_combination_strategy": ("average", "sum"),
+    }
+    renamed = {"num_shared_experts": "n_shared_experts", "first_k_dense_replace": "num_dense_layers"}
+    expert_names = ExpertNames(shared="mlp.shared_experts")
+
+    @property
+    def norm(self) -> NormStyle:
+        if self.rms_norm_eps is None:
+            return replace(self.norm_style, eps=self.layer_norm_eps)
+        return NormStyle(eps=self.rms_norm_eps)
+
+    def is_dense(self, i: int) -> bool:
+        kinds = self.mlp_layer_types
+        return i < self.num_dense_layers if kinds is None else kinds[i : i + 1] == ["dense"]
+
+    def slides(self) -> list[bool]:
+        if self.layer_types is not None:
+            return super().slides()
+        first = max(0, self.num_dense_layers)
+        places = [(i, self.prefix_dense_sliding_window_pattern) for i in range(first)]
+        places += [(i, int(self.sliding_window_pattern or 1)) for i in range(self.num_hidden_layers - first)]
+        return [bool((i + 1) % max(1, pattern)) for i, pattern in places]
+
+    def ropes(self) -> Sequence[RopeSpec | None]:
+        """The first layers have one without a window, too."""
+        rope, always = self.rope(), self.prefix_dense_sliding_window_pattern == 1
+        return [rope if each or (always and self.is_dense(i)) else None for i, each in enumerate(self.slides())]
+
+    def mlp(self, i: int) -> Mlp | Experts | None:
+        if not self.is_dense(i):
+            return self.experts()
+        return Mlp(width=self.prefix_dense_intermediate_size or self.intermediate_size, activation=self.activation)
+
+    def experts(self) -> Experts:
+        found = super().experts()
+        scores = {"sigmoid": self.expert_selection_fn == "sigmoid", "has_router_bias": False}
+        scores["renormalize"] = self.norm_topk_prob or not scores["sigmoid"]
+        if found.shared is None or self.shared_expert_combination_strategy == "sum":
+            return replace(found, **scores)
+        return replace(found, scale=0.5, shared=replace(found.shared, factors=(1.0, 0.5)), **scores)
 
 
 def deepseek_routing(num_experts: int, config: Any) -> dict[str, Any]:

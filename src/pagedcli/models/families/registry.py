@@ -40,6 +40,7 @@ FAMILIES = {
     "ernie4_5": Family("Ernie4_5ForCausalLM", dense.Ernie4_5),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", mixtures.Ernie4_5Moe),
     "glm4_moe": Family("Glm4MoeForCausalLM", mixtures.Glm4Moe),
+    "cohere2_moe": Family("Cohere2MoeForCausalLM", mixtures.Cohere2Moe),
     "solar_open": Family("SolarOpenForCausalLM", mixtures.SolarOpen),
     "exaone_moe": Family("ExaoneMoeForCausalLM", mixtures.ExaoneMoe),
     "hy_v3": Family("HYV3ForCausalLM", mixtures.HyV3),
