@@ -43,6 +43,25 @@ def test_a_sound_machine_passes_every_check():
     assert "all " in result.stderr
 
 
+def test_a_model_is_judged_by_its_config_alone(tmp_path):
+    """The numbers are those of its two layers and two tables."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64}
+    config |= {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = json.loads(doctor("-m", str(tmp_path), "--format", "json").stdout)
+    facts = {row["what"]: row["value"] for row in found["model"]}
+    assert found["fits"]
+    assert facts["runs as"].startswith("LlamaForCausalLM, decoder 'native")
+    layers = 2 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 96 + 2 * 64)
+    assert facts["parameters"].startswith(f"{(2 * 320 * 64 + layers + 64) / 1e9:.3g} billion")
+    assert facts["cache"] == f"{2 * 2 * 2 * 16 * 4} B per token"
+    assert "tokens/s for one sequence" in facts["speed"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4000, "hidden_size": 2**14}))
+    found = json.loads(doctor("-m", str(tmp_path), "--format", "json", expect=1).stdout)
+    assert not found["fits"]
+    assert "only" in {row["what"]: row["value"] for row in found["model"]}["memory"]
+
+
 def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):
     from pagedcli.cli.doctor import _instruction_notes
     from pagedcli.native import processor

@@ -12,13 +12,14 @@ import typer
 from pagedcli import __version__
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import BackendError
-from pagedcli.records import RIGHT, Bytes, count
+from pagedcli.records import RIGHT, Bytes, count, size
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
     from pagedcli.attention.base import AttentionSpec
     from pagedcli.core.plan import Plan
+    from pagedcli.planning.decision import Decision
     from pagedcli.runner.self_test import CheckResult, LookUp
 
 _PACKAGES = (
@@ -40,6 +41,9 @@ EXIT_FAILED = 1
 def doctor(
     *,
     device: Annotated[str, typer.Option(help="Device to test: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Instead, say whether and how this model runs here.")
+    ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Check what this machine supports: attention backends (and why others are unavailable), kernels, and a self-test.
@@ -47,14 +51,22 @@ def doctor(
     The self-test runs the built-in model through prefix hits, preemption and chunked prefill, and compares each
     available attention backend with the reference. It takes a few seconds on a CPU.
 
+    With --model it answers for that model, by its config.json alone: on what path it runs, what it takes of memory, and
+    how fast it can be at most.
+
     \b
     Examples:
       pagedcli doctor
+      pagedcli doctor -m Qwen/Qwen3-0.6B
       pagedcli doctor --device cuda
       pagedcli doctor --format json | jq '.self_test[] | select(.passed | not)'
 
-    Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage.
+    Exit codes: 0 all checks passed, or the model fits, 1 a check failed, or it does not fit, 2 wrong usage, or a model
+    that does not run.
     """  # fmt: skip
+    if model is not None:
+        _judge(model, device, format_)
+        return
     from pagedcli.config import EngineConfig
     from pagedcli.models.reading import read_spec
     from pagedcli.planning.decide import decide, model_folder
@@ -81,6 +93,67 @@ def doctor(
         say(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise typer.Exit(EXIT_FAILED)
     say(f"all {len(results)} checks passed")
+
+
+def _judge(model: str, device: str, format_: Format) -> None:
+    """Says whether and how a model runs here, of which only config.json is read."""
+    from pagedcli.config import EngineConfig
+    from pagedcli.models.reading import read_spec
+    from pagedcli.planning.decide import decide, model_folder
+    from pagedcli.planning.machine import this_machine
+
+    config = EngineConfig(model=model, device=device)
+    decision = decide(config, read_spec(model_folder(config, weights=False)), this_machine())
+    pool = decision.pool
+    fits = pool is None or pool.num_blocks > 0
+    tables = [
+        table(Fact, "model", f"{model} on {decision.plan.device}, by its config.json", _model_facts(decision)),
+        engine_table(f"Engine settings for {model}", decision.plan),
+    ]
+    print_tables(tables, format_, facts={"device": decision.plan.device, "fits": fits})
+    if not fits:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _model_facts(decision: "Decision") -> list[Fact]:
+    """What a person asks of a model before downloading its weights."""
+    from pagedcli.core.budget import ITEMSIZE
+
+    spec, plan, pool = decision.spec, decision.plan, decision.pool
+    found = [Fact("runs as", f"{spec.architecture}, decoder '{plan.decoder}'")]
+    if pool is None:
+        return [*found, Fact("memory", "not predicted: transformers runs the layers")]
+    weights = decision.footprint
+    active = weights.active_parameters + weights.head.parameters
+    found += [
+        Fact("parameters", f"{weights.parameters / 1e9:.3g} billion, of which a token uses {active / 1e9:.3g}"),
+        Fact("weights", size(weights.num_bytes)),
+        Fact("cache", f"{size(plan.block_bytes // plan.limits.block_size)} per token"),
+    ]
+    if state_bytes := spec.state_bytes(ITEMSIZE[plan.dtype]):
+        found.append(Fact("state", f"{size(state_bytes)} per sequence"))
+    if pool.num_blocks:
+        held = pool.num_blocks * plan.limits.block_size
+        found.append(Fact("memory", f"fits, with {pool.num_blocks:,} blocks for {held:,} tokens"))
+    else:
+        found.append(Fact("memory", pool.reason or "no block fits"))
+    if plan.on_cpu:
+        found.append(Fact("speed", _speed(decision)))
+    return found
+
+
+def _speed(decision: "Decision") -> str:
+    """The most that memory and processor allow."""
+    from pagedcli.bench.rates import measure_rates
+    from pagedcli.planning.decide import resolve_dtype
+    from pagedcli.planning.floors import StepFloor
+
+    dtype = resolve_dtype(decision.config.dtype, decision.spec)
+    roofline = measure_rates(dtype).limits
+    floor = StepFloor.of(decision.own, decision.footprint, roofline, kv_dtype=decision.plan.kv_dtype)
+    rates = [f"{num / floor.seconds([(0, 1)] * num, num):,.3g}" for num in (1, 32)]
+    gb_per_s = roofline.read_bytes_per_s / 1e9
+    return f"at most {rates[0]} tokens/s for one sequence and {rates[1]} for 32, at {gb_per_s:.3g} GB/s"
 
 
 # ---------------------------------------------------------------------- the machine
