@@ -68,7 +68,17 @@ COMPOSED = [
     for family in (*COMPOSED_FAMILIES, *DATA_FAMILIES)
     # no one rope each, or key/value heads that do not divide 32 or have no default
     if family
-    not in ("gemma3", "phi3-longrope", "olmo3", "mellum", "helium", "nemotron", *LATENT_FAMILIES, "cohere2_moe")
+    not in (
+        "gemma3",
+        "phi3-longrope",
+        "olmo3",
+        "mellum",
+        "helium",
+        "nemotron",
+        *LATENT_FAMILIES,
+        "cohere2_moe",
+        "cohere2_moe-rms",
+    )
 ]
 
 

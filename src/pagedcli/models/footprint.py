@@ -110,7 +110,8 @@ def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> list[tuple[i
         return shape[0] * [shape[1:]]
     match spec.layers[int(key.split(".")[1])].mixer:
         case LatentAttention(rank=rank, nope_dim=nope_dim, value_dim=value_dim):
-            return shape[0] // (nope_dim + value_dim) * [(rank, nope_dim), (value_dim, rank)]
+            of_head: list[tuple[int, ...]] = [(rank, nope_dim), (value_dim, rank)]
+            return shape[0] // (nope_dim + value_dim) * of_head
     raise AssertionError("others have no such matrices")
 
 

@@ -143,7 +143,7 @@ class CheckpointWeights:
         where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
         self._skip(where)
         stored = dict(where)
-        rounded = rounded_weights(where, lambda name: files[stored[name]].get_tensor(name))  # type: ignore[no-any-return]
+        rounded = rounded_weights(where, lambda name: files[stored[name]].get_tensor(name))
         expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
         views: dict[str, _View | RoundedWeight] = {
             **_expert_views(files, where, expected, alternating=self._alternating),

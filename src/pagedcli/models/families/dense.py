@@ -19,7 +19,7 @@ from pagedcli.models.family import (
 )
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import LayerSpec, Scales
+from pagedcli.models.spec import LayerSpec, NormPlaces, Scales
 from pagedcli.models.tensors import NormStyle, TensorNames
 
 FLOAT_NORMS = NormStyle(eps=0.0, in_float32=True)
@@ -148,7 +148,7 @@ class Exaone4(RotatesInWindows):
     sliding_window_pattern = 4
     biases = UNBIASED
     qk_norm = "heads"
-    norm_places = "after"
+    norm_places: ClassVar[NormPlaces] = "after"
 
 
 class SeedOss(Llama):

@@ -217,7 +217,7 @@ class Cohere2Moe(Cohere2, AlwaysMixture):
 
     def experts(self) -> Experts:
         found = super().experts()
-        scores = {"sigmoid": self.expert_selection_fn == "sigmoid", "has_router_bias": False}
+        scores: dict[str, Any] = {"sigmoid": self.expert_selection_fn == "sigmoid", "has_router_bias": False}
         scores["renormalize"] = self.norm_topk_prob or not scores["sigmoid"]
         if found.shared is None or self.shared_expert_combination_strategy == "sum":
             return replace(found, **scores)
@@ -342,7 +342,7 @@ class MiniMaxM2(Mixture):
 
 
 class HunYuanMoeV1(HunYuanDenseV1, Mixture):
-    num_experts_per_tok: int | list[int] | None  # of each layer, if it is a list
+    num_experts_per_tok: int | list[int] | None  # type: ignore[assignment]  # of each layer, if it is a list
     norm_topk_prob = True
 
     renamed = {"moe_topk": "num_experts_per_tok", "moe_intermediate_size": "not read, as in transformers"}

@@ -197,7 +197,7 @@ def _latents(fields: Metadata) -> dict[str, Any]:
     YaRN's mscale is a tenth of it."""
     turned = fields.number("rope.dimension_count")
     num_groups = fields.number("expert_group_count", 1)
-    config = {
+    config: dict[str, Any] = {
         "kv_lora_rank": fields.number("attention.kv_lora_rank"),
         "q_lora_rank": fields.number("attention.q_lora_rank", 0) or None,
         "qk_nope_head_dim": fields.number("attention.key_length_mla", fields.head_dim()) - turned,
