@@ -5,9 +5,10 @@ that judges one is the list of its verdicts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedcli.printable import percent_text
+from pagedcli.printable import percent_text, plural
 
 MOST_SAID = 3
+_MOST_REASON = 300  # characters of why a row failed, which may have a number of thousands of digits; the row has all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,18 @@ class Verdict:
         tried = f" Try: {self.change}" if self.change is not None else ""
         left = f" Not looked at: {self.not_looked_at}." if self.not_looked_at is not None else ""
         return f"{said} ({self.certainty}).{left}{tried}"
+
+
+def cut_reason(reason: str) -> str:
+    """Why a row failed, not longer than one reads."""
+    return reason if len(reason) <= _MOST_REASON else reason[:_MOST_REASON] + "…"
+
+
+def refused_verdict(num_refused: int, num_rows: int, line: int, reason: str, *, has_run: bool) -> Verdict:
+    """How many rows failed, or would fail, with the first one: its line and why."""
+    verb, certainty = ("failed", "counted") if has_run else ("would fail", "checked as a run does")
+    finding = f"{num_refused:,} of {plural(num_rows, 'row')} {verb}, the first in line {line:,}: {cut_reason(reason)}"
+    return Verdict(finding=finding, measure="rows", certainty=certainty)
 
 
 def paragraph(verdicts: Sequence[Verdict]) -> list[str]:

@@ -189,7 +189,7 @@ def test_groups_have_a_page_that_follows_the_steps(events):
             heading, *rows = [line.split("\t") for line in app.clipboard.splitlines()]
             assert heading[:2] == ["group", "window"]
             in_use = Counter(state.block_groups[each] for each, count in enumerate(state.ref_counts) if count)
-            assert [int(row[heading.index("in use")]) for row in rows] == [in_use[group] for group in range(3)]
+            assert [int(row[heading.index("blocks in use")]) for row in rows] == [in_use[group] for group in range(3)]
             await press(pilot, ".")
         assert "block pool" in await press(pilot, "escape")
 

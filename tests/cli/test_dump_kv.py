@@ -52,7 +52,7 @@ def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
         ("trace", "--dump-kv", given, *FAST),
         ("replay", "--dump-kv", run / "run.jsonl"),
     ):
-        assert "Sequences\n" in pagedcli(*arguments).stdout
+        assert "Sequences (new, cached, tokens and out: in tokens)\n" in pagedcli(*arguments).stdout
     assert sorted(path.name for path in run.iterdir()) == before
 
 

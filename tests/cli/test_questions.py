@@ -8,6 +8,7 @@ from cli_harness import pagedcli
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
+from pagedcli.cli.partings import judged_recording
 from pagedcli.planning import step_time
 
 PROMPTS = {
@@ -65,6 +66,34 @@ def test_explain_of_a_run_that_lost_nothing_has_no_table_of_lost_lookups(files):
     assert len(text.splitlines()) <= 30
     assert "Lookups" not in text
     assert json.loads(pagedcli("explain", trace, "--format", "json").stdout)["lookups"] == []
+
+
+def test_explain_of_a_run_that_lost_tokens_fits_on_a_screen_and_begins_with_what_it_lost(files, tmp_path):
+    text = answer("explain", files / "tight.run.jsonl")
+    assert len(text.splitlines()) <= 30
+    assert re.search(
+        r"^Hits: 0\.0 % of 112 prompt tokens, .*; 2 preemptions: [1-9]\d* tokens computed again\.$", text, re.M
+    )
+    prompts, run = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
+    rows = [{"prompt": [5 + n % 6] * (60 + n), "max_tokens": 20, "ignore_eos": True, "cache_salt": f"{n % 2}"}
+            for n in range(24)]  # fmt: skip
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = ("--record", run, "--record-tokens", "--num-gpu-blocks-override", "16", "--max-num-seqs", "4")
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *record)
+    text = answer("explain", run)
+    assert len(text.splitlines()) <= 30
+    assert re.search(r"^Hits: .* lost: [\d,]+ tokens evicted before they were looked up", text, re.MULTILINE)
+    assert "Lookups that lost most" in text
+    in_full = answer("explain", run, "--all")
+    assert len(in_full.splitlines()) > 30
+    assert "What other settings would do" in in_full
+
+
+def test_the_application_says_what_explain_says_first(files):
+    for name in ("tight", "clock", "shared"):
+        said = judged_recording(files / f"{name}.run.jsonl")
+        assert said
+        assert answer("explain", files / f"{name}.run.jsonl").splitlines()[: len(said)] == said
 
 
 def test_2_which_lookup_gave_this_cached_token_count(files):

@@ -48,6 +48,15 @@ def test_the_first_sentence_is_where_prompts_part_and_the_plan_fits_on_a_screen(
     assert len(pagedcli("plan", path, "--no-calibrate", "--all").stdout.splitlines()) > 50
 
 
+def test_all_looks_at_what_memory_has_room_for_and_says_what_was_left_out(tmp_path, monkeypatch):
+    path = tmp_path / "clock.jsonl"
+    clock_chats(path)
+    monkeypatch.setattr("pagedcli.cli.plan.MOST_TOKENS_OF_ALL", 3_000)
+    (verdict,) = as_json(path, "--all")["verdicts"]
+    assert "drawn prompts part at token" in verdict["finding"]
+    assert verdict["not_looked_at"] == "rows that were not drawn"
+
+
 def test_the_changed_file_has_the_promised_rate_and_nothing_but_moved_sentences(tmp_path):
     path, changed = tmp_path / "clock.jsonl", tmp_path / "changed.jsonl"
     rows = clock_chats(path)

@@ -15,7 +15,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.partings import find_partings
 from pagedcli.core.prefixes import unit_digests
 from pagedcli.planning.equal_runs import equal_runs, hit_tokens
-from pagedcli.planning.parting import Finder
+from pagedcli.planning.parting import LEAST_GAIN, Finder
 from pagedcli.planning.parting_words import parting_verdict
 from pagedcli.planning.prompt_sample import MOST_ROWS, Prompt, PromptSample
 from pagedcli.printable import percent_text
@@ -37,11 +37,11 @@ def rate_of(file):
     return hit_tokens(ids, file.salts, BLOCK).sum() / sum(map(len, ids))
 
 
-def found_in(file, *, with_words=True, most_rows=MOST_ROWS, rate_in_file=None):
+def found_in(file, *, with_words=True, most_rows=MOST_ROWS, rates_in_file=None):
     drawn = PromptSample(most_rows=most_rows)
     for ids, salt in zip(tokens_of(file), file.salts, strict=True):
         drawn.add(ids, salt)
-    return find_partings(drawn, BLOCK, tokenizer() if with_words else None, rate_in_file=rate_in_file)
+    return find_partings(drawn, BLOCK, tokenizer() if with_words else None, rates_in_file=rates_in_file or {})
 
 
 def is_kept(found, fixed_rate, *, in_pairs):
@@ -156,7 +156,7 @@ def test_without_a_tokenizer_the_place_is_found_but_not_named(make):
 def test_a_sample_promises_no_more_than_a_lower_bound_as_partners_may_not_be_drawn(make):
     case = planted.drawn(make, 600, 1)
     now, fixed = rate_of(case.file), rate_of(case.fixed)
-    (found,) = found_in(case.file, most_rows=120, rate_in_file=now)
+    (found,) = found_in(case.file, most_rows=120, rates_in_file={BLOCK: now})
     verdict = parting_verdict(found)
     assert found.is_sample
     assert verdict.now == pytest.approx(now), "counted over the whole file"
@@ -178,12 +178,41 @@ def test_a_sample_that_shares_less_than_the_file_does_already_promises_no_rate()
     """Most partners begin alike as it is, but are rarely drawn together."""
     case = planted.drawn(planted.blank_in_half, 600, 1)
     now = rate_of(case.file)
-    (found,) = found_in(case.file, most_rows=120, rate_in_file=now)
+    (found,) = found_in(case.file, most_rows=120, rates_in_file={BLOCK: now})
     assert found.new_rate < now
     verdict = parting_verdict(found)
     assert (verdict.now, verdict.after, verdict.low) == (now, None, None)
     assert "->" not in verdict.text()
     assert "--all" in verdict.text()
+
+
+@pytest.mark.parametrize("gain", [0.01, 0.3])
+def test_of_a_sample_shorter_blocks_are_found_if_the_whole_file_hits_more_with_them(gain):
+    """Of short prompts of random words many share a beginning by chance: only the file's own rates tell."""
+    case = planted.drawn(planted.short, 600, 1)
+    found = found_in(case.file, most_rows=120, rates_in_file={16: 0.1, 8: 0.1 + gain})
+    if gain < LEAST_GAIN:
+        assert found == []
+        return
+    verdict = parting_verdict(found[0])
+    assert (verdict.now, verdict.after, verdict.low) == (0.1, 0.1 + gain, None)
+    assert "use --block-size 8: hits 10.0 % -> 40.0 % (all prompts in an unlimited cache)" in verdict.text()
+    assert found_in(case.file, most_rows=120, rates_in_file={16: 0.9}) == [], "less than the file hits already"
+
+
+def test_changed_texts_are_tokenized_a_thousand_at_a_time(monkeypatch):
+    """The tokenizer takes some hundred bytes for each of their tokens at once."""
+    sizes, encode_all = [], Tokenizer.encode_all
+
+    def counted(self, texts, *arguments, **options):
+        sizes.append(len(texts))
+        return encode_all(self, texts, *arguments, **options)
+
+    case = planted.drawn(planted.clock, 1_100, 1)
+    monkeypatch.setattr(Tokenizer, "encode_all", counted)
+    assert found_in(case.file)
+    assert sizes[0] == 1_100, "the file itself"
+    assert max(sizes[1:]) <= 1_000 < sum(sizes[1:])
 
 
 def test_a_sample_says_so_and_has_an_interval_that_holds_the_rate_of_the_whole_file():

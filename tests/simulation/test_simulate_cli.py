@@ -2,10 +2,12 @@
 
 import html
 import json
+import random
 import re
 import sys
 from pathlib import Path
 
+import planted_prompts as planted
 import pytest
 from cli_harness import pagedcli
 from test_trace_formats import write
@@ -76,6 +78,44 @@ def test_the_first_sentence_says_where_a_cache_has_no_benefit(tmp_path):
     alone = [{"timestamp": n, "input_length": 4, "output_length": 5, "hash_ids": [n]} for n in range(9)]
     first = simulate(write(tmp_path / "alone.jsonl", alone), "--pool", "30").stdout.splitlines()[0]
     assert first.startswith("A prefix cache has little benefit: even without limit 0.0 % of the prompts' tokens hit")
+
+
+def test_a_file_with_salts_and_its_recording_begin_with_where_prompts_part(tmp_path):
+    prompts = [
+        {"prompt": [5] * 48 + [20 + n] * 8, "max_tokens": 2, "cache_salt": f"user {n}", "ignore_eos": True}
+        for n in range(12)
+    ]
+    path, run = write(tmp_path / "salts.jsonl", prompts), tmp_path / "run.jsonl"
+    pagedcli("generate", path, "-o", tmp_path / "out.jsonl", "--record", run, "--record-tokens")
+    for source in (path, run):
+        assert "only the cache_salt differs" in pagedcli("simulate", source).stdout.splitlines()[0], source
+    own, recorded = (json.loads(pagedcli("simulate", each, "--pool", "64", "--format", "json").stdout)
+                     for each in (path, run))  # fmt: skip
+    assert own["pools"][0]["hit_rate_tokens"] == recorded["pools"][0]["hit_rate_tokens"] == 0
+
+
+def test_a_file_whose_prompts_begin_with_a_clock_says_so_first(tmp_path):
+    rows = [{"prompt": f"It is 9:{10 + n}. {planted.words(random.Random(1), 90)}", "max_tokens": 2} for n in range(12)]
+    first, second = pagedcli("simulate", write(tmp_path / "clock.jsonl", rows)).stdout.splitlines()[:2]
+    assert "prompts part at token" in first
+    assert "the time differs" in first
+    assert "enough to hit within 1 point" in second or "little benefit" in second
+
+
+def test_the_hit_rate_is_drawn_over_the_size_of_the_pool_for_readers_only(trace):
+    text = simulate(trace).stdout
+    assert "Hit rate of the prompts' tokens by pool size" in text
+    assert "curve" not in as_json(trace)
+    assert "#" not in simulate(trace, "--format", "csv").stdout.replace("# ", "")
+
+
+def test_the_verdict_says_what_twice_a_given_pool_would_hit(trace):
+    verdict = as_json(trace, "--pool", "16")["verdicts"][1]
+    assert verdict["finding"] == "a pool of 32 blocks instead of 16 hits more"
+    before, after = (as_json(trace, "--pool", size)["pools"][0] for size in ("16", "32"))
+    rates = [row["lru_unscheduled_hit_rate_tokens"] for row in (before, after)]
+    assert [verdict["now"], verdict["after"]] == pytest.approx(rates)
+    assert verdict["after"] - verdict["now"] > 0.01
 
 
 def test_every_policy_is_a_row(trace):

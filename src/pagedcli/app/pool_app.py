@@ -1,6 +1,6 @@
 """The application of trace and replay: the pool, the sequences, their stories."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -57,6 +57,9 @@ class PoolApp(PlayerApp):
     CSS = (
         PlayerApp.CSS
         + """
+    #verdict { height: auto; max-height: 3; display: none; }
+    Screen.-tall #verdict { max-height: 6; }
+    #verdict:focus { max-height: 12; }
     #time { height: 4; }
     Screen.-tall #time { height: 5; }
     #time:focus { height: 8; }
@@ -108,9 +111,13 @@ class PoolApp(PlayerApp):
  z             zoom to the blocks in use, and back
  G             the block pool by groups of layers, and back"""
 
-    def __init__(self, player: PoolPlayer, title: str) -> None:
+    def __init__(self, player: PoolPlayer, title: str, *, judge: Callable[[], Sequence[str]] = tuple) -> None:
+        """`judge` tells what is found of the run, in words: of a recorded run at any time, of a running one at its end.
+        It may take seconds."""
         super().__init__(player, title)
         self.pool_player = player
+        self._judge = judge
+        self._verdict = Lines(id="verdict", can_focus=True)
         self._list = SequenceList()
         self._time = TimeLine(id="time")
         self._map = BlockMap(id="map")
@@ -128,6 +135,7 @@ class PoolApp(PlayerApp):
 
     def compose(self) -> ComposeResult:
         yield self.head_line
+        yield self._verdict
         yield self._time
         with Container(id="body"):
             with Vertical(id="left"):
@@ -140,13 +148,20 @@ class PoolApp(PlayerApp):
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        for panel in (self._time, self._map, self._sequences, self._figures, self._events):
+        for panel in (self._verdict, self._time, self._map, self._sequences, self._figures, self._events):
             panel.add_class("panel")
+        self._verdict.border_title = "verdict"
         self._figures.border_title = "figures (Tab: all)"
         self._events.border_title = "last events, newest first"
         self._sequences.focus()
+        if not self._is_live:
+            self.in_background(self._judge, self._show_verdict)
 
     # ------------------------------------------------------------------ drawing
+
+    def _show_verdict(self, lines: Sequence[str]) -> None:
+        self._verdict.display = bool(lines)
+        self._verdict.show(*(Text(one_line(line)) for line in lines))
 
     @property
     def main_panel(self) -> Painted:
@@ -299,6 +314,7 @@ class PoolApp(PlayerApp):
     def tick(self) -> None:
         if self.has_ended and not self._has_shown_end:  # nothing is left of what was listed until now
             self._has_shown_end = self._list.with_finished = True
+            self.in_background(self._judge, self._show_verdict)
             if isinstance(self.pool_player, LivePlayer):
                 self.pool_player.read_back()
         elif isinstance(self.pool_player, LivePlayer) and self.pool_player.past is not None and not self._is_leaving:

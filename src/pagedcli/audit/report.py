@@ -68,7 +68,7 @@ class _PairRow:
     number: Annotated[int, "probe"]
     check: str
     prompt_tokens: int | None
-    cached_tokens: Annotated[int | None, "cached"]
+    cached_tokens: Annotated[int | None, "cached tokens"]
     difference: Annotated[float | None, _short]
     position: Annotated[int | None, "first other token"]
     differs: bool | None
@@ -93,8 +93,8 @@ def pair_table(outcomes: Sequence[Outcome], tolerance: float) -> Table:
 class _LookupRow:
     check: str
     prompt_tokens: int | None
-    shared_tokens: Annotated[int, "shared"]
-    cached_tokens: Annotated[int | None, "cached"]
+    shared_tokens: Annotated[int, "shared tokens"]
+    cached_tokens: Annotated[int | None, "cached tokens"]
     time_s: Annotated[Seconds, "time"]
 
 
@@ -136,7 +136,7 @@ class _ReplayRow:
     check: str
     length: Annotated[int, "prompt tokens"]
     text: Annotated[str, "result"]
-    num_failing: int
+    num_failing: Annotated[int, "failing probes"]
     num_probes: int
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import psutil
 from msgspec import UNSET, UnsetType
 
-from pagedcli.records import RIGHT
+from pagedcli.records import RIGHT, Means
 
 if TYPE_CHECKING:
     from pagedcli.bench.throughput import WorkloadRow
@@ -104,10 +104,13 @@ class Earlier:
 Passes: TypeAlias = "Earlier | WorkloadRow"
 
 
+_OF_FIGURE = Means("", "that of the figure, in its name")
+
+
 @dataclass(frozen=True, slots=True)
 class _Figure:
     workload: str
-    batch_size: Annotated[int, "at once"] | UnsetType
+    batch_size: Annotated[int, "requests at once"] | UnsetType
     figure: Annotated[str, lambda key: FIGURES[key][0], RIGHT]
 
 
@@ -115,17 +118,17 @@ class _Figure:
 class SpreadRow(_Figure):
     """A figure over the passes."""
 
-    min: float
-    median: float
-    max: float
+    min: Annotated[float, _OF_FIGURE]
+    median: Annotated[float, _OF_FIGURE]
+    max: Annotated[float, _OF_FIGURE]
 
 
 @dataclass(frozen=True, slots=True)
 class FigureChange(_Figure):
     """A figure before and now."""
 
-    before: float
-    now: float
+    before: Annotated[float, _OF_FIGURE]
+    now: Annotated[float, _OF_FIGURE]
     change: Annotated[float, lambda share: f"{share:+.1%}"]
     verdict: str
 

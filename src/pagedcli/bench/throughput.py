@@ -200,7 +200,7 @@ def generate(
 class WorkloadRow:
     """The figures of a workload's passes: the median of each."""
 
-    batch_size: Annotated[int, "at once"] | UnsetType = UNSET  # simultaneous requests, for latency
+    batch_size: Annotated[int, "requests at once"] | UnsetType = UNSET  # simultaneous requests, for latency
     workload: str
     wall_s: Annotated[float, "s"]
     output_tokens_per_s: Annotated[float, "out tok/s", count]

@@ -63,7 +63,7 @@ class _ContentRow(ShownRow):
     until: Annotated[int | None, "to step"]
     seq_id: Annotated[int, "filled by seq"]
     label: Annotated[str, "request"]
-    num_reuses: Annotated[int, "found again"]
+    num_reuses: Annotated[int, "times found again"]
     token_ids: tuple[int, ...] | None
     text: str | None
 

@@ -1,6 +1,7 @@
 """`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -8,14 +9,15 @@ import typer
 from pagedcli.cli.block import explain_block
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.partings import run_verdicts
+from pagedcli.cli.plan_tables import ALL_HINT
 from pagedcli.cli.recording import is_recording, print_capture
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
-from pagedcli.printable import plural
-from pagedcli.records import Share
-from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.printable import percent_text, plural
+from pagedcli.records import Means, Share
+from pagedcli.show.tables import Format, Table, as_text, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.simulation.tables import advice_table
@@ -39,8 +41,11 @@ from pagedcli.views.rows import chosen, values_of
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
+_ALL_HELP = "Show every table in full: also the settings that were tried, checkpoints and salts."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
+_MOST_IN_SHORT = 3  # without --all
+_MOST_LINES = 30  # without --all, in a pipe
 _MOST_CHECKPOINTS = 20
 _MOST_TOLD = 4  # lookups of a request that are told in sentences
 _MOST_SALTS = 20
@@ -52,6 +57,7 @@ def explain(
     request: Annotated[str | None, option(metavar="ID", help=_REQUEST_HELP)] = None,
     block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
     lookups: Annotated[bool, option("--lookups", help="List every lookup, not only those that lost most.")] = False,
+    all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False,
     tokenizer: TokenizerOption = None,
     format_: Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)] = Format.TABLE,
 ) -> None:
@@ -68,12 +74,12 @@ def explain(
       pagedcli explain run.jsonl --block 37                (pagedcli replay --block 37 --step 100: at one step)
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
-    if is_recording(trace, request=request, lookups=lookups, block=block):
+    if is_recording(trace, request=request, lookups=lookups, block=block, all=all_):
         print_capture(trace, tokenizer, format_, in_full=True)
         return
     if block is not None:
-        if request is not None or lookups:
-            raise UsageError("--block cannot be combined with --request or --lookups")
+        if request is not None or lookups or all_:
+            raise UsageError("--block cannot be combined with --request, --lookups or --all")
         explain_block(trace, block, tokenizer, format_)
         return
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
@@ -90,30 +96,74 @@ def explain(
             raise UsageError(f"request {request!r} of {trace} was never admitted: it has no prefix lookup")
     loaded = recorded_tokenizer(trace, tokenizer)
     decode = None if loaded is None else loaded.decode
-    tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
+    is_short = adviser is not None and format_ is Format.TABLE and not all_
+    title = "Lookups"
     if request is None and not lookups:
-        chosen = [lookup for lookup in chosen if lookup.num_lost_tokens()]
-        chosen = sorted(chosen, key=Lookup.num_lost_tokens, reverse=True)[:_MOST_LOST]
-        title = "Lookups that lost most"
-    else:
-        title = "Lookups"
-    if request is None and explainer.checkpoints:
-        tables.append(_checkpoints_table(explainer.checkpoints))
-    salts = hits_by_salt(explainer.lookups)
-    if request is None and salts:
-        tables.append(_salts_table(salts))
+        chosen, title = _that_lost_most(chosen, _MOST_IN_SHORT if is_short else _MOST_LOST), "Lookups that lost most"
+    tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
     if chosen or format_ in (Format.JSON, Format.CSV):
-        tables.append(_lookups_table(chosen, title, decode))
-    facts = _facts(explainer, state)
+        found = _lookups_table(chosen, title, decode)
+        tables.append(replace(found, notes=[]) if is_short else found)
+    if request is None:
+        tables += _tables_of_states_and_salts(explainer)
+    facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
     if adviser is not None:
         advice = adviser.advice(state, budget_s=ADVICE_S)
+        verdicts = run_verdicts(prompts.drawn, advice, explainer.block_size, loaded)
         tables.append(advice_table(advice))
         facts |= advice.document()
-    if format_ is Format.CSV:  # one table per file
-        tables = tables[-1:] if lookups or request is not None else tables[:1]
-    verdicts = None if adviser is None else part_verdicts(prompts.drawn, explainer.block_size, loaded)
+        shortly = [in_short(explainer, state)]
+    if is_short:
+        tables = within_lines(tables[:-1], _MOST_LINES - len(verdicts or ()) - len(shortly) - 1)
+    elif format_ is Format.CSV:  # one table per file
+        tables = [each for each in tables if each.key == ("lookups" if lookups or request is not None else "totals")]
     story = [] if request is None else [lookup_story(lookup) for lookup in chosen[:_MOST_TOLD]]
-    print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story)
+    print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story, in_short=shortly)
+
+
+def _that_lost_most(lookups: list[Lookup], most: int) -> list[Lookup]:
+    lost = [lookup for lookup in lookups if lookup.num_lost_tokens()]
+    return sorted(lost, key=Lookup.num_lost_tokens, reverse=True)[:most]
+
+
+def within_lines(tables: Sequence[Table], num_lines: int) -> list[Table]:
+    """The tables that have room in so many lines, in their order; of one that has not, the rows that have. The last
+    one says how to see all."""
+    found: list[Table] = []
+    num_lines -= 1
+    for each in tables:
+        num_too_many = _num_lines(each) - num_lines
+        if num_too_many > 0:
+            each = replace(each, rows=each.rows[: max(0, len(each.rows) - num_too_many)])
+        if each.rows:
+            found.append(each)
+            num_lines -= _num_lines(each)
+    return [*found[:-1], replace(found[-1], notes=[*found[-1].notes, ALL_HINT])] if found else []
+
+
+def _num_lines(table: Table) -> int:
+    """Lines of a table in a pipe, with the empty one before it."""
+    return as_text(table).count("\n") + 1
+
+
+def in_short(explainer: Explainer, state: PoolState) -> str:
+    """The hit rate of a run, the possible one, what was lost and what preemptions cost, in a line."""
+    first = explainer.totals(own=False)
+    if not first.num_tokens:
+        return "No prompt was looked up in the prefix cache."
+    hit, possible = (percent_text(part / first.num_tokens) for part in (first.hit + first.late_hit, first.ideal))
+    lost = {
+        "evicted before they were looked up": first.evicted,
+        "computed by two sequences at once": first.in_flight,
+        "cached without a checkpoint of the recurrent state": first.vetoed,
+    }
+    parts = [f"{plural(count, 'token')} {words}" for words, count in lost.items() if count]
+    said = f"Hits: {hit} of {plural(first.num_tokens, 'prompt token')}, without limit {possible}"
+    said += f"; lost: {', '.join(parts)}" if parts else ""
+    if num_preemptions := sum(seq.num_preemptions for seq in state.all_seqs()):
+        again = plural(state.num_recomputed_tokens, "token")
+        said += f"; {plural(num_preemptions, 'preemption')}: {again} computed again"
+    return f"{said}."
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
@@ -128,15 +178,18 @@ def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
     }
 
 
+_TOKENS = Means("", "tokens")  # as the title says
+
+
 @dataclass(frozen=True, slots=True)
 class _TotalsRow:
     """Tokens with one outcome."""
 
     part: str
     label: Annotated[str, "tokens that were"]
-    tokens: Annotated[int, "first lookups"]
+    tokens: Annotated[int, "first lookups", _TOKENS]
     share: Share | None
-    own_tokens: Annotated[int, "own again"]
+    own_tokens: Annotated[int, "own again", _TOKENS]
     own_share: Annotated[Share | None, "share"]
 
 
@@ -146,7 +199,7 @@ class _ReasonRow:
 
     reason: Annotated[str, "outcome"]
     lookups: Annotated[int, "first lookups"]
-    own_lookups: Annotated[int, "own again"]
+    own_lookups: Annotated[int, "own again", Means("", "lookups")]
     meaning: Annotated[str, "because"]
 
 
@@ -207,6 +260,13 @@ def _reasons_table(explainer: Explainer) -> Table:
     ]
     columns = "meaning lookups own_lookups"
     return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows, columns)
+
+
+def _tables_of_states_and_salts(explainer: Explainer) -> list[Table]:
+    """The tables that only models with recurrent state and requests with a cache_salt have."""
+    salts = hits_by_salt(explainer.lookups)
+    tables = [_checkpoints_table(explainer.checkpoints)] if explainer.checkpoints else []
+    return [*tables, _salts_table(salts)] if salts else tables
 
 
 def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:

@@ -1,11 +1,20 @@
-"""Where the prompts of a file or a run part, with the texts of a tokenizer."""
+"""Where the prompts of a file or a run part, with the texts of a tokenizer, and the verdicts on a run."""
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagedcli.errors import RequestError
+from pagedcli.cli.decoder import recorded_tokenizer
+from pagedcli.errors import RequestError, TraceError
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.verdicts import Verdict
+from pagedcli.simulation.advice import ADVICE_S, Advice, Adviser
+from pagedcli.simulation.advice_verdicts import advice_verdicts
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import fold
+from pagedcli.verdicts import Verdict, paragraph
+from pagedcli.views.explain import PromptsSeen
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
@@ -13,21 +22,28 @@ if TYPE_CHECKING:
     from pagedcli.simulation.requests import TraceRequest
 
 _NO_LIMIT = 2**31  # tokens of a text
+_TEXTS_AT_ONCE = 1_000  # the tokenizer takes some hundred bytes for a token, until their ids are copied
 
 
 def find_partings(
-    drawn: PromptSample, block_size: int, tokenizer: "Tokenizer | None", *, rate_in_file: float | None = None
+    drawn: PromptSample,
+    block_size: int,
+    tokenizer: "Tokenizer | None",
+    *,
+    rates_in_file: Mapping[int, float] = MappingProxyType({}),
 ) -> "list[Parting]":
     """Causes why these prompts share less than they could. Without a tokenizer they are found, but not named.
-    `rate_in_file`: the hits of all prompts in an unlimited cache, drawn or not; None: not counted."""
+    `rates_in_file`: block size -> the hits of all prompts in an unlimited cache, drawn or not, where counted."""
     from pagedcli.planning.parting import Finder  # loads numpy
 
     if tokenizer is None:
-        return Finder(block_size, num_in_file=drawn.num_seen, rate_in_file=rate_in_file).find(drawn.prompts)
+        return Finder(block_size, num_in_file=drawn.num_seen, rates_in_file=rates_in_file).find(drawn.prompts)
 
-    def encode(texts: list[str]) -> list[list[int]]:
-        found = tokenizer.encode_all(texts, _NO_LIMIT, add_special_tokens=False)
-        return [[] if isinstance(ids, RequestError) else ids for ids in found]
+    def encode(texts: Sequence[str]) -> "Iterator[array[int]]":
+        for first in range(0, len(texts), _TEXTS_AT_ONCE):
+            some = list(texts[first : first + _TEXTS_AT_ONCE])
+            for ids in tokenizer.encode_all(some, _NO_LIMIT, add_special_tokens=False):
+                yield array("i", () if isinstance(ids, RequestError) else ids)
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
@@ -36,7 +52,7 @@ def find_partings(
         template = tokenizer.encode_chat([{"role": "user", "content": "word"}])
     except RequestError:  # no template, or none that takes a single word
         template = []
-    return Finder(block_size, decode, encode, template, drawn.num_seen, rate_in_file).find(drawn.prompts)
+    return Finder(block_size, decode, encode, template, drawn.num_seen, rates_in_file).find(drawn.prompts)
 
 
 def part_verdicts(
@@ -50,6 +66,13 @@ def part_verdicts(
     return [parting_verdict(found, change=change) for found in find_partings(drawn, block_size, tokenizer)]
 
 
+def run_verdicts(drawn: PromptSample, advice: Advice, block_size: int, tokenizer: "Tokenizer | None") -> list[Verdict]:
+    """Where the prompts of a run part, and which settings would save, or that nothing is to change."""
+    parts = part_verdicts(drawn, block_size, tokenizer)
+    left = None if parts else drawn.not_drawn
+    return [*parts, *advice_verdicts(advice, or_nothing=not parts, not_looked_at=left)]
+
+
 def request_verdicts(
     requests: "Iterable[TraceRequest]", block_size: int, tokenizer: "Tokenizer | None"
 ) -> list[Verdict]:
@@ -59,3 +82,14 @@ def request_verdicts(
         if request.token_ids is not None:
             sample.add(request.token_ids, request.cache_salt)
     return part_verdicts(sample, block_size, tokenizer)
+
+
+def judged_recording(trace: Path) -> list[str]:
+    """The verdicts on a recorded run in words. Nothing of a damaged one, of which its reader tells."""
+    adviser, prompts = Adviser(), PromptsSeen()
+    try:
+        state = fold(TraceReader(trace), adviser, prompts)
+    except TraceError:
+        return []
+    advice = adviser.advice(state, budget_s=ADVICE_S)
+    return paragraph(run_verdicts(prompts.drawn, advice, state.block_size, recorded_tokenizer(trace, None)))

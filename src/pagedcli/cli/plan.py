@@ -14,19 +14,19 @@ from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import find_partings
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
-from pagedcli.cli.plan_tables import full_tables, share_table, short_tables, survey_facts
+from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.cli.reordered import Reordered
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
-from pagedcli.planning.prompt_sample import PromptSample
+from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped
-from pagedcli.verdicts import Verdict
+from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
@@ -54,8 +54,8 @@ _MEASURE_HELP = "Time the settings that may make steps faster, in turns with the
 _MEASURE_S_HELP = f"Seconds that --measure and --tune may time. Default: {MEASURE_S:.0f}."
 _ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
 _ALL_HELP = (
-    "Show every table, and look in every row for where prompts part, not only in 20,000: about 0.2 GiB of memory per"
-    " million prompt tokens."
+    "Show every table, and look in every row for where prompts part, not only in 20,000; of more than 67 million prompt"
+    " tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
 )
 _REORDERED_HELP = "Write the prompts with what makes them part moved, sorted or made alike, to check and compare."
 _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
@@ -89,6 +89,11 @@ class PlanOptions:
     def may_measure(self) -> bool:
         """Whether settings may be timed."""
         return (self.measure or self.tune) and not self.no_calibrate
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether places are looked for in every row that memory has room for."""
+        return self.all_ or self.try_reordered is not None
 
     @property
     def lengths(self) -> str:
@@ -212,6 +217,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     facts, advice, enough = survey_facts(scan, engine, here), None, None
     run_tables: list[Table] = []
+    run: _ExpectedRun | None = None
     if survey.is_of_a_run and options.tokenizer is None:
         run = _expected_run(loaded, survey, options)
         if options.tune:
@@ -225,6 +231,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         advice = advise(subject, base=base, budget_s=budget_s)
         enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
         run_tables = [*run.tables, advice_table(advice)]
+        if options.all_ and options.format_ is Format.TABLE:
+            run_tables += _curve_tables(run.subject)
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
         facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
     elif options.tune:
@@ -241,7 +249,10 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         tables.append(engine_table("Engine settings on this machine", found))
     partings = _partings(scan, engine.block_size) if engine.enable_prefix_caching else []
     not_drawn = scan.drawn.not_drawn if engine.enable_prefix_caching and not partings else None
-    print_tables(tables, options.format_, facts=facts, verdicts=_verdicts(partings, advice, not_drawn, options))
+    verdicts = [*_refused(scan), *_verdicts(partings, advice, not_drawn, options)]
+    forecast, time = (None, None) if run is None else (run.found, run.time)
+    shortly = in_short(scan, forecast, time, facts["recommended_block_size"])
+    print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)
         cannot = (
@@ -253,8 +264,17 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
 
 def _partings(scan: PromptScan, block_size: int) -> "list[Parting]":
     """Where prompts part; of drawn ones with the hits of the whole file as it is."""
-    rate = None if block_size % UNIT else scan.plan.ideal_hit_rate(block_size)
-    return find_partings(scan.drawn, block_size, scan.tokenizer, rate_in_file=rate)
+    sizes = [size for size in {*BLOCK_SIZES, block_size} if size <= block_size and not size % UNIT]
+    rates = {size: scan.plan.ideal_hit_rate(size) for size in sizes}
+    return find_partings(scan.drawn, block_size, scan.tokenizer, rates_in_file=rates)
+
+
+def _refused(scan: PromptScan) -> list[Verdict]:
+    """How many rows a run would refuse, and the first one."""
+    if not scan.bad_rows:
+        return []
+    first = scan.bad_rows[0]
+    return [refused_verdict(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
 
 
 def _verdicts(
@@ -267,10 +287,10 @@ def _verdicts(
     change = None
     if options.try_reordered is None and options.prompts != "-":
         change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
-    found = [parting_verdict(each, change=change) for each in partings]
+    found = [parting_verdict(each, change=change, has_all=options.takes_all) for each in partings]
     if advice is None:
         return found
-    left = None if not_drawn is None else f"{not_drawn} (--all: every row)"
+    left = not_drawn if not_drawn is None or options.takes_all else f"{not_drawn} (--all: every row)"
     return found + advice_verdicts(advice, or_nothing=not found, not_looked_at=left)
 
 
@@ -351,7 +371,6 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
     reordered = None if options.try_reordered is None else Reordered()
-    takes_all = options.all_ or reordered is not None
 
     def observe(line: "Line") -> None:
         reading.observe(line)
@@ -368,7 +387,7 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             limits=here,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
-            drawn=PromptSample(inf, inf) if takes_all else None,
+            drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.takes_all else None,
             reordered=reordered,
             observe=observe,
         )
@@ -414,6 +433,19 @@ def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptR
     say(f"estimate from the first {percent_text(share)} of the file: about {', '.join(parts)}; reading the rest")
 
 
+def _curve_tables(subject: "Subject") -> list[Table]:
+    """The hit rate of pools of any size, where all rows are known and no layer has a window."""
+    from pagedcli.simulation.caches import accesses_of, lru_curve, stack_distances
+    from pagedcli.simulation.tables import curve_tables
+
+    limits = subject.limits
+    if subject.left_out or limits.tables.has_windows or not limits.enable_prefix_caching:
+        return []
+    accesses = accesses_of(subject.workload, limits.block_size)
+    curve = lru_curve(accesses, stack_distances(accesses))
+    return curve_tables(curve, [subject.num_blocks], accesses.num_unique, subject.plan.block_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class _ExpectedRun:
     """The run that a file would be."""
@@ -422,6 +454,7 @@ class _ExpectedRun:
     found: "Forecast"
     facts: dict[str, Any]  # for JSON
     tables: list[Table]
+    time: str | None  # with its range, in words; None: there is no calibration
 
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
@@ -429,7 +462,7 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
     from pagedcli.cli.tuning import smaller_kv, time_in_turns
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
     from pagedcli.simulation.forecast import forecast, with_hits_of_all
-    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
+    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table, time_text
     from pagedcli.simulation.settings import Subject
 
     decision, run, requests = survey.decision, loaded.config.run, survey.requests
@@ -483,4 +516,5 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         lists_untimed=True,
     )
     progress.close()
-    return _ExpectedRun(subject, found, {**forecast_row(found, step_time), "time_source": source}, tables)
+    facts = {**forecast_row(found, step_time), "time_source": source}
+    return _ExpectedRun(subject, found, facts, tables, time_text(found, step_time))

@@ -86,7 +86,8 @@ class FirstAnswer:
         if block_size is not None:
             drawn = replace(self.scan.drawn, num_seen=round(self.rows.value))
             verdicts = part_verdicts(drawn, block_size, self.scan.tokenizer)
-        print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts)
+        in_words = f"{self.in_words[0].upper()}{self.in_words[1:]}."
+        print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts, in_short=[in_words])
 
 
 def first_answer(

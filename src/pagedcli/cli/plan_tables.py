@@ -10,13 +10,14 @@ from pagedcli.distributed.partition import SharePlan
 from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
-from pagedcli.records import LEFT, Bytes, Share, count, size
+from pagedcli.records import LEFT, Bytes, Means, Share, count, size
 from pagedcli.show.tables import Fact, Table, table
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.plan import Plan
     from pagedcli.simulation.advice import Advice
+    from pagedcli.simulation.forecast import Forecast
 
 _MAX_SHOWN = 10
 _MAX_BAD = 3  # in the short plan
@@ -55,6 +56,22 @@ def short_tables(
     if scan.plan.num_prompts:
         rows += _file_facts(scan, engine, here, enough)
     return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
+
+
+def in_short(scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None) -> list[str]:
+    """How long the run takes, the best block size and the prompts that share most, in a line. `time`: with its range;
+    None: there is no calibration. `block_size`: the best one, where there is a run."""
+    survey, parts = scan.plan, []
+    if run is not None:
+        tokens = f"{plural(run.num_prompt_tokens, 'prompt token')} and {run.num_generated_tokens:,} to generate"
+        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}")
+        parts.append(f"Best block size known: {block_size}")
+    for shared in survey.shared_prompts()[:1]:
+        more = shared.num_prompts - len(shared.rows)
+        lines = ", ".join(map(str, dict.fromkeys(shared.rows))) + (f" and {more:,} more" if more else "")
+        tokens = plural(len(shared.token_ids), "token")
+        parts.append(f"Sharing most: {plural(shared.num_prompts, 'prompt')}, their first {tokens} (lines {lines})")
+    return [". ".join(parts) + "."] if parts else []
 
 
 def _settings(found: Table) -> list[Table]:
@@ -116,6 +133,10 @@ def survey_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") ->
     return facts
 
 
+# units that the title or the first column says
+_TOKENS, _BLOCKS = Means("", "tokens"), Means("", "blocks")
+
+
 class Rows:
     """A count of rows."""
 
@@ -136,19 +157,19 @@ class Lengths:
     """Lengths of all prompts, in tokens."""
 
     what: Annotated[str, "tokens of"]
-    mean: Annotated[float | None, count]
-    min: int | None
-    p50: int | None
-    p95: int | None
-    max: int | None
-    total: int
+    mean: Annotated[float | None, count, _TOKENS]
+    min: Annotated[int | None, _TOKENS]
+    p50: Annotated[int | None, _TOKENS]
+    p95: Annotated[int | None, _TOKENS]
+    max: Annotated[int | None, _TOKENS]
+    total: Annotated[int, _TOKENS]
 
 
 class Bucket:
     """Prompts of these lengths."""
 
-    from_tokens: Annotated[int, "from"]
-    to_tokens: Annotated[int, "to"]
+    from_tokens: Annotated[int, "from tokens"]
+    to_tokens: Annotated[int, "to tokens"]
     num_prompts: int
     share_of_largest: Annotated[
         float, "of the largest", lambda share: "#" * max(1, round(32 * share)) if share else "", LEFT
@@ -162,11 +183,11 @@ class SharedPrefix:
     num_prompts: int
     first_line: Annotated[int, str]
     last_line: Annotated[int, str]
-    blocks_at_16: Annotated[int, "at 16"]
-    blocks_at_32: Annotated[int, "at 32"]
-    blocks_at_64: Annotated[int, "at 64"]
-    blocks_at_128: Annotated[int, "at 128"]
-    blocks_at_256: Annotated[int, "at 256"]
+    blocks_at_16: Annotated[int, "blocks at 16"]
+    blocks_at_32: Annotated[int, "at 32", _BLOCKS]
+    blocks_at_64: Annotated[int, "at 64", _BLOCKS]
+    blocks_at_128: Annotated[int, "at 128", _BLOCKS]
+    blocks_at_256: Annotated[int, "at 256", _BLOCKS]
 
 
 class SharedText:
@@ -175,7 +196,7 @@ class SharedText:
     num_tokens: int
     num_prompts: int
     lines: Annotated[list[int], "first lines", lambda lines: ", ".join(map(str, lines))]
-    num_more_prompts: Annotated[int, "+ more"]
+    num_more_prompts: Annotated[int, "+ more", Means("", "prompts")]
     text: Annotated[str, lambda text: f'"{text}"', LEFT]
 
 
@@ -188,7 +209,7 @@ class AtBlockSize:
     waste: Share
     num_blocks: int
     num_slots: int
-    longest_table: int
+    longest_table: Annotated[int, "longest table, blocks"]
 
 
 class PoolRow:
@@ -206,7 +227,7 @@ class Way:
     way: Annotated[str, "rows"]
     num_computed_tokens: Annotated[int, "prompt tokens computed"]
     hit_rate: Share
-    max_over_mean: Annotated[float, "max / mean"]
+    max_over_mean: Annotated[float, "max / mean", Means("", "a ratio")]
 
 
 def _rows_table(scan: PromptScan) -> Table:

@@ -19,7 +19,7 @@ from pagedcli.events import CacheGroup
 from pagedcli.planning.cards import CARDS
 from pagedcli.planning.prompt_survey import percentile
 from pagedcli.printable import plural
-from pagedcli.records import Bytes, Share, Whole, percent, size
+from pagedcli.records import Bytes, Means, Share, Whole, percent, size
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.views.cache_groups import group_lines
@@ -92,7 +92,10 @@ def profile_memory(
         tables = _full_tables(profile, lengths, shared)
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
-    print_tables(tables, format_, facts=_facts(profile, shared), story=_answer(profile) if is_short else ())
+    story = _answer(profile) if is_short else []
+    if is_short and target_concurrency is not None:
+        story.insert(0, _need(profile, target_concurrency, lengths, shared or 0))
+    print_tables(tables, format_, facts=_facts(profile, shared), story=story)
     if not profile.pool.num_blocks:
         missing = missing_memory(profile.terms, profile.plan.block_bytes, profile.holders)
         message, hint = missing or (profile.pool.reason, profile.pool.hint)
@@ -211,6 +214,18 @@ def _answer(profile: "Profile") -> list[str]:
     return [f"{text}.", "", bar]
 
 
+def _need(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> str:
+    """What so many of the longest requests need at once, in a sentence."""
+    need = list(_target_rows(profile, num_requests, lengths, shared))[-1]
+    whole, cache, weights, total = map(
+        size, (need.device_bytes, need.kv_cache_bytes, profile.terms.weights, profile.terms.total)
+    )
+    return (
+        f"{plural(num_requests, 'request')} of {need.num_tokens:,} tokens at once need {whole}, with {cache} of KV"
+        f" cache and {weights} of weights: {total} {'is' if need.fits else 'is not'} enough."
+    )
+
+
 def _at_once(profile: "Profile", num_blocks: int) -> str:
     """How many sequences of the model's length so many blocks hold, and what allows fewer to run."""
     limits = profile.plan.limits
@@ -323,6 +338,9 @@ def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
 # ---------------------------------------------------------------------- how many requests
 
 
+_REQUESTS = Means("", "requests")  # as the first column says
+
+
 @dataclass(frozen=True, slots=True)
 class AtOnce:
     """Requests of a length that a pool serves at once."""
@@ -330,9 +348,11 @@ class AtOnce:
     at: Annotated[str, "requests of"]
     num_tokens: int
     num_blocks: int
-    max_concurrency: Annotated[Whole, "at once"]
-    max_concurrency_shared: Annotated[Whole, "sharing"] | UnsetType = UNSET  # a prefix
-    max_concurrency_left: Annotated[Whole, "in all that is left"] | UnsetType = UNSET  # a pool of all that is left
+    max_concurrency: Annotated[Whole, "at once", _REQUESTS]
+    max_concurrency_shared: Annotated[Whole, "sharing", _REQUESTS] | UnsetType = UNSET  # a prefix
+    max_concurrency_left: Annotated[Whole, "in all that is left", _REQUESTS] | UnsetType = (
+        UNSET  # a pool of all that is left
+    )
 
 
 def concurrency_rows(
@@ -418,13 +438,13 @@ class Held:
 
     at: Annotated[str, "sequence of"]
     num_tokens: int
-    window: int | None
+    window: Annotated[int | None, "window, tokens"]
     num_kv_heads: Annotated[int | None, "KV heads"]
-    head_dim: Annotated[int | None, "of size"]
+    head_dim: Annotated[int | None, "of size", Means("", "numbers of a head")]
     num_layers: int
     num_groups: int
     num_blocks: int  # while it generates
-    num_prefill_blocks: Annotated[int, "in prefill"]  # at most, while its prompt is computed in chunks
+    num_prefill_blocks: Annotated[int, "blocks in prefill"]  # at most, while its prompt is computed in chunks
     kv_cache_bytes: Annotated[Bytes, "KV cache"]
     unused_bytes: Annotated[Bytes, "unused"]
     one_table_bytes: Annotated[Bytes, "if kept"]  # if no block were released before it ends
@@ -486,7 +506,7 @@ class ServedNeed:
     num_blocks: int
     kv_cache_bytes: Annotated[Bytes, "KV cache"]  # recurrent state included
     device_bytes: Annotated[Bytes, "whole device"]
-    utilization: Annotated[float, "of this device"]  # a share; above 1: it is too small
+    utilization: Annotated[Share, "of this device"]  # a share; above 1: it is too small
     fits: bool
 
 
@@ -509,9 +529,11 @@ def target_rows(
         yield ServedNeed(name, num_tokens, num_blocks, kv_bytes, device_bytes, device_bytes / terms.total, fits)
 
 
-def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
+def _target_rows(
+    profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int
+) -> Iterator[ServedNeed]:
     limits = profile.plan.limits
-    rows = target_rows(
+    return target_rows(
         num_requests,
         lengths,
         terms=profile.terms,
@@ -520,6 +542,10 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
         shared_tokens=shared,
         state_bytes=limits.state_bytes,
     )
+
+
+def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
+    rows = _target_rows(profile, num_requests, lengths, shared)
     columns = "at num_blocks kv_cache_bytes device_bytes utilization fits"
     return table(ServedNeed, "target", f"What {num_requests:,} concurrent requests need", rows, columns)
 
@@ -549,7 +575,7 @@ class PoolSize:
     block_bytes: Annotated[Bytes, "bytes/block"]
     num_kvcache_blocks: Annotated[int, "blocks"]
     num_kvcache_tokens: Annotated[int, "tokens"]
-    max_concurrency: Annotated[Whole, "at model length"]
+    max_concurrency: Annotated[Whole, "requests at model length"]
 
 
 def size_rows(groups: Sequence[CacheGroup], kv_bytes: int, num_tokens: int) -> Iterator[PoolSize]:

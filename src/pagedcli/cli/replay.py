@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
 
@@ -215,11 +216,13 @@ def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
 def _play(trace: Path, follow: NamedRequest | None) -> None:
     from pagedcli.app.pool_app import PoolApp
     from pagedcli.app.pool_players import ReplayPlayer
+    from pagedcli.cli.partings import judged_recording
 
     reader = TraceReader(trace)
     say(f"reading {trace} ...")
     past = Replay(reader, follow=follow)
-    PoolApp(ReplayPlayer(past), f"pagedcli replay {trace.name}").show()
+    judge = partial(judged_recording, trace)
+    PoolApp(ReplayPlayer(past), f"pagedcli replay {trace.name}", judge=judge).show()
     _say_notes(reader.notes)
     if past.damage is not None:
         raise TraceError(past.damage)

@@ -33,7 +33,7 @@ from pagedcli.show.terminal import TerminalJson, say
 from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.advice_verdicts import advice_verdicts
 from pagedcli.simulation.served import ServedRequests
-from pagedcli.verdicts import Verdict
+from pagedcli.verdicts import Verdict, refused_verdict
 from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
@@ -53,13 +53,15 @@ def run_job(
     stdout_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
     findings_of_events: Callable[[], Findings | None] = lambda: None,
+    observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
     `stdout_is_taken`: not only by rows, so that no verdict goes there. `findings_of_events` returns, once it has ended,
-    what its events say about it; None: its counters do. `clock_ns` is the clock of all times.
+    what its events say about it; None: its counters do. `observe_verdicts` receives all that is found of the run at
+    its end. `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
     from pagedcli.bench.spread import BusyWatch
@@ -90,11 +92,9 @@ def run_job(
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
-        parting = _parting(work, engine, served)
-        print_verdicts(
-            parting,
-            on_stdout=not (stdout_is_taken or terminal_is_taken or job.output_file is None),
-        )
+        failed_rows, parting = _failed(result), _parting(work, engine, served)
+        on_stdout = not (stdout_is_taken or terminal_is_taken or job.output_file is None)
+        print_verdicts(failed_rows * on_stdout + parting, on_stdout=on_stdout)  # else the summary names the rows
         say_summary(result, findings, predicted=end_time.first)
         if (of_store := engine.close_store()) is not None:
             say_store(of_store, engine.config.prefix_store or "")
@@ -106,9 +106,9 @@ def run_job(
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
             metrics.update(result.stats, now=True)
+        verdicts = [*failed_rows, *parting, *_settings(advice, parting, engine, served)]
+        observe_verdicts(verdicts)
         if job.summary_json is not None:
-            left = None if parting or not engine.plan.limits.enable_prefix_caching else served.drawn.not_drawn
-            verdicts = [*parting, *advice_verdicts(advice, or_nothing=not parting, not_looked_at=left)]
             write_summary(job.summary_json, result, findings, advice, verdicts)
         code = _exit_code(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
@@ -152,6 +152,21 @@ def _run(
             raise
         finally:
             engine.observe_work = None
+
+
+def _settings(advice: Advice, parting: list[Verdict], engine: "LLMEngine", served: ServedRequests) -> list[Verdict]:
+    """Which settings would save, or, where prompts do not part, that nothing is to change."""
+    left = None if parting or not engine.plan.limits.enable_prefix_caching else served.drawn.not_drawn
+    return advice_verdicts(advice, or_nothing=not parting, not_looked_at=left)
+
+
+def _failed(result: BatchResult) -> list[Verdict]:
+    """How many rows failed, and the first one."""
+    stats = result.stats
+    if not stats.first_failed:
+        return []
+    line, reason = stats.first_failed[0]
+    return [refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
 def _parting(work: OpenJob, engine: "LLMEngine", served: ServedRequests) -> list[Verdict]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,6 +44,7 @@ from pagedcli.simulation.sweep import (
     Sweep,
     SweepPoint,
     answers,
+    doubling_verdict,
     parse_policies,
     parse_pools,
     points,
@@ -52,6 +54,9 @@ from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 from pagedcli.verdicts import MOST_SAID, Verdict
 
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
+
 EXIT_BAD_ROWS = 3
 _LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
 
@@ -59,7 +64,7 @@ _LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: PictureOptions | None = None) -> int:
     """Simulate, and print the tables and draw. Returns the exit code. Raises: PagedcliError."""
     policies = [] if options.policy is None else parse_policies(options.policy)
-    workload, recorded = _read(loaded, options)
+    workload, recorded, tokenizer = _read(loaded, options)
     policies = policies or parse_policies("lru" if recorded is None else recorded.started.eviction)
     is_ours = workload.format == "prompts"
     decision = _decided(loaded, options) if is_ours or "engine.model" in loaded.sources else None
@@ -90,6 +95,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     shown = [
         tables.trace_table(workload, sweep),
         tables.pool_table(found, sweep, schedule, block_bytes),
+        *(_curve(sweep, pools, block_bytes) if options.format_ is Format.TABLE else []),
         tables.miss_table(found),
         *_checkpoint_tables(sweep, plan, pools[-1], schedule),
         tables.answer_table(sentences, options.format_),
@@ -112,7 +118,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         advice = _advice(subject, found[0].run, took_s)
         shown.append(tables.advice_table(advice, subject.limits))
     if options.output_file is not None:
-        on_page = [table for table in shown if table.key != "answers"]  # those are a list there
+        on_page = [table for table in shown if table.key not in ("answers", "curve")]  # a list and a chart there
         page = tables.render_page(options.traces, sweep, found, sentences, on_page, block_bytes)
         write_page(options.output_file, page)
     if drawing is not None:
@@ -121,41 +127,52 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    parts = [] if recorded is None else _partings(options.traces[0], workload, plan.limits)
-    print_tables(shown, options.format_, facts=facts, verdicts=[*parts, pool_verdict(sweep, found, block_bytes)])
+    judged = [pool_verdict(sweep, found, block_bytes), *(doubling_verdict(sweep, pools[0]) if options.pool else [])]
+    verdicts = [*_partings(workload, plan.limits, tokenizer), *judged][:MOST_SAID]
+    print_tables(shown, options.format_, facts=facts, verdicts=verdicts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
 
 # ---------------------------------------------------------------------- input
 
 
-def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, PoolState | None]:
+def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Workload, PoolState | None, Tokenizer | None]":
+    """The requests, for a recorded run the pool at its end, and the tokenizer of their tokens, where they have any."""
     outputs = None if options.outputs is None else read_outputs(options.outputs)
+    tokenizer: Tokenizer | None = None
 
     def prompts(name: str) -> Workload:
+        nonlocal tokenizer
         folder, spec = prompt_model(loaded, None)
         engine = loaded.config.engine
-        limits = limits_without_pool(engine, spec)
-        return read_prompts(name, open_prompts(loaded, name, folder, limits), outputs)
+        opened = open_prompts(loaded, name, folder, limits_without_pool(engine, spec))
+        tokenizer = opened.tokenizer
+        return read_prompts(name, opened, outputs)
 
     workload, recorded = read_workload(
         options.traces, prompts, format_name=options.trace_format, hash_size=options.hash_size
     )
+    if recorded is not None and workload.hash_size is None:
+        tokenizer = recorded_tokenizer(Path(options.traces[0]), None)
     if loaded.config.run.limit is not None:
         workload.requests = workload.requests[: loaded.config.run.limit]
     if options.output_tokens is not None:
         set_output_lengths(workload, options.output_tokens)
     elif any(request.num_output_tokens is None for request in workload.requests):
         workload.notes.append("this format has no output lengths: one token each (see --output-tokens)")
-    return workload, recorded
+    return workload, recorded, tokenizer
 
 
-def _partings(trace: str, workload: Workload, limits: Limits) -> list[Verdict]:
-    """Where the prompts of a recording with tokens part, with room for the verdict on pools."""
+def _partings(workload: Workload, limits: Limits, tokenizer: "Tokenizer | None") -> list[Verdict]:
+    """Where prompts with tokens part, with room for the verdict on pools."""
     if workload.hash_size is not None or not limits.enable_prefix_caching:
         return []
-    tokenizer = recorded_tokenizer(Path(trace), None)
     return request_verdicts(workload.requests, limits.block_size, tokenizer)[: MOST_SAID - 1]
+
+
+def _curve(sweep: Sweep, pools: list[int], block_bytes: int | None) -> list[Table]:
+    """The hit rate of pools of any size. With windows there is no curve in one pass."""
+    return [] if sweep.has_windows else tables.curve_tables(sweep.curve, pools, sweep.num_unique_blocks, block_bytes)
 
 
 def _checkpoint_tables(sweep: Sweep, plan: Plan, num_blocks: int, schedule: Schedule | None) -> list[Table]:

@@ -17,15 +17,12 @@ from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
 from pagedcli.simulation.advice import Advice
-from pagedcli.verdicts import Verdict, paragraph
+from pagedcli.verdicts import Verdict, cut_reason, paragraph
 from pagedcli.views.whole_run import Findings, finding_lines
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
     from pagedcli.core.store import StoreFacts
-
-
-_MOST_REASON = 300  # characters of why a row failed, which may have a number of thousands of digits; the row has all
 
 
 def say_model(model: str) -> None:
@@ -102,8 +99,7 @@ def say_summary(
     stats, facts = result.stats, result.stats.facts
     say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     for place, (line, reason) in enumerate(stats.first_failed):
-        shown = reason if len(reason) <= _MOST_REASON else reason[:_MOST_REASON] + "…"
-        _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {shown}")
+        _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {cut_reason(reason)}")
     if predicted is not None and result.outcome == "complete":
         at_s, whole_s = predicted
         off = percent_text(abs(stats.elapsed_s / whole_s - 1))

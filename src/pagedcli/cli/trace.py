@@ -30,6 +30,7 @@ from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
+from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.names import NamedRequest, unknown_request
 from pagedcli.views.step_rows import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
@@ -141,14 +142,19 @@ def _run_under_application(
     from pagedcli.app.pool_players import LivePlayer
 
     player = LivePlayer(whole_run, follow=follow, paused=paused, recorded=recorded)
+    verdicts: list[Verdict] = []
 
     def work() -> int:
         return run(
-            player, terminal_is_taken=True, stop_requested=lambda: player.stop_requested, clock_ns=player.clock_ns
+            player,
+            terminal_is_taken=True,
+            stop_requested=lambda: player.stop_requested,
+            observe_verdicts=verdicts.extend,
+            clock_ns=player.clock_ns,
         )
 
     try:
-        return watch(PoolApp(player, "pagedcli trace"), player, work)
+        return watch(PoolApp(player, "pagedcli trace", judge=lambda: paragraph(verdicts)), player, work)
     finally:
         print_ending(player.live, player.damage, Console(stderr=True))
 
@@ -185,6 +191,7 @@ def _run(
     record_ids: bool,
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
+    observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
     """Generate with a view, which folds the events into `whole_run`, too, and record a trace if the job names a file.
@@ -213,6 +220,7 @@ def _run(
             stdout_is_taken=True,
             stop_requested=stop_requested,
             findings_of_events=findings,
+            observe_verdicts=observe_verdicts,
             clock_ns=clock_ns,
         )
     if writer is not None and writer.path.exists():

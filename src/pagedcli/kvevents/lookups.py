@@ -101,7 +101,7 @@ class SaltRow:
     salt: Annotated[str, "cache_salt or adapter"]
     num_requests: Annotated[int, "requests seen"]
     num_tokens: Annotated[int, "tokens looked up"]
-    tokens_hit: Annotated[int, "found"]
+    tokens_hit: Annotated[int, "tokens found"]
     hit_rate: Share
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line
-from pagedcli.records import number
+from pagedcli.records import Means, number
 from pagedcli.remote import Remote, ServerError, checked_url, shown_url
 
 try:
@@ -51,7 +51,7 @@ class Metric:
     key: str
     meaning: Annotated[str, "the server says"]
     window: str  # now, since the server started, since attach started
-    value: Annotated[float, number]
+    value: Annotated[float, number, Means("", "that of what the server says")]
 
 
 class Metrics:

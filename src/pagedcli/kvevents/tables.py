@@ -21,7 +21,7 @@ from pagedcli.kvevents.tree import (
 )
 from pagedcli.kvevents.verdict import verdict
 from pagedcli.printable import plural
-from pagedcli.records import Share, as_row, columns_of, computed, number
+from pagedcli.records import Means, Share, as_row, columns_of, computed, number
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.verdicts import Verdict
 
@@ -158,7 +158,7 @@ class CacheRow:
     num_tokens: int
     capacity_blocks: Annotated[int | None, "of blocks"]
     num_prompts: Annotated[int, "roots"]
-    max_depth_blocks: Annotated[int, "depth"]
+    max_depth_blocks: Annotated[int, "depth, blocks"]
     num_orphans: int
     num_vetoed_blocks: int
 
@@ -284,7 +284,7 @@ def print_summary(verdicts: list[Verdict], tables: list[Table], state: KVState, 
 @dataclass(frozen=True, slots=True)
 class _FigureRow:
     figure: str
-    value: Annotated[float, number]
+    value: Annotated[float, number, Means("", "that of the figure")]
 
 
 def _figures_table(state: KVState) -> Table:
@@ -313,7 +313,7 @@ class _BranchRow:
     branch: Annotated[str, "prefix"]
     level: int
     depth: Annotated[int, "at block"]
-    num_run_blocks: Annotated[int, "run"]
+    num_run_blocks: Annotated[int, "run, blocks"]
     num_children: Annotated[int, "forks"]
     num_blocks: Annotated[int, "blocks below"]
     num_tokens: Annotated[int, "tokens below"]
@@ -345,7 +345,7 @@ def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[_BranchRow]:
 @dataclass(frozen=True, slots=True)
 class _TwinsRow:
     place: Annotated[int, "part at token"]
-    num_equal: Annotated[int, "equal in the block"]
+    num_equal: Annotated[int, "tokens equal in the block"]
     num_tokens: Annotated[int, "tokens after it"]
     first: Annotated[str, "one"] | UnsetType = UNSET
     second: Annotated[str, "other"] | UnsetType = UNSET
@@ -380,7 +380,7 @@ def _unknown_table(state: KVState) -> Table:
 class _CurveRow:
     num_more_blocks: int
     num_blocks_kept: int
-    num_prompt_blocks_kept: Annotated[int, "of prompts"]
+    num_prompt_blocks_kept: Annotated[int, "blocks of prompts"]
     num_tokens_kept: Annotated[int, "tokens not computed again"]
     share: Annotated[Share, "of all evicted"]
 

@@ -5,9 +5,11 @@ A pure function of token ids, salts and texts, for prompt files, recordings and 
 """
 
 import math
+import sys
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Literal
@@ -35,12 +37,13 @@ _MOST_TRIED = 2_000  # prompts that ways to change them are tried on, before the
 _MOST_PLACES = 4
 _KEY = 12  # characters before a place that tell it from others
 _OUT_OF_ORDER = 0.2  # share of the pairs whose parts are elsewhere in the other prompt
+_UTF_32 = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 _MOST_MERGED = 6  # marks of a template that are made alike one after the other
 
 Action = Literal["move", "sort", "replace", "one salt", "block size"]
 Texts = Sequence[str]
 Decode = Callable[[Ids], str]
-Encode = Callable[[list[str]], list[list[int]]]
+Encode = Callable[[Texts], Iterable[Ids]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Parting:
     others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
     change: "Change | None" = None
     rate_in_file: float | None = None  # hits of the whole file before the change, of a sample; None: not counted
+    new_rate_in_file: float | None = None  # and after it, if that has been counted, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Finder:
     encode: Encode | None = None
     template: Ids = ()
     num_in_file: int | None = None  # prompts, if more than are looked at
-    rate_in_file: float | None = None  # hits of the whole file as it is; None: not counted
+    rates_in_file: Mapping[int, float] = field(default_factory=dict)  # block size -> hits of the whole file as it is
 
     @property
     def has_words(self) -> bool:
@@ -131,9 +135,9 @@ class Finder:
         found = self._one_salt(state)
         while len(found) < most and (each := self._next(state)) is not None:
             found.append(each)
+        now = self.rates_in_file.get(self.block_size)
         if len(found) < most:
-            found += self._shorter_blocks(state)
-        now = self.rate_in_file
+            found += self._shorter_blocks(state, is_as_in_file=not found)
         if now is None:
             return found
         after_others = [replace(each, rate_in_file=max(now, each.rate)) for each in found[1:]]
@@ -186,8 +190,9 @@ class Finder:
         state.ids, state.texts, state.hits = ids, texts, hits
         return parting
 
-    def _shorter_blocks(self, state: _State) -> list[Parting]:
-        """Prompts that begin alike, but not for a block."""
+    def _shorter_blocks(self, state: _State, *, is_as_in_file: bool) -> list[Parting]:
+        """Prompts that begin alike, but not for a block. `is_as_in_file`: none has been changed, so that the rates of
+        the whole file are theirs."""
         size = self.block_size
         in_template = max((num_equal_ids(ids, self.template) for ids in state.ids[:100]), default=0)
         best: tuple[int, Ints] | None = None
@@ -201,12 +206,18 @@ class Finder:
         if best is None:
             return []
         smaller, hits = best
-        shared = shared_tokens(state.ids, state.salts, 1)[hits > state.hits]
+        beginnings = [ids[:size] for ids in state.ids]  # no longer, or the block would be full
+        shared = shared_tokens(beginnings, state.salts, 1)[hits > state.hits]
         found = self._parting(
             state, state.ids, hit_tokens(state.ids, state.salts, smaller), kind="short", action="block size",
             places=[int(each) for each in shared], num_equal=0, block_size=smaller,
         )  # fmt: skip
-        return [found]
+        now, then = self.rates_in_file.get(size), self.rates_in_file.get(smaller)
+        if not found.is_sample or now is None:
+            return [found]
+        if is_as_in_file and then is not None:
+            return [replace(found, new_rate_in_file=then)] if then - now >= LEAST_GAIN else []
+        return [found] if found.new_rate - found.margin - max(now, found.rate) >= LEAST_GAIN else []
 
     # ------------------------------------------------------------------ parts
 
@@ -231,8 +242,8 @@ class Finder:
         decode = self.decode or _as_text
         return [decode(each) for each in ids]
 
-    def _tokens(self, texts: list[str]) -> list[list[int]]:
-        return [list(map(ord, text)) for text in texts] if self.encode is None else self.encode(texts)
+    def _tokens(self, texts: Texts) -> Iterable[Ids]:
+        return map(_ids_of, texts) if self.encode is None else self.encode(texts)
 
     def _tried(self, pairs: list[Pair], num_rows: int) -> list[int] | None:
         """The rows that changes are tried on, with those that they are equal to. None: all."""
@@ -384,6 +395,13 @@ def num_equal_ids(a: Ids, b: Ids) -> int:
 def _as_text(ids: Ids) -> str:
     """A character per token: fast to compare."""
     return "".join(map(chr, ids))
+
+
+def _ids_of(text: str) -> "array[int]":
+    """The token ids of `_as_text`."""
+    ids = array("i")
+    ids.frombytes(text.encode(_UTF_32, "surrogatepass"))
+    return ids
 
 
 def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:

@@ -31,8 +31,9 @@ _TO_DO = {
 }
 
 
-def parting_verdict(found: Parting, *, change: str | None = None) -> Verdict:
-    """`change`: how the changed prompts can be tried, where they can be written."""
+def parting_verdict(found: Parting, *, change: str | None = None, has_all: bool = False) -> Verdict:
+    """`change`: how the changed prompts can be tried, where they can be written. `has_all`: more rows cannot be looked
+    at than have been."""
     part_at = f"{_prompts(found)} part at {_tokens(found)}"
     shown = ", ".join(f'"{text}"' for text in found.texts)
     place = f" ({shown})" if shown else ""
@@ -57,10 +58,11 @@ def parting_verdict(found: Parting, *, change: str | None = None) -> Verdict:
             change=change if found.action in ("move", "sort", "replace") else None,
             certainty="the changed prompts in an unlimited cache",
         ),
+        has_all=has_all,
     )
 
 
-def _sized(found: Parting, verdict: Verdict) -> Verdict:
+def _sized(found: Parting, verdict: Verdict, *, has_all: bool) -> Verdict:
     """Add other changes and what a sample can promise: a prompt has hits on those before it, and in the whole file
     there are more of them, so the rate of a sample is a lower bound."""
     low = max(0.0, found.new_rate - found.margin)
@@ -68,10 +70,12 @@ def _sized(found: Parting, verdict: Verdict) -> Verdict:
     others = "".join(f"; {name}: {percent_text(rate)}" for name, rate in found.others)
     if not found.is_sample:
         return replace(verdict, certainty=certainty + others)
+    if found.new_rate_in_file is not None:
+        return replace(verdict, now=now, after=found.new_rate_in_file, certainty="all prompts in an unlimited cache")
     if now is None:
         certainty += f"{others}; of all prompts at least {percent_text(low)}"
         return replace(verdict, measure="hits of those drawn", certainty=certainty, not_looked_at=NOT_DRAWN)
-    not_drawn = f"{NOT_DRAWN} (--all: every row)"
+    not_drawn = NOT_DRAWN if has_all else f"{NOT_DRAWN} (--all: every row)"
     if low < now + LEAST_GAIN:
         certainty = "too few of the prompts that share were drawn together to tell the hits afterwards"
         return replace(verdict, now=now, after=None, certainty=certainty, not_looked_at=not_drawn)

@@ -127,7 +127,9 @@ def _sequences(moment: Moment, longest: Mapping[int, SharedPrefix]) -> Table:
             held = {"num_blocks": 0, "share": 0.0, "blocks": why_waiting(state, seq, place)}
             rows.append(values_of(SequenceRow(seq, now), "table") | held)
     last = Column("blocks", "block table (×: ref count), or why it waits", words=True)
-    return Table("sequences", "Sequences", [*chosen(SequenceRow, "table"), last], rows)
+    return Table(
+        "sequences", "Sequences (new, cached, tokens and out: in tokens)", [*chosen(SequenceRow, "table"), last], rows
+    )
 
 
 def _shown(moment: Moment, seqs: Sequence[SeqState]) -> list[SeqState]:
@@ -171,7 +173,7 @@ class _Slot(ShownRow):
     slot_id: int
     kind: Annotated[str, "holds"] = computed(lambda row: row.sources[0].kind if row.ref_count else "idle checkpoint")
     num_tokens: Annotated[int, "after tokens"]
-    ref_count: int
+    ref_count: Annotated[int, "held by sequences"]
     seq_ids: Annotated[tuple[int, ...], "sequences", lambda seq_ids: ", ".join(map(str, seq_ids))]
     made: Annotated[str, "made in"] = computed(
         lambda row: f"step {row.made_step} by seq {row.made_by}: {CHECKPOINT_WORDS[row.reason]}" if row.reason else ""

@@ -123,9 +123,10 @@ def print_tables(
     facts: Mapping[str, Any] | None = None,
     verdicts: Sequence[Verdict] | None = None,
     story: Sequence[str] = (),
+    in_short: Sequence[str] = (),
 ) -> None:
-    """Write tables to stdout, after the verdicts on what they show, if it is judged, or its story. `facts` are added to
-    the JSON object: {facts..., verdicts: [...], table key: [rows]}.
+    """Write tables to stdout, after their story, or the verdicts on what they show, if it is judged, and what they say
+    in short. `facts` are added to the JSON object: {facts..., verdicts: [...], table key: [rows]}.
 
     In CSV, several tables follow each other, each after a line '# title', with an empty line between them.
     """
@@ -142,8 +143,8 @@ def print_tables(
         Format.CSV: lambda table: csv_text(as_csv(table, with_title=len(tables) > 1)),
         Format.MD: as_markdown,
     }[format]
-    if format is not Format.CSV and (verdicts or story):
-        said = [printable(line) for line in (*story, *paragraph(verdicts or ()))]
+    said = [printable(line) for line in (*story, *paragraph(verdicts or ()), *in_short)]
+    if format is not Format.CSV and said:
         if format is Format.TABLE:
             said = [part for line in said for part in _wrapped(one_line(line), width)]
         sys.stdout.write("\n".join([*said, "", ""]))

@@ -46,6 +46,9 @@ def signed_seconds(seconds: float) -> str:
     return ("-" if seconds < 0 else "+") + seconds_text(abs(seconds)) if seconds else "0"
 
 
+_TOKENS = Means("", "tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class CauseRow:
     """The part of one cause in the change of each measure. None: not visible."""
@@ -53,8 +56,8 @@ class CauseRow:
     cause: Annotated[str, lambda name: CAUSES.get(name, name), Means("what differs; the parts add up to the change")]
     detail: Annotated[str, "before -> after"]
     visible: bool
-    change: Annotated[float | None, "hit rate", points]
-    computed_tokens: Annotated[float | None, "computed", signed]
+    change: Annotated[float | None, "hit rate", points, Means("", "points, as the title says")]
+    computed_tokens: Annotated[float | None, "computed", signed, _TOKENS]
     preemptions: Annotated[float | None, signed] | UnsetType
     peak_used_blocks: Annotated[float | None, "peak blocks", signed] | UnsetType
     steps: Annotated[float | None, signed] | UnsetType
@@ -68,7 +71,7 @@ class PromptRow:
     change: str
     label: str
     tokens_before: Annotated[int | None, "tokens before"]
-    tokens_after: Annotated[int | None, "after"]
+    tokens_after: Annotated[int | None, "after", _TOKENS]
     parted_at: Annotated[int | None, "equal until token"]
     text: Annotated[str | None, "what follows there: before | after"]
 
@@ -79,9 +82,9 @@ class LossRow:
 
     label: str
     num_prompt_tokens: Annotated[int, "prompt tokens"]
-    hit_before: Annotated[int, "hit before"]
-    hit_after: Annotated[int, "hit after"]
-    lost: int
+    hit_before: Annotated[int, "hit before", _TOKENS]
+    hit_after: Annotated[int, "hit after", _TOKENS]
+    lost: Annotated[int, _TOKENS]
     why: Annotated[str, "why it found no more"] | UnsetType = UNSET
     parted: Annotated[str | None, "where it parted"] | UnsetType = UNSET
 

@@ -54,6 +54,14 @@ def time_range(found: Forecast, step_time: StepTime | None) -> tuple[float | Non
     return max(0.0, low_s), most_s + hypot(high_s - most_s, most_s * error)
 
 
+def time_text(found: Forecast, step_time: StepTime | None) -> str | None:
+    """The time of the run and its range; None: there is no calibration."""
+    low, high = time_range(found, step_time)
+    if found.seconds is None or low is None or high is None:
+        return None
+    return f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})"
+
+
 def forecast_table(
     found: Forecast, step_time: StepTime | None, *, num_blocks: int, source: str, notes: Sequence[str]
 ) -> Table:
@@ -62,7 +70,7 @@ def forecast_table(
     values: list[Quantity] = []
     if found.seconds is not None and low is not None and high is not None:
         first_s, rate = found.first_row_s or 0.0, found.tokens_per_s or 0.0
-        time = f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})"
+        time = time_text(found, step_time) or ""
         values += [
             Quantity("seconds", "time", found.seconds, "s", time, {"low": low, "high": high}),
             Quantity("first_row_s", "first row after", first_s, "s", duration_text(first_s)),

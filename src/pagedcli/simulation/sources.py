@@ -54,12 +54,15 @@ def read_recorded_run(path: Path) -> tuple[Workload, PoolState]:
 
 class RecordedRequests(View[PoolState]):
     """Collects the requests of a recorded run, in order of arrival. With recorded tokens they are exact; without, the
-    hashes of their blocks stand for them. Two runs that are compared share `chains`."""
+    hashes of their blocks stand for them. Two runs that are compared share `chains`: salts are numbered in each run as
+    they appear, so that only hashes tell whether two are the same."""
 
     def __init__(self, chains: Chains | None = None) -> None:
         self.workload = Workload(format="pagedcli")
         self.restarts: list[int] = []  # places in the workload at which a resumed run began with an empty cache
         self._chains = Chains() if chains is None else chains
+        self._is_compared = chains is not None
+        self._part = ""  # a resumed run numbers its salts anew
         self._by_id: dict[str, TraceRequest] = {}
         self._links = _Links()
         self._ends: dict[int, int | None] = {}  # seq_id -> hash of the last full block in its table
@@ -72,13 +75,15 @@ class RecordedRequests(View[PoolState]):
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
         if event.part > 1:
             self.restarts.append(len(self.workload.requests))
+            self._part = f" of part {event.part}"
 
     def on_step_started(self, event: StepStarted, state: PoolState) -> None:
         self._now_ns = event.time_ns
 
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
         tokens = array("q", event.token_ids or ())
-        if event.token_ids is None or event.salted:  # the salt itself is not recorded
+        is_unknown = event.salted and (event.salt is UNSET or self._is_compared)
+        if event.token_ids is None or is_unknown:
             self.workload.hash_size = state.block_size
         self._outputs[event.seq_id] = array("q")
         if event.sample_index:
@@ -97,6 +102,7 @@ class RecordedRequests(View[PoolState]):
             None,
             token_ids=tokens,
             max_new_tokens=event.max_new_tokens,
+            cache_salt=None if event.salt is UNSET else f"{event.salt}{self._part}",
             row_id=event.row_id,
         )
         self._by_id[event.request_id] = request

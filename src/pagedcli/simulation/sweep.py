@@ -258,6 +258,16 @@ def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | 
     return Verdict(finding=finding, measure="hits", certainty=certainty)
 
 
+def doubling_verdict(sweep: Sweep, num_blocks: int) -> list[Verdict]:
+    """What twice the memory of a pool would give, if it is a point or more."""
+    before, after = (sweep.lru(size)[1] / max(1, sweep.curve.num_tokens) for size in (num_blocks, 2 * num_blocks))
+    if after - before < NEARLY:
+        return []
+    finding = f"a pool of {plural(2 * num_blocks, 'block')} instead of {num_blocks:,} hits more"
+    certainty = "exact for LRU without running requests"
+    return [Verdict(finding=finding, measure="hits", now=before, after=after, certainty=certainty)]
+
+
 def _refused(points: Sequence[SweepPoint]) -> list[str]:
     runs = [point.run for point in points if point.run is not None and point.run.num_refused == point.run.num_requests]
     most = max((run.plan.num_blocks for run in runs), default=0)

@@ -12,12 +12,13 @@ import numpy as np
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
-from pagedcli.records import LEFT, Bytes, columns_of, count, percent, size
+from pagedcli.records import LEFT, Bytes, Means, columns_of, count, percent, size
 from pagedcli.show import pages
+from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
 from pagedcli.show.tables import Format, Quantity, Table, quantities, table
 from pagedcli.simulation.advice import Advice
-from pagedcli.simulation.caches import PARTS
+from pagedcli.simulation.caches import PARTS, LruCurve
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.sweep import Sweep, SweepPoint
@@ -64,10 +65,10 @@ class SettingRow:
 
     setting: Annotated[str, LEFT]
     saved: Hits
-    seconds: float | None
-    num_computed_tokens: Annotated[int, "computed"]
+    seconds: Annotated[float | None, "time", seconds]
+    num_computed_tokens: Annotated[int, "computed", Means("", "tokens")]
     hit_rate: Hits
-    num_preemptions: Annotated[int, "preempted"]
+    num_preemptions: Annotated[int, "preempted", Means("", "times")]
     cost: Annotated[str, "costs"]
 
 
@@ -85,10 +86,13 @@ class AnswerRow:
     answer: str
 
 
+_BLOCKS = Means("", "blocks")  # as a note says
+
+
 class Point:
     """A pool and a policy, and the run with them."""
 
-    pool_blocks: Annotated[int, "pool"]
+    pool_blocks: Annotated[int, "pool", _BLOCKS]
     pool_share: Annotated[float | None, "share", share]
     pool_bytes: Annotated[Bytes, "memory"]
     policy: str
@@ -97,16 +101,16 @@ class Point:
     lru_unscheduled_hit_rate_tokens: Annotated[Hits, "LRU"]
     clairvoyant_hit_rate_tokens: Annotated[Hits, "best"]
     mean_waiting_s: Annotated[float | None, "waiting", seconds]
-    mean_waiting_steps: Annotated[float | None, "waiting", count]
-    num_preemptions: Annotated[int, "preempted"]
+    mean_waiting_steps: Annotated[float | None, "waiting", count, Means("", "steps")]
+    num_preemptions: Annotated[int, "preempted", Means("", "times")]
     total_s: Annotated[float, "run", seconds]
-    num_refused: int
+    num_refused: Annotated[int, Means("", "requests")]
 
 
 class Misses:
     """The parts of a prompt's tokens, see caches.PARTS."""
 
-    pool_blocks: Annotated[int, "pool"]
+    pool_blocks: Annotated[int, "pool", _BLOCKS]
     policy: str
     hit_share: Annotated[Hits, "hit"]
     in_flight_share: Annotated[Hits, "in flight"]
@@ -125,8 +129,8 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     notes = [f"{label}: {text}" for label, text in advice.lines()]
     notes += advice.notes
     if advice.by_time:
-        notes.append("seconds: as if all prompts were given as tokens, which is the same for every setting")
-    title = "What other settings would do, each run in the simulator"
+        notes.append("time: as if all prompts were given as tokens, which is the same for every setting")
+    title = "What other settings would do (computed: tokens), each run in the simulator"
     if limits is not None:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
     columns = f"setting saved {'seconds ' if advice.by_time else ''}num_computed_tokens hit_rate num_preemptions cost"
@@ -261,6 +265,30 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
     return table(Point, "pools", title, rows, " ".join(columns), notes=notes)
 
 
+def curve_tables(curve: LruCurve, sizes: Sequence[int], num_unique: int, block_bytes: int | None) -> list[Table]:
+    """The hit rate of LRU without running requests, drawn in characters over pools of any size; empty if there are no
+    hits. `sizes`: pools that are shown elsewhere, in blocks; `num_unique`: distinct blocks of all prompts."""
+    if not curve.ceiling[1]:
+        return []
+
+    def share_at(num_blocks: float) -> float:
+        return curve.hits_at(int(num_blocks))[1] / max(1, curve.num_tokens)
+
+    def label(num_blocks: float) -> str:
+        memory = "" if block_bytes is None else f" ({size(int(num_blocks) * block_bytes)})"
+        return f"{plural(int(num_blocks), 'block')}{memory}"
+
+    lines = curve_lines(share_at, *_pool_range(sizes, num_unique), label=label)
+    return [table(AnswerRow, "curve", "Hit rate of the prompts' tokens by pool size, LRU without running requests", [],
+                  notes=lines)]  # fmt: skip
+
+
+def _pool_range(sizes: Sequence[int], num_unique: int) -> tuple[int, int]:
+    """The smallest and the largest pool of a chart, in blocks."""
+    first = min([*sizes, max(1, num_unique // 200)])
+    return first, max([*sizes, num_unique, 2 * first])
+
+
 def _warmup_text(warmup: float) -> str:
     return f"the first {warmup:.0%} of the requests fill the cache uncounted" if warmup else "no warm-up"
 
@@ -272,7 +300,10 @@ def miss_table(points: Sequence[SweepPoint]) -> Table:
         total = sum(point.parts.values())
         shares = {f"{name}_share": _rate(tokens, total) for name, tokens in point.parts.items()}
         rows.append({"pool_blocks": point.num_blocks, "policy": point.policy, **shares})
-    notes = ["shares of the prompts' tokens, adding up to 100 %; each token counts where it first fits, left to right"]
+    notes = [
+        "pool: in blocks; the rest: shares of the prompts' tokens, adding up to 100 %; each token counts where it first"
+        " fits, left to right"
+    ]
     notes += [f"{PART_NAMES[name]}: {PARTS[name]}" for name in PARTS if any(name in point.parts for point in points)]
     return table(Misses, "misses", "Where the prompts' tokens went", rows, notes=notes)
 
@@ -339,8 +370,7 @@ def _chart(
 ) -> str:
     """Pool size on a logarithmic axis against the share of the prompts' tokens that hit."""
     sizes = sorted({point.num_blocks for point in points})
-    first = min([*sizes, max(1, sweep.num_unique_blocks // 200)])
-    last = max([*sizes, sweep.num_unique_blocks, 2 * first])
+    first, last = _pool_range(sizes, sweep.num_unique_blocks)
     num_tokens = max(1, sweep.curve.num_tokens)
     ceiling = sweep.curve.ceiling[1] / num_tokens
     top = max(0.1, math.ceil(max([ceiling, *(point.hit_rate for point in points)]) * 10 + 0.2) / 10)

@@ -18,14 +18,15 @@ class GroupUse:
 
     group: Annotated[int, Means("number of the group of layers, from 0")]
     window: Annotated[
-        int | None, Means("tokens that a query sees in these layers, itself included; null: all before it")
+        int | None,
+        Means("tokens that a query sees in these layers, itself included; null: all before it", "tokens"),
     ]
     layers: Annotated[list[int], id_ranges, Means("the layers, numbered from 0 among those that attend")]
     num_kv_heads: Annotated[int | None, "KV heads", Means("key/value heads of each layer")]
-    head_dim: Annotated[int | None, "of size", Means("size of a head")]
+    head_dim: Annotated[int | None, "of size", Means("size of a head", "numbers")]
     used_bytes: Annotated[int | None, "of a block", byte_text, Means("bytes of a block that the layers take")]
-    used_blocks: Annotated[int, "in use", Means("blocks in use that hold K and V of these layers")]
-    cached_blocks: Annotated[int, "cached", Means("cached blocks that do")]
+    used_blocks: Annotated[int, "blocks in use", Means("blocks in use that hold K and V of these layers")]
+    cached_blocks: Annotated[int, "cached blocks", Means("cached blocks that do")]
     unused_bytes: Annotated[int | None, "unused", byte_text, Means("bytes of the blocks in use that the layers leave")]
 
 

@@ -97,17 +97,17 @@ class SequenceRow(ShownRow):
     status: Annotated[Status, "state", Means("prefill, decode, waiting or preempted")]
     finish_reason: Annotated[str | None, "end", Means("why it finished: stop, length, ...")]
     num_tokens: Annotated[int, Means("tokens of prompt and answer")]
-    num_prompt_tokens: Annotated[int, "prompt", Means("tokens of the prompt")]
-    num_output_tokens: Annotated[int, "out", Means("tokens generated before this step")]
+    num_prompt_tokens: Annotated[int, "prompt", Means("tokens of the prompt", "tokens")]
+    num_output_tokens: Annotated[int, "out", Means("tokens generated before this step", "tokens")]
     max_new_tokens: Annotated[int, Means("tokens that it may generate")]
-    num_computed_tokens: Annotated[int, "computed", Means("tokens in the cache after this step")]
-    num_new_tokens: Annotated[int, "new", Means("tokens that this step computes")] = computed(
+    num_computed_tokens: Annotated[int, "computed", Means("tokens in the cache after this step", "tokens")]
+    num_new_tokens: Annotated[int, "new", Means("tokens that this step computes", "tokens")] = computed(
         lambda row: row.now.new_tokens.get(row.seq_id, 0)
     )
-    num_cached_tokens: Annotated[int, "cached", Means("tokens that its last prefix lookup found")]
-    num_preemptions: Annotated[int, "preempted", Means("how often it has been preempted")]
-    num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens computed again")]
-    num_waited_steps: Annotated[int, "waited", Means("steps in which it has waited")] = computed(
+    num_cached_tokens: Annotated[int, "cached", Means("tokens that its last prefix lookup found", "tokens")]
+    num_preemptions: Annotated[int, "preempted", Means("how often it has been preempted", "times")]
+    num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens computed again", "tokens")]
+    num_waited_steps: Annotated[int, "waited", Means("steps in which it has waited", "steps")] = computed(
         lambda row: row.seq.num_steps_waited(row.now.step)
     )
     num_blocks: Annotated[int, Means("blocks that it holds")] = computed(lambda row: len(row.seq.held_block_ids))
@@ -126,7 +126,7 @@ class SequenceRow(ShownRow):
     progress: Annotated[str, "tokens", RIGHT, Means("in the cache / of the sequence")] = computed(
         lambda row: f"{row.num_computed_tokens}/{row.num_tokens}"
     )
-    generated: Annotated[str, "out", RIGHT, Means("generated / at most")] = computed(
+    generated: Annotated[str, "out", RIGHT, Means("generated / at most", "tokens")] = computed(
         lambda row: f"{row.num_output_tokens}/{row.max_new_tokens}"
     )
     share: Annotated[Share, "of pool", Means("blocks that it holds / blocks of the pool")] = computed(
@@ -162,7 +162,9 @@ class LookupRow(ShownRow):
     blocks_asked: Annotated[int, "full blocks", Means("full blocks looked up")]
     blocks_hit: Annotated[int, Means("of these, found")]
     tokens_hit: Annotated[int, Means("tokens that need no computing")]
-    first_miss: Annotated[int | None, Means("place in the block table of the first full block not found, from 0")]
+    first_miss: Annotated[
+        int | None, Means("place in the block table of the first full block not found, from 0", "a place")
+    ]
     missing_hash: Annotated[Hash | None, Means("its hash")]
     miss_reason: Annotated[
         str | None, Means("caching_off, no_full_block or no_match; null: every full block was found")

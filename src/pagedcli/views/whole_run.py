@@ -226,10 +226,10 @@ class RequestRow(ShownRow):
     first_step: int
     last_step: int
     num_prompt: Annotated[int, "prompt tokens"] = computed(lambda row: row.num_prompt_tokens)
-    num_cached: int
-    num_output: Annotated[int, "generated"] = computed(lambda row: row.num_output_tokens)
+    num_cached: Annotated[int, "cached tokens"]
+    num_output: Annotated[int, "generated tokens"] = computed(lambda row: row.num_output_tokens)
     num_preemptions: Annotated[int, "times preempted"]
-    num_recomputed: Annotated[int, "computed again"] = computed(lambda row: row.num_recomputed_tokens)
+    num_recomputed: Annotated[int, "tokens computed again"] = computed(lambda row: row.num_recomputed_tokens)
     total_s: Annotated[Seconds, "total"] = computed(lambda row: sum(row.seconds.values()))
     waiting_s: Annotated[Seconds, "waiting"] = computed(lambda row: row.seconds["waiting"])
     prefill_s: Annotated[Seconds, "prefill"] = computed(lambda row: row.seconds["prefill"])

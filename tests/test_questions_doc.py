@@ -1,0 +1,41 @@
+"""docs/questions.md: each command prints the lines that it shows, but for times."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("questions", ROOT / "scripts" / "questions.py")
+questions = importlib.util.module_from_spec(_spec)
+sys.modules["questions"] = questions
+_spec.loader.exec_module(questions)
+DOCUMENT = questions.DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("questions")
+    with questions.in_folder(made):
+        questions.make_files(made)
+    return made
+
+
+def test_the_page_has_the_24_questions():
+    assert len(questions.QUESTIONS) + len(questions.OTHERS) == 24
+    asked = re.findall(r"^## (.+)$", DOCUMENT, re.MULTILINE)
+    assert asked == [*(each.text for each in questions.QUESTIONS), *questions.OTHERS]
+
+
+@pytest.mark.slow  # it records runs and, for questions about time, measures this machine
+@pytest.mark.parametrize("question", questions.QUESTIONS, ids=lambda each: each.text[:40])
+def test_a_command_prints_what_the_page_shows(folder, question):
+    with questions.in_folder(folder):
+        lines = questions.first_lines(question)
+    if question.is_timed:  # which model is fastest, and how sure that is, may differ
+        assert f"$ pagedcli {question.command}\n{lines[0].partition(':')[0][:20]}" in DOCUMENT
+        return
+    section = questions.section(question, lines)
+    assert questions.without_times(section) in questions.without_times(DOCUMENT), "python scripts/questions.py --write"
