@@ -1,0 +1,134 @@
+"""Every pair of capabilities: what must not change rows changes no bit of them next to any other, or is refused by
+name.
+
+A new capability is a line in NEUTRAL or ROWS, and is tried with all others.
+"""
+
+from functools import cache
+from itertools import combinations, product
+
+import pytest
+from engine_harness import ragged_prompts
+from model_zoo import cached_model
+from trace_harness import check_events
+
+from pagedcli import content_files
+from pagedcli.config import EngineConfig
+from pagedcli.errors import ConfigError
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+MODELS = {
+    "dense": "qwen3",
+    "windows": "mistral",
+    "state": "qwen3_5",
+    "latents": "deepseek_v3",
+    "experts": "glm4-moe",
+}
+# what a run may do without changing its rows
+NEUTRAL = {
+    "store": {"prefix_store": "store"},
+    "recording": {},
+    "preemption": {"num_gpu_blocks_override": 36, "max_num_seqs": 6},
+    "chunks": {"chunked_prefill_size": 7},
+    "blocks of 1": {"block_size": 1, "num_gpu_blocks_override": 1600},
+    "no cache": {"enable_prefix_caching": False},
+    "a step ahead": {"async_scheduling": True},
+    "next-use": {"eviction": "next-use"},
+}
+GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+# what rows ask for
+ROWS = {
+    "plain": ({}, GREEDY),
+    "log-probabilities": ({}, GREEDY | {"logprobs": 3}),
+    "scores of prompts": ({}, GREEDY | {"prompt_logprobs": 2, "logprobs": 1}),
+    "samples": ({}, {"max_tokens": 5, "ignore_eos": True, "n": 3, "seed": 7}),
+    "beams": ({}, GREEDY | {"beam_width": 3, "n": 2}),
+    "a guide": ({}, GREEDY),
+    "continuations": ({}, GREEDY | {"max_tokens": 1}),
+    "int8 KV": ({"kv_cache_dtype": "int8"}, GREEDY | {"logprobs": 1}),
+    "int8 weights": ({"quantization": "int8"}, GREEDY | {"logprobs": 1}),
+}
+REFUSED = {  # pairs, and what names the reason
+    frozenset(("store", "no cache")): "prefix caching is off",
+    frozenset(("next-use", "no cache")): "without prefix caching nothing is cached",
+}
+PAIRS = [*combinations(NEUTRAL, 2), *product(NEUTRAL, ROWS)]
+CASES = [(model, *pair) for model in MODELS for pair in PAIRS]
+QUICK = [("dense", "store", other) for other in (*NEUTRAL, *ROWS)]
+QUICK += [("state", "store", other) for other in ("preemption", "samples", "continuations")]
+QUICK += [(model, "store", "plain") for model in MODELS]
+
+
+class FirstEight:
+    """A guide that allows eight tokens."""
+
+    allowed_tokens = b"\xff" + bytes(39)
+
+    def accept(self, token_id):
+        return False
+
+    @staticmethod
+    def find_allowed(guides):
+        """None of them is complete."""
+        return [False] * len(guides)
+
+
+def rows_of(path, kind, config, emit=None):
+    """Tokens and scores of all rows of one kind."""
+    of_kind, params = ROWS[kind]
+    roomy = {"block_size": 4, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32", **{**roomy, **of_kind, **config})
+    engine = LLMEngine(config, emit=emit, trace_tokens=True, with_store=True)
+    request = {"make_guide": FirstEight} if kind == "a guide" else {}
+    if kind == "continuations":
+        request = {"continuations": [[9, 8], [4, 3, 2]]}
+    for number, prompt in enumerate(ragged_prompts(num_prompts=8, vocab_size=300)):
+        engine.add_request(str(number), prompt, SamplingParams(**params), **request)
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert not output.error, output.error
+            samples = [(sample.token_ids, sample.logprobs) for sample in output.samples]
+            found[output.request_id] = repr((samples, output.prompt_logprobs, output.scores))
+        engine.cache.check([*engine.scheduler.running, *engine.scheduler.contexts])
+    engine.close()
+    return found
+
+
+@cache
+def expected(path, kind):
+    return rows_of(path, kind, {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_digests(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("cache")
+        patch.setattr(content_files, "cache_home", lambda: home)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("model", "one", "other"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_pairs_of_capabilities_give_the_same_bits_or_are_refused_by_name(model, one, other, tmp_path_factory, tmp_path):
+    path = cached_model(MODELS[model], tmp_path_factory)
+    kind = other if other in ROWS else "log-probabilities"
+    config = NEUTRAL[one] | NEUTRAL.get(other, {})
+    if "blocks of 1" in (one, other) and "preemption" in (one, other):
+        config |= {"num_gpu_blocks_override": 144}
+    if "store" in (one, other):
+        config |= {"prefix_store": str(tmp_path / "store")}
+    if (why := REFUSED.get(frozenset((one, other)))) is not None:
+        with pytest.raises(ConfigError, match=why):
+            rows_of(path, kind, config)
+        return
+    events = []
+    for _ in range(1 + ("store" in (one, other))):  # the second run reads what the first has written
+        events.clear()
+        emit = events.append if "recording" in (one, other) else None
+        assert rows_of(path, kind, config, emit) == expected(path, kind)
+    if events:
+        check_events(events)
