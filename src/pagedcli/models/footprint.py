@@ -5,7 +5,7 @@ Read by the forecast of memory, by the tables of `profile-memory` and by the flo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagedcli.core.budget import ITEMSIZE
@@ -86,7 +86,7 @@ def footprint(
         modules = {name.removesuffix(".weight"): shape[0] for name, shape in parameter.kept_shapes.items()}
         layer_format = AS_STORED if parameter.layer_format is None else joined_format(formats, modules)
         gated = key.endswith("gate_up.weight")
-        shapes = [parameter.shape]
+        shapes: Sequence[tuple[int, ...]] = [parameter.shape]
         if key.endswith((".latents_up.weight", ".key_up.weight", ".value_up.weight")):
             shapes = _by_heads(spec, key, parameter.shape)
         kept = (layer_format.kept_bytes(shape, itemsize, kernels, gated=gated) for shape in shapes)
@@ -104,14 +104,13 @@ def footprint(
     )
 
 
-def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
     """The linear layers that K's and V's matrices of a layer with latents become: two for each head."""
     if len(shape) == 3:
         return shape[0] * [shape[1:]]
     match spec.layers[int(key.split(".")[1])].mixer:
         case LatentAttention(rank=rank, nope_dim=nope_dim, value_dim=value_dim):
-            of_head: list[tuple[int, ...]] = [(rank, nope_dim), (value_dim, rank)]
-            return shape[0] // (nope_dim + value_dim) * of_head
+            return shape[0] // (nope_dim + value_dim) * [(rank, nope_dim), (value_dim, rank)]
     raise AssertionError("others have no such matrices")
 
 
