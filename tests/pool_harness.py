@@ -85,6 +85,27 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(copies) in (0, len(self.windows))
             seq.num_computed_tokens += new
 
+    @rule(seq=seqs, guesses=st.lists(st.integers(0, 2), min_size=1, max_size=6), data=st.data())
+    def check_draft(self, seq, guesses, data):
+        """A step computes the last token and guesses after it, of which the first ones are right."""
+        if not seq.block_table or seq.num_computed_tokens < len(seq.token_ids):
+            return
+        seq.token_ids.append(0)
+        self.manager.release_unseen(seq)
+        if not self.manager.can_append(seq):
+            seq.token_ids.pop()
+            return
+        self.manager.may_append(seq)
+        num_cached = sum(block.prefix is not None for block in self.manager.blocks)
+        room = self.manager.make_room_for_draft(seq, len(guesses))
+        assert sum(block.prefix is not None for block in self.manager.blocks) == num_cached  # nothing is evicted
+        seq.num_computed_tokens += 1
+        num_right = data.draw(st.integers(0, room))
+        seq.token_ids += guesses[:num_right]
+        self.manager.keep_accepted(seq, room, num_right, None)
+        assert seq.num_computed_tokens == len(seq.token_ids)
+        assert len(seq.block_table) == self.manager.tables.num_entries(seq.num_computed_tokens)
+
     @rule(seq=seqs)
     def reuse_more(self, seq):
         if seq.block_table and seq.num_computed_tokens < len(seq.token_ids):

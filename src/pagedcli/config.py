@@ -25,6 +25,7 @@ KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 StoreRead = Literal["always", "auto"]
 PreemptionPolicy = Literal["last", "largest"]
+Speculation = Literal["off", "ngram"]
 InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
@@ -208,6 +209,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Launch each step before reading the previous step's tokens", default="on CUDA only", affects_rows=False
         ),
     ] = None
+    speculation: Annotated[
+        Speculation,
+        _batching(
+            "Guess next tokens and check them in one step, CPU only; ngram: from the row's text and finished answers",
+            affects_rows=False,
+        ),
+    ] = "off"
 
     seed: Annotated[int, key("Sampling", "Random seed; each row derives its own. Also seeds dummy weights")] = 0
 

@@ -90,6 +90,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     preemption_policy: Literal["last", "largest"] = "last"
     step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time
     kinds: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # kinds of cache next to the blocks, see core.cache
+    speculation: str = "off"  # how next tokens are guessed, see core.drafts
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
     @property
@@ -338,8 +339,27 @@ class StepScheduled(Event, frozen=True, gc=False):
 
     step: int
     seq_ids: tuple[int, ...]
-    num_new_tokens: tuple[int, ...]  # per sequence of seq_ids
+    num_new_tokens: tuple[int, ...]  # per sequence of seq_ids, guessed ones included
     num_waiting: int
+
+
+class TokensDrafted(Event, frozen=True, gc=False):
+    """So many next tokens of these sequences have been guessed: the step that is scheduled next computes them after the
+    last token of each, to find out which are right. Blocks that they need were allocated before."""
+
+    seq_ids: tuple[int, ...]
+    num_drafted: tuple[int, ...]  # per sequence of seq_ids
+
+
+class DraftChecked(Event, frozen=True, gc=False):
+    """The first guessed tokens of a sequence were what it generates, up to one that was not or that came after its end:
+    they are its tokens, and computed. What the others took was released: these blocks, as in BlocksReleased."""
+
+    seq_id: int
+    num_drafted: int
+    num_accepted: int
+    block_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...] | None = None  # the accepted ones, only if the user asked for tokens
 
 
 class TokensSampled(Event, frozen=True, gc=False):
@@ -385,7 +405,8 @@ AnyEvent = (
     | StateSlotsMade | CheckpointLookedUp | StateSlotTaken | StateSlotsReleased | CheckpointMade | CheckpointDropped
     | CheckpointRestored
     | StatesRecovered
-    | StepStarted | StepScheduled | TokensSampled | RequestFinished | StepFinished | StepFailed
+    | StepStarted | TokensDrafted | StepScheduled | DraftChecked | TokensSampled | RequestFinished | StepFinished
+    | StepFailed
 )  # fmt: skip
 Emit = Callable[[Event], None]
 

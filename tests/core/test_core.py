@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scripted import Simulation, likeliest
+from scripted import Oracle, Simulation, likeliest
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import RequestError
@@ -79,6 +79,9 @@ limits = st.fixed_dictionaries(
         "runs_ahead": st.booleans(),
     }
 )
+drafts = st.fixed_dictionaries(
+    {"wrong": st.sampled_from([0.0, 0.3, 0.7, 1.0]), "ragged": st.booleans(), "seed": st.integers(0, 9)}
+)
 # what happens before a step: a request arrives, is aborted, or the step is made to fail
 happenings = st.lists(st.sampled_from(["add", "add", "add", "", "", "abort", "launch", "read"]), max_size=40)
 
@@ -130,7 +133,9 @@ roomy = {
 
 
 @settings(max_examples=120, deadline=None)
-@given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings)
+@given(
+    requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings, drafts=st.none() | drafts
+)
 @example(  # one token of a beam is recomputed alone, which is not yet its last
     requests=[
         {**plain, "prompt": [0, 0, 0], "max_tokens": 5, "beams": 2},
@@ -138,18 +143,27 @@ roomy = {
     ],
     limits=roomy,
     happenings=["add", "add", "add", "add", "launch"],
+    drafts=None,
 )
-def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings):
-    checker = TraceChecker()
-    sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
+def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings, drafts):
+    checker, expected = TraceChecker(), {}
+    for number, asked in enumerate(requests):
+        expected |= alone(number, asked)
+    drafter = None
+    if drafts is not None:
+        samples = [(each, samples) for each, samples in expected.items()]
+        answers = {(each, i): ids for each, of_each in samples for i, (ids, _) in enumerate(of_each)}
+        drafter, limits = Oracle(answers, **drafts), {**limits, "runs_ahead": False}
+    sim = Simulation(emit=checker.apply, trace_tokens=True, drafter=drafter, **limits)
     got, gone = play(sim, requests, happenings, after_step=lambda: same_pool(sim, checker.state))
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    for number, asked in enumerate(requests):
+    for number in range(len(requests)):
         if str(number) in got:
-            assert {str(number): got[str(number)]} == alone(number, asked)
+            assert got[str(number)] == expected[str(number)]
     assert got.keys() | gone == {str(number) for number in range(len(requests))}
     finished = checker.result(()).state.finished.values()
     assert sim.stats.num_recomputed_tokens >= sum(seq.num_recomputed_tokens for seq in finished)
+    assert sim.stats.num_drafted_tokens >= sim.stats.num_accepted_tokens
 
 
 def play(sim, requests, happenings, *, after_step):

@@ -145,6 +145,25 @@ class FoldMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
+    def check_draft(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.running))
+        if user.num_computed_tokens != len(user.token_ids) - 1 or not self.manager.can_append(user):
+            return
+        self.manager.may_append(user)
+        room = self.manager.make_room_for_draft(user, data.draw(st.integers(1, 6)))
+        user.num_computed_tokens += 1
+        seq = self.state.seqs[user.seq_id]
+        seq.num_computed_tokens += 1  # what StepScheduled says
+        seq.num_drafted_tokens = room
+        num_right = data.draw(st.integers(0, room))
+        user.token_ids += [1] * num_right
+        if room:
+            self.manager.keep_accepted(user, room, num_right, None)
+        self.emit(TokensSampled((user.seq_id,)))
+        user.token_ids.append(0)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
     def reuse_more(self, data: st.DataObject) -> None:
         user = data.draw(st.sampled_from(self.running))
         if len(user.token_ids) - user.num_computed_tokens > 1:

@@ -170,7 +170,18 @@ def figures(stats: BatchStats) -> list[Figure]:
         Figure("kv_blocks_used", "Blocks in use.", "blocks", facts.num_used_blocks, "kv_blocks_used"),
         Figure("kv_blocks_peak", "Most blocks in use in a step.", "blocks", facts.peak_used_blocks, "kv_blocks_peak"),
         *(_slot_figures(facts) if facts.num_state_slots else ()),
+        *(_draft_figures(facts) if facts.num_drafted_tokens else ()),
     ]  # fmt: skip
+
+
+def _draft_figures(facts: RunFacts) -> tuple[Figure, ...]:
+    """The figures of a run with --speculation."""
+    return (
+        Figure("drafted_tokens", "Tokens guessed and checked.", "tokens", facts.num_drafted_tokens,
+               "drafted_tokens_total"),
+        Figure("accepted_tokens", "Of these, the right ones.", "tokens", facts.num_accepted_tokens,
+               "accepted_tokens_total"),
+    )  # fmt: skip
 
 
 def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:

@@ -11,6 +11,7 @@ from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
+from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
@@ -52,6 +53,10 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
             f"recurrent state: {plural(limits.num_state_slots, 'slot')} of {byte_text(limits.state_bytes)},"
             f" checkpoints: {CheckpointPolicy.named(limits.checkpoints).text}"
         )
+    if plan.no_drafts is not None:
+        say(f"speculation: off, as {plan.no_drafts}")
+    elif plan.speculation != "off":
+        say(f"speculation: {plan.speculation}, at most {plural(MOST_DRAFTED, 'token')} at a time")
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:

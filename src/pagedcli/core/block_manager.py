@@ -285,6 +285,39 @@ class BlockManager:
         self._grow(seq, num_new_tokens)
         return copies
 
+    def make_room_for_draft(self, seq: CacheUser, num_tokens: int) -> int:
+        """Make room for so many guessed tokens after the next one, which has room, and for fewer if there are too few
+        empty blocks: nothing is evicted for a guess. Returns for how many there is room now."""
+        size, num_groups = self.block_size, self.num_groups
+        first = seq.num_computed_tokens + 1  # position of the first of them
+        num_missing = self.tables.num_entries(first + num_tokens) - len(seq.block_table)
+        if num_missing > 0:
+            num_taken = self.pool.num_empty(num_missing) // num_groups * num_groups
+            fresh = [self.pool.take(seq.seq_id) for _ in range(num_taken)]
+            seq.block_table.extend(fresh)
+            if self._emit is not None and fresh:
+                self._emit(ev.BlocksAllocated(seq.seq_id, tuple(fresh)))
+        seq.num_writable_tokens = len(seq.block_table) // num_groups * size
+        return min(num_tokens, seq.num_writable_tokens - first)
+
+    def keep_accepted(
+        self, seq: CacheUser, num_drafted: int, num_accepted: int, token_ids: tuple[int, ...] | None
+    ) -> None:
+        """A step has computed guessed tokens after the computed ones, and so many of them were right: count these as
+        computed, release the blocks of the others, and mark the blocks full that the right ones fill. `token_ids`: of
+        the right ones, for the event."""
+        num_before, table = seq.num_computed_tokens, seq.block_table
+        seq.num_computed_tokens = num_after = num_before + num_accepted
+        num_entries = self.tables.num_entries(num_after)
+        released = tuple(block_id for block_id in reversed(table[num_entries:]) if block_id is not None)
+        del table[num_entries:]
+        seq.num_writable_tokens = num_entries // self.num_groups * self.block_size
+        for block_id in released:
+            self.pool.release(block_id)
+        if self._emit is not None:
+            self._emit(ev.DraftChecked(seq.seq_id, num_drafted, num_accepted, released, token_ids))
+        self._fill(seq, num_before // self.block_size, num_after // self.block_size)
+
     def release_unseen(self, seq: CacheUser) -> None:
         """Release the blocks that no later token sees, oldest first."""
         table, released = seq.block_table, []

@@ -8,7 +8,7 @@ normal.
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 
 from pagedcli.core.eviction import make_policy
 from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, token_bytes
@@ -73,6 +73,11 @@ class BlockPool:
     def num_free(self, block_ids: Iterable[int | None]) -> int:
         """How many of these blocks are on the free list."""
         return sum(block_id is not None and self.blocks[block_id].ref_count == 0 for block_id in block_ids)
+
+    def num_empty(self, most: int) -> int:
+        """How many of the next blocks, at most so many, can be taken without an eviction."""
+        is_empty = (self.blocks[block_id].prefix is None for block_id in islice(self.free_block_ids, most))
+        return sum(takewhile(bool, is_empty))
 
     def num_takeable(self, kept: Collection[int]) -> int:
         """How many blocks can be taken before one of `kept`. With a policy other than lru only empty ones: it chooses

@@ -4,7 +4,7 @@ Used by LLMEngine, by simulations and by tests; needs no torch. See core.step_in
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,6 +13,7 @@ from typing import Any
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.cache import make_cache
+from pagedcli.core.drafts import Drafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
@@ -26,6 +27,7 @@ from pagedcli.sampling_params import SamplingParams, seed_for
 
 _block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
 _num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
+_draft: Callable[[Sequence], list[int]] = attrgetter("draft")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
 _guide: Callable[[Sequence], Guide | None] = attrgetter("guide")
 
@@ -38,6 +40,7 @@ class EngineCore:
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
     `make_builder` makes what turns scheduled steps into the inputs of the executor.
     `knows_tokens` False: those of prompts stand for others, so that comparing them means nothing.
+    `drafter` guesses next tokens; it needs a plan that does not run ahead, and one without recurrent state.
     """
 
     def __init__(
@@ -50,11 +53,13 @@ class EngineCore:
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
         knows_tokens: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         self.plan = plan
         self.executor = executor
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
+        assert drafter is None or not (plan.runs_ahead or plan.limits.has_states), "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
         self.block_manager = self.cache.blocks
@@ -67,6 +72,7 @@ class EngineCore:
             self.cache,
             facts=self.stats,
             seen=self._seen,
+            drafter=drafter,
             trace_tokens=trace_tokens,
             emit=self._emit,
         )
@@ -279,6 +285,8 @@ class EngineCore:
             if seq.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
+        for seq in work.drafted:  # those count once they are known to be right
+            seq.num_computed_tokens -= len(seq.draft)
         if earlier is None:
             self._count_scheduled(work)
         seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
@@ -292,7 +300,7 @@ class EngineCore:
         if work.scores_targets:
             computed = [seq for seq in work.seqs if seq.targets and seq.num_computed_tokens == len(seq.token_ids)]
             self._forks.count_computed(computed)
-        return LaunchedStep(seqs, tokens, scored, computed, sample)
+        return LaunchedStep(seqs, tokens, scored, computed, work.drafted, sample)
 
     def _read(self, step: "LaunchedStep", *, is_latest: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
@@ -312,9 +320,12 @@ class EngineCore:
         sampled: list[Sequence] = []
         ended = self._take_scores(step.computed)
         try:
-            self._append(step.seqs, tokens, sampled, ended)
+            self._append(step, tokens, sampled, ended)
         finally:  # a stop checker or a guide may raise: what came before it counts
             ended += self._follow_grammars(sampled)
+            for seq in step.drafted:
+                if seq.status is SequenceStatus.RUNNING:
+                    self.scheduler.take_draft(seq, max(0, len(seq.token_ids) - 1 - seq.num_computed_tokens))
             self.stats.num_generated_tokens += len(sampled)
             self.scheduler.report_sampled(sampled)
             self._end(ended)
@@ -335,11 +346,11 @@ class EngineCore:
                 ended.append(seq)
         return ended
 
-    def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
+    def _append(self, step: "LaunchedStep", tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
         now_s, logprobs = self._now_s(), tokens.logprobs
         searches: dict[str, Request] = {}  # requests with new candidates for their beams
-        for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
+        for row, seq, token_id in step.rows_that_count(tokens.token_ids):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.num_discarded_tokens += 1
                 continue
@@ -355,7 +366,8 @@ class EngineCore:
                 continue
             if logprobs and row in logprobs:
                 seq.logprobs.append(logprobs[row])
-            sampled.append(seq)
+            if not sampled or sampled[-1] is not seq:
+                sampled.append(seq)
             try:
                 seq.append_token(token_id)
             except BaseException as error:
@@ -464,10 +476,11 @@ class EngineCore:
         manager, running = self.block_manager, [*self.scheduler.running, *self.scheduler.contexts]
         num_groups, size = manager.num_groups, manager.block_size
         if manager.has_forks:  # several sequences may share their last blocks
-            last = {seq.block_table[-1]: seq.num_computed_tokens for seq in running if seq.block_table}
+            last = {seq.block_table[-1]: seq.num_computed_tokens + len(seq.draft) for seq in running if seq.block_table}
             return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
         # counted in every step, so without a loop in Python
         num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
+        num_computed += sum(map(len, map(_draft, running)))
         return num_entries * size - num_computed * num_groups
 
     def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
@@ -495,15 +508,35 @@ class EngineCore:
 class LaunchedStep:
     """A step on the device whose tokens have not been read."""
 
-    seqs: list[Sequence]  # each gets a token
+    seqs: list[Sequence]  # of each row of tokens
     tokens: TokensToRead | None  # None: `sample` picks them
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
+    drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
     sample: Callable[[SamplingInput], TokensToRead] | None = None
 
     @property
     def has_beams(self) -> bool:
         return any(seq.is_beam for seq in self.seqs)
+
+    def rows_that_count(self, token_ids: Ids[int | None]) -> Iterator[tuple[int, Sequence, int | None]]:
+        """Each row with its sequence and token, but those after a wrong guess.
+
+        With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if 7
+        had come before, not 9: the sequence gets 5 6 9.
+        """
+        rows = enumerate(zip(self.seqs, token_ids, strict=True))
+        if not self.drafted:
+            yield from ((row, seq, token_id) for row, (seq, token_id) in rows)
+            return
+        place, is_right = 0, True  # of the row in the draft, whether all guesses before it were right
+        for row, (seq, token_id) in rows:
+            if not row or self.seqs[row - 1] is not seq:
+                place, is_right = 0, True
+            if is_right:
+                yield row, seq, token_id
+                is_right = place < len(seq.draft) and token_id == seq.draft[place]
+            place += 1
 
     @property
     def rows(self) -> dict[int, int]:

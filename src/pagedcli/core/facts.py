@@ -37,6 +37,9 @@ class RunFacts:
     num_computed_tokens: int = 0  # tokens that the model computed, recomputed ones included
     num_generated_tokens: int = 0  # tokens of dropped beams included
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
+    num_drafted_tokens: int = 0  # guessed, and computed to check them
+    num_accepted_tokens: int = 0  # of these, the right ones
+    undrafted: Counter[str] = field(default_factory=Counter)  # what guesses do not go with -> sequences; not in events
     num_preemptions: int = 0  # sequences
     num_evictions: int = 0  # blocks
     # the pool, as the forward pass of a step sees it

@@ -15,6 +15,7 @@ from pagedcli.events import CacheGroup, EngineStarted, Eviction
 NO_LIMIT = 2**62  # stands for a limit that is not known
 # default tokens per step, where no GPU is known, and on a CPU: more do not help it
 STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
+MOST_DRAFTED = 8  # guessed tokens of one sequence in a step, see core.drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,11 @@ class Limits:
     def table_dimensions(self) -> tuple[int, int]:
         """Rows and columns of the block tables of all running sequences."""
         return self.max_num_seqs, self.tables.num_entries(self.max_model_len)
+
+    @property
+    def most_sampled(self) -> int:
+        """Most tokens that a step samples: one per sequence, and where few run those after guessed ones."""
+        return max(self.max_num_seqs, 1 + MOST_DRAFTED)
 
     @property
     def max_in_work(self) -> int:

@@ -49,6 +49,8 @@ class Plan:
     in_one_call: bool = False  # the native library runs a whole step
     block_bytes: int = 0  # the most that a group of limits.groups takes
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
+    speculation: str = "off"  # how next tokens are guessed, see core.drafts
+    no_drafts: str | None = None  # why none are, where the configuration asks for it
     graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
     no_graphs: str | None = None  # why there are none
     notes: tuple[str, ...] = ()  # further notes for the user

@@ -11,8 +11,9 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
+from pagedcli.core.drafts import Drafter
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.limits import Limits
+from pagedcli.core.limits import MOST_DRAFTED, Limits
 from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
 from pagedcli.events import WaitingReason
@@ -26,7 +27,7 @@ class ScheduledStep:
     """The work of one step."""
 
     seqs: list[Sequence] = field(default_factory=list)
-    num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
+    num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1; those of drafts included
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
     num_first_used: int = 0  # blocks that hold K and V for the first time since the engine started
     num_preempted: int = 0
@@ -35,6 +36,7 @@ class ScheduledStep:
     groups: list[list[Sequence]] = field(default_factory=list)  # groups whose next step has been decided
     changed: list[Sequence] = field(default_factory=list)  # sequences that may have other blocks than before
     scores_targets: bool = False  # sequences with targets run
+    drafted: list[Sequence] = field(default_factory=list)  # sequences whose draft it checks
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +78,7 @@ class Scheduler:
         trace_tokens: bool = False,
         facts: RunFacts | None = None,
         seen: SeenPrefixes | None = None,
+        drafter: Drafter | None = None,
         emit: ev.Emit | None = None,
     ) -> None:
         self.limits = limits
@@ -89,6 +92,7 @@ class Scheduler:
         self._trace_tokens = trace_tokens
         self._facts = RunFacts() if facts is None else facts
         self._seen = seen  # prompts and outputs so far; None: they are not compared
+        self._drafter = drafter  # None: no tokens are guessed
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_grouped = 0  # running
@@ -124,9 +128,11 @@ class Scheduler:
         else:
             work.blocked = self._admit_waiting(work, budget)
         work.scores_targets = self._num_scoring > 0
-        work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
+        if self._drafter is not None:
+            self._add_drafts(work, self._drafter)
+        work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if report:
             self.report_scheduled(step, work)
         return work
@@ -173,6 +179,49 @@ class Scheduler:
             elif work.waits_for_tokens:
                 return 0  # this one and the younger ones skip a step: none has a pending token then
         return budget
+
+    def _add_drafts(self, work: ScheduledStep, drafter: Drafter) -> None:
+        """Let the step check guesses of the next tokens of its decodes, with what it leaves of the token budget, of the
+        rows of logits and of the empty blocks."""
+        budget = self.limits.max_num_batched_tokens - work.num_tokens
+        budget = min(budget, self.limits.most_sampled - len(work.seqs))
+        for place, seq in enumerate(work.seqs):
+            num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
+            most = min(MOST_DRAFTED, budget, self.chunk_size - 1, num_left)
+            if most <= 0 or not seq.can_draft:
+                continue
+            draft = drafter.draft(seq, most)
+            if not draft:
+                continue
+            if self.block_manager.has_windows:
+                self.block_manager.release_unseen(seq)
+            num_before = len(seq.block_table)
+            seq.draft = draft[: self.block_manager.make_room_for_draft(seq, len(draft))]
+            if seq.draft:
+                work.num_new_tokens[place] += len(seq.draft)
+                work.drafted.append(seq)
+                budget -= len(seq.draft)
+            if len(seq.block_table) > num_before:
+                work.changed.append(seq)
+        if work.drafted:
+            num_drafted = tuple(len(seq.draft) for seq in work.drafted)
+            self._facts.num_drafted_tokens += sum(num_drafted)
+            if self._emit is not None:
+                self._emit(ev.TokensDrafted(tuple(seq.seq_id for seq in work.drafted), num_drafted))
+
+    def take_draft(self, seq: Sequence, num_accepted: int) -> None:
+        """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
+        num_drafted, seq.draft = len(seq.draft), []
+        end = seq.num_computed_tokens + num_accepted
+        token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
+        self.block_manager.keep_accepted(seq, num_drafted, num_accepted, token_ids)
+        if self._drafter is not None:
+            self._drafter.checked(seq, num_accepted)
+        if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
+            self.block_manager.release_unseen(seq)
+        seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))
+        self._facts.num_accepted_tokens += num_accepted
+        self._facts.num_generated_tokens += num_accepted
 
     def _make_room(self, seq: Sequence, num_left: int, budget: int, index: int, work: ScheduledStep) -> int:
         """How many of its `num_left` tokens a running sequence can compute, after younger ones have been preempted if
@@ -389,6 +438,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         self._num_held = 0
+        if self._drafter is not None and seq.no_drafts is not None and not seq.num_preemptions:
+            self._facts.undrafted[seq.no_drafts] += 1
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
         seq.synced_blocks = seq.num_kept_tokens = 0
@@ -494,6 +545,8 @@ class Scheduler:
                 self.waiting.remove(seq)
                 self.cache.forget(seq)
             seq.status = SequenceStatus.FINISHED
+            if self._drafter is not None:
+                self._drafter.ended(seq)
         if seqs:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
@@ -557,6 +610,12 @@ class Scheduler:
         hit = self.cache.lookup(seq)
         num_needed = manager.num_prefill_blocks(seq, hit, self.chunk_size)
         self._emit(ev.RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))
+
+
+def num_logits(seq: Sequence, num_new_tokens: int) -> int:
+    """Rows of logits that tokens are sampled from, where a step computes so many tokens of a sequence."""
+    num_drafted = len(seq.draft)
+    return 1 + num_drafted if seq.num_computed_tokens + num_new_tokens == seq.num_tokens + num_drafted else 0
 
 
 def _num_waiting_forks(context: Sequence) -> int:

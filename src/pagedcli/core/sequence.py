@@ -71,6 +71,7 @@ class Sequence:
     has_group: bool = field(init=False)  # it is computed in the same steps as others: see `group`
     is_greedy: bool = field(init=False)  # the next token is the likeliest one, with nothing to adjust or to report
     watched: bool = field(init=False)  # every token has to be looked at
+    no_drafts: str | None = field(init=False)  # why none of its tokens is guessed; None: some may be
 
     logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # one per output token, if requested
     # one per prompt token, None for the first; if requested
@@ -83,6 +84,7 @@ class Sequence:
 
     block_table: list[int | None] = field(default_factory=list)  # see core.groups; None: no later token sees it
     num_pending_tokens: int = 0  # sampled by launched steps, not yet read from the device
+    draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
     num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
@@ -116,6 +118,8 @@ class Sequence:
         changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
         self.watched = self.guide is not None or self.stop_checker is not None
+        kinds = {"beam search": self.is_beam, "a grammar": self.guide is not None, "penalties": self.penalized}
+        self.no_drafts = next((kind for kind, is_used in kinds.items() if is_used), None)
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +147,12 @@ class Sequence:
         return self.num_pending_tokens > 0 or self.num_computed_tokens == self.num_tokens
 
     @property
+    def can_draft(self) -> bool:
+        """Whether its next tokens can be guessed and checked in the step that computes its last one."""
+        decodes = self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
+        return decodes and self.no_drafts is None and self.targets is None and not self.num_pending_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
@@ -150,6 +160,7 @@ class Sequence:
         """Reset to not computed, as the blocks are released: everything is recomputed on the next admission."""
         self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
         self.num_preemptions += 1
+        self.draft = []
         self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = 0
         self.status = SequenceStatus.WAITING
 

@@ -114,15 +114,15 @@ class LogitChanges:
     banned_ids: Ints  # [E] int64, the end tokens of sequences below their minimum length
 
     @classmethod
-    def of(cls, rows: list[tuple[int, Sequence]]) -> "LogitChanges | None":
-        """For the next token of each of these sequences. None if there are none.
+    def of(cls, rows: list[tuple[int, Sequence, int]]) -> "LogitChanges | None":
+        """For a token of each of these sequences, so many after its next one. None if there are none.
 
         Changes: num_kept_tokens of the sequences.
         """
         if not rows:
             return None
         started, guided, biased, banned = [], [], [], []
-        for row, seq in rows:
+        for row, seq, ahead in rows:
             if seq.penalized:
                 if seq.is_beam or seq.num_kept_tokens != seq.num_tokens:  # another beam's tokens become a beam's own
                     assert not seq.num_pending_tokens, "a sequence starts with all its tokens on the host"
@@ -133,15 +133,15 @@ class LogitChanges:
             # requests may name any number; the executor knows which are in the vocabulary
             ends = (
                 sorted(token_id for token_id in seq.end_token_ids if 0 <= token_id < 2**31)
-                if _below_min_tokens(seq)
+                if _below_min_tokens(seq, ahead)
                 else []
             )
             if seq.guide is not None:
                 guided.append((row, seq.guide.allowed_tokens, ends))
             else:
                 banned += [(row, token_id) for token_id in ends]
-        repeated = [(row, seq) for row, seq in rows if seq.params.repetition_penalty != 1]
-        counted = [(row, seq) for row, seq in rows if seq.params.frequency_penalty or seq.params.presence_penalty]
+        repeated = [(row, seq) for row, seq, _ in rows if seq.params.repetition_penalty != 1]
+        counted = [(row, seq) for row, seq, _ in rows if seq.params.frequency_penalty or seq.params.presence_penalty]
         return cls(
             started=started,
             repeated=_integers(row for row, _ in repeated),
@@ -197,10 +197,13 @@ class SamplingInput:
 
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
-        """For the next token of each sequence, after its pending ones. That of one that has ended is not read."""
+        """For the next token of each sequence, after its pending ones. That of one that has ended is not read.
+
+        A sequence that comes several times in a row has a draft: its further rows are for the tokens after that."""
         rows = RowSampling.greedy(len(seqs))
-        has_limits, changes, score_changes, scored = False, [], [], []
+        has_limits, changes, score_changes, scored, ahead = False, [], [], [], 0
         for row, seq in enumerate(seqs):
+            ahead = ahead + 1 if row and seqs[row - 1] is seq else 0
             if seq.is_greedy or seq.finish_reason is not None:
                 continue
             params = seq.params
@@ -210,16 +213,16 @@ class SamplingInput:
                 scored.append((row, params.logprobs))
             if not (params.greedy or seq.is_beam):
                 rows.temperature[row] = params.temperature
-                rows.uniform[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
+                rows.uniform[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens + ahead)
                 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
                     has_limits = True
                     rows.top_k[row], rows.top_p[row] = max(params.top_k, 0), params.top_p
                     rows.min_p[row] = params.min_p
-            if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
+            if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq, ahead):
                 if seq.is_beam:
-                    score_changes.append((len(scored) - 1, seq))
+                    score_changes.append((len(scored) - 1, seq, 0))
                 else:
-                    changes.append((row, seq))
+                    changes.append((row, seq, ahead))
         return cls(
             rows=rows,
             has_limits=has_limits,
@@ -297,7 +300,7 @@ class Builder(Protocol):
     """Turns a scheduled step into the inputs of an executor."""
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
-        """The input of a step, and the sequences that get a token, in the order of its logits.
+        """The input of a step, and the sequence of each row of its logits: one with a draft has 1 + so many rows.
 
         `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
         """
@@ -339,9 +342,13 @@ class StepBuilder:
         positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
         slots = self._slots(np.repeat(rows, new), positions)
         slots[:, positions < np.repeat(cached, new)] = -1  # already in shared blocks
-        ends = zip(seqs, total.tolist(), strict=True)
-        sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens and seq.targets is None]
-        logits_rows = None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1
+        sampled: list[Sequence] = []
+        wanted: list[int] = []
+        for seq, end, end_row in zip(seqs, total.tolist(), cu_q[1:].tolist(), strict=True):
+            if end - len(seq.draft) == seq.num_tokens and seq.targets is None:
+                sampled += [seq] * (1 + len(seq.draft))
+                wanted += range(end_row - 1 - len(seq.draft), end_row)
+        logits_rows = None if len(wanted) == num_tokens else np.array(wanted, dtype=np.int64)
         scored = None
         if logits_rows is not None:
             scored = prompt_rows(seqs, computed, new, cu_q[:-1], logits_rows)
@@ -358,7 +365,7 @@ class StepBuilder:
             max_total=int(total.max()),
             prompt_rows=None if scored is None else scored[1],
         )
-        return step, [seqs[row] for row in sampled]
+        return step, sampled
 
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
         return SamplingInput.of(seqs, logits_rows)
@@ -431,7 +438,7 @@ def _input_ids(work: ScheduledStep) -> Ints:
     ids: list[int] = []
     for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
         chunk = seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
-        ids += chunk or [0]  # only the single token of a decode can be pending
+        ids += [*chunk, *seq.draft] or [0]  # only the single token of a decode can be pending
     return np.array(ids, dtype=np.int64)
 
 
@@ -483,6 +490,6 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
     return float(xxhash.xxh64_intdigest(key) >> 11) * 2.0**-53
 
 
-def _below_min_tokens(seq: Sequence) -> bool:
+def _below_min_tokens(seq: Sequence, ahead: int) -> bool:
     num_output = seq.num_tokens - seq.num_prompt_tokens  # including pending ones
-    return num_output < seq.params.min_tokens and bool(seq.end_token_ids)
+    return num_output + ahead < seq.params.min_tokens and bool(seq.end_token_ids)

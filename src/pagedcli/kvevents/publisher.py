@@ -37,6 +37,10 @@ class KVEventPublisher(View[PoolState]):
         assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
         self._token_ids[event.seq_id] = list(event.token_ids)
 
+    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
+        self._token_ids[event.seq_id] += event.token_ids
+
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
         for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):

@@ -5,6 +5,7 @@ to whose plan runner.loading adds what is measured after loading.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -113,6 +114,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         seed=config.seed,
     )
     _check_store(config, plan, spec, choice.kind)
+    plan = _with_speculation(config, plan, spec, choice.kind)
     return Decision(config=config, machine=machine, spec=spec, plan=plan, attention=attention, weights=stored)
 
 
@@ -277,19 +279,48 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
         return
     if not config.prefix_store:
         raise ConfigError("prefix_store names no folder", hint="name one, or leave out --prefix-store")
+    hint: str | None
     if not config.enable_prefix_caching:
         why, hint = "prefix caching is off", "leave out --no-enable-prefix-caching"
     elif config.tensor_parallel_size > 1:
         why, hint = "it keeps the blocks of one rank", "use --tensor-parallel-size 1"
-    elif not plan.on_cpu:
-        why, hint = f"no equal bits are promised on {plan.device}", "use --device cpu"
-    elif not backend.capabilities.batch_invariant:
-        why, hint = f"no equal bits are promised with attention backend {backend.name}", "use --attention-backend cpu"
-    elif not plan.in_one_call:
-        why, hint = f"no equal bits are promised for {spec.architecture} with decoder {plan.decoder}", None
+    elif (missing := _why_no_equal_bits(plan.device, backend, spec, plan.decoder)) is not None:
+        why, hint = missing
     else:
         return
     raise ConfigError(f"prefix_store cannot be used: {why}", hint=hint or "leave out --prefix-store")
+
+
+def _why_no_equal_bits(
+    device: str, backend: type[AttentionBackend], spec: ModelSpec, decoder: str
+) -> tuple[str, str | None] | None:
+    """Why the bits of a token may depend on what else is in its step (see docs/reproducibility.md), and what to use
+    instead. None: they do not."""
+    if device != "cpu":
+        return f"no equal bits are promised on {device}", "use --device cpu"
+    if not backend.capabilities.batch_invariant:
+        return f"no equal bits are promised with attention backend {backend.name}", "use --attention-backend cpu"
+    if decoder != IN_ONE_CALL:
+        return f"no equal bits are promised for {spec.architecture} with decoder {decoder}", None
+    return None
+
+
+def _with_speculation(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: type[AttentionBackend]) -> Plan:
+    """The plan with what the configuration says of guesses, or why there are none. Where bits depend on the rest of a
+    step, a guess could change the tokens."""
+    if config.speculation == "off":
+        return plan
+    if (missing := _why_no_equal_bits(plan.device, backend, spec, plan.decoder)) is not None:
+        why: str | None = missing[0]
+    elif plan.limits.has_states:
+        why = f"{spec.architecture} has recurrent state, which cannot be taken back yet"
+    elif plan.runs_ahead:
+        why = "async_scheduling launches a step before the tokens of the last one are known"
+    elif config.tensor_parallel_size > 1:
+        why = "tensor_parallel_size is more than 1"
+    else:
+        why = None
+    return replace(plan, speculation=config.speculation if why is None else "off", no_drafts=why)
 
 
 def _check_states(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scheduler import ScheduledStep, Scheduler, num_logits
 from pagedcli.events import CacheGroup
 from pagedcli.files import cache_home, is_stream, read_own, whole_file
 
@@ -65,7 +65,7 @@ class StepWork:
     """What the time of a step depends on. Attended tokens are summed over its queries, and a mean over the layers."""
 
     num_tokens: int  # tokens computed by the model
-    num_sampled: int  # sequences that get a token
+    num_sampled: int  # rows of logits: one per sequence that gets a token, and one per guessed token
     num_chunks: int = 0  # sequences that compute several tokens
     attended_by_prompts: float = 0.0  # by chunks of several tokens
     attended_by_decodes: float = 0.0  # by single tokens
@@ -81,7 +81,7 @@ class StepWork:
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             start = seq.num_computed_tokens
             num_tokens += num_new
-            num_sampled += start + num_new == seq.num_tokens
+            num_sampled += num_logits(seq, num_new)
             if num_new == 1:
                 starts.append(start)
             else:

@@ -50,7 +50,7 @@ class DeviceState:
     # Pools [num_state_slots + 1, ...] of ModelSpec.state, one tuple per recurrent layer.
     states: tuple[tuple[Tensor, ...], ...]
     tables: Tensor  # [rows, W * groups] int32, block table of each running sequence
-    last_tokens: Tensor  # [rows] int64, of the last launched step
+    last_tokens: Tensor  # [Limits.most_sampled] int64, of the last launched step
     upload: "Upload"
 
     @classmethod
@@ -70,7 +70,7 @@ class DeviceState:
             kv_cache=kv_cache,
             states=state_pools(spec.model, limits.num_state_slots or 0, spec.dtype, device),
             tables=torch.zeros((rows, columns), dtype=torch.int32, device=device),
-            last_tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+            last_tokens=torch.zeros(limits.most_sampled, dtype=torch.int64, device=device),
             upload=Upload(device),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Self
 
 from pagedcli.config import EngineConfig
+from pagedcli.core.drafts import make_drafter
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
@@ -40,7 +41,14 @@ class LLMEngine(EngineCore):
         plan = loaded.plan
         if emit is not None:  # so that a recording knows how long other steps would take
             plan = replace(plan, step_times=loaded.decision.time_key.file_name)
-        super().__init__(plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
+        super().__init__(
+            plan,
+            executor,
+            emit=emit,
+            trace_tokens=trace_tokens,
+            clock_ns=clock_ns,
+            drafter=make_drafter(plan.speculation),
+        )
         if with_store:
             self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner)
 

@@ -41,7 +41,9 @@ from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import PHASES, RequestRow, WholeRun, story
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
-_Blocks = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
+_Blocks = (
+    ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed | ev.DraftChecked
+)
 T = TypeVar("T")
 
 
@@ -99,6 +101,7 @@ class PoolFrames(View[PoolState]):
         self._touched_seqs[event.seq_id] = None
 
     on_blocks_reused = on_blocks_allocated = on_blocks_released = on_sequence_forked = on_window_passed = _touch
+    on_draft_checked = _touch
 
     def add(self, state: PoolState) -> None:
         """Append a frame of the current pool."""

@@ -23,6 +23,7 @@ from pagedcli.events import (
     BlocksFilled,
     BlocksRestored,
     BlocksReused,
+    DraftChecked,
     EngineStarted,
     PrefixLookedUp,
     RequestAdded,
@@ -131,6 +132,9 @@ class RecordedRequests(View[PoolState]):
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         self._ends[event.seq_id] = self._links.add(self._ends.get(event.seq_id), event.hashes)
+
+    def on_draft_checked(self, event: DraftChecked, state: PoolState) -> None:
+        self._outputs[event.seq_id].extend(event.token_ids or ())
 
     def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):

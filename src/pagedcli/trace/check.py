@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from msgspec import UNSET, UnsetType
 
 import pagedcli.events as ev
+from pagedcli.core.drafts import SPECULATION
+from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
 from pagedcli.core.states import StateKind
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
-from pagedcli.trace.laws import LawBook, Laws, PoolLaws, SlotLaws, refuse, tables_of
+from pagedcli.trace.laws import LawBook, Laws, PoolLaws, SlotLaws, live_seq, refuse, tables_of
 from pagedcli.trace.state import PoolState, SeqState
 
 UNCHECKED = "which blocks {} chose to evict was not checked: every choice among the free cached ones is lawful"
@@ -50,7 +52,7 @@ class TraceChecker:
 
     def __init__(self) -> None:
         prefixes = PrefixLaws()
-        laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes))
+        laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), DraftLaws())
         self.fold = Fold(PoolState(), laws=laws)
         self.state = self.fold.state
 
@@ -291,6 +293,16 @@ class PrefixLaws(LawBook):
             _check_ids(event, event.token_ids)
             self._token_ids[event.seq_id] = list(event.token_ids)
 
+    def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        known = self._token_ids.get(event.seq_id)
+        if (event.token_ids is None) != (known is None) or len(event.token_ids or ()) != event.num_accepted * (
+            known is not None
+        ):
+            refuse(event, f"the tokens {event.token_ids} of {event.num_accepted} right guesses")
+        if event.token_ids is not None and known is not None:
+            _check_ids(event, event.token_ids)
+            known += event.token_ids
+
     def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         if event.token_ids is not None:
             if len(event.token_ids) != len(event.seq_ids):
@@ -443,7 +455,9 @@ class QueueLaws(LawBook):
             refuse(event, f"seq {event.seq_id} has {'' if scores else 'no '}targets, but ended by {event.reason}")
         if event.reason == "length" and event.num_output_tokens != seq.max_new_tokens:
             refuse(event, f"seq {event.seq_id} ended by length, but not at its {seq.max_new_tokens} new tokens")
-        if not scores and (event.reason == "abort") == (event.seq_id in self._just_sampled):
+        # logits that are no numbers give no token, and a callback fails after one
+        may_be_either = scores or event.reason == "error"
+        if not may_be_either and (event.reason == "abort") == (event.seq_id in self._just_sampled):
             refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
 
     def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
@@ -540,9 +554,10 @@ class QueueLaws(LawBook):
             refuse(event, f"{event.num_waiting} sequences wait, and no reason is given, or one without need")
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
-            if tables.num_entries(seq.num_computed_tokens) != len(seq.block_table):
-                refuse(event, f"seq {seq_id}: {seq.num_computed_tokens} tokens in {len(seq.block_table)} blocks")
-            if len(seq.held_block_ids) > tables.most_blocks(seq.num_computed_tokens, chunk_size):
+            num_tokens = seq.num_computed_tokens + seq.num_drafted_tokens
+            if tables.num_entries(num_tokens) != len(seq.block_table):
+                refuse(event, f"seq {seq_id}: {num_tokens} tokens in {len(seq.block_table)} blocks")
+            if len(seq.held_block_ids) > tables.most_blocks(num_tokens, chunk_size):
                 refuse(event, f"seq {seq_id} holds {len(seq.held_block_ids)} blocks, some that no later token sees")
             num_full = seq.num_computed_tokens // size if engine.enable_prefix_caching else 0
             for index in (num_full - 1, num_full):  # the last full one and the one being filled
@@ -581,6 +596,63 @@ class QueueLaws(LawBook):
         self._last_ns = event.time_ns
         self._just_sampled.clear()
         self._unreleased.clear()
+
+
+class DraftLaws(LawBook):
+    """Tokens are guessed only where they can be checked in one step and taken back."""
+
+    def start(self) -> None:
+        self._drafted: set[int] = set()  # sequences whose guesses this step checks
+        self._evicted: set[int] = set()  # blocks, in this step
+
+    def before_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        if event.speculation not in SPECULATION:
+            refuse(event, f"speculation {event.speculation!r} is unknown")
+
+    def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
+        self._evicted.clear()
+
+    def before_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        self._evicted.add(event.block_id)
+
+    def before_tokens_drafted(self, event: ev.TokensDrafted, state: PoolState) -> None:
+        counts, step = dict(zip(event.seq_ids, event.num_drafted, strict=False)), state.step
+        if not counts or not len(counts) == len(event.seq_ids) == len(event.num_drafted):
+            refuse(event, "a sequence twice or none, or other numbers of counts and sequences")
+        if state.started.speculation == "off" or step is None or step.scheduled or self._drafted:
+            refuse(event, "no guess is due")
+        for seq_id, num_drafted in counts.items():
+            seq = live_seq(event, seq_id, state)
+            decodes = seq.num_output_tokens > 0 and seq.num_computed_tokens == seq.num_tokens - 1
+            if not seq.running or not decodes or seq.beam_width is not None or state.slots is not None:
+                refuse(event, f"seq {seq_id} ({seq.status}) is not one that computes its last token, or has no guesses")
+            num_needed = tables_of(state).num_entries(seq.num_tokens)
+            if evicted := self._evicted.intersection(seq.block_table[num_needed:]):
+                refuse(event, f"blocks {sorted(evicted)} were evicted for guesses")
+            if not 1 <= num_drafted <= min(MOST_DRAFTED, seq.max_new_tokens - seq.num_output_tokens - 1):
+                refuse(event, f"{num_drafted} guesses after {seq.num_output_tokens} of {seq.max_new_tokens} new tokens")
+        self._drafted = set(event.seq_ids)
+
+    def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        if not_computed := self._drafted.difference(event.seq_ids):
+            refuse(event, f"guesses of sequences {sorted(not_computed)} are not computed")
+
+    def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        if state.step is None or not state.step.scheduled:
+            refuse(event, "comes before what the step computes")
+        self._drafted.discard(event.seq_id)
+
+    def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        if event.seq_id in self._drafted and event.reason != "abort":
+            refuse(event, f"seq {event.seq_id} ended by {event.reason}, and its guesses have not been checked")
+        self._drafted.discard(event.seq_id)
+
+    def before_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+        if self._drafted:
+            refuse(event, f"guesses of sequences {sorted(self._drafted)} have not been checked")
+
+    def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        self._drafted.clear()
 
 
 def _got(no: bool) -> str:

@@ -372,15 +372,27 @@ class PoolLaws(LawBook):
             seq, num_new_tokens = live_seq(event, seq_id, state), counts[seq_id]
             if not seq.running:
                 refuse(event, f"seq {seq_id} is {seq.status}, not running")
-            left = seq.num_tokens - seq.num_computed_tokens
-            if not 1 <= num_new_tokens <= left:
+            left = seq.num_tokens - seq.num_computed_tokens + seq.num_drafted_tokens
+            if not (left if seq.num_drafted_tokens else 1) <= num_new_tokens <= left:
                 refuse(event, f"{num_new_tokens} new tokens of seq {seq_id}, which has {left} left to compute")
+
+    def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        seq = live(event, state)
+        if event.num_drafted != seq.num_drafted_tokens or not event.num_drafted:
+            refuse(event, f"{event.num_drafted} guesses, but seq {seq.seq_id} has {seq.num_drafted_tokens}")
+        if not 0 <= event.num_accepted <= event.num_drafted:
+            refuse(event, f"{event.num_accepted} of {event.num_drafted} guesses were right")
+        num_kept = tables_of(state).num_entries(seq.num_computed_tokens + event.num_accepted)
+        if list(event.block_ids) != seq.block_table[num_kept:][::-1]:
+            refuse(event, f"the blocks after those that seq {seq.seq_id} fills are {seq.block_table[num_kept:]}")
 
     def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
         for seq_id in state.representatives(event.seq_ids):
             seq = live_seq(event, seq_id, state)
+            if seq.num_drafted_tokens:
+                refuse(event, f"{seq.num_drafted_tokens} guesses for seq {seq_id} have not been checked")
             if not seq.running or seq.num_computed_tokens != seq.num_tokens:
                 computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"
                 refuse(event, f"seq {seq_id} ({seq.status}) has {computed}")

@@ -48,6 +48,7 @@ class SeqState:
     block_table: list[int | None] = field(default_factory=list)  # None: no later token sees it
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0  # guessed ones that the current step computes
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
     most_computed_tokens: int = 0  # the most before any preemption
     waiting_since_step: int | None = 0  # None while it runs
@@ -160,7 +161,7 @@ class SeqState:
         self.queue_place = queue_place
         self.num_preemptions += 1
         self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_drafted_tokens = 0
 
     def copy(self) -> "SeqState":
         """A copy that shares nothing that changes."""
@@ -186,6 +187,8 @@ class StepRecord:
     num_new_tokens: tuple[int, ...] = ()  # per sequence of seq_ids
     num_waiting: int = 0
     num_sampled: int = 0
+    num_drafted: int = 0  # guessed tokens that have been checked
+    num_accepted: int = 0  # of these, the right ones
     num_evicted: int = 0  # blocks
     num_finished: int = 0  # sequences
     lookups: list[PrefixLookedUp] = field(default_factory=list)
@@ -236,7 +239,7 @@ class PoolState(BlockLedger):
         self._together: dict[int, SeqState] = {}  # sequences that decode one token per step and count in _shared
         self._shared = SharedCounts()
         self._num_entries = 0  # entries of all block tables
-        self._num_computed = 0  # tokens of all unfinished sequences
+        self._num_computed = 0  # tokens of all unfinished sequences, guessed ones that are being computed included
         self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
         self.slots: SlotLedger | None = None  # recurrent state; None: the model has none
         self._hole = 0  # index in a block table that BlockCopied fills
@@ -312,7 +315,8 @@ class PoolState(BlockLedger):
                 block_id = seq.block_table[index]
                 if block_id is not None and block_id not in seen and self.hashes[block_id] is None:
                     seen.add(block_id)
-                    unfilled += size - max(0, seq.num_computed_tokens - index // num_groups * size)
+                    num_tokens = seq.num_computed_tokens + seq.num_drafted_tokens
+                    unfilled += size - min(size, max(0, num_tokens - index // num_groups * size))
         return unfilled
 
     def copy(self) -> "PoolState":
@@ -522,7 +526,7 @@ class PoolState(BlockLedger):
             if seq_id in together:
                 continue
             seq = self.seqs[seq_id]
-            num_computed = seq.num_computed_tokens + num_new_tokens
+            num_computed = seq.num_computed_tokens + num_new_tokens - seq.num_drafted_tokens
             num_again = max(0, min(num_computed, seq.most_computed_tokens) - seq.num_computed_tokens)
             seq.num_recomputed_tokens += num_again
             self.num_recomputed_tokens += num_again
@@ -531,6 +535,26 @@ class PoolState(BlockLedger):
         if step is not None:
             step.scheduled = True
             step.seq_ids, step.num_new_tokens, step.num_waiting = event.seq_ids, event.num_new_tokens, event.num_waiting
+
+    def on_tokens_drafted(self, event: ev.TokensDrafted) -> None:
+        for seq_id, num_drafted in zip(event.seq_ids, event.num_drafted, strict=True):
+            self.seqs[seq_id].num_drafted_tokens = num_drafted
+
+    def on_draft_checked(self, event: ev.DraftChecked) -> None:
+        seq = self.seqs[event.seq_id]
+        self._num_computed -= event.num_drafted - event.num_accepted
+        seq.num_drafted_tokens = 0
+        seq.num_computed_tokens += event.num_accepted
+        seq.num_output_tokens += event.num_accepted
+        if event.block_ids:
+            del seq.block_table[-len(event.block_ids) :]
+            self._num_entries -= len(event.block_ids)
+        for block_id in event.block_ids:
+            self.let_go(block_id)
+        if self.step is not None:
+            self.step.num_sampled += event.num_accepted
+            self.step.num_drafted += event.num_drafted
+            self.step.num_accepted += event.num_accepted
 
     def on_tokens_sampled(self, event: ev.TokensSampled) -> None:
         together, shared = self._together, self._shared
@@ -554,9 +578,9 @@ class PoolState(BlockLedger):
         seq = self.seqs.pop(event.seq_id)
         self._leave(seq)
         self.num_running -= seq.running
-        self._num_computed -= seq.num_computed_tokens
+        self._num_computed -= seq.num_computed_tokens + seq.num_drafted_tokens
         seq.admit(self.step_number)
-        seq.status = "finished"
+        seq.status, seq.num_drafted_tokens = "finished", 0
         seq.finish_reason = event.reason
         seq.finished_step = self.step_number
         self.finished[seq.seq_id] = seq
@@ -588,7 +612,7 @@ class PoolState(BlockLedger):
     def _preempt(self, seq: SeqState) -> None:
         self._leave(seq)
         self.num_running -= seq.running
-        self._num_computed -= seq.num_computed_tokens
+        self._num_computed -= seq.num_computed_tokens + seq.num_drafted_tokens
         seq.preempt(self._front_place(), self.step_number)
 
     def _set_computed(self, seq: SeqState, num_tokens: int) -> None:

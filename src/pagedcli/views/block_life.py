@@ -104,6 +104,12 @@ class BlockLife(View[PoolState]):
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
+    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        if self.block_id in event.block_ids:
+            self._end(event.seq_id, "taken for guesses that were wrong", state)
+        if event.seq_id in self._token_ids:
+            self._token_ids[event.seq_id] += event.token_ids or ()
+
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
             if seq_id in self._token_ids:

@@ -537,6 +537,10 @@ class Explainer(View[PoolState]):
             del self._first_seen[block_hash]
         self._num_copies = {block_hash: count for block_hash, count in kept.items() if block_hash is not None}
 
+    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        if event.seq_id in self._token_ids:
+            self._token_ids[event.seq_id] += event.token_ids or ()
+
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
             if seq_id in self._token_ids:

@@ -143,6 +143,13 @@ class RunStats(View[PoolState]):
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self.facts.num_generated_tokens += len(event.seq_ids)
 
+    def on_tokens_drafted(self, event: ev.TokensDrafted, state: PoolState) -> None:
+        self.facts.num_drafted_tokens += sum(event.num_drafted)
+
+    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        self.facts.num_accepted_tokens += event.num_accepted
+        self.facts.num_generated_tokens += event.num_accepted
+
     def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
         self.num_dropped_tokens += event.num_tokens_dropped
 

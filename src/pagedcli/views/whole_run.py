@@ -20,6 +20,7 @@ from pagedcli.trace.state import PoolState, SeqState, Status
 from pagedcli.views.explain import Explainer, Totals
 from pagedcli.views.rows import Label, SeqId, ShownRow
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
+from pagedcli.views.words import accepted_words
 
 PHASES = ("waiting", "prefill", "decode", "preempted")
 
@@ -143,6 +144,10 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
         had_room = facts.peak_used_blocks < facts.num_blocks
         cost = "the pool had room for it" if had_room else "smaller blocks waste less, but are read more slowly"
         lines.append(("waste", f"{mean} of the slots in use held no token (mean of the steps; peak {peak}): {cost}"))
+    if facts.num_drafted_tokens or facts.undrafted:
+        without = [f"{plural(count, 'sequence')} with {what}" for what, count in facts.undrafted.most_common()]
+        words = accepted_words(facts.num_accepted_tokens, facts.num_drafted_tokens)
+        lines.append(("speculation", f"{words}; none for {', '.join(without)}" if without else words))
     if findings.waiting_s:
         lines.append(("waiting", _waiting_text(findings)))
     return lines
@@ -156,6 +161,8 @@ def story(findings: Findings, elapsed_s: float, advice: Sequence[str] = ()) -> l
         f"{plural(facts.num_steps, 'step')} and {seconds_text(elapsed_s)}, with at most "
         f"{percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool in use"
     )
+    if facts.num_drafted_tokens:
+        ran += f"; {accepted_words(facts.num_accepted_tokens, facts.num_drafted_tokens)}"
     cache = "Prefix caching was off"
     if facts.prefix_caching:
         cache = "No prefix was looked up"

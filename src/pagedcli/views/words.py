@@ -103,10 +103,7 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.RequestRefused():
             return f"refuse request {one_line(event.row_id or event.request_id)}: {one_line(event.message)}"
         case ev.RequestAdded():
-            prompt = plural(event.num_prompt_tokens, "prompt token")
-            context = event.num_context_tokens
-            scores = "" if context is UNSET else f", scores what follows the first {context:,}"
-            return f"add {seq}: request {one_line(event.request_id)}, {prompt}{scores}"
+            return _added_words(event, seq)
         case ev.SequenceForked():
             shared = plural(len(event.block_ids), "block")
             return f"fork {seq_name(state, event.parent_seq_id)} to {seq}: {shared} shared"
@@ -124,6 +121,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             return f"release blocks {_ids(event.block_ids)} of {seq}"
         case ev.WindowPassed():
             return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}: no later token sees them"
+        case ev.DraftChecked():
+            return _checked_words(event, seq)
         case ev.CheckpointLookedUp():
             return _checkpoint_words(event, seq)
         case ev.StateSlotTaken():
@@ -146,6 +145,23 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             return f"start {one_line(event.model)}: {pool}"
         case _:
             return None
+
+
+def _added_words(event: ev.RequestAdded, seq: str) -> str:
+    prompt, context = plural(event.num_prompt_tokens, "prompt token"), event.num_context_tokens
+    scores = "" if context is UNSET else f", scores what follows the first {context:,}"
+    return f"add {seq}: request {one_line(event.request_id)}, {prompt}{scores}"
+
+
+def _checked_words(event: ev.DraftChecked, seq: str) -> str:
+    """How many guesses were right, and what the others had taken."""
+    after = f"; release blocks {_ids(event.block_ids)}" if event.block_ids else ""
+    return f"check {seq}: {accepted_words(event.num_accepted, event.num_drafted)}{after}"
+
+
+def accepted_words(num_accepted: int, num_drafted: int) -> str:
+    """How many guessed tokens were right."""
+    return f"of {plural(num_drafted, 'guess')} {num_accepted:,} {'was' if num_accepted == 1 else 'were'} right"
 
 
 def _checkpoint_words(event: ev.CheckpointLookedUp, seq: str) -> str | None:
@@ -181,15 +197,22 @@ def with_steps(events: Collection[ev.Event]) -> Iterator[StepEvent]:
 
 
 def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -> Story:
-    """What happened to a sequence. Steps that only compute its next token are omitted, and equal waits share a line."""
+    """What happened to a sequence. Steps that only compute its next token, and guesses after it, are omitted; equal
+    waits share a line, and so do all guesses."""
     story: Story = []
     name = seq_name(state, seq_id)
     wait: tuple[str, int] | None = None  # why it waits, and the line that says so
     has_token = False
+    num_drafted = num_accepted = now_drafted = 0
     for step, event in events:
         words = None
         if isinstance(event, ev.StepScheduled):
-            words = _prompt_tokens(seq_id, event)
+            words, now_drafted = _prompt_tokens(seq_id, event, now_drafted), 0
+        elif isinstance(event, ev.TokensDrafted):
+            now_drafted = dict(zip(event.seq_ids, event.num_drafted, strict=True)).get(seq_id, 0)
+        elif isinstance(event, ev.DraftChecked):
+            if event.seq_id == seq_id:
+                num_drafted, num_accepted = num_drafted + event.num_drafted, num_accepted + event.num_accepted
         elif isinstance(event, ev.TokensSampled):
             if not has_token and seq_id in event.seq_ids:
                 has_token, words = True, "first token"
@@ -205,6 +228,8 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
                 wait = (event.reason, len(story))
             else:
                 wait = None
+            if isinstance(event, ev.RequestFinished) and num_drafted:
+                words = f"{words}; {accepted_words(num_accepted, num_drafted)}"
         if words is not None:
             story.append((step, words))
     return story
@@ -217,11 +242,11 @@ def _without_name(words: str, name: str) -> str:
     return words.replace(f" {name}:", ":", 1)
 
 
-def _prompt_tokens(seq_id: int, event: ev.StepScheduled) -> str | None:
-    """The tokens that the step computes, if it is more than the next one."""
+def _prompt_tokens(seq_id: int, event: ev.StepScheduled, num_drafted: int) -> str | None:
+    """The tokens that the step computes, if it is more than the next one and guesses."""
     if seq_id not in event.seq_ids:
         return None
-    num_tokens = event.num_new_tokens[event.seq_ids.index(seq_id)]
+    num_tokens = event.num_new_tokens[event.seq_ids.index(seq_id)] - num_drafted
     return f"compute {plural(num_tokens, 'token')}" if num_tokens > 1 else None
 
 
@@ -258,6 +283,8 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
             return f"filled by {name(seq_id)}: content {hashes[ids.index(block_id)]:016x}"
         case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by {name(seq_id)}"
+        case ev.DraftChecked(seq_id=seq_id, block_ids=ids) if block_id in ids:
+            return f"released by {name(seq_id)}: it was taken for guesses that were wrong"
         case ev.WindowPassed(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by {name(seq_id)}: no later token sees it"
         case ev.SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:

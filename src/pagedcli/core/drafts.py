@@ -1,0 +1,111 @@
+"""Drafts: guesses of a sequence's next tokens, from its own text and from the answers of sequences that have finished.
+
+Used by the scheduler, which has them checked in an ordinary step; needs no torch. A wrong guess costs time and nothing
+else: what a sequence generates does not depend on its drafts.
+"""
+
+from typing import Protocol
+
+from pagedcli.core.sequence import Sequence
+
+SPECULATION = ("off", "ngram")  # values of the setting
+FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
+RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
+MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
+
+
+class Drafter(Protocol):
+    """A source of drafts."""
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        """The tokens that may come next, at most so many; none without a guess."""
+
+    def checked(self, seq: Sequence, num_accepted: int) -> None:
+        """So many of the first tokens of its draft were right."""
+
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended, by itself or not."""
+
+
+class _Text:
+    """Where each short run of tokens occurred last in a text that grows, where another token follows it."""
+
+    __slots__ = ("_next", "_num_seen", "_token_ids")
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids  # the owner's list, which it may extend
+        self._num_seen = 0
+        self._next: dict[int, int] = {}  # hash of a run -> index of the token after its last occurrence
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def update(self) -> None:
+        """Take in the tokens that were added."""
+        token_ids, runs = self._token_ids, self._next
+        for place in range(self._num_seen, len(token_ids)):
+            for length in RUN_LENGTHS:
+                if length <= place:
+                    runs[hash(tuple(token_ids[place - length : place]))] = place
+        self._num_seen = len(token_ids)
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Add tokens."""
+        self._token_ids += token_ids
+        self.update()
+
+    def after(self, run: list[int], most: int) -> list[int]:
+        """What followed the last occurrence of a run. Where the text ends before `most` tokens, it continues as if it
+        repeated itself: after 1 2 3 1 2 come 3 1 2 3 ..."""
+        place = self._next.get(hash(tuple(run)))
+        token_ids = self._token_ids
+        if place is None or token_ids[place - len(run) : place] != run:
+            return []
+        period = len(token_ids) - place
+        return [token_ids[place + i % period] for i in range(most)]
+
+
+class NgramDrafter:
+    """Drafts what followed the last tokens of a sequence before: in its own text, or in an answer that has finished.
+
+    A draft is one token longer than what was right of the last one, as a row of a step is cheap, and eight are not.
+    A sequence with a cache_salt drafts from its own text alone, and no other sequence from it.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[int, _Text] = {}  # by seq_id
+        self._num_right: dict[int, int] = {}  # by seq_id, of the last draft
+        self._newer, self._older = _Text([]), _Text([])  # answers that have finished
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        own = self._own.get(seq.seq_id)
+        if own is None:
+            own = self._own[seq.seq_id] = _Text(seq.token_ids)
+        own.update()
+        most = min(most, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1)
+        texts = (own, self._newer, self._older) if seq.cache_salt is None else (own,)
+        for length in RUN_LENGTHS:
+            run = seq.token_ids[-length:]
+            for text in texts:
+                if found := text.after(run, most):
+                    return found
+        return []
+
+    def checked(self, seq: Sequence, num_accepted: int) -> None:
+        self._num_right[seq.seq_id] = num_accepted
+
+    def ended(self, seq: Sequence) -> None:
+        self._own.pop(seq.seq_id, None)
+        self._num_right.pop(seq.seq_id, None)
+        if seq.cache_salt is not None or seq.finish_reason not in ("stop", "length"):
+            return
+        if self._newer.num_tokens >= MOST_REMEMBERED:
+            self._older, self._newer = self._newer, _Text([])
+        # with the end of the prompt, after which the answer began
+        self._newer.extend(seq.token_ids[max(0, seq.num_prompt_tokens - RUN_LENGTHS[0]) :])
+
+
+def make_drafter(speculation: str) -> Drafter | None:
+    """The drafter of a plan's `speculation`."""
+    return None if speculation == "off" else NgramDrafter()

@@ -1,0 +1,247 @@
+"""Guessed tokens: whatever they are, every sequence gets the tokens that it gets without. They take what is left."""
+
+import random
+
+import pytest
+from scripted import Oracle, Simulation
+from test_core import Digits, same_pool, stop_after
+from trace_harness import EventList
+
+from pagedcli.core.drafts import NgramDrafter
+from pagedcli.core.limits import MOST_DRAFTED
+from pagedcli.core.sequence import Sequence
+from pagedcli.events import BlockEvicted, BlocksFilled, DraftChecked, RequestPreempted, TokensDrafted
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.check import TraceChecker
+from pagedcli.trace.fold import fold
+from pagedcli.views.whole_run import Findings, WholeRun, finding_lines
+from pagedcli.views.words import sequence_story, with_steps
+
+ROOMY = {"max_num_batched_tokens": 128, "max_num_seqs": 64}
+
+
+def fill(sim, *, num_requests=10, seed=0):
+    """Greedy and sampled requests with shared beginnings, several samples, stop strings, salts and minimum lengths."""
+    rng = random.Random(seed)
+    for number in range(num_requests):
+        prompt = [9] * rng.randrange(6) + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+        params = SamplingParams(
+            n=1 + (number % 4 == 3), max_tokens=rng.randint(1, 24), temperature=number % 2, seed=number,
+            min_tokens=rng.choice([0, 5]) if number % 3 == 0 else 0, stop_token_ids=[4] if number % 3 == 0 else None,
+        )  # fmt: skip
+        sim.add(
+            prompt, params=params, request_id=str(number), cache_salt="a" if number % 5 == 0 else None,
+            make_stop_checker=stop_after(3) if number % 4 == 1 else None,
+        )  # fmt: skip
+    return sim
+
+
+def answers(sim):
+    return {(seq.request_id, seq.sample_index): seq.output_token_ids for seq in sim.seqs}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return answers(fill(Simulation(400, **ROOMY)).run())
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("num_blocks", [400, 24])
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_drafts_never_change_the_tokens(plain, wrong, num_blocks, block_size):
+    checker = TraceChecker()
+    pool = max(3, num_blocks * 2 // block_size)
+    sim = Simulation(
+        pool, block_size, emit=checker.apply, trace_tokens=True, drafter=Oracle(plain, wrong=wrong), **ROOMY
+    )
+    fill(sim)
+    while sim.has_unfinished_requests():
+        sim.step()
+        same_pool(sim, checker.state)
+    assert answers(sim) == plain
+    assert sim.block_manager.num_free_blocks == pool
+    stats = sim.stats
+    assert stats.num_drafted_tokens > 50 or (num_blocks, block_size) == (24, 1)  # there no block is empty for long
+    num_ends = len(plain)  # the token that ends a sequence is sampled after a guess, and none of its own
+    assert wrong or stats.num_drafted_tokens - num_ends <= stats.num_accepted_tokens
+    assert wrong < 1 or not stats.num_accepted_tokens
+
+
+def test_right_drafts_save_their_steps():
+    plain = Simulation(40)
+    plain.add([1, 2, 3], 19, request_id="0")
+    plain.run()
+    sim = Simulation(40, drafter=Oracle(answers(plain)), max_num_batched_tokens=64)
+    sim.add([1, 2, 3], 19, request_id="0")
+    sim.run()
+    assert sim.executor.steps == [[3], [9], [9]]  # 1 token of the prompt's step, then twice a token and 8 guesses
+    assert plain.stats.num_steps == 19
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5, 1.0])
+def test_blocks_are_hashed_with_right_tokens_only_and_those_of_wrong_guesses_are_free(plain, wrong):
+    hashes = []
+    for drafter in (None, Oracle(plain, wrong=wrong)):
+        events = []
+        fill(Simulation(400, 2, emit=events.append, drafter=drafter, **ROOMY)).run()
+        hashes.append({each for event in events if isinstance(event, BlocksFilled) for each in event.hashes})
+    assert hashes[0] == hashes[1]
+    checked = [event for event in events if isinstance(event, DraftChecked) and event.num_drafted == MOST_DRAFTED]
+    assert checked
+    assert all(event.block_ids for event in checked if event.num_accepted < MOST_DRAFTED - 2)
+
+
+def test_drafts_take_only_empty_blocks_and_what_the_step_leaves_of_its_tokens():
+    known = answers(fill(Simulation(400, **ROOMY), num_requests=20).run())
+    events = []
+    limits = {"max_num_batched_tokens": 7, "max_num_seqs": 4, "chunked_prefill_size": 5}
+    sim = Simulation(18, emit=events.append, trace_tokens=True, drafter=Oracle(known), **limits)
+    checker = TraceChecker()
+    fill(sim, num_requests=20).run()
+    assert answers(sim) == known
+    assert all(sum(new) <= 7 and max(new) <= 5 for new in sim.executor.steps)
+    counts = [sum(isinstance(event, kind) for event in events) for kind in (RequestPreempted, BlockEvicted)]
+    assert min(counts) > 0
+    drafted = 0
+    for event in events:
+        checker.apply(event)
+        drafted = drafted or isinstance(event, TokensDrafted)
+    assert drafted
+
+
+def test_tokens_after_the_end_are_dropped_with_their_log_probabilities():
+    known, stop = list(range(3, 23)), 8
+    params = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[stop], logprobs=0)
+    oracle = Oracle({("0", 0): known})
+    sim = Simulation(40, drafter=oracle, choose=lambda context, draw: len(context), **ROOMY)
+    seq = sim.add([1, 2, 3], params=params, request_id="0")
+    sim.run()
+    end = known.index(stop) + 1
+    assert (seq.output_token_ids, seq.finish_reason, seq.stop_reason) == (known[:end], "stop", stop)
+    assert [each.token_id for each in seq.logprobs] == known[:end]
+    assert sim.num_discarded_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", [None, Oracle({("0", 0): [1] * 9})], ids=["off", "on"])
+def test_where_the_logits_are_no_numbers_the_tokens_before_count_and_the_trace_is_lawful(drafter):
+    checker = TraceChecker()
+    choose = lambda context, draw: None if len(context) > 6 else 1  # noqa: E731
+    sim = Simulation(40, emit=checker.apply, trace_tokens=True, drafter=drafter, choose=choose, **ROOMY)
+    seq = sim.add([1, 2, 3], 9, request_id="0")
+    sim.run()
+    assert (seq.finish_reason, seq.output_token_ids) == ("error", [1] * 4)
+    same_pool(sim, checker.state)
+
+
+def test_grammars_penalties_and_beams_are_not_guessed():
+    sim = Simulation(100, drafter=Oracle({(str(i), 0): [1] * 9 for i in range(4)}), **ROOMY)
+    sim.add([1, 2], request_id="0", params=SamplingParams(max_tokens=6, repetition_penalty=1.5))
+    sim.add([1, 2], request_id="1", params=SamplingParams(max_tokens=6, beam_width=2, n=1, temperature=0))
+    sim.add([1, 2], 6, request_id="2", make_guide=lambda: Digits(6))
+    sim.run()
+    assert sim.stats.num_drafted_tokens == 0
+    told = dict(finding_lines(Findings(sim.stats)))["speculation"]
+    kinds = "2 sequences with beam search, 1 sequence with penalties, 1 sequence with a grammar"
+    assert told == f"of 0 guesses 0 were right; none for {kinds}"
+    assert [seq.no_drafts for seq in sim.seqs[:3]] == ["penalties", "beam search", "a grammar"]
+
+
+@pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])
+def test_after_a_failed_step_everything_is_drawn_again(plain, fails):
+    checker = TraceChecker()
+    sim = Simulation(400, emit=checker.apply, trace_tokens=True, drafter=Oracle(plain, wrong=0.3), **ROOMY)
+    fill(sim)
+    while sim.has_unfinished_requests():
+        setattr(sim.executor, fails, sim.stats.num_steps % 3 == 2)
+        try:
+            sim.step()
+        except RuntimeError:
+            assert not any(seq.draft for seq in sim.seqs if seq.finish_reason is None)
+        same_pool(sim, checker.state)
+    assert answers(sim) == plain
+
+
+def test_the_views_count_what_the_engine_counts(plain):
+    events = []
+    sim = Simulation(400, emit=events.append, trace_tokens=True, drafter=Oracle(plain, wrong=0.3), **ROOMY)
+    fill(sim).run()
+    run = WholeRun()
+    state = fold(EventList(events), run)
+    facts = run.findings(state).facts
+    names = ("num_drafted_tokens", "num_accepted_tokens", "num_generated_tokens", "num_computed_tokens", "waste_sum")
+    assert {name: getattr(facts, name) for name in names} == {name: getattr(sim.stats, name) for name in names}
+    right = f"of {facts.num_drafted_tokens} guesses {facts.num_accepted_tokens} were right"
+    assert ("speculation", right) in finding_lines(run.findings(state))
+    assert sum(run.series.columns["sampled"]) == sim.stats.num_generated_tokens
+    longest = max(sim.seqs, key=lambda seq: len(seq.token_ids))
+    story = sequence_story(longest.seq_id, with_steps(events), state)
+    assert sum("guesses" in words for _, words in story) == 1
+    assert not any("compute 9 tokens" in words for _, words in story)
+
+
+# ---------------------------------------------------------------------- from the text
+
+
+def sequence(token_ids, *, num_prompt=1, seq_id=0, salt=None):
+    seq = Sequence(
+        seq_id, str(seq_id), token_ids[:num_prompt], SamplingParams(max_tokens=99), max_new_tokens=99, cache_salt=salt
+    )
+    seq.token_ids += token_ids[num_prompt:]
+    return seq
+
+
+@pytest.mark.parametrize(
+    ("text", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6]),
+        ([1, 2, 7, 8, 1, 2], [7, 8, 1, 2]),
+        ([5, 5, 5], [5, 5, 5, 5]),  # the text repeats itself
+        ([1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4], [9, 2, 3, 4]),  # a run of four decides before one of two
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_a_draft_is_what_followed_the_last_tokens_before(text, draft):
+    drafter, seq = NgramDrafter(), sequence(text)
+    drafter.checked(seq, 7)
+    assert drafter.draft(seq, 4) == draft
+
+
+def test_finished_answers_are_drafted_from_unless_a_salt_keeps_them_apart():
+    drafter = NgramDrafter()
+    for seq_id, salt, token in ((0, None, 10), (1, "a", 20)):
+        seq = sequence([1, token, token + 1, token + 2, token + 3], seq_id=seq_id, salt=salt)
+        seq.finish_reason = "stop"
+        drafter.ended(seq)
+    assert drafter.draft(sequence([5, 10, 11], seq_id=2), 2) == [12, 13]
+    assert drafter.draft(sequence([5, 20, 21], seq_id=3), 2) == []
+    assert drafter.draft(sequence([5, 10, 11], seq_id=4, salt="b"), 2) == []
+
+
+def test_a_draft_is_one_token_longer_than_what_was_right_of_the_last_one():
+    drafter, seq = NgramDrafter(), sequence([5] * 9)
+    lengths = []
+    for num_accepted in (3, 4, 5, 6, 7, 8, 0, 0, 1):
+        lengths.append(len(drafter.draft(seq, MOST_DRAFTED)))
+        drafter.checked(seq, num_accepted)
+    assert lengths == [3, 4, 5, 6, 7, 8, 8, 1, 1]
+
+
+def test_a_draft_grows_with_its_text():
+    drafter, seq = NgramDrafter(), sequence([1, 2, 3])
+    assert drafter.draft(seq, 3) == []
+    seq.token_ids += [1, 2]
+    assert drafter.draft(seq, 3) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("windows", [(5,), (4, None), (3, 3, None)])
+def test_windows_pass_as_fast_as_drafts_are_right(windows):
+    plain = answers(fill(Simulation(600, windows=windows, **ROOMY)).run())
+    for wrong in (0.0, 0.4):
+        checker = TraceChecker()
+        oracle = Oracle(plain, wrong=wrong, ragged=wrong > 0)
+        limits = {"chunked_prefill_size": 5, **ROOMY}
+        sim = Simulation(120, windows=windows, emit=checker.apply, trace_tokens=True, drafter=oracle, **limits)
+        assert answers(fill(sim).run()) == plain
+        assert sim.stats.num_drafted_tokens > 30
+        same_pool(sim, checker.state)
