@@ -149,7 +149,7 @@ def test_a_checkpoint_that_made_room_is_known_as_dropped():
 
 def test_commands_show_slots_and_checkpoints(events, tmp_path):
     trace = write(tmp_path / "run.jsonl", events)
-    shown = pagedcli("explain", trace, columns=200).stdout
+    shown = pagedcli("explain", trace, "--all", columns=200).stdout
     assert "Checkpoints of recurrent state: " in shown
     assert "the interval of --checkpoints" in shown
     shown = pagedcli("replay", trace, "--step", "3", columns=200).stdout

@@ -85,7 +85,7 @@ def test_cells_of_a_narrow_table_stand_below_their_headers():
     for seq in moment.state.seqs.values():
         seq.row_id = None
     title, first, second, _, *rows = [line.plain for line in table_lines(step_tables(moment)[0], 80)]
-    assert title == "Sequences"
+    assert title == "Sequences (new, cached, tokens and out: in tokens)"
     assert first.split() == ["seq", "request", "state", "new", "cached", "tokens", "out", "blocks", "of", "pool"]
     assert second.startswith("     block table")
     for line, further in zip(rows[::2], rows[1::2], strict=True):
