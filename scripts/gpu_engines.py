@@ -20,6 +20,7 @@ from gpu_common import (
     problem_of,
     ragged_prompts,
 )
+from gpu_tools import first_difference
 
 WINDOWS: Row = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, Row] = {
@@ -134,6 +135,10 @@ def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: in
                 equal = [num_equal(generate(engine, prompts, params), expected) for _ in range(repeats)]
                 row |= {"equal": min(equal), "cached": engine.stats.num_cached_tokens}
                 row |= {"graphs": len(engine.plan.graph_sizes)}
+                if min(equal) < num_prompts:
+                    plain = {"enforce_eager": True, "enable_prefix_caching": False}
+                    engines = engine_of(path, "cpu", **plain), judged(scale, path, **plain)
+                    row |= {"first difference": first_difference(*engines, prompts[1])}
             except Exception as error:  # The other families are still to be checked.
                 row |= {"equal": 0, "problem": problem_of(error)}
         rows.append(row)

@@ -20,6 +20,7 @@ from typing import Any
 import gpu_engines
 import gpu_kernels
 import gpu_speed
+import gpu_tools
 import torch
 from gpu_common import (
     GPU,
@@ -240,6 +241,7 @@ RUN: dict[str, Callable[[Scale, Rows], Result]] = {
         *(gpu_engines.hybrids, gpu_engines.windows),
         *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
         *(gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),
+        *(gpu_tools.sanitizer, gpu_tools.profiler, gpu_tools.tiles),
     )
 }
 

@@ -4,6 +4,13 @@ the memory of the host."""
 from types import SimpleNamespace
 
 
+class Loaded:
+    """A kernel in the memory of the GPU."""
+
+    def __init__(self, name):
+        self.name = name
+
+
 class FakeDriver:
     """Use `install`; `launches` are (kernel, grid, arguments)."""
 
@@ -13,7 +20,7 @@ class FakeDriver:
         self._target = GPUTarget("cuda", capability, 32)
         self.launches = []
         self.utils = SimpleNamespace(
-            load_binary=lambda name, binary, shared, device: (None, name, 0, 0, 1024),
+            load_binary=lambda name, binary, shared, device: (object(), Loaded(name), 0, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
         )
 

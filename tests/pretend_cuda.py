@@ -3,7 +3,8 @@
 What it is strict about: tensors of two devices never meet; a copy to the host holds rubbish until an event behind it
 was waited for; pinned memory must not change while a copy may still read it; nothing waits for the device, and nothing
 is uploaded, while a graph is captured; a replayed graph repeats tensor operations and kernels, no Python; kernels are
-launched on the thread's current device. They run in triton's interpreter, so TRITON_INTERPRET=1 must be set.
+launched on the thread's current device, and get the strides of tensors that are not contiguous. They run in triton's
+interpreter, so TRITON_INTERPRET=1 must be set.
 """
 
 import contextlib
@@ -314,6 +315,10 @@ class PretendGpu(TorchFunctionMode):
         def checked_launch(executor, *args, **kwargs):
             tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
             assert all(isinstance(tensor, OnGpu) for tensor in tensors), "a kernel got a pointer to host memory"
+            numbers = {arg for arg in tree_leaves((args, kwargs)) if type(arg) is int}
+            for tensor in tensors:
+                known = plain(tensor).is_contiguous() or tensor.stride(0) in numbers
+                assert known, f"{executor.fn.__name__} reads rows one after the other; they lie {tensor.stride()} apart"
             assert current_device() == 0, "a kernel was launched on the thread's current device, which is another one"
             gpu.launches += 1
             gpu.counts["kernels"] += 1

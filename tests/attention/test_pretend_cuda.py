@@ -388,3 +388,15 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
             flags = not params[name].do_not_specialize, not params[name].do_not_specialize_on_alignment
             keys = {str(native_specialize_impl(BaseBackend, value, False, *flags)) for value in values}
             assert len(keys) == 1, (kernel, name)
+
+
+@interpreted
+def test_a_kernel_that_ignores_strides_is_noticed(idle_gpu):
+    from pagedcli.layers.basic import rms_norm
+    from pagedcli.layers.triton_layers import add_rms_norm_kernel
+
+    x, weight = torch.zeros(2, 64, device="cuda"), torch.ones(32, device="cuda")
+    rms_norm(x[:, :32], weight, 1e-6)
+    constants = {"E": 32, "BLOCK_E": 32, "ADD": False, "NORM_ADDED": False, "MULTIPLY": False, "SCALE": False}
+    with pytest.raises(AssertionError, match="reads rows one after the other"):
+        add_rms_norm_kernel[(2,)](x[:, :32], x, x, weight, x, 1e-6, 1.0, 1.0, **constants, NORM=True)

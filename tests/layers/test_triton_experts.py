@@ -68,6 +68,19 @@ def test_groups_of_experts_are_routed_by_the_kernel(name, num_experts, groups, m
     assert experts[:2].max() < num_experts
 
 
+@plain
+@pytest.mark.parametrize(("form", "least"), [("floats", 3.1e6), ("float8", 1.5e6), ("codes4", 1.5e6)])
+def test_one_row_of_qwen3_30b_has_enough_weights_under_way(form, least):
+    """3.35 TB/s at a latency of 0.5 to 1 us; all 12 column blocks of 8 experts run at the same time."""
+    from pagedcli.layers.triton_experts import expert_tile
+    from pagedcli.layers.triton_products import KernelWeight
+
+    weight = KernelWeight(form, 2 * 768, 2048, 128, torch.empty(128, 1, 1, device="meta"))
+    tile = expert_tile(weight, 8, torch.bfloat16, is_gated=True)
+    in_flight = 2 * 2 * tile.inputs * tile.columns * {"floats": 2, "float8": 1, "codes4": 0.5}[form]
+    assert in_flight * 8 * (768 // tile.columns) >= least
+
+
 @interpreted
 def test_logits_that_are_no_numbers_pick_experts_that_exist():
     from pagedcli.layers import triton_experts

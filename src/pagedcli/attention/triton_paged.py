@@ -31,6 +31,7 @@ try:
     import triton
 
     from pagedcli.attention import triton_kernels as kernels
+    from pagedcli.attention.triton_launch import Launcher
 except ImportError as error:
     raise BackendError(
         f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"
@@ -72,6 +73,17 @@ class _StepWork:
         return self.buffer[1 + self.num_sequences + self.capacity :]
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerConstants:
+    """What the kernels get for each layer of a kind in every step."""
+
+    numbers: tuple[float, float, int]  # factor, cap and window of the kernels
+    v_scale: float
+    decode: dict[str, Any]  # compile-time values, as the next two
+    combine: dict[str, Any]
+    prefill: dict[str, Any]
+
+
 class TritonAttention(AttentionBackend):
     """The project's own CUDA kernels. K and V cache: [N, G, S, D], of equal strides; blocks may lie apart."""
 
@@ -107,6 +119,9 @@ class TritonAttention(AttentionBackend):
         on_gpu = spec.device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count if on_gpu else 1
         self._programs = num_sms * (PROGRAMS_PER_SM if self._block_d <= 256 else 2)
+        self._launch = Launcher()
+        self._layers: dict[tuple[AttentionLayer, int], _LayerConstants] = {}
+        self._store_constants: dict[int, dict[str, Any]] = {}  # by BLOCK_STRIDE
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
@@ -154,102 +169,94 @@ class TritonAttention(AttentionBackend):
     def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor, layer: AttentionLayer) -> None:
         spec = self._spec
         k, v = _dense_heads(k), _dense_heads(v)
-        kernels.store_kvcache_kernel[(k.shape[0],)](
-            k,
-            v,
-            *kv,
-            slots,
-            k.stride(0),
-            v.stride(0),
-            1 / layer.k_scale,
-            1 / layer.v_scale,
-            G=spec.num_kv_heads,
-            S=spec.block_size,
-            D=spec.head_dim,
-            BLOCK_STRIDE=kv[0].stride(0),
-            BLOCK_G=_power_of_2(spec.num_kv_heads),
-            BLOCK_D=_power_of_2(spec.head_dim),
-            FP8=kv[0].dtype == torch.float8_e4m3fn,
-            num_warps=4,
-        )
+        stride = kv[0].stride(0)
+        constants = self._store_constants.get(stride)
+        if constants is None:
+            constants = self._store_constants[stride] = {
+                "G": spec.num_kv_heads,
+                "S": spec.block_size,
+                "D": spec.head_dim,
+                "BLOCK_STRIDE": stride,
+                "BLOCK_G": _power_of_2(spec.num_kv_heads),
+                "BLOCK_D": _power_of_2(spec.head_dim),
+                "FP8": kv[0].dtype == torch.float8_e4m3fn,
+            }
+        strides, inverses = (k.stride(0), v.stride(0)), (1 / layer.k_scale, 1 / layer.v_scale)
+        arguments = (k, v, *kv, slots, *strides, *inverses)
+        self._launch(kernels.store_kvcache_kernel, (k.shape[0], 1, 1), arguments, constants, num_warps=4)
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         if not isinstance(batch.work, _StepWork):
             self.prepare(batch)
         q = _dense_heads(q)
         out = q.new_empty((*q.shape[:2], self._value_dim))
-        results = {
-            "out_ptr": out,
-            "sinks_ptr": out if sinks is None else sinks,  # not read without SINKS
-            "cu_q_ptr": batch.cu_q,
-            "num_tokens_ptr": batch.num_tokens,
-            "window": layer.window or 0,
-            "H": self._spec.num_heads,
-            "G": self._spec.num_kv_heads,
+        sinks = out if sinks is None else sinks  # not read without SINKS
+        stride = kv[0].stride(0)
+        of_layer = self._layers.get((layer, stride))
+        if of_layer is None:
+            of_layer = self._layers[layer, stride] = self._constants(layer, stride)
+        if batch.work.has_decode:
+            self._run_decode(q, kv, out, sinks, batch, of_layer)
+        if batch.work.prefill_items is not None:
+            self._run_prefill(q, kv, out, sinks, batch, of_layer)
+        return out
+
+    def _constants(self, layer: AttentionLayer, block_stride: int) -> "_LayerConstants":
+        spec = self._spec
+        every = {
+            "H": spec.num_heads,
+            "G": spec.num_kv_heads,
             "DV": self._value_dim,
             "BLOCK_D": self._block_d,
             "WINDOWED": layer.window is not None,
             "SINKS": layer.sinks,
         }
-        inputs = {
-            "q_ptr": q,
-            "k_cache_ptr": kv[0],
-            "v_cache_ptr": kv[1],
-            "table_ptr": batch.block_table,
-            "q_stride": q.stride(0),
-            "table_stride": batch.block_table.stride(0),
-            "factor": layer.scale * LOG2E * layer.k_scale,
-            "cap": (layer.soft_cap or 0.0) * LOG2E,
-            "v_scale": layer.v_scale,
-            "S": self._spec.block_size,
-            "D": self._spec.head_dim,
-            "BLOCK_R": max(16, _power_of_2(self._spec.head_dim - self._value_dim or 1)),
-            "BLOCK_STRIDE": kv[0].stride(0),
+        attends = every | {
+            "S": spec.block_size,
+            "D": spec.head_dim,
+            "BLOCK_R": max(16, _power_of_2(spec.head_dim - self._value_dim or 1)),
+            "BLOCK_STRIDE": block_stride,
             "UPCAST": self._upcast,
             "CAPPED": layer.soft_cap is not None,
         }
-        if batch.work.has_decode:
-            self._run_decode(batch, inputs, results)
-        if batch.work.prefill_items is not None:
-            self._run_prefill(batch.work.prefill_items, inputs | results)
-        return out
-
-    def _run_decode(self, batch: PagedBatch, inputs: dict[str, Any], results: dict[str, Any]) -> None:
-        """`results`: what the kernel that combines partial results takes, too."""
-        work = batch.work
-        partial, partial_stat = self._partial_buffers(work.num_parts)
-        results = results | {
-            "partial_ptr": partial,
-            "partial_stat_ptr": partial_stat,
-            "first_part_ptr": work.first_part,
-            "ROWS": self._rows,
-            "SPLIT": SPLIT,
-        }
-        kernels.decode_kernel[(self._programs,)](
-            **inputs,
-            **results,
-            item_seq_ptr=work.item_seq,
-            item_split_ptr=work.item_split,
-            num_items_ptr=work.num_items,
-            PAGES=pages_per_split(self._spec.block_size),
-            BLOCK_N=self._decode.block_n,
-            STAGES=self._decode.num_stages,
-            num_warps=decode_warps(self._decode, self._rows, self._block_d),
+        splits = {"ROWS": self._rows, "SPLIT": SPLIT}
+        decode = {"PAGES": pages_per_split(spec.block_size), "BLOCK_N": self._decode.block_n}
+        prefill = {"BLOCK_M": self._prefill_rows, "TOKENS": self._prefill_rows // self._group}
+        return _LayerConstants(
+            numbers=(layer.scale * LOG2E * layer.k_scale, (layer.soft_cap or 0.0) * LOG2E, layer.window or 0),
+            v_scale=layer.v_scale,
+            decode=attends | splits | decode | {"STAGES": self._decode.num_stages},
+            combine=every | splits,
+            prefill=attends | prefill | {"BLOCK_N": self._prefill.block_n, "STAGES": self._prefill.num_stages},
         )
+
+    def _run_decode(
+        self, q: Tensor, kv: LayerKV, out: Tensor, sinks: Tensor, batch: PagedBatch, of_layer: "_LayerConstants"
+    ) -> None:
+        work, table = batch.work, batch.block_table
+        partials, lengths = self._partial_buffers(work.num_parts), (batch.cu_q, batch.num_tokens)
+        items = work.item_seq, work.item_split, work.num_items
+        strides, numbers = (q.stride(0), table.stride(0)), (*of_layer.numbers, of_layer.v_scale)
+        arguments: tuple[Any, ...]
+        arguments = (q, *kv, out, *partials, sinks, work.first_part, *items, *lengths, table, *strides, *numbers)
+        num_warps = decode_warps(self._decode, self._rows, self._block_d)
+        grid = (self._programs, 1, 1)
+        self._launch(kernels.decode_kernel, grid, arguments, of_layer.decode, num_warps=num_warps)
         if batch.max_total > SPLIT:
-            kernels.combine_kernel[(work.num_sequences, self._spec.num_kv_heads)](**results, num_warps=4)
+            arguments = (*partials, out, sinks, work.first_part, *lengths, of_layer.numbers[2])
+            grid = (work.num_sequences, self._spec.num_kv_heads, 1)
+            self._launch(kernels.combine_kernel, grid, arguments, of_layer.combine, num_warps=4)
 
-    def _run_prefill(self, items: Tensor, arguments: dict[str, Any]) -> None:
-        kernels.prefill_kernel[(items.shape[1], self._spec.num_kv_heads)](
-            **arguments,
-            item_seq_ptr=items[0],
-            item_token_ptr=items[1],
-            BLOCK_M=self._prefill_rows,
-            TOKENS=self._prefill_rows // self._group,
-            BLOCK_N=self._prefill.block_n,
-            STAGES=self._prefill.num_stages,
-            num_warps=self._prefill.num_warps,
-        )
+    def _run_prefill(
+        self, q: Tensor, kv: LayerKV, out: Tensor, sinks: Tensor, batch: PagedBatch, of_layer: "_LayerConstants"
+    ) -> None:
+        items, table = batch.work.prefill_items, batch.block_table
+        lengths, strides = (batch.cu_q, batch.num_tokens), (q.stride(0), table.stride(0))
+        numbers = (*of_layer.numbers, of_layer.v_scale)
+        arguments = (q, *kv, out, sinks, items[0], items[1], *lengths, table, *strides, *numbers)
+        grid = (items.shape[1], self._spec.num_kv_heads, 1)
+        num_warps = self._prefill.num_warps
+        self._launch(kernels.prefill_kernel, grid, arguments, of_layer.prefill, num_warps=num_warps)
 
     def reserve(self, num_seqs: int, max_total: int) -> None:
         """See AttentionBackend: room for partial results."""

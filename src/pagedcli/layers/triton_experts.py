@@ -128,8 +128,12 @@ def expert_tile(weight: KernelWeight, num_rows: int, dtype: torch.dtype, *, is_g
     mean = num_rows // weight.numbers.shape[0]
     if mean >= 64 and dtype.itemsize == 2:
         return Tile(128, 64 if is_gated else 128, 64 if weight.group_size % 64 == 0 else 32, 8)
-    # Some variants spill registers with 64 inputs per step.
-    return Tile(16 if mean < 16 else 32 if mean < 32 else 64, 64, 32, 4)
+    if mean >= 16 or dtype.itemsize == 4:  # some variants spill registers with 64 inputs per step
+        return Tile(16 if mean < 16 else 32 if mean < 32 else 64, 64, 32, 4)
+    # few programs, each of which waits for its weights: more of them are under way
+    in_groups = weight.form == "float8" and weight.group_size < weight.num_in
+    wanted = 128 if weight.form in ("codes4", "e2m1") else 64
+    return Tile(16, 64, next(size for size in (wanted, 32) if not in_groups or weight.group_size % size == 0), 4)
 
 
 def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) -> dict[str, Any]:
