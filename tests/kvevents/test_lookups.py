@@ -116,7 +116,7 @@ def test_what_events_do_not_show_is_listed_as_not_visible(tmp_path):
     path = record(tmp_path / "a.jsonl", batches_of(100, FAMILIES))
     rows = {row.cause: row for row in cause_rows(difference(path, path))}
     hidden = {cause for cause, row in rows.items() if not row.visible}
-    assert hidden == {"pool", "sequences", "checkpoints", "engine"}
+    assert hidden == {"pool", "sequences", "checkpoints", "engine", "store"}
     assert all(rows[cause].change is None for cause in hidden)
     assert "no block was evicted" in rows["pool"].detail
 

@@ -56,11 +56,7 @@ class LayerSpec:
     @property
     def recurrent(self) -> Recurrent | None:
         """Its mixer with a state of fixed size, if it has one."""
-        for each in self.mixers:
-            match each:
-                case GatedDelta() | Mamba2() | ShortConv() as mixer:
-                    return mixer
-        return None
+        return next((each for each in self.mixers if not isinstance(each, Attention) and each.keeps), None)
 
     @property
     def shape(self) -> tuple[object, ...]:
