@@ -378,7 +378,7 @@ def test_all_commands_give_the_same_answer(runs):
     assert summary["advised_flag"] == found.flag
     explained = pagedcli("explain", folder / "run.jsonl", "--format", "json", columns=1000).stdout
     assert json.loads(explained)["advised"] == summary["advised"]
-    assert found.sentences()[0] in pagedcli("explain", folder / "run.jsonl", columns=1000).stdout
+    assert advice_verdicts(found)[0].text() in pagedcli("explain", folder / "run.jsonl", columns=1000).stdout
     pagedcli("report", folder / "run.jsonl", "-o", folder / "page.html")
     story = json.loads(re.search(r'"story":(\[.*?\]),"', (folder / "page.html").read_text())[1])
     assert story[2] == f"To change: {'; or '.join(found.sentences())}."

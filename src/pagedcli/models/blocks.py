@@ -320,7 +320,7 @@ class Attention:
         out = layer.attend(self.backend, q, self.sinks).flatten(1)
         if gate is not None:
             shares = layer.attending(gate).sigmoid()
-            out.view(*shares.shape, -1).mul_(shares[..., None])
+            out.view(*shares.shape, out.shape[1] // shares.shape[1]).mul_(shares[..., None])
         return self.out(out) if out.shape[0] else out
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:

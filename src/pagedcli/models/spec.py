@@ -15,6 +15,7 @@ from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
+from pagedcli.models.mixers.recurrent import RecurrentMixer
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mixers.state import StateTensor
 from pagedcli.models.mlps import Experts, Mlp
@@ -54,9 +55,13 @@ class LayerSpec:
         return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
 
     @property
-    def recurrent(self) -> Recurrent | None:
+    def recurrent(self) -> RecurrentMixer | None:
         """Its mixer with a state of fixed size, if it has one."""
-        return next((each for each in self.mixers if not isinstance(each, Attention) and each.keeps), None)
+        for each in self.mixers:
+            match each:
+                case RecurrentMixer():
+                    return each
+        return None
 
     @property
     def shape(self) -> tuple[object, ...]:
