@@ -1,11 +1,13 @@
 """Choose the cases that `make test` leaves out: python scripts/slow_cases.py [--seconds 0.25] [MEASURED]
 
 Runs the quick tests with two workers, measures the processor time of each (its processes included), and writes
-tests/slow_cases.txt: of each parametrized test all cases that take --seconds or more, but its cheapest one. `make
-test-all` runs them. MEASURED, a file of an earlier run: nothing is run. Cases that are on the list stay on it.
+tests/slow_cases.txt: of each parametrized test all cases that take --seconds or more, but its cheapest one (of those in
+Triton's interpreter, which show what no processor runs, six times as long). `make test-all` runs them. MEASURED, a
+file of an earlier run: nothing is run. Cases that are on the list stay on it.
 """
 
 import argparse
+import functools
 import os
 import resource
 import subprocess
@@ -42,7 +44,18 @@ def chosen(lines: list[str], least_s: float) -> set[str]:
     for line in lines:
         seconds, name = line.split("\t")
         cases[name.partition("[")[0]].append((float(seconds), name))
-    return {name for each in cases.values() for seconds, name in sorted(each)[1:] if seconds >= least_s}
+    return {
+        name
+        for test, each in cases.items()
+        for seconds, name in sorted(each)[1:]
+        if seconds >= least_s * (6 if is_interpreted(test.partition("::")[0]) else 1)
+    }
+
+
+@functools.cache
+def is_interpreted(file: str) -> bool:
+    """Whether tests of a file run in Triton's interpreter."""
+    return file.endswith("_conformance.py") or "@interpreted" in (ROOT / file).read_text()
 
 
 def main() -> None:
