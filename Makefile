@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all test-machine test-ray test-tools check lint wheel wheels release-check clean
+.PHONY: demo test test-long test-all test-machine test-ray test-tools check lint wheel wheels release-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -11,7 +11,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@echo "about 6 minutes on two cores; make test-all also runs the slow tests"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not machine and not tools"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long and not machine and not tools"
+
+# Whole commands and servers, some seconds each.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not machine and not tools"
 
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
 test-all: $(VENV)/.installed-dev test-ray test-machine

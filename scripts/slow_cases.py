@@ -1,9 +1,10 @@
-"""Choose the cases that `make test` leaves out: python scripts/slow_cases.py [--seconds 0.25] [MEASURED]
+"""Choose the tests that `make test` leaves out: python scripts/slow_cases.py [--seconds 0.2] [MEASURED]
 
 Runs the quick tests with two workers, measures the processor time of each (its processes included), and writes
 tests/slow_cases.txt: of each parametrized test all cases that take --seconds or more, but its cheapest one (of those in
-Triton's interpreter, which show what no processor runs, six times as long). `make test-all` runs them. MEASURED, a
-file of an earlier run: nothing is run. Cases that are on the list stay on it.
+Triton's interpreter, which show what no processor runs, six times as long), which `make test-all` runs, and all tests
+without parameters that take 12 times as long, which CI runs by `make test-long`. MEASURED, a file of an earlier run:
+nothing is run. What is on the list stays on it.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+LONG = 12  # times --seconds
 LIST = ROOT / "tests" / "slow_cases.txt"
 MEASURED = "PAGEDCLI_MEASURED_CASES"  # where a worker writes
 
@@ -39,29 +41,34 @@ def pytest_runtest_protocol(item):
 
 
 def chosen(lines: list[str], least_s: float) -> set[str]:
-    """The cases that are slow while another one of the same test is not, or less so."""
+    """The cases that are slow while another one of the same test is not, or less so, and the tests that are long."""
+    longest: dict[str, float] = {}  # what is skipped here may run in the interpreter's process
+    for seconds, name in (line.split("\t") for line in lines):
+        longest[name] = max(float(seconds), longest.get(name, 0.0))
     cases = defaultdict(list)
-    for line in lines:
-        seconds, name = line.split("\t")
-        cases[name.partition("[")[0]].append((float(seconds), name))
-    return {
+    for name, seconds in longest.items():
+        cases[name.partition("[")[0]].append((seconds, name))
+    slow = {
         name
         for test, each in cases.items()
         for seconds, name in sorted(each)[1:]
         if seconds >= least_s * (6 if is_interpreted(test.partition("::")[0]) else 1)
     }
+    long = {test for test, each in cases.items() if each[0][1] == test and each[0][0] >= LONG * least_s}
+    return slow | {test for test in long if not is_interpreted(test.partition("::")[0])}
 
 
 @functools.cache
 def is_interpreted(file: str) -> bool:
     """Whether tests of a file run in Triton's interpreter."""
-    return file.endswith("_conformance.py") or "@interpreted" in (ROOT / file).read_text()
+    text = (ROOT / file).read_text()
+    return file.endswith("_conformance.py") or "@interpreted" in text or "run_interpreted(" in text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, nargs="?")
-    parser.add_argument("--seconds", type=float, default=0.25)
+    parser.add_argument("--seconds", type=float, default=0.2)
     arguments = parser.parse_args()
     measured = arguments.measured or ROOT / "build" / "measured_cases.txt"
     if arguments.measured is None:

@@ -110,11 +110,12 @@ _MOST_REASONS = 3
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
-    """Cases that take long are slow where another case of the same test is quick: see scripts/slow_cases.py."""
-    slow = set((Path(__file__).parent / "slow_cases.txt").read_text().splitlines())
+    """Cases that take long are slow where another case of the same test is quick, and whole tests long: see
+    scripts/slow_cases.py."""
+    listed = set((Path(__file__).parent / "slow_cases.txt").read_text().splitlines())
     for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow if item.nodeid.endswith("]") else pytest.mark.long)
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:

@@ -16,18 +16,18 @@ PASSES = {
     "layers/test_triton_gguf.py": (11, 0),
     "layers/test_triton_layers.py": (40, 7),
     "layers/test_triton_recurrent.py": (4, 30),
-    "layers/test_triton_sampling.py": (14, 25),
+    "layers/test_triton_sampling.py": (13, 25),
     "layers/test_triton_weights.py": (20, 0),
     "runner/test_decode_counts.py": (3, 0),
     "runner/test_gemma4_gpu.py": (0, 5),
-    "runner/test_no_waits.py": (15, 26),
+    "runner/test_no_waits.py": (14, 26),
     "runner/test_pretended_models.py": (1, 69),
 }
 
 
 @plain
 def test_quick_tests():
-    passed = run_interpreted("-m", "not slow", *(TESTS / name for name in PASSES), at_least=134)
+    passed = run_interpreted("-m", "not slow", *(TESTS / name for name in PASSES), at_least=130)
     assert {name: passed[name] for name, (quick, _) in PASSES.items() if passed[name] < quick} == {}
 
 
