@@ -116,6 +116,8 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow if item.nodeid.endswith("]") else pytest.mark.long)
+    # Processes of many tests start first: at the end one worker would wait for the other.
+    items.sort(key=lambda item: "run_interpreted" not in item.function.__code__.co_names)
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
