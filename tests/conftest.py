@@ -41,6 +41,17 @@ def library():
     return native_library()
 
 
+@pytest.fixture(scope="module")
+def own_digests(tmp_path_factory):
+    """Digests of weights are remembered in a folder of the module's tests alone."""
+    from pagedcli import content_files
+
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("cache")
+        patch.setattr(content_files, "cache_home", lambda: home)
+        yield
+
+
 @pytest.fixture
 def image():
     """PIL.Image; the test is skipped, with the reason, where pictures cannot be drawn as pixels."""

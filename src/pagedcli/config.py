@@ -16,7 +16,7 @@ import yaml
 
 from pagedcli.config_keys import check_ranges, key, keys_of
 from pagedcli.errors import ConfigError, ParameterError
-from pagedcli.events import Eviction
+from pagedcli.events import Eviction, Speculation
 from pagedcli.files import read_whole
 from pagedcli.sampling_params import SamplingParams
 
@@ -25,7 +25,6 @@ KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 StoreRead = Literal["always", "auto"]
 PreemptionPolicy = Literal["last", "largest"]
-Speculation = Literal["off", "ngram"]
 InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]

@@ -14,6 +14,7 @@ OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
+Speculation = Literal["off", "ngram"]
 FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
@@ -90,8 +91,13 @@ class EngineStarted(Event, frozen=True, gc=False):
     preemption_policy: Literal["last", "largest"] = "last"
     step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time
     kinds: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # kinds of cache next to the blocks, see core.cache
-    speculation: str = "off"  # how next tokens are guessed, see core.drafts
+    speculation: Speculation = "off"  # how next tokens are guessed, see core.drafts
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
+
+    @property
+    def prefix_block_size(self) -> int | None:
+        """Tokens of a block that prefix lookups find; None: there are none."""
+        return self.block_size if self.enable_prefix_caching else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -7,8 +7,8 @@ else: what a sequence generates does not depend on its drafts.
 from typing import Protocol
 
 from pagedcli.core.sequence import Sequence
+from pagedcli.events import Speculation
 
-SPECULATION = ("off", "ngram")  # values of the setting
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
 MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
@@ -106,6 +106,6 @@ class NgramDrafter:
         self._newer.extend(seq.token_ids[max(0, seq.num_prompt_tokens - RUN_LENGTHS[0]) :])
 
 
-def make_drafter(speculation: str) -> Drafter | None:
+def make_drafter(speculation: Speculation) -> Drafter | None:
     """The drafter of a plan's `speculation`."""
     return None if speculation == "off" else NgramDrafter()

@@ -4,7 +4,7 @@ Used by LLMEngine, by simulations and by tests; needs no torch. See core.step_in
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from operator import attrgetter
@@ -59,6 +59,7 @@ class EngineCore:
         self.executor = executor
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
+        self._has_drafts = drafter is not None
         assert drafter is None or not (plan.runs_ahead or plan.limits.has_states), "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
@@ -386,10 +387,10 @@ class EngineCore:
 
     def _follow_grammars(self, sampled: list[Sequence]) -> list[Sequence]:
         """Find what may follow in the texts that have a grammar. Returns those that end as they are complete."""
-        followed = [seq for seq in sampled if seq.guide is not None and seq.finish_reason in (None, "length")]
-        guides = [seq.guide for seq in followed if seq.guide is not None]
-        if not guides:
+        followed = [seq for seq in filter(_guide, sampled) if seq.finish_reason in (None, "length")]
+        if not followed:
             return []
+        guides = [seq.guide for seq in followed if seq.guide is not None]
         now_s, ended = self._now_s(), []
         for seq, is_complete in zip(followed, type(guides[0]).find_allowed(guides), strict=True):
             if is_complete:
@@ -480,7 +481,8 @@ class EngineCore:
             return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
         # counted in every step, so without a loop in Python
         num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
-        num_computed += sum(map(len, map(_draft, running)))
+        if self._has_drafts:
+            num_computed += sum(map(len, map(_draft, running)))
         return num_entries * size - num_computed * num_groups
 
     def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
@@ -519,18 +521,18 @@ class LaunchedStep:
     def has_beams(self) -> bool:
         return any(seq.is_beam for seq in self.seqs)
 
-    def rows_that_count(self, token_ids: Ids[int | None]) -> Iterator[tuple[int, Sequence, int | None]]:
-        """Each row with its sequence and token, but those after a wrong guess.
+    def rows_that_count(self, token_ids: Ids[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
+        """Each row with its sequence and token, but those after a wrong guess."""
+        rows = zip(range(len(self.seqs)), self.seqs, token_ids, strict=True)
+        return self._up_to_wrong_guesses(rows) if self.drafted else rows
 
-        With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if 7
-        had come before, not 9: the sequence gets 5 6 9.
-        """
-        rows = enumerate(zip(self.seqs, token_ids, strict=True))
-        if not self.drafted:
-            yield from ((row, seq, token_id) for row, (seq, token_id) in rows)
-            return
+    def _up_to_wrong_guesses(
+        self, rows: Iterable[tuple[int, Sequence, int | None]]
+    ) -> Iterator[tuple[int, Sequence, int | None]]:
+        """With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if
+        7 had come before, not 9: the sequence gets 5 6 9."""
         place, is_right = 0, True  # of the row in the draft, whether all guesses before it were right
-        for row, (seq, token_id) in rows:
+        for row, seq, token_id in rows:
             if not row or self.seqs[row - 1] is not seq:
                 place, is_right = 0, True
             if is_right:

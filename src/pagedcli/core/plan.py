@@ -13,7 +13,7 @@ from pagedcli import __version__
 from pagedcli.core.budget import Terms
 from pagedcli.core.cache import kinds_of
 from pagedcli.core.limits import Limits
-from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, StateSlotsMade
+from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, Speculation, StateSlotsMade
 
 Kernels = Literal["cpu", "triton", "torch"]  # linear layers: our C++ ones, our Triton ones or torch's
 
@@ -49,7 +49,7 @@ class Plan:
     in_one_call: bool = False  # the native library runs a whole step
     block_bytes: int = 0  # the most that a group of limits.groups takes
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
-    speculation: str = "off"  # how next tokens are guessed, see core.drafts
+    speculation: Speculation = "off"  # how next tokens are guessed, see core.drafts
     no_drafts: str | None = None  # why none are, where the configuration asks for it
     graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
     no_graphs: str | None = None  # why there are none

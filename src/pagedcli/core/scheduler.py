@@ -612,12 +612,6 @@ class Scheduler:
         self._emit(ev.RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))
 
 
-def num_logits(seq: Sequence, num_new_tokens: int) -> int:
-    """Rows of logits that tokens are sampled from, where a step computes so many tokens of a sequence."""
-    num_drafted = len(seq.draft)
-    return 1 + num_drafted if seq.num_computed_tokens + num_new_tokens == seq.num_tokens + num_drafted else 0
-
-
 def _num_waiting_forks(context: Sequence) -> int:
     """Continuations that have not forked from the context, or have to once more."""
     return sum(seq.status is SequenceStatus.WAITING for seq in context.forks)

@@ -152,6 +152,12 @@ class Sequence:
         decodes = self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
         return decodes and self.no_drafts is None and self.targets is None and not self.num_pending_tokens
 
+    def num_logits(self, end: int) -> int:
+        """Rows of logits that its tokens are sampled from, where a step computes its tokens up to `end`: one, and one
+        for each guess."""
+        num_drafted = len(self.draft)
+        return 1 + num_drafted if end == self.num_tokens + num_drafted else 0
+
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]

@@ -203,9 +203,9 @@ class SamplingInput:
         rows = RowSampling.greedy(len(seqs))
         has_limits, changes, score_changes, scored, ahead = False, [], [], [], 0
         for row, seq in enumerate(seqs):
-            ahead = ahead + 1 if row and seqs[row - 1] is seq else 0
             if seq.is_greedy or seq.finish_reason is not None:
                 continue
+            ahead = ahead + 1 if row and seqs[row - 1] is seq else 0
             params = seq.params
             if seq.is_beam:
                 scored.append((row, max(num_candidates(seq), params.logprobs or 0)))
@@ -345,9 +345,9 @@ class StepBuilder:
         sampled: list[Sequence] = []
         wanted: list[int] = []
         for seq, end, end_row in zip(seqs, total.tolist(), cu_q[1:].tolist(), strict=True):
-            if end - len(seq.draft) == seq.num_tokens and seq.targets is None:
-                sampled += [seq] * (1 + len(seq.draft))
-                wanted += range(end_row - 1 - len(seq.draft), end_row)
+            num_rows = 0 if seq.targets is not None else seq.num_logits(end)
+            sampled += [seq] * num_rows
+            wanted += range(end_row - num_rows, end_row)
         logits_rows = None if len(wanted) == num_tokens else np.array(wanted, dtype=np.int64)
         scored = None
         if logits_rows is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from pagedcli.core.budget import head_bytes
-from pagedcli.core.scheduler import ScheduledStep, Scheduler, num_logits
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.models.footprint import Footprint
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import Roofline
@@ -57,7 +57,7 @@ class StepFloor:
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
         pairs = list(zip(work.seqs, work.num_new_tokens, strict=True))
-        num_sampled = sum(num_logits(seq, num_new) for seq, num_new in pairs)
+        num_sampled = sum(seq.num_logits(seq.num_computed_tokens + num_new) for seq, num_new in pairs)
         queries = [(seq.num_computed_tokens, num_new) for seq, num_new in pairs]
         num_repeated = max(0, sum(map(sum, queries)) - self._distinct_tokens(work, scheduler))
         return round(1e9 * self.seconds(queries, num_sampled, num_repeated=num_repeated))

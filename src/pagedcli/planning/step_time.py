@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagedcli.core.scheduler import ScheduledStep, Scheduler, num_logits
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import cache_home, is_stream, read_own, whole_file
 
@@ -81,7 +81,7 @@ class StepWork:
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             start = seq.num_computed_tokens
             num_tokens += num_new
-            num_sampled += num_logits(seq, num_new)
+            num_sampled += seq.num_logits(start + num_new)
             if num_new == 1:
                 starts.append(start)
             else:

@@ -7,11 +7,11 @@ prefix identity, that content in the pool is found, the order of the queue and o
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from msgspec import UNSET, UnsetType
 
 import pagedcli.events as ev
-from pagedcli.core.drafts import SPECULATION
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
 from pagedcli.core.states import StateKind
@@ -606,7 +606,7 @@ class DraftLaws(LawBook):
         self._evicted: set[int] = set()  # blocks, in this step
 
     def before_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        if event.speculation not in SPECULATION:
+        if event.speculation not in get_args(ev.Speculation):
             refuse(event, f"speculation {event.speculation!r} is unknown")
 
     def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
