@@ -327,8 +327,8 @@ def linear_kernel(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     LENGTH: tl.constexpr,  # inputs of a part
-    PARTS: tl.constexpr,  # that a program adds itself
-    WHOLE: tl.constexpr,  # it adds all
+    PARTS: tl.constexpr,  # parts added by one program
+    WHOLE: tl.constexpr,  # one program adds all of them
     BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,

@@ -210,7 +210,7 @@ class _Builder(Parts):
             layer_norm=_CENTRED[spec.norm.centred],
             side_by_side=spec.layers[0].norms == "shared",
             eps=spec.norm.eps,
-            added_eps=spec.norm.eps if spec.norm.added_eps is None else spec.norm.added_eps,
+            added_eps=spec.norm.added_eps,
             attention_scale=spec.attention_layers[0].scale,
             soft_cap=attention.soft_cap or 0.0,
             residual_multiplier=spec.scales.residual,
@@ -365,7 +365,7 @@ class _Builder(Parts):
             struct.interleaved, struct.tiled, struct.correction = shape.interleaved, shape.tiled, shape.correction
             struct.eps = struct.eps if shape.eps is None else shape.eps
         if isinstance(shape, Mamba2):
-            struct.kind, struct.norm_group = MAMBA2, shape.norm_group or shape.inner
+            struct.kind, struct.norm_group = MAMBA2, shape.gate_group
             struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads
             struct.key_dim, struct.value_dim = shape.state_size, shape.head_dim
             struct.least_step, struct.most_step = shape.step_limits

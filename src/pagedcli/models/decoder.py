@@ -342,8 +342,7 @@ class _Builder(Parts):
 
     def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
         style, residual = self._spec.norm, self._spec.scales.residual
-        added_eps = style.eps if style.added_eps is None else style.added_eps
-        return Join(norm_after, self.norm(norm), residual, factor, style.eps, added_eps, style.centred != "no")
+        return Join(norm_after, self.norm(norm), residual, factor, style.eps, style.added_eps, style.centred != "no")
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> Body:
         match mixer:

@@ -14,10 +14,8 @@ class Mlp:
     activation: str
     gated: bool = True
     bias: bool = False
-    factors: tuple[float, float] = (
-        1.0,
-        1.0,
-    )  # of the gate and of the result; weights are multiplied when they are read
+    # of the gate and of the result; weights are multiplied when they are read
+    factors: tuple[float, float] = (1.0, 1.0)
 
     @property
     def input_name(self) -> str:

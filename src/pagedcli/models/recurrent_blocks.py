@@ -136,7 +136,7 @@ class MambaMixer:
         mixed = fused.causal_conv(mixed, self.conv, self.conv_bias, conv, slots, heads=self.heads)
         arguments = mixed, sizes, self.decay, self.step_bias, matrix, slots, self.heads
         y = fused.recurrence(*arguments, skip=self.skip)
-        return self.out(fused.gate_then_norm(y, self.norm, gate, shape.norm_group or shape.inner, self.eps))
+        return self.out(fused.gate_then_norm(y, self.norm, gate, shape.gate_group, self.eps))
 
     def _mixed(self, parts: Sequence[Tensor], conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
         """[T, I], in torch."""
@@ -150,7 +150,7 @@ class MambaMixer:
         heads = _heads(values, shape.head_dim)
         y = recurrence(c, b, heads * size[..., None], (self.decay * size).exp(), None, matrix, slots)
         y += self.skip[:, None] * heads
-        return gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group or shape.inner, self.eps)
+        return gate_then_norm(y.flatten(1), self.norm, gate, shape.gate_group, self.eps)
 
 
 @dataclass(slots=True)

@@ -167,7 +167,18 @@ class AlwaysMixture(Mixture):
         return replace(super().experts(), has_router_bias=True, shared=shared, gates_shared=False)
 
 
-class Cohere2Moe(Cohere2, AlwaysMixture):
+class DenseFirst(AlwaysMixture):
+    """The first layers have ordinary MLPs, or those that config.json lists."""
+
+    num_dense_layers: int = 0
+    mlp_layer_types: list[str] | None = None
+
+    def is_dense(self, i: int) -> bool:
+        kinds = self.mlp_layer_types
+        return i < self.num_dense_layers if kinds is None else kinds[i : i + 1] == ["dense"]
+
+
+class Cohere2Moe(Cohere2, DenseFirst):
     """North. Its norms are by mean square or also by mean, as config.json has an epsilon of the former or not."""
 
     rms_norm_eps: float | None = None  # type: ignore[assignment]  # an epsilon of another kind of norm
@@ -175,8 +186,6 @@ class Cohere2Moe(Cohere2, AlwaysMixture):
     norm_topk_prob = True
     expert_selection_fn: str = "softmax"
     shared_expert_combination_strategy: str = "average"
-    num_dense_layers: int = 0
-    mlp_layer_types: list[str] | None = None
     prefix_dense_intermediate_size: Size | None = None
     prefix_dense_sliding_window_pattern: int = 1
 
@@ -192,10 +201,6 @@ class Cohere2Moe(Cohere2, AlwaysMixture):
         if self.rms_norm_eps is None:
             return replace(self.norm_style, eps=self.layer_norm_eps)
         return NormStyle(eps=self.rms_norm_eps)
-
-    def is_dense(self, i: int) -> bool:
-        kinds = self.mlp_layer_types
-        return i < self.num_dense_layers if kinds is None else kinds[i : i + 1] == ["dense"]
 
     def slides(self) -> list[bool]:
         if self.layer_types is not None:
@@ -250,17 +255,16 @@ def expert_groups(
 _MOST_GROUPS = 64
 
 
-class Glm4Moe(AlwaysMixture):
+class Glm4Moe(DenseFirst):
     """GLM-4.5, whose experts are DeepSeek-V3's."""
 
     partial_rotary_factor: Any = 0.5
     norm_topk_prob = True
-    num_dense_layers: int = 1
+    num_dense_layers = 1
     routed_scaling_factor: float = 1.0
     use_qk_norm: bool = False
     n_group: int | None = 1
     topk_group: int | None = 1
-    mlp_layer_types: list[str] | None = None
 
     renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
     biases: ClassVar[Biases] = ("attention_bias", False, False)
@@ -274,10 +278,6 @@ class Glm4Moe(AlwaysMixture):
 
     def attention(self, i: int) -> Attention:
         return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
-
-    def is_dense(self, i: int) -> bool:
-        kinds = self.mlp_layer_types
-        return i < self.num_dense_layers if kinds is None else kinds[i : i + 1] == ["dense"]
 
     def experts(self) -> Experts:
         return replace(super().experts(), **deepseek_routing(self.num_experts or 0, self))

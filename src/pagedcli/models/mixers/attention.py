@@ -13,9 +13,8 @@ from pagedcli.models.tensors import Parameter, Tensors, exact
 class OutputGate:
     """Sigmoids that the result of attention is multiplied by."""
 
-    module: str | None = (
-        None  # their projection in the checkpoint; None: q_proj lists them after the query of each head
-    )
+    # their projection in the checkpoint; None: q_proj lists them after the query of each head
+    module: str | None = None
     per_head: bool = False  # one for each head instead of one for each element
 
 

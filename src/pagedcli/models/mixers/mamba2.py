@@ -28,6 +28,11 @@ class Mamba2(RecurrentMixer):
     out_factor: float = 1.0
 
     @property
+    def gate_group(self) -> int:
+        """Elements that are gated, and normed if there is a norm, together."""
+        return self.inner if self.norm_group is None else self.norm_group
+
+    @property
     def inner(self) -> int:
         return self.num_heads * self.head_dim
 
