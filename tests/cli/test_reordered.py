@@ -104,6 +104,16 @@ def test_a_run_its_explanation_and_its_report_begin_with_it_too(tmp_path):
     assert "prompts part at token" in pagedcli("trace", path, "--no-live", "--max-tokens", "1").stderr
 
 
+def test_without_prefix_caching_nobody_looks_where_prompts_part(tmp_path):
+    path, trace = tmp_path / "clock.jsonl", tmp_path / "run.jsonl"
+    clock_chats(path, 20)
+    kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
+    assert "part at token" not in pagedcli("generate", path, "--max-tokens", "1", *kept).stdout
+    assert "part at token" not in pagedcli("explain", trace).stdout
+    pagedcli("report", trace, "-o", tmp_path / "page.html")
+    assert "part at token" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_the_first_answer_from_a_sample_begins_with_it_and_says_that_it_is_a_sample(tmp_path):
     path = tmp_path / "long.jsonl"
     clock_chats(path, 12_000)

@@ -11,7 +11,7 @@ import pytest
 from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.content_files import ContentFolder
-from pagedcli.printable import byte_text
+from pagedcli.printable import byte_text, percent_text
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -59,6 +59,9 @@ def test_its_trace_is_lawful_and_explained(runs):
     assert tokens["disk_hit"] == 160
     whole = ("hit", "disk_hit", "late_hit", "evicted", "in_flight", "first_seen", "last_block", "last_token")
     assert sum(tokens.get(part, 0) for part in whole) == tokens["num_tokens"]
+    told = pagedcli("explain", folder / "b.trace.jsonl").stdout
+    hits = (tokens["hit"] + tokens["disk_hit"]) / tokens["num_tokens"]
+    assert f"Hits: {percent_text(hits)} of " in told
     pagedcli("report", folder / "b.trace.jsonl", "-o", folder / "b.html")
 
 

@@ -109,7 +109,7 @@ def explain(
     facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
     if adviser is not None:
         advice = adviser.advice(state, budget_s=ADVICE_S)
-        verdicts = run_verdicts(prompts.drawn, advice, explainer.block_size, loaded)
+        verdicts = run_verdicts(prompts.drawn, advice, state.started, loaded)
         tables.append(advice_table(advice))
         facts |= advice.document()
         shortly = [in_short(explainer, state)]
@@ -151,7 +151,7 @@ def in_short(explainer: Explainer, state: PoolState) -> str:
     first = explainer.totals(own=False)
     if not first.num_tokens:
         return "No prompt was looked up in the prefix cache."
-    hit, possible = (percent_text(part / first.num_tokens) for part in (first.hit + first.late_hit, first.ideal))
+    hit, possible = (percent_text(part / first.num_tokens) for part in (first.num_found, first.ideal))
     lost = {
         "evicted before they were looked up": first.evicted,
         "computed by two sequences at once": first.in_flight,
@@ -172,7 +172,7 @@ def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
         "block_size": explainer.block_size,
         "minimum_cacheable_prefix_tokens": explainer.block_size,
         "longest_shared_prefix_tokens": explainer.longest_shared_prefix(),
-        "hit_rate": (new.hit + new.disk_hit + new.late_hit) / new.num_tokens if new.num_tokens else None,
+        "hit_rate": new.num_found / new.num_tokens if new.num_tokens else None,
         "ideal_hit_rate": new.ideal / new.num_tokens if new.num_tokens else None,
         "num_events": state.num_events,
     }

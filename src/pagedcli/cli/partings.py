@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import RequestError, TraceError
+from pagedcli.events import EngineStarted
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.simulation.advice import ADVICE_S, Advice, Adviser
 from pagedcli.simulation.advice_verdicts import advice_verdicts
@@ -56,21 +57,30 @@ def find_partings(
 
 
 def part_verdicts(
-    drawn: PromptSample, block_size: int, tokenizer: "Tokenizer | None", *, change: str | None = None
+    drawn: PromptSample, block_size: int | None, tokenizer: "Tokenizer | None", *, change: str | None = None
 ) -> list[Verdict]:
-    """The same as verdicts. `change`: the command that writes the changed prompts."""
-    if not drawn.num_seen:
+    """The same as verdicts; none without prefix caching, where `block_size` is None. `change`: the command that writes
+    the changed prompts."""
+    if block_size is None or not drawn.num_seen:
         return []
     from pagedcli.planning.parting_words import parting_verdict
 
     return [parting_verdict(found, change=change) for found in find_partings(drawn, block_size, tokenizer)]
 
 
-def run_verdicts(drawn: PromptSample, advice: Advice, block_size: int, tokenizer: "Tokenizer | None") -> list[Verdict]:
-    """Where the prompts of a run part, and which settings would save, or that nothing is to change."""
-    parts = part_verdicts(drawn, block_size, tokenizer)
-    left = None if parts else drawn.not_drawn
+def with_settings(parts: Sequence[Verdict], advice: Advice, drawn: PromptSample | None) -> list[Verdict]:
+    """Where the prompts of a run part, and which settings would save, or that nothing is to change. `drawn`: None where
+    nobody looked where prompts part."""
+    left = None if parts or drawn is None else drawn.not_drawn
     return [*parts, *advice_verdicts(advice, or_nothing=not parts, not_looked_at=left)]
+
+
+def run_verdicts(
+    drawn: PromptSample, advice: Advice, started: EngineStarted, tokenizer: "Tokenizer | None"
+) -> list[Verdict]:
+    """The same of a recorded run."""
+    size = started.prefix_block_size
+    return with_settings(part_verdicts(drawn, size, tokenizer), advice, None if size is None else drawn)
 
 
 def request_verdicts(
@@ -92,4 +102,4 @@ def judged_recording(trace: Path) -> list[str]:
     except TraceError:
         return []
     advice = adviser.advice(state, budget_s=ADVICE_S)
-    return paragraph(run_verdicts(prompts.drawn, advice, state.block_size, recorded_tokenizer(trace, None)))
+    return paragraph(run_verdicts(prompts.drawn, advice, state.started, recorded_tokenizer(trace, None)))

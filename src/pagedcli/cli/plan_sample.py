@@ -82,10 +82,8 @@ class FirstAnswer:
             notes.append(NO_TIME)
         title = f"From {self.scan.num_rows:,} of about {_count(self.rows)} rows"
         tables = [] if format_ is Format.JSON else [table(Fact, "sample", title, rows, notes=notes)]
-        verdicts = []
-        if block_size is not None:
-            drawn = replace(self.scan.drawn, num_seen=round(self.rows.value))
-            verdicts = part_verdicts(drawn, block_size, self.scan.tokenizer)
+        drawn = replace(self.scan.drawn, num_seen=round(self.rows.value))
+        verdicts = part_verdicts(drawn, block_size, self.scan.tokenizer)
         in_words = f"{self.in_words[0].upper()}{self.in_words[1:]}."
         print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts, in_short=[in_words])
 

@@ -350,9 +350,8 @@ class AtOnce:
     num_blocks: int
     max_concurrency: Annotated[Whole, "at once", _REQUESTS]
     max_concurrency_shared: Annotated[Whole, "sharing", _REQUESTS] | UnsetType = UNSET  # a prefix
-    max_concurrency_left: Annotated[Whole, "in all that is left", _REQUESTS] | UnsetType = (
-        UNSET  # a pool of all that is left
-    )
+    # in a pool of all that is left
+    max_concurrency_left: Annotated[Whole, "in all that is left", _REQUESTS] | UnsetType = UNSET
 
 
 def concurrency_rows(

@@ -61,7 +61,7 @@ def report(
             selected=() if named is None else named.seq_ids,
             views=[adviser, prompts],
             make_verdicts=lambda state: part_verdicts(
-                prompts.drawn, state.block_size, recorded_tokenizer(trace, tokenizer)
+                prompts.drawn, state.started.prefix_block_size, recorded_tokenizer(trace, tokenizer)
             ),
             make_advice=lambda state: adviser.advice(state, budget_s=ADVICE_S).sentences(),
         )

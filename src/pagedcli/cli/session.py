@@ -13,7 +13,7 @@ from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.partings import part_verdicts, with_settings
 from pagedcli.cli.summary import (
     print_verdicts,
     resume_command,
@@ -31,12 +31,12 @@ from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
 from pagedcli.simulation.advice import Advice
-from pagedcli.simulation.advice_verdicts import advice_verdicts
 from pagedcli.simulation.served import ServedRequests
 from pagedcli.verdicts import Verdict, refused_verdict
 from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
+    from pagedcli.planning.prompt_sample import PromptSample
     from pagedcli.runner.llm_engine import LLMEngine
 
 # the time that advice may take at the end of a run
@@ -106,7 +106,7 @@ def run_job(
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
             metrics.update(result.stats, now=True)
-        verdicts = [*failed_rows, *parting, *_settings(advice, parting, engine, served)]
+        verdicts = [*failed_rows, *with_settings(parting, advice, _looked_at(engine, served))]
         observe_verdicts(verdicts)
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, advice, verdicts)
@@ -154,12 +154,6 @@ def _run(
             engine.observe_work = None
 
 
-def _settings(advice: Advice, parting: list[Verdict], engine: "LLMEngine", served: ServedRequests) -> list[Verdict]:
-    """Which settings would save, or, where prompts do not part, that nothing is to change."""
-    left = None if parting or not engine.plan.limits.enable_prefix_caching else served.drawn.not_drawn
-    return advice_verdicts(advice, or_nothing=not parting, not_looked_at=left)
-
-
 def _failed(result: BatchResult) -> list[Verdict]:
     """How many rows failed, and the first one."""
     stats = result.stats
@@ -171,13 +165,16 @@ def _failed(result: BatchResult) -> list[Verdict]:
 
 def _parting(work: OpenJob, engine: "LLMEngine", served: ServedRequests) -> list[Verdict]:
     """Where the prompts of the run part."""
-    limits = engine.plan.limits
-    if not limits.enable_prefix_caching:
-        return []
+    drawn = _looked_at(engine, served)
     try:
-        return part_verdicts(served.drawn, limits.block_size, work.tokenizer)
+        return [] if drawn is None else part_verdicts(drawn, engine.plan.limits.block_size, work.tokenizer)
     except MemoryError:
         return []
+
+
+def _looked_at(engine: "LLMEngine", served: ServedRequests) -> "PromptSample | None":
+    """The prompts among which places are looked for; None: nobody looks without prefix caching."""
+    return served.drawn if engine.plan.limits.enable_prefix_caching else None
 
 
 def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> Advice:

@@ -193,6 +193,11 @@ class Totals:
     ideal: int = 0  # hits of an unlimited cache with every block computed once; not one of the parts
     reasons: Counter[Reason] = field(default_factory=Counter)
 
+    @property
+    def num_found(self) -> int:
+        """Tokens that were not computed: hits in memory and on disk, and later ones."""
+        return self.hit + self.disk_hit + self.late_hit
+
     def add(self, lookup: Lookup) -> None:
         event, size = lookup.event, lookup.block_size
         self.num_lookups += 1
