@@ -12,12 +12,12 @@ from engine_harness import ragged_prompts
 from model_zoo import cached_model
 from trace_harness import check_events
 
-from pagedcli import content_files
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("own_digests")
 MODELS = {
     "dense": "qwen3",
     "windows": "mistral",
@@ -99,14 +99,6 @@ def rows_of(path, kind, config, emit=None):
 @cache
 def expected(path, kind):
     return rows_of(path, kind, {})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_digests(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        home = tmp_path_factory.mktemp("cache")
-        patch.setattr(content_files, "cache_home", lambda: home)
-        yield
 
 
 @pytest.mark.parametrize(

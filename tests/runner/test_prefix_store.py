@@ -22,16 +22,9 @@ from pagedcli.runner.store_check import compare_with_model
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
 
+pytestmark = pytest.mark.usefixtures("own_digests")
 SCORED = SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
 ROOMY = {"num_gpu_blocks_override": 400, "block_size": 4, "max_num_seqs": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_digests(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        home = tmp_path_factory.mktemp("cache")
-        patch.setattr(content_files, "cache_home", lambda: home)
-        yield
 
 
 @pytest.fixture(scope="module")
