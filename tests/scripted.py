@@ -144,14 +144,23 @@ class ScriptedExecutor:
         return context
 
     def _keep(self, row, context, sampling):
-        """The tokens that penalties look at are those before the row of logits; then the one just sampled."""
-        if sampling.changes is None or row not in sampling.changes.repeated:
+        """The tokens that penalties look at are those before the row of logits; then the one just sampled, if all
+        guesses before it were right."""
+        changes = sampling.changes
+        if changes is None or row not in changes.repeated:
             return
-        place = int(sampling.changes.repeated_places[sampling.changes.repeated.tolist().index(row)])
-        started = {at: token_ids for at, token_ids, _ in sampling.changes.started}
-        kept = self.kept[place] = started.get(place) or self.kept[place]
-        assert self.windows != (None,) or kept == context, "the tokens of another sequence"
-        kept.append(self.last_tokens[row])
+        at = changes.repeated.tolist().index(row)
+        place, guess = int(changes.repeated_places[at]), int(changes.repeated_guesses[at])
+        started = {at: token_ids for at, token_ids, _ in changes.started}
+        if guess < 0:
+            kept = self.kept[place] = started.get(place) or self.kept[place]
+            self.seen, self.are_right = kept.copy(), True
+        else:
+            self.are_right &= self.last_tokens[row - 1] == guess
+            self.seen.append(guess)
+        assert self.windows != (None,) or self.seen == context, "the tokens of another sequence"
+        if self.are_right:
+            self.kept[place].append(self.last_tokens[row])
 
     def _changed(self, token, row, sampling):
         """The first token from `token` on that the grammar of the row allows."""

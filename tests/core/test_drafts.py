@@ -133,17 +133,16 @@ def test_where_the_logits_are_no_numbers_the_tokens_before_count_and_the_trace_i
     same_pool(sim, checker.state)
 
 
-def test_grammars_penalties_and_beams_are_not_guessed():
+def test_grammars_and_beams_are_not_guessed():
     sim = Simulation(100, drafter=Oracle({(str(i), 0): [1] * 9 for i in range(4)}), **ROOMY)
-    sim.add([1, 2], request_id="0", params=SamplingParams(max_tokens=6, repetition_penalty=1.5))
     sim.add([1, 2], request_id="1", params=SamplingParams(max_tokens=6, beam_width=2, n=1, temperature=0))
     sim.add([1, 2], 6, request_id="2", make_guide=lambda: Digits(6))
     sim.run()
     assert sim.stats.num_drafted_tokens == 0
     told = dict(finding_lines(Findings(sim.stats)))["speculation"]
-    kinds = "2 sequences with beam search, 1 sequence with penalties, 1 sequence with a grammar"
+    kinds = "2 sequences with beam search, 1 sequence with a grammar"
     assert told == f"of 0 guesses 0 were right; none for {kinds}"
-    assert [seq.no_drafts for seq in sim.seqs[:3]] == ["penalties", "beam search", "a grammar"]
+    assert [seq.no_drafts for seq in sim.seqs[:2]] == ["beam search", "a grammar"]
 
 
 @pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])

@@ -142,6 +142,34 @@ def test_presence_and_frequency_penalties_count_the_output_only(logits):
     torch.testing.assert_close(changed(logits, seq), expected)
 
 
+@pytest.mark.parametrize(
+    "penalties",
+    [{"repetition_penalty": 1.7}, {"frequency_penalty": 0.3, "presence_penalty": 0.1}, {"repetition_penalty": 0.9,
+     "frequency_penalty": -0.7}],
+    ids=["repetition", "counts", "both"],
+)  # fmt: skip
+def test_each_row_of_a_draft_counts_the_guesses_before_it_and_wrong_ones_leave_no_count(penalties):
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    other, seq, last = (make_seq((3, 4), (5, 7, token), **penalties) for token in (6, 7, 8))
+    other.row, seq.row, last.row, seq.draft = 2, 0, 1, [5, 9, 9]
+    tables = KeptTokens(3, UPLOAD)
+
+    def check(rows):
+        changes, scores = SamplingInput.of([seq for seq, _ in rows]).changes, logits[: len(rows)].clone()
+        tables.change(scores, changes)
+        for found, row, (each, guesses) in zip(scores, logits, rows, strict=True):
+            alone = make_seq((3, 4), (*each.output_token_ids, *guesses), **penalties)
+            assert torch.equal(found, changed(row, alone))
+        return changes
+
+    changes = check([(other, ()), (seq, ()), (seq, (5,)), (seq, (5, 9)), (seq, (5, 9, 9)), (last, ())])
+    tables.add(torch.tensor([7, 5, 9, 3, 9, 11]), changes)  # 3 instead of the second 9: what follows it is dropped
+    for each, tokens in ((other, [7]), (seq, [5, 9, 3]), (last, [11])):
+        each.token_ids += tokens
+    seq.draft, seq.num_kept_tokens = [], seq.num_kept_tokens + 2
+    assert check([(last, ()), (seq, ()), (other, ())]).started == []
+
+
 def test_logit_bias_can_force_and_forbid_tokens(logits):
     best, second = logits.topk(2).indices.tolist()
     assert sample(logits[None], [make_seq(temperature=0, logit_bias={7: 100.0})]) == [7]

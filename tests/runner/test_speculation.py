@@ -17,9 +17,9 @@ KINDS = [
     SamplingParams(temperature=0.9, seed=1, max_tokens=22, logprobs=20, top_k=30, top_p=0.8, n=2),
     SamplingParams(temperature=1.1, seed=2, max_tokens=18, logprobs=1, prompt_logprobs=2, min_p=0.05),
     SamplingParams(temperature=1.0, seed=3, max_tokens=20, min_tokens=9, stop_token_ids=list(range(60))),
-    SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2, logprobs=2, ignore_eos=True),
     SamplingParams(beam_width=2, n=2, max_tokens=6),
-    SamplingParams(temperature=0.8, seed=4, max_tokens=20, logit_bias={7: 2.0}, logprobs=2),
+    SamplingParams(temperature=0.8, seed=4, max_tokens=20, logit_bias={7: 2.0}, logprobs=2, presence_penalty=0.7, n=2),
 ]
 PROMPTS = ragged_prompts(16, vocab_size=100)
 ROOMY = {"max_model_len": 128, "num_gpu_blocks_override": 200, "max_num_seqs": 64}

@@ -220,6 +220,7 @@ class Scheduler:
         if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
             self.block_manager.release_unseen(seq)
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))
+        seq.num_kept_tokens += num_accepted
         self._facts.num_accepted_tokens += num_accepted
         self._facts.num_generated_tokens += num_accepted
 

@@ -118,7 +118,7 @@ class Sequence:
         changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
         self.watched = self.guide is not None or self.stop_checker is not None
-        kinds = {"beam search": self.is_beam, "a grammar": self.guide is not None, "penalties": self.penalized}
+        kinds = {"beam search": self.is_beam, "a grammar": self.guide is not None}
         self.no_drafts = next((kind for kind, is_used in kinds.items() if is_used), None)
 
     @property

@@ -95,14 +95,19 @@ class LogitChanges:
     """Adjustments of logits before sampling, applied in the order of the fields. The executor keeps the tokens of each
     sequence that needs it, at the sequence's place, and adds those that it samples itself: a step that is launched
     before the last one is read needs no token from the host.
+
+    A sequence with a draft has several rows, one after the other: each sees the guesses up to its own, and the token
+    sampled from it is kept if these are right.
     """
 
     started: list[tuple[int, list[int], int]]  # place, its tokens, how many of these are the prompt: kept from now on
     repeated: Ints  # [P] int64, rows with a repetition penalty
     repeated_places: Ints  # [P] int64
+    repeated_guesses: Ints  # [P] int64, the guess just before the row's token; -1: the first row of its sequence
     repetition: Floats  # [P] float32: divides logits of tokens in prompt and output, multiplies negative ones
     counted: Ints  # [Q] int64, rows with a frequency or presence penalty
     counted_places: Ints  # [Q] int64
+    counted_guesses: Ints  # [Q] int64, as repeated_guesses
     frequency: Floats  # [Q] float32: subtracted per earlier generation
     presence: Floats  # [Q] float32: subtracted once
     biased: Ints  # [K] int64, rows
@@ -123,7 +128,7 @@ class LogitChanges:
             return None
         started, guided, biased, banned = [], [], [], []
         for row, seq, ahead in rows:
-            if seq.penalized:
+            if seq.penalized and not ahead:
                 if seq.is_beam or seq.num_kept_tokens != seq.num_tokens:  # another beam's tokens become a beam's own
                     assert not seq.num_pending_tokens, "a sequence starts with all its tokens on the host"
                     assert seq.row is not None, "a sampled sequence has a row"
@@ -140,17 +145,19 @@ class LogitChanges:
                 guided.append((row, seq.guide.allowed_tokens, ends))
             else:
                 banned += [(row, token_id) for token_id in ends]
-        repeated = [(row, seq) for row, seq, _ in rows if seq.params.repetition_penalty != 1]
-        counted = [(row, seq) for row, seq, _ in rows if seq.params.frequency_penalty or seq.params.presence_penalty]
+        repeated = [each for each in rows if each[1].params.repetition_penalty != 1]
+        counted = [each for each in rows if each[1].params.frequency_penalty or each[1].params.presence_penalty]
         return cls(
             started=started,
-            repeated=_integers(row for row, _ in repeated),
-            repeated_places=_integers(seq.row for _, seq in repeated),
-            repetition=_floats(seq.params.repetition_penalty for _, seq in repeated),
-            counted=_integers(row for row, _ in counted),
-            counted_places=_integers(seq.row for _, seq in counted),
-            frequency=_floats(seq.params.frequency_penalty for _, seq in counted),
-            presence=_floats(seq.params.presence_penalty for _, seq in counted),
+            repeated=_integers(row for row, _, _ in repeated),
+            repeated_places=_integers(seq.row for _, seq, _ in repeated),
+            repeated_guesses=_guesses(repeated),
+            repetition=_floats(seq.params.repetition_penalty for _, seq, _ in repeated),
+            counted=_integers(row for row, _, _ in counted),
+            counted_places=_integers(seq.row for _, seq, _ in counted),
+            counted_guesses=_guesses(counted),
+            frequency=_floats(seq.params.frequency_penalty for _, seq, _ in counted),
+            presence=_floats(seq.params.presence_penalty for _, seq, _ in counted),
             biased=_integers(row for row, _, _ in biased),
             biased_ids=_integers(token_id for _, token_id, _ in biased),
             bias=_floats(bias for _, _, bias in biased),
@@ -158,6 +165,10 @@ class LogitChanges:
             banned=_integers(row for row, _ in banned),
             banned_ids=_integers(token_id for _, token_id in banned),
         )
+
+
+def _guesses(rows: list[tuple[int, Sequence, int]]) -> Ints:
+    return _integers(seq.draft[ahead - 1] if ahead else -1 for _, seq, ahead in rows)
 
 
 def _integers(values: Iterable[Any]) -> Ints:

@@ -5,6 +5,7 @@ Used by ModelRunner. Host and device never wait for each other here: tokens are 
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -194,10 +195,12 @@ class KeptTokens:
         repeated, counted, (biased, bias, guided, words, banned) = uploaded[:3], uploaded[3:7], uploaded[7:]
         if repeated[0].shape[0]:
             assert self._seen is not None, "its sequence has started"
-            kernels.penalize_repeated(scores, self._seen, *repeated)
+            penalize = partial(kernels.penalize_repeated, scores, self._seen)
+            self._penalize(penalize, self._seen, repeated, changes.repeated_guesses, counts=False)
         if counted[0].shape[0]:
             assert self._counts is not None, "its sequence has started"
-            kernels.penalize_counted(scores, self._counts, *counted)
+            penalize = partial(kernels.penalize_counted, scores, self._counts)
+            self._penalize(penalize, self._counts, counted, changes.counted_guesses, counts=True)
         flat = scores.view(-1)
         if biased.shape[0]:
             flat.index_copy_(0, biased, flat.index_select(0, biased) + bias)
@@ -206,17 +209,50 @@ class KeptTokens:
         if banned.shape[0]:
             flat.index_fill_(0, banned, float("-inf"))
 
+    def _penalize(
+        self, penalize: Callable[..., None], table: Tensor, of_rows: list[Tensor], guesses: Ints, *, counts: bool
+    ) -> None:
+        """Apply a penalty to rows, `of_rows` being its further arguments. A row after guesses sees them in the table:
+        for these, the first rows of all sequences are penalized at once, then the second ones, and so on."""
+        if not (guesses >= 0).any():
+            penalize(*of_rows)
+            return
+        guessed, after = self._upload([guesses, np.flatnonzero(guesses >= 0)])
+        places, flat, depths = of_rows[1], table.view(-1), _depths(guesses)
+        at = places[after] * table.shape[1] + guessed[after]
+        before = flat[at]
+        for depth in range(int(depths.max()) + 1):
+            [now] = self._upload([np.flatnonzero(depths == depth)])
+            if depth:
+                _add_one(table, places[now], guessed[now], counts=counts)
+            penalize(*(each[now] for each in of_rows))
+        flat[at] = before
+
     def add(self, tokens: Tensor, changes: LogitChanges) -> None:
-        """Keep the tokens [R] that were sampled after these changes. INVALID, which ends its sequence, counts as 0."""
+        """Keep the tokens [R] that were sampled after these changes, but those after a wrong guess. INVALID, which ends
+        its sequence, counts as 0."""
         if not changes.repeated.shape[0] and not changes.counted.shape[0]:
             return
         seen, seen_places, counted, counted_places = self._upload(
             [changes.repeated, changes.repeated_places, changes.counted, changes.counted_places]
         )
         if self._seen is not None and seen.shape[0]:
-            _add_one(self._seen, seen_places, tokens.index_select(0, seen), counts=False)
+            kept = self._kept(seen_places, tokens.index_select(0, seen), changes.repeated_guesses)
+            _add_one(self._seen, *kept, counts=False)
         if self._counts is not None and counted.shape[0]:
-            _add_one(self._counts, counted_places, tokens.index_select(0, counted), counts=True)
+            kept = self._kept(counted_places, tokens.index_select(0, counted), changes.counted_guesses)
+            _add_one(self._counts, *kept, counts=True)
+
+    def _kept(self, places: Tensor, tokens: Tensor, guesses: Ints) -> tuple[Tensor, Tensor]:
+        """The places and tokens of the rows before which all guesses are right."""
+        if not (guesses >= 0).any():
+            return places, tokens
+        guessed, first = self._upload([guesses, np.arange(len(guesses)) - _depths(guesses)])
+        is_wrong = torch.zeros_like(tokens)
+        is_wrong[1:] = (guessed[1:] >= 0) & (guessed[1:] != tokens[:-1])
+        num_wrong = is_wrong.cumsum(0)
+        is_kept = num_wrong == num_wrong[first]
+        return places[is_kept], tokens[is_kept]
 
     def _start(self, changes: LogitChanges, vocab_size: int) -> None:
         """Keep the tokens of sequences that have just started, in place of those of earlier sequences."""
@@ -239,6 +275,13 @@ class KeptTokens:
             cleared, at, token_ids = self._upload([own, of_ids, ids])
             table.index_fill_(0, cleared, 0)
             _add_one(table, at, token_ids, counts=counts)
+
+
+def _depths(guesses: Ints) -> Ints:
+    """How many guesses come before each row: -1 5 6 -1 -1 7 -> 0 1 2 0 0 1."""
+    rows = np.arange(len(guesses))
+    depths: Ints = rows - np.maximum.accumulate(np.where(guesses < 0, rows, 0))
+    return depths
 
 
 def _add_one(table: Tensor, places: Tensor, token_ids: Tensor, *, counts: bool) -> None:
