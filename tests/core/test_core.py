@@ -4,6 +4,7 @@ one step ahead, forks, grammars, aborts and steps that raise, every request gets
 import gc
 import weakref
 from contextlib import suppress
+from copy import copy
 
 import pytest
 from hypothesis import example, given, settings
@@ -30,6 +31,9 @@ class Digits:
     def accept(self, token_id):
         assert token_id != self.last, "the grammar does not allow this token"
         self.last, self.left = token_id, self.left - 1
+
+    def copy(self):
+        return copy(self)
 
     @classmethod
     def find_allowed(cls, guides):

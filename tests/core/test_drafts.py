@@ -4,10 +4,10 @@ import random
 
 import pytest
 from scripted import Oracle, Simulation
-from test_core import Digits, same_pool, stop_after
+from test_core import same_pool, stop_after
 from trace_harness import EventList
 
-from pagedcli.core.drafts import NgramDrafter
+from pagedcli.core.drafts import NgramDrafter, draft_of
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
 from pagedcli.events import BlockEvicted, BlocksFilled, DraftChecked, RequestPreempted, TokensDrafted
@@ -133,16 +133,75 @@ def test_where_the_logits_are_no_numbers_the_tokens_before_count_and_the_trace_i
     same_pool(sim, checker.state)
 
 
-def test_grammars_and_beams_are_not_guessed():
+def test_beams_are_not_guessed():
     sim = Simulation(100, drafter=Oracle({(str(i), 0): [1] * 9 for i in range(4)}), **ROOMY)
     sim.add([1, 2], request_id="1", params=SamplingParams(max_tokens=6, beam_width=2, n=1, temperature=0))
-    sim.add([1, 2], 6, request_id="2", make_guide=lambda: Digits(6))
     sim.run()
     assert sim.stats.num_drafted_tokens == 0
     told = dict(finding_lines(Findings(sim.stats)))["speculation"]
-    kinds = "2 sequences with beam search, 1 sequence with a grammar"
-    assert told == f"of 0 guesses 0 were right; none for {kinds}"
-    assert [seq.no_drafts for seq in sim.seqs[:2]] == ["beam search", "a grammar"]
+    assert told == "of 0 guesses 0 were right; none for 2 sequences with beam search"
+
+
+class Pattern:
+    """A grammar of digits of which each may be any of some: 0 is followed by 1 and 2, say. Counts its calls."""
+
+    def __init__(self, *places, after=()):
+        self.places, self.taken = places, list(after)
+
+    @property
+    def allowed_tokens(self):
+        return bytes([sum(1 << token for token in self.places[len(self.taken)])])
+
+    def accept(self, token_id):
+        assert self.allowed_tokens[0] >> token_id & 1, "the grammar does not allow this token"
+        self.taken.append(token_id)
+
+    def copy(self):
+        return Pattern(*self.places, after=self.taken)
+
+    @classmethod
+    def find_allowed(cls, guides):
+        return [len(guide.taken) == len(guide.places) for guide in guides]
+
+
+def test_what_a_grammar_forces_is_guessed_by_itself():
+    places = [{0, 1}, {2}, {3}, {4}, {0, 1, 2}, {3}, {3}]
+    found = []
+    for drafter in (None, Oracle({})):
+        sim = Simulation(40, drafter=drafter, max_num_batched_tokens=64)
+        seq = sim.add([1, 2, 3], 19, request_id="0", make_guide=lambda: Pattern(*places))
+        sim.run()
+        found.append((seq.token_ids, seq.finish_reason, seq.guide.taken))
+    assert found[0] == found[1]
+    # 2 3 4 after the prompt's step, then a 3; the last 3 completes the text and is sampled in any case
+    assert sim.executor.steps == [[3], [4], [2]]
+    assert (sim.stats.num_drafted_tokens, sim.stats.num_accepted_tokens) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("guesses", "draft"),
+    [
+        ([0, 2, 1], [0, 2, 1, 3]),  # as the grammar, and what it forces after them
+        ([0, 3], [0, 2]),  # the grammar forces another token
+        ([3], []),  # not allowed
+        ([], []),
+        ([0, 2, 1, 3, 1, 4], [0, 2, 1, 3, 1]),  # the text is complete after the last one
+        ([1, 2, 9], [1, 2]),  # no such token
+    ],
+)
+def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
+    guide = Pattern({0, 1}, {2}, {0, 1}, {3}, {1, 2}, {3, 4})
+    seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide)
+    assert draft_of(Oracle({("0", 0): guesses}), seq, 8) == draft
+    assert [bits[0] for bits in seq.draft_masks] == [0b100, 0b11, 0b1000, 0b110, 0b11000][: len(draft)]
+    assert not guide.taken
+
+
+def test_an_end_token_is_no_guess():
+    seq = Sequence(
+        0, "0", [1], SamplingParams(), max_new_tokens=99, guide=Pattern({0, 1}, {2, 3}, {1}), eos_token_ids=frozenset([3])
+    )
+    assert draft_of(Oracle({("0", 0): [0, 3]}), seq, 8) == [0]
 
 
 @pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])

@@ -37,6 +37,31 @@ def stop_twice():
     return check
 
 
+class NoneTwice:
+    """A grammar of 14 tokens below 64, of which none is the one before, and in which one below 8 forces the next one."""
+
+    def __init__(self, last=None, left=14):
+        self.last, self.left = last, left
+
+    @property
+    def allowed_tokens(self):
+        if self.last is None:
+            return (2**64 - 1).to_bytes(16, "little")
+        bits = 1 << self.last + 9 if self.last < 8 else (2**64 - 1) ^ (1 << self.last)
+        return bits.to_bytes(16, "little")
+
+    def accept(self, token_id):
+        assert int.from_bytes(self.allowed_tokens, "little") >> token_id & 1, "the grammar forbids it"
+        self.last, self.left = token_id, self.left - 1
+
+    def copy(self):
+        return NoneTwice(self.last, self.left)
+
+    @classmethod
+    def find_allowed(cls, guides):
+        return [not guide.left for guide in guides]
+
+
 def outcome(path, *, drafter=None, speculation="ngram", **config):
     """Tokens, ends and log-probabilities of every sample, and the engine."""
     checker = TraceChecker()
@@ -48,8 +73,8 @@ def outcome(path, *, drafter=None, speculation="ngram", **config):
     if drafter is not None:
         engine.scheduler._drafter = drafter
     for i, prompt in enumerate(PROMPTS):
-        stops = stop_twice if i % 8 in (1, 3) else None
-        engine.add_request(str(i), prompt, KINDS[i % len(KINDS)], make_stop_checker=stops)
+        stops, guide = stop_twice if i % 8 in (1, 3) else None, NoneTwice if i % 8 in (0, 2) and i > 7 else None
+        engine.add_request(str(i), prompt, KINDS[i % len(KINDS)], make_stop_checker=stops, make_guide=guide)
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}

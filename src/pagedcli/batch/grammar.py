@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.core.sequence import TokenMask
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -34,14 +35,14 @@ class GrammarGuide:
 
     __slots__ = ("_allowed_tokens", "_masks", "_matcher", "error")
 
-    def __init__(self, matcher: "LLMatcher", allowed_tokens: bytes, masks: "_Masks") -> None:
+    def __init__(self, matcher: "LLMatcher", allowed_tokens: TokenMask, masks: "_Masks") -> None:
         self._matcher = matcher
         self._masks = masks
-        self._allowed_tokens: bytes | memoryview | None = allowed_tokens  # None: not known since the last token
+        self._allowed_tokens: TokenMask | None = allowed_tokens  # None: not known since the last token
         self.error: str | None = None
 
     @property
-    def allowed_tokens(self) -> bytes | memoryview:
+    def allowed_tokens(self) -> TokenMask:
         """A bit per token id, lowest first."""
         if self._allowed_tokens is None:
             self.find_allowed([self])
@@ -52,6 +53,10 @@ class GrammarGuide:
         """Take a token."""
         self._matcher.consume_token(token_id)
         self._allowed_tokens = None
+
+    def copy(self) -> "GrammarGuide":
+        """Another one after the same tokens."""
+        return GrammarGuide(self._matcher.deep_copy(), self.allowed_tokens, self._masks)
 
     @classmethod
     def find_allowed(cls, guides: "Sequence[GrammarGuide]") -> list[bool]:

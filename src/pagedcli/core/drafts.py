@@ -1,4 +1,5 @@
-"""Drafts: guesses of a sequence's next tokens, from its own text and from the answers of sequences that have finished.
+"""Drafts: guesses of a sequence's next tokens, from its own text, from the answers of sequences that have finished, and
+from its grammar.
 
 Used by the scheduler, which has them checked in an ordinary step; needs no torch. A wrong guess costs time and nothing
 else: what a sequence generates does not depend on its drafts.
@@ -6,7 +7,7 @@ else: what a sequence generates does not depend on its drafts.
 
 from typing import Protocol
 
-from pagedcli.core.sequence import Sequence
+from pagedcli.core.sequence import Guide, Sequence, TokenMask
 from pagedcli.events import Speculation
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
@@ -104,6 +105,52 @@ class NgramDrafter:
             self._older, self._newer = self._newer, _Text([])
         # with the end of the prompt, after which the answer began
         self._newer.extend(seq.token_ids[max(0, seq.num_prompt_tokens - RUN_LENGTHS[0]) :])
+
+
+# ---------------------------------------------------------------------- grammars
+
+
+def draft_of(drafter: Drafter, seq: Sequence, most: int) -> list[int]:
+    """The next tokens that a drafter guesses, as far as the sequence's grammar allows them, and those that it forces."""
+    guesses = drafter.draft(seq, most)
+    if seq.guide is None:
+        return guesses
+    draft, seq.draft_masks = _guided(seq.guide, guesses, most, seq.end_token_ids)
+    return draft
+
+
+def _guided(
+    guide: Guide, guesses: list[int], most: int, end_token_ids: frozenset[int]
+) -> tuple[list[int], list[TokenMask]]:
+    """A draft of at most `most` tokens, after which the text of the grammar continues, and what may follow each. Where
+    the grammar leaves one token, that is the next one; elsewhere a guess that all tokens before it agree with."""
+    draft: list[int] = []
+    masks: list[TokenMask] = []
+    ahead, allowed = None, guide.allowed_tokens
+    while len(draft) < most:
+        token = _only_token(allowed)
+        if token is None and len(draft) < len(guesses) and draft == guesses[: len(draft)]:
+            token = guesses[len(draft)]
+        if token is None or token in end_token_ids or not _has_token(allowed, token):
+            break
+        ahead = guide.copy() if ahead is None else ahead
+        ahead.accept(token)
+        if type(ahead).find_allowed([ahead]) == [True]:  # the text is complete: the step samples this token in any case
+            break
+        allowed = ahead.allowed_tokens
+        draft.append(token)
+        masks.append(allowed)
+    return draft, masks
+
+
+def _only_token(allowed: TokenMask) -> int | None:
+    """The token of a mask with a single bit."""
+    bits = int.from_bytes(allowed, "little")
+    return bits.bit_length() - 1 if not bits & (bits - 1) else None
+
+
+def _has_token(allowed: TokenMask, token_id: int) -> bool:
+    return token_id // 8 < len(allowed) and bool(allowed[token_id // 8] >> token_id % 8 & 1)
 
 
 def make_drafter(speculation: Speculation) -> Drafter | None:

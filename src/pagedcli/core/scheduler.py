@@ -11,7 +11,7 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
-from pagedcli.core.drafts import Drafter
+from pagedcli.core.drafts import Drafter, draft_of
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED, Limits
 from pagedcli.core.prefixes import SeenPrefixes
@@ -190,7 +190,7 @@ class Scheduler:
             most = min(MOST_DRAFTED, budget, self.chunk_size - 1, num_left)
             if most <= 0 or not seq.can_draft:
                 continue
-            draft = drafter.draft(seq, most)
+            draft = draft_of(drafter, seq, most)
             if not draft:
                 continue
             if self.block_manager.has_windows:
@@ -211,7 +211,7 @@ class Scheduler:
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
-        num_drafted, seq.draft = len(seq.draft), []
+        num_drafted, seq.draft, seq.draft_masks = len(seq.draft), [], []
         end = seq.num_computed_tokens + num_accepted
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
         self.block_manager.keep_accepted(seq, num_drafted, num_accepted, token_ids)

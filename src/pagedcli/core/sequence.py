@@ -15,16 +15,23 @@ StopChecker = Callable[[int], str | None]
 """Receives each new token id of one sample; returns the stop string that its text now contains, or None."""
 
 
+TokenMask = bytes | memoryview
+"""One bit per token id, lowest bit first."""
+
+
 class Guide(Protocol):
     """Follows a grammar along the tokens of one sample. Its state depends on these tokens alone, so preemption does not
     affect it. All guides of an engine are of one class."""
 
     @property
-    def allowed_tokens(self) -> bytes | memoryview:
-        """One bit per token id, lowest bit first: whether it may come next. At least one bit is set."""
+    def allowed_tokens(self) -> TokenMask:
+        """Which tokens may come next. At least one bit is set."""
 
     def accept(self, token_id: int) -> None:
         """Accept the next token."""
+
+    def copy(self) -> Self:
+        """Another one in the same state: what it accepts, this one has not seen."""
 
     @classmethod
     def find_allowed(cls, guides: Items[Self]) -> list[bool]:
@@ -85,6 +92,7 @@ class Sequence:
     block_table: list[int | None] = field(default_factory=list)  # see core.groups; None: no later token sees it
     num_pending_tokens: int = 0  # sampled by launched steps, not yet read from the device
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
+    draft_masks: list[TokenMask] = field(default_factory=list)  # with a guide: what may come after each guess
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
     num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
@@ -118,8 +126,7 @@ class Sequence:
         changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
         self.watched = self.guide is not None or self.stop_checker is not None
-        kinds = {"beam search": self.is_beam, "a grammar": self.guide is not None}
-        self.no_drafts = next((kind for kind, is_used in kinds.items() if is_used), None)
+        self.no_drafts = "beam search" if self.is_beam else None
 
     @property
     def num_tokens(self) -> int:

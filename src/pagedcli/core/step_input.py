@@ -17,7 +17,7 @@ from pagedcli.core.beams import num_candidates
 from pagedcli.core.limits import Limits
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.scoring import TokenScore
-from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.core.sequence import Sequence, TokenLogprobs, TokenMask
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -113,8 +113,7 @@ class LogitChanges:
     biased: Ints  # [K] int64, rows
     biased_ids: Ints  # [K] int64
     bias: Floats  # [K] float32, added
-    # row, allowed tokens (see Guide), which of them end it too early
-    guided: list[tuple[int, bytes | memoryview, list[int]]]
+    guided: list[tuple[int, TokenMask, list[int]]]  # row, allowed tokens, which of them end it too early
     banned: Ints  # [E] int64, rows
     banned_ids: Ints  # [E] int64, the end tokens of sequences below their minimum length
 
@@ -142,7 +141,8 @@ class LogitChanges:
                 else []
             )
             if seq.guide is not None:
-                guided.append((row, seq.guide.allowed_tokens, ends))
+                allowed = seq.draft_masks[ahead - 1] if ahead else seq.guide.allowed_tokens
+                guided.append((row, allowed, ends))
             else:
                 banned += [(row, token_id) for token_id in ends]
         repeated = [each for each in rows if each[1].params.repetition_penalty != 1]
