@@ -108,13 +108,15 @@ class ScriptedExecutor:
             yield self._context(step, int(step.logits_rows[rows.scored[place]])), token
 
     def _update_states(self, step, ids):
-        """All sequences read, then all write. A state has seen exactly the tokens before the step."""
-        reads, writes, states = step.state_reads.tolist(), step.state_writes.tolist(), []
+        """All sequences read, then all write. A state has seen exactly the tokens before those of the step."""
+        reads, writes, states, self.scanned = step.state_reads.tolist(), step.state_writes.tolist(), [], []
+        seen = step.cu_q[1:] if step.state_ends is None else step.state_ends
         for seq, (start, end) in enumerate(itertools.pairwise(step.cu_q.tolist())):
             before = () if reads[seq] < 0 else self.states[reads[seq]]
             assert before is not None, "a slot that was never written was read"
             assert len(before) == step.num_tokens[seq] - (end - start), "the state of another place"
-            states.append((*before, *ids[start:end]))
+            states.append((*before, *ids[start : seen[seq]]))
+            self.scanned.append((*before, *ids[start:end]))
         others = [each for seq, each in enumerate(reads) if each != writes[seq]]
         assert len({*writes, *others}) == len(writes) + len(set(others)), "a slot is written that others use"
         for slot, state in zip(writes, states, strict=True):
@@ -139,8 +141,7 @@ class ScriptedExecutor:
                 context.append(self.cache[block * size + place % size])
         assert None not in context, "a slot that was never written was read"
         if self.states:
-            state = self.states[int(step.state_writes[seq])]
-            assert self.windows != (None,) or list(state[:length]) == context, "the state of other tokens"
+            assert self.windows != (None,) or list(self.scanned[seq][:length]) == context, "the state of other tokens"
         return context
 
     def _keep(self, row, context, sampling):

@@ -129,6 +129,11 @@ def alone(number, asked, **changes):
     return results(outputs)
 
 
+def oracle(expected, **drafts):
+    """A drafter that knows the results."""
+    return Oracle({(each, i): ids for each, of_each in expected.items() for i, (ids, _) in enumerate(of_each)}, **drafts)
+
+
 plain = {"n": 1, "beams": None, "temperature": 0, "guide": None, "stop": None, "salt": None, "penalty": 1.0}
 roomy = {
     "num_blocks": 8, "max_num_batched_tokens": 11, "max_num_seqs": 2, "chunked_prefill_size": None,
@@ -155,9 +160,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happ
         expected |= alone(number, asked)
     drafter = None
     if drafts is not None:
-        samples = [(each, samples) for each, samples in expected.items()]
-        answers = {(each, i): ids for each, of_each in samples for i, (ids, _) in enumerate(of_each)}
-        drafter, limits = Oracle(answers, **drafts), {**limits, "runs_ahead": False}
+        drafter, limits = oracle(expected, **drafts), {**limits, "runs_ahead": False}
     sim = Simulation(emit=checker.apply, trace_tokens=True, drafter=drafter, **limits)
     got, gone = play(sim, requests, happenings, after_step=lambda: same_pool(sim, checker.state))
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 from pool_harness import make_seq
 from scripted import Simulation
-from test_core import alone, happenings, limits, plain, play, request, roomy, same_pool
+from test_core import alone, drafts, happenings, limits, oracle, plain, play, request, roomy, same_pool
 
 from pagedcli.core.cache import make_cache
 from pagedcli.core.limits import Limits
@@ -45,7 +45,10 @@ def same_slots(sim, state):
 
 
 @settings(max_examples=120, deadline=None)
-@given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=states, happenings=happenings)
+@given(
+    requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=states, happenings=happenings,
+    drafts=st.none() | drafts,
+)  # fmt: skip
 @example(  # preempted beams compute their prompt again, each in blocks of its own
     requests=[
         {**plain, "prompt": [0, 0], "max_tokens": 1},
@@ -55,13 +58,19 @@ def same_slots(sim, state):
     limits={**roomy, "max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": True},
     states={"num_state_slots": 4, "checkpoints": "branches", "windows": (None,)},
     happenings=[],
+    drafts=None,
 )
-def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, states, happenings):
+def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, states, happenings, drafts):
     limits = {**limits, **states}
+    expected = {}
+    for number, asked in enumerate(requests):
+        expected |= alone(number, asked, windows=states["windows"])
+    drafter = None if drafts is None else oracle(expected, **drafts)
+    limits["runs_ahead"] &= drafter is None
     if states["windows"] != (None,):
         limits["num_blocks"] *= 2
     checker = TraceChecker()
-    sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
+    sim = Simulation(emit=checker.apply, trace_tokens=True, drafter=drafter, **limits)
 
     def same():
         same_pool(sim, checker.state)
@@ -70,9 +79,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
     got, gone = play(sim, requests, happenings, after_step=same)
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]
     assert sim.cache.others[0].num_held == 0
-    for number, asked in enumerate(requests):
-        if str(number) in got:
-            assert {str(number): got[str(number)]} == alone(number, asked, windows=states["windows"])
+    assert got == {number: expected[number] for number in got}
     assert got.keys() | gone == {str(number) for number in range(len(requests))}
     assert not sim.cache.others[0].plan._num_waiting
     assert not sim.cache.others[0].plan._coming

@@ -109,6 +109,10 @@ def path(tmp_path_factory):
     return cached_model("qwen3", tmp_path_factory)
 
 
+def test_states_see_no_guess(tmp_path_factory):
+    same_with_drafts(cached_model("qwen3_5", tmp_path_factory), [0.3])
+
+
 @pytest.mark.parametrize("limits", [ROOMY, TINY], ids=["roomy", "tiny"])
 def test_tokens_and_log_probabilities_are_the_same_bits(path, limits):
     same_with_drafts(path, [0.3], pools=(limits,))
@@ -121,6 +125,13 @@ MODELS = {
     "experts": ("qwen3-moe", {}),
     "latents": ("deepseek_v3", {}),
     "attention beside an MLP": ("cohere2", {"num_hidden_layers": 2}),
+    "gated delta": ("qwen3_5", {}),
+    "gated delta, interleaved, with experts": ("qwen3_next", {}),
+    "Mamba-2": ("bamba", {}),
+    "Mamba-2 alone in its layers": ("nemotron_h", {}),
+    "Mamba-2 beside attention": ("falcon_h1", {}),
+    "short convolution": ("lfm2", {}),
+    "short convolution and windows": ("lfm3", {}),
 }
 SETTINGS = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -180,7 +191,6 @@ def test_drafts_from_the_text_are_taken_where_it_repeats_itself(path):
     [
         ("qwen3", {"attention_backend": "sdpa"}, "no equal bits are promised with attention backend sdpa"),
         ("qwen3", {"async_scheduling": True}, "async_scheduling launches a step before"),
-        ("qwen3_5", {}, "has recurrent state, which cannot be taken back yet"),
     ],
 )
 def test_where_nothing_is_guessed_the_plan_says_why(family, config, why, tmp_path_factory):

@@ -91,6 +91,7 @@ class PagedBatch:
     # for recurrent layers, see StepInput
     state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero
     state_writes: Tensor | None = None  # [B] int32, slot of its state after the step
+    state_ends: Tensor | None = None  # [B] int32, rows up to the last one that it sees; None: cu_q[1:]
     states: tuple[tuple[Tensor, ...], ...] = ()  # pools [slots + 1, ...] of each recurrent layer
 
     def of_late(self) -> "PagedBatch":

@@ -28,6 +28,7 @@ class CacheUser(Protocol):
     prefixes: list[Prefix]  # one per full block hashed so far
     cache_salt: str | None
     num_computed_tokens: int  # leading tokens that need no more computing
+    num_behind_tokens: int  # the last computed ones, which the next step computes once more
     num_cached_tokens: int  # leading tokens whose K and V were found in the cache
     num_writable_tokens: int  # leading tokens that can be computed without a new block or a copy; 0: not known
     num_preemptions: int
@@ -320,9 +321,9 @@ class BlockManager:
 
     def release_unseen(self, seq: CacheUser) -> None:
         """Release the blocks that no later token sees, oldest first."""
-        table, released = seq.block_table, []
+        table, released, num_seen = seq.block_table, [], seq.num_computed_tokens - seq.num_behind_tokens
         for group in range(self.num_groups):
-            index = self.tables.first_kept(group, seq.num_computed_tokens) * self.num_groups + group
+            index = self.tables.first_kept(group, num_seen) * self.num_groups + group
             while (index := index - self.num_groups) >= 0 and (block_id := table[index]) is not None:
                 table[index] = None
                 released.append((index, block_id))

@@ -40,7 +40,7 @@ class EngineCore:
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
     `make_builder` makes what turns scheduled steps into the inputs of the executor.
     `knows_tokens` False: those of prompts stand for others, so that comparing them means nothing.
-    `drafter` guesses next tokens; it needs a plan that does not run ahead, and one without recurrent state.
+    `drafter` guesses next tokens; it needs a plan that does not run ahead.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineCore:
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
         self._has_drafts = drafter is not None
-        assert drafter is None or not (plan.runs_ahead or plan.limits.has_states), "nothing can take drafts back there"
+        assert drafter is None or not plan.runs_ahead, "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
         self.block_manager = self.cache.blocks
@@ -286,6 +286,9 @@ class EngineCore:
             if seq.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
+        if work.num_behind:
+            for seq in work.seqs:
+                seq.num_behind_tokens = 0
         for seq in work.drafted:  # those count once they are known to be right
             seq.num_computed_tokens -= len(seq.draft)
         if earlier is None:

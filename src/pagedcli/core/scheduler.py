@@ -37,6 +37,7 @@ class ScheduledStep:
     changed: list[Sequence] = field(default_factory=list)  # sequences that may have other blocks than before
     scores_targets: bool = False  # sequences with targets run
     drafted: list[Sequence] = field(default_factory=list)  # sequences whose draft it checks
+    num_behind: int = 0  # further tokens, which it computes once more: see Sequence.num_behind_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -47,6 +48,7 @@ class ScheduledStep:
         """Whether the step computes the last token of each sequence, and no other."""
         return (
             not self.scores_targets
+            and not self.num_behind
             and len(self.seqs) == sum(self.num_new_tokens)
             and all(seq.num_tokens - 1 == seq.num_computed_tokens >= seq.num_cached_tokens for seq in self.changed)
         )
@@ -159,6 +161,11 @@ class Scheduler:
         for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
             if budget <= 0:
                 break
+            if seq.num_behind_tokens:  # they come before the next one
+                if seq.num_behind_tokens >= budget:
+                    continue
+                budget -= seq.num_behind_tokens
+                work.num_behind += seq.num_behind_tokens
             num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
             num_left = len(seq.token_ids) + num_pending - num_computed
             if not num_left or (num_pending and seq.ends_when_read):
@@ -183,11 +190,11 @@ class Scheduler:
     def _add_drafts(self, work: ScheduledStep, drafter: Drafter) -> None:
         """Let the step check guesses of the next tokens of its decodes, with what it leaves of the token budget, of the
         rows of logits and of the empty blocks."""
-        budget = self.limits.max_num_batched_tokens - work.num_tokens
+        budget = self.limits.max_num_batched_tokens - work.num_tokens - work.num_behind
         budget = min(budget, self.limits.most_sampled - len(work.seqs))
         for place, seq in enumerate(work.seqs):
             num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
-            most = min(MOST_DRAFTED, budget, self.chunk_size - 1, num_left)
+            most = min(MOST_DRAFTED, budget, self.chunk_size - 1 - seq.num_behind_tokens, num_left)
             if most <= 0 or not seq.can_draft:
                 continue
             draft = draft_of(drafter, seq, most)
@@ -217,6 +224,8 @@ class Scheduler:
         self.block_manager.keep_accepted(seq, num_drafted, num_accepted, token_ids)
         if self._drafter is not None:
             self._drafter.checked(seq, num_accepted)
+        if self.limits.has_states:  # they have seen no guess
+            seq.num_behind_tokens = num_accepted
         if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
             self.block_manager.release_unseen(seq)
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))

@@ -94,6 +94,9 @@ class Sequence:
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
     draft_masks: list[TokenMask] = field(default_factory=list)  # with a guide: what may come after each guess
     num_computed_tokens: int = 0  # leading tokens that need no more computing
+    # the last computed tokens, which its recurrent state has not seen as they were guessed: the next step computes them
+    # once more. Their K and V are in the cache
+    num_behind_tokens: int = 0
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
     num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
     num_disk_tokens: int | None = None  # the part read from the prefix store; None: it uses none
@@ -174,7 +177,7 @@ class Sequence:
         self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
         self.num_preemptions += 1
         self.draft = []
-        self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = self.num_behind_tokens = 0
         self.status = SequenceStatus.WAITING
 
     def drop_forks(self) -> "list[Sequence]":

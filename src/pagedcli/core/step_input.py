@@ -79,6 +79,8 @@ class StepInput:
     # slots of recurrent state; None: the model has none
     state_reads: Ints | None = None  # [B] int32, slot of each sequence's state before the step; -1: it starts from zero
     state_writes: Ints | None = None  # [B] int32, slot of its state after the step; no other sequence uses it then
+    # [B] int32, number of rows up to the last one of each sequence that its state sees: no guess. None: all of them
+    state_ends: Ints | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -347,6 +349,10 @@ class StepBuilder:
         computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
         cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
         new = np.array(work.num_new_tokens, dtype=np.int64)
+        if work.num_behind:
+            behind = np.array([seq.num_behind_tokens for seq in seqs], dtype=np.int64)
+            cached = np.where(behind > 0, computed, cached)
+            computed, new = computed - behind, new + behind
         total = computed + new
         cu_q = np.concatenate(([0], np.cumsum(new))).astype(np.int32)
         num_tokens = int(cu_q[-1])
@@ -375,6 +381,7 @@ class StepBuilder:
             max_new=int(new.max()),
             max_total=int(total.max()),
             prompt_rows=None if scored is None else scored[1],
+            state_ends=cu_q[1:] - _num_guesses(seqs) if work.drafted and state_writes is not None else None,
         )
         return step, sampled
 
@@ -434,6 +441,10 @@ def _state_slots(seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
     return reads, np.array([seq.state_write for seq in seqs], dtype=np.int32)
 
 
+def _num_guesses(seqs: list[Sequence]) -> Ints:
+    return np.array([len(seq.draft) for seq in seqs], dtype=np.int32)
+
+
 def known_ids(entries: list[int | None]) -> list[int]:
     """Block ids for the entries of a block table, of which the last one is a block. A released entry gets the id of the
     next block: backends that read whole tiles read the tokens that a window hides, too, before they mask them, and must
@@ -448,7 +459,8 @@ def _input_ids(work: ScheduledStep) -> Ints:
     """[T] int64, 0 for pending tokens."""
     ids: list[int] = []
     for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-        chunk = seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
+        first = seq.num_computed_tokens
+        chunk = seq.token_ids[first - seq.num_behind_tokens : first + num_new]
         ids += [*chunk, *seq.draft] or [0]  # only the single token of a decode can be pending
     return np.array(ids, dtype=np.int64)
 

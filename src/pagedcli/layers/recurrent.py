@@ -60,6 +60,7 @@ class StateStep:
         """None for a model without states."""
         if batch.state_reads is None or batch.state_writes is None:
             return None
+        assert batch.state_ends is None, "only the native kernels take guesses"
         lengths = batch.cu_q, batch.num_tokens, batch.max_new, batch.cu_q_host, batch.num_tokens_host
         return cls(batch.state_reads, batch.state_writes, *lengths)
 

@@ -418,7 +418,8 @@ class _StateArguments:
         num_slots = batch.states[0][0].shape[0]
         if int(reads.max()) >= num_slots or not 0 <= int(writes.min()) <= int(writes.max()) < num_slots:
             raise BackendError(f"a step names a slot outside the pool of {num_slots} states")
-        self._tensors = (reads.contiguous(), writes.contiguous(), batch.cu_q.contiguous())
+        ends = batch.cu_q[1:] if batch.state_ends is None else batch.state_ends
+        self._tensors = (reads.contiguous(), writes.contiguous(), batch.cu_q.contiguous(), ends.contiguous())
         self.step = StateStepStruct(reads.shape[0], *(tensor.data_ptr() for tensor in self._tensors))
         self.pools = (StatePoolsStruct * len(batch.states))(
             *(StatePoolsStruct(*(pool.data_ptr() for pool in pools)) for pools in batch.states)

@@ -37,6 +37,7 @@ struct Segment {
 
 struct Sequence {
     int64_t begin, end;  // its new tokens
+    int64_t seen;        // the end of those that its state sees, begin + 1 at least
     int64_t read, write;
 };
 
@@ -92,7 +93,7 @@ template <class T> struct Mixer {
                 }
             }
         for (int64_t i = 0; i < K - 1; i++) {  // in place: a row moves to a place before it
-            const E* from = row(count - K + 1 + i);
+            const E* from = row(seq.seen - seq.begin - K + 1 + i);
             if (from) memmove(after + i * C, from, size * sizeof(E));
             else memset(after + i * C, 0, size * sizeof(E));
         }
@@ -177,11 +178,11 @@ void scan_head(const Recurrent& r, const StatePools& pools, const Sequence& seq,
                 const int64_t at = t * block.P + part * PART;
                 advance<NV, CORRECTS>(s, PART, s, PART, N, block.q + t * N, block.k + t * N, block.v + at, block.decay[t],
                                       block.beta[t], block.o + at);
+                if (first + t + 1 == seq.seen)
+                    for (int64_t n = 0; n < N; n++) memcpy(to + n * P + part * PART, place(part, n), inside(part));
             }
         finish(first, count);
     }
-    for (int64_t part = 0; part < parts; part++)
-        for (int64_t n = 0; n < N; n++) memcpy(to + n * P + part * PART, place(part, n), inside(part));
 }
 
 template <class T> void widen(const typename T::Elem* from, int64_t size, float* to) {
@@ -338,7 +339,7 @@ std::vector<Segment> segments_of(const Recurrent& r) {
 std::vector<Sequence> sequences_of(const StateStep& step) {
     std::vector<Sequence> sequences;
     for (int64_t i = 0; i < step.num_seqs; i++)
-        sequences.push_back({step.cu_q[i], step.cu_q[i + 1], step.reads[i], step.writes[i]});
+        sequences.push_back({step.cu_q[i], step.cu_q[i + 1], step.ends[i], step.reads[i], step.writes[i]});
     return sequences;
 }
 

@@ -34,6 +34,7 @@ struct StatePools {
 struct StateStep {
     int64_t num_seqs;
     const int32_t *reads, *writes, *cu_q;  // reads: -1 for a state of zeros
+    const int32_t* ends;  // the state written is that before this token; guesses may follow
 };
 
 // Width of the result.

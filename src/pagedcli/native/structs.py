@@ -95,7 +95,7 @@ class StatePoolsStruct(ctypes.Structure):
 class StateStepStruct(ctypes.Structure):
     """struct StateStep"""
 
-    _fields_ = [("num_seqs", _int64), *((name, _pointer) for name in ("reads", "writes", "cu_q"))]
+    _fields_ = [("num_seqs", _int64), *((name, _pointer) for name in ("reads", "writes", "cu_q", "ends"))]
 
 
 class ModelStruct(ctypes.Structure):

@@ -312,8 +312,6 @@ def _with_speculation(config: EngineConfig, plan: Plan, spec: ModelSpec, backend
         return plan
     if (missing := _why_no_equal_bits(plan.device, backend, spec, plan.decoder)) is not None:
         why: str | None = missing[0]
-    elif plan.limits.has_states:
-        why = f"{spec.architecture} has recurrent state, which cannot be taken back yet"
     elif plan.runs_ahead:
         why = "async_scheduling launches a step before the tokens of the last one are known"
     elif config.tensor_parallel_size > 1:

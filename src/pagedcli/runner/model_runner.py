@@ -110,7 +110,7 @@ class ModelRunner:
     def _hidden(self, step: StepInput) -> Tensor:
         """Hidden states [R, E] of the rows that get logits."""
         arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
-        wanted = (step.source_rows, step.state_reads, step.state_writes)
+        wanted = (step.source_rows, step.state_reads, step.state_writes, step.state_ends)
         optional = [array for array in wanted if array is not None]
         self.state.update_tables(step)
         for source, copy in step.copies:
@@ -130,6 +130,7 @@ class ModelRunner:
             late=LateTokens.of(step.cu_q, step.logits_rows, self.state.upload),
             state_reads=rest.pop(0) if step.state_reads is not None else None,
             state_writes=rest.pop(0) if step.state_writes is not None else None,
+            state_ends=rest.pop(0) if step.state_ends is not None else None,
         )
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
         if batch.late is not None and hidden.shape[0] != batch.late.wanted.shape[0]:

@@ -624,7 +624,7 @@ class DraftLaws(LawBook):
         for seq_id, num_drafted in counts.items():
             seq = live_seq(event, seq_id, state)
             decodes = seq.num_output_tokens > 0 and seq.num_computed_tokens == seq.num_tokens - 1
-            if not seq.running or not decodes or seq.beam_width is not None or state.slots is not None:
+            if not seq.running or not decodes or seq.beam_width is not None:
                 refuse(event, f"seq {seq_id} ({seq.status}) is not one that computes its last token, or has no guesses")
             num_needed = tables_of(state).num_entries(seq.num_tokens)
             if evicted := self._evicted.intersection(seq.block_table[num_needed:]):
