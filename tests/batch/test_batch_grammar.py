@@ -213,6 +213,17 @@ def test_one_step_ahead_waits_for_what_a_grammar_says():
     assert ahead.engine.num_steps_ahead >= free.engine.num_steps_ahead
 
 
+def test_guesses_never_change_guided_rows_and_what_a_schema_forces_is_guessed():
+    lines = [hot(f"Story {i}:", response_format=schema_format(PERSON), n=1 + i % 2, logprobs=2) for i in range(6)]
+    lines += [hot(regex=r"(abc|abd){9}", stop="bdabda"), hot("Free", presence_penalty=1.0, repetition_penalty=1.2)]
+    lines[2] |= {"frequency_penalty": 0.8, "min_tokens": 60}
+    plain, guessing = Harness(), Harness(speculation="ngram")
+    assert guessing.rows(lines) == plain.rows(lines)
+    facts = guessing.engine.stats
+    assert facts.num_accepted_tokens > 50
+    assert facts.num_steps < 0.9 * plain.engine.stats.num_steps
+
+
 # ---------------------------------------------------------------------- the vocabulary
 
 
