@@ -131,7 +131,9 @@ def alone(number, asked, **changes):
 
 def oracle(expected, **drafts):
     """A drafter that knows the results."""
-    return Oracle({(each, i): ids for each, of_each in expected.items() for i, (ids, _) in enumerate(of_each)}, **drafts)
+    return Oracle(
+        {(each, i): ids for each, of_each in expected.items() for i, (ids, _) in enumerate(of_each)}, **drafts
+    )
 
 
 plain = {"n": 1, "beams": None, "temperature": 0, "guide": None, "stop": None, "salt": None, "penalty": 1.0}

@@ -211,9 +211,8 @@ def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
 
 
 def test_an_end_token_is_no_guess():
-    seq = Sequence(
-        0, "0", [1], SamplingParams(), max_new_tokens=99, guide=Pattern({0, 1}, {2, 3}, {1}), eos_token_ids=frozenset([3])
-    )
+    guide, ends = Pattern({0, 1}, {2, 3}, {1}), frozenset([3])
+    seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide, eos_token_ids=ends)
     assert draft_of(Oracle({("0", 0): [0, 3]}), seq, 8) == [0]
 
 

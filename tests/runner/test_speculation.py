@@ -38,7 +38,7 @@ def stop_twice():
 
 
 class NoneTwice:
-    """A grammar of 14 tokens below 64, of which none is the one before, and in which one below 8 forces the next one."""
+    """A grammar of 14 tokens below 64, of which none is the one before; one below 8 forces the next one."""
 
     def __init__(self, last=None, left=14):
         self.last, self.left = last, left

@@ -111,7 +111,7 @@ class NgramDrafter:
 
 
 def draft_of(drafter: Drafter, seq: Sequence, most: int) -> list[int]:
-    """The next tokens that a drafter guesses, as far as the sequence's grammar allows them, and those that it forces."""
+    """The next tokens that a drafter guesses, as far as the sequence's grammar allows them, and what that forces."""
     guesses = drafter.draft(seq, most)
     if seq.guide is None:
         return guesses
