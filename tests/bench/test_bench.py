@@ -4,6 +4,7 @@ import functools
 import json
 import random
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -13,11 +14,11 @@ from typer.testing import CliRunner
 from pagedcli.bench.kernels import nearer_limit
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
-from pagedcli.bench.throughput import run_workload, shape_folder
+from pagedcli.bench.throughput import run_workload, shape_folder, workload_config
 from pagedcli.bench.workloads import PRESETS, preset_workload, random_draw, within, workload_floor
 from pagedcli.cli.bench import BenchProgress, bench_notes
 from pagedcli.cli.main import app
-from pagedcli.config import EngineConfig
+from pagedcli.config import EngineConfig, load_config
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
@@ -114,6 +115,14 @@ def measured_once(monkeypatch):
 
 
 _rates = functools.cache(measure_rates)
+
+
+def test_the_builtin_model_is_measured_where_it_is_named():
+    """It was taken for no model at all: 64 sequences of "builtin" took minutes, in the shape of a 0.6B model."""
+    workload = random_draw(2, 8, 4).workload("random")
+    assert workload_config(load_config(None, {"engine.model": "builtin"}), workload).model == "builtin"
+    unnamed = workload_config(load_config(), workload)
+    assert (Path(unnamed.model).name, unnamed.load_format) == (workload.shape, "dummy")
 
 
 @pytest.mark.usefixtures("measured_once")

@@ -20,7 +20,7 @@ from pagedcli.batch.stats import BatchStats
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
-from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.planning.step_time import learn, load_step_time
 from pagedcli.records import Share, count
@@ -72,10 +72,11 @@ def shape_folder(name: str) -> Path:
     return Path(str(files("pagedcli.assets"))) / "shapes" / name
 
 
-def workload_config(config: EngineConfig, workload: BenchWorkload) -> EngineConfig:
+def workload_config(loaded: LoadedConfig, workload: BenchWorkload) -> EngineConfig:
     """The configuration, with model, limits and prefix caching from the workload unless the user set them."""
+    config = loaded.config.engine
     changes: dict[str, object] = {"enable_prefix_caching": workload.prefix_caching and config.enable_prefix_caching}
-    if config.model == BUILTIN_MODEL:
+    if "engine.model" not in loaded.sources:
         changes |= {"model": str(shape_folder(workload.shape)), "load_format": "dummy"}
     if config.max_model_len is None:
         changes["max_model_len"] = workload.max_len

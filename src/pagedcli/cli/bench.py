@@ -12,7 +12,7 @@ import typer
 from pagedcli.bench.spread import Busy, Earlier, FigureChange, SpreadRow, compared_rows, spread_rows, worst
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, command_group, config_flags, option
-from pagedcli.config import EngineConfig, load_config
+from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
 from pagedcli.line_files import NOT_JSON
@@ -156,13 +156,12 @@ def throughput(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
-    engine = load_config(config, flags).config.engine
-    draw = random_draw(
-        num_prompts, input_len, output_len, range_ratio=range_ratio, prefix_len=prefix_len, seed=engine.seed
-    )
+    loaded = load_config(config, flags)
+    seed = loaded.config.engine.seed
+    draw = random_draw(num_prompts, input_len, output_len, range_ratio=range_ratio, prefix_len=prefix_len, seed=seed)
     kinds = [partial(preset_workload, name) for name in preset or ()] or [partial(draw.workload, "random")]
     columns = "workload wall_s output_tokens_per_s total_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms steps"
-    _bench_passes("throughput", f"{columns} overhead_ms load_s", engine, kinds, repeat, compare, format_)
+    _bench_passes("throughput", f"{columns} overhead_ms load_s", loaded, kinds, repeat, compare, format_)
 
 
 @bench.command()
@@ -189,17 +188,18 @@ def latency(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
-    engine = load_config(config, flags).config.engine
-    draws = [random_draw(size, input_len, output_len, seed=engine.seed) for size in batch_size or (1, 8, 32)]
+    loaded = load_config(config, flags)
+    seed = loaded.config.engine.seed
+    draws = [random_draw(size, input_len, output_len, seed=seed) for size in batch_size or (1, 8, 32)]
     kinds = [partial(draw.workload, "random") for draw in draws]
     columns = "batch_size wall_s output_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms overhead_ms"
-    _bench_passes("latency", columns, engine, kinds, repeat, compare, format_)
+    _bench_passes("latency", columns, loaded, kinds, repeat, compare, format_)
 
 
 def _bench_passes(
     key: str,
     columns: str,
-    config: EngineConfig,
+    loaded: LoadedConfig,
     kinds: Sequence[Callable[[int], BenchWorkload]],
     repeat: int | None,
     compare: Path | None,
@@ -211,7 +211,7 @@ def _bench_passes(
 
     earlier = read_earlier(compare, key)
     rows: list[WorkloadRow] = []
-    for first, result in _run_all(config, kinds, range(repeat or _MOST_PASSES), within_minute=repeat is None):
+    for first, result in _run_all(loaded, kinds, range(repeat or _MOST_PASSES), within_minute=repeat is None):
         names = {"batch_size": len(first.prompts)} if key == "latency" else {}
         rows.append(throughput_row(result, first, **names))
         plan = result.engine.plan
@@ -266,10 +266,11 @@ def kernels(
     from pagedcli.planning.decide import decide, model_folder
     from pagedcli.planning.machine import this_machine
 
-    engine_config = load_config(config, flags).config.engine
+    loaded = load_config(config, flags)
+    engine_config = loaded.config.engine
     if engine_config.device not in ("auto", "cpu"):
         raise UsageError(f"bench kernels measures the CPU, not {engine_config.device}")
-    model = workload_config(engine_config, preset_workload("W1")).model
+    model = workload_config(loaded, preset_workload("W1")).model
     engine_config = msgspec.structs.replace(engine_config, model=model, device="cpu")
     spec = read_spec(model_folder(engine_config))
     plan = decide(engine_config, spec, this_machine()).plan
@@ -335,9 +336,9 @@ def cache(
 
     if output_len < 2:
         raise UsageError(f"--output-len is {output_len}, but TPOT needs at least 2")
-    engine_config = load_config(config, flags).config.engine
-    workload = random_draw(1, input_len, output_len, seed=engine_config.seed).workload("random")
-    changed = workload_config(engine_config, workload)
+    loaded = load_config(config, flags)
+    workload = random_draw(1, input_len, output_len, seed=loaded.config.engine.seed).workload("random")
+    changed = workload_config(loaded, workload)
     with LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
         generate(engine, workload.prompts, [2])  # warm-up
         rows, same = compare_cache(engine, workload.prompts[0], output_len)
@@ -355,7 +356,7 @@ _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roug
 
 
 def _run_all(
-    config: EngineConfig, kinds: Sequence[Callable[[int], BenchWorkload]], salts: Sequence[int], *, within_minute: bool
+    loaded: LoadedConfig, kinds: Sequence[Callable[[int], BenchWorkload]], salts: Sequence[int], *, within_minute: bool
 ) -> Iterator[tuple[BenchWorkload, "Throughput"]]:
     """Run workloads, each with its passes, one after the other. On stderr: the share that is done, the time left, and a
     line for each pass as it ends."""
@@ -381,7 +382,7 @@ def _run_all(
 
         try:
             result = run_workload(
-                workload_config(config, first),
+                workload_config(loaded, first),
                 passes,
                 on_progress=progress,
                 on_pass=on_pass,
