@@ -3,8 +3,8 @@
 Runs the quick tests with two workers, measures the processor time of each (its processes included), and writes
 tests/slow_cases.txt: of each parametrized test all cases that take --seconds or more, but its cheapest one (of those in
 Triton's interpreter, which show what no processor runs, six times as long), which `make test-all` runs, and all tests
-without parameters that take 12 times as long, which CI runs by `make test-long`. MEASURED, a file of an earlier run:
-nothing is run. What is on the list stays on it.
+without parameters that take seven times as long, except those of the core, which CI runs by `make test-long`. MEASURED,
+a file of an earlier run: nothing is run. What is on the list stays on it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG = 12  # times --seconds
+LONG = 7  # times --seconds
 LIST = ROOT / "tests" / "slow_cases.txt"
 MEASURED = "PAGEDCLI_MEASURED_CASES"  # where a worker writes
 
@@ -55,7 +55,9 @@ def chosen(lines: list[str], least_s: float) -> set[str]:
         if seconds >= least_s * (6 if is_interpreted(test.partition("::")[0]) else 1)
     }
     long = {test for test, each in cases.items() if each[0][1] == test and each[0][0] >= LONG * least_s}
-    return slow | {test for test in long if not is_interpreted(test.partition("::")[0])}
+    return slow | {
+        test for test in long if not is_interpreted(test.partition("::")[0]) and not test.startswith("tests/core/")
+    }
 
 
 @functools.cache
