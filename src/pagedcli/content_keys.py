@@ -32,13 +32,13 @@ class ContentKey:
         self.digest = _derived(secret, b"digest").hex()[:32]  # tells keys apart without showing them
 
     @classmethod
-    def of(cls, path: Path) -> "ContentKey":
-        """The key in a file, which is made if it does not exist. Raises: UsageError."""
+    def of(cls, path: Path, *, makes_file: bool = True) -> "ContentKey":
+        """The key in a file, which is made if it does not exist, unless it should. Raises: UsageError."""
         if find_spec("cryptography") is None:
             hint = "pip install 'pagedcli[encryption]'"
             raise UsageError("a key needs the cryptography package, which is not installed", hint=hint)
         try:
-            if not path.exists():
+            if makes_file and not path.exists():
                 with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                     file.write(secrets.token_hex(32).encode())
             mode, secret = path.stat().st_mode, read_whole(path, _MOST_BYTES).strip()

@@ -7,6 +7,7 @@ import shutil
 import msgspec
 import pytest
 import torch
+from cli_harness import pagedcli
 from engine_harness import ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 from trace_harness import check_events
@@ -14,7 +15,7 @@ from trace_harness import check_events
 from pagedcli import content_files
 from pagedcli.config import EngineConfig
 from pagedcli.core import store as core_store
-from pagedcli.errors import ConfigError, TraceError
+from pagedcli.errors import ConfigError, TraceError, UsageError
 from pagedcli.events import BlocksRestored, PrefixLookedUp
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.store import store_identity, store_key
@@ -73,6 +74,7 @@ MODELS = {
     "window": ("mistral", {}),
     "window in some layers": ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
     "experts": ("glm4-moe", {}),
+    "latents": ("deepseek_v3", {}),
     "gated delta": ("qwen3_5", {}),
     "mamba 2": ("nemotron_h", {}),
     "short convolution": ("lfm2", {}),
@@ -81,6 +83,8 @@ RECURRENT = ("gated delta", "mamba 2", "short convolution")
 SETTINGS = {
     "plain": {},
     "int8": {"kv_cache_dtype": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
     "blocks of 1": {"block_size": 1},
     "blocks of 16, chunks": {"block_size": 16, "chunked_prefill_size": 7},
     "a step ahead": {"async_scheduling": True},
@@ -210,9 +214,14 @@ def test_recomputed_blocks_and_states_are_those_of_the_store(model, tmp_path_fac
     files, _ = folder.files()
     config = engine_with(path, store).config
     found = compare_with_model(config, folder, files, 1.0)
-    assert found.num_equal == written.num_written_blocks + written.num_written_states > 5
+    assert found.num_equal["blocks"] == written.num_written_blocks > 5
+    assert found.num_equal["state"] == written.num_written_states
     assert not found.wrong
     assert not found.skipped
+    same = ("-m", path, "--dtype", "float32", "--device", "cpu", "--block-size", 4, "--num-gpu-blocks-override", 400)
+    said = pagedcli("store", "check", store, "--read", "100%", *same).stdout
+    states = f" and {written.num_written_states} states" if model == "gated delta" else ""
+    assert f"{written.num_written_blocks} blocks{states} recomputed: the same bits; other bits in 0 files" in said
     for file in files:
         parts = folder.read(file, range(len(file.head.sizes)))
         wrong = [parts[0][:-1] + bytes([parts[0][-1] ^ 1]), *parts[1:]]
@@ -235,7 +244,7 @@ def test_an_encrypted_store_is_read_with_its_key_alone(path, tmp_path):
         assert (facts.num_found_blocks, list(facts.not_used)) == (0, ["other encryption"])
     config = engine_with(path, store, **key).config
     folder = content_files.ContentFolder(store, key=store_key(config))
-    assert compare_with_model(config, folder, folder.files()[0], 1.0).num_equal == written.num_written_blocks
+    assert compare_with_model(config, folder, folder.files()[0], 1.0).num_equal["blocks"] == written.num_written_blocks
     for file in folder.files()[0]:
         content = bytearray(file.path.read_bytes())
         content[file.start + 3] ^= 1
@@ -243,6 +252,41 @@ def test_an_encrypted_store_is_read_with_its_key_alone(path, tmp_path):
     found, damaged, _ = outcome(engine_with(path, store, **key), prompts)
     assert found == expected
     assert damaged.not_used
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"),
+    [
+        ("short", "has 5 bytes, too few for a secret"),
+        ("anybody may read this, so it is no secret", "can be read by other users"),
+        (None, "cannot be used: Is a directory"),
+        ("no library", "needs the cryptography package, which is not installed"),
+    ],
+)
+def test_what_is_wrong_with_a_key_is_said_before_the_model_is_loaded(path, tmp_path, monkeypatch, secret, words):
+    pytest.importorskip("cryptography")
+    key, store = tmp_path / "key", tmp_path / "store"
+    store.mkdir()
+    if secret is None:
+        key.mkdir()
+    else:
+        key.write_text(secret)
+        key.chmod(0o644 if "anybody" in secret else 0o600)
+    if secret == "no library":
+        monkeypatch.setattr("pagedcli.content_keys.find_spec", lambda name: None)
+    for name in ("pagedcli.runner.llm_engine.load_engine", "pagedcli.content_files.ContentFolder.files"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("this comes later"))
+    with pytest.raises(UsageError, match=words):
+        engine_with(path, store, prefix_store_key=str(key))
+    assert words in pagedcli("store", "check", store, "--read", "1", "--prefix-store-key", key, expect=2).stderr
+
+
+def test_a_check_makes_no_key(tmp_path):
+    pytest.importorskip("cryptography")
+    key = tmp_path / "key"
+    said = pagedcli("store", "check", tmp_path, "--read", "1", "--prefix-store-key", key, expect=2).stderr
+    assert "No such file" in said
+    assert not key.exists()
 
 
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e6])

@@ -96,6 +96,7 @@ def check(
     if share is None and (flags or config is not None):
         raise UsageError("a model and settings are for --read, which recomputes blocks", hint="name a share: --read 5%")
     folder = _folder(path)
+    engine = None if share is None else _checked_engine(path, load_config(config, flags).config.engine)
     folder.is_writable = False  # reading is no use of a file here
     files, wrong = folder.files()
     for file in files:
@@ -107,9 +108,9 @@ def check(
     num_whole = len(files) - len(wrong.keys() & {file.path.name for file in files})
     print(f"{plural(num_whole, 'file')} as written, {len(wrong):,} not")
     _print_files(wrong)
-    if share is not None:
+    if share is not None and engine is not None:
         whole = [file for file in files if file.path.name not in wrong]
-        wrong |= _compare(folder, whole, share, load_config(config, flags).config.engine)
+        wrong |= _compare(engine, whole, share)
     if wrong:
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -124,16 +125,27 @@ def _share(text: str) -> float:
     raise UsageError(f"--read is {text!r}, must be a share of the blocks", hint="5% or 0.05, at most 100%")
 
 
-def _compare(folder: ContentFolder, files: list[ContentFile], share: float, config: EngineConfig) -> dict[str, str]:
-    """Recompute a share of the blocks, and say what is wrong."""
+def _checked_engine(path: Path, config: EngineConfig) -> tuple[EngineConfig, ContentFolder]:
+    """The configuration that reads the folder, and the folder as it is read with its key. Raises: UsageError for a key,
+    before anything else takes time."""
     from pagedcli.runner.store import store_key
+
+    config = msgspec.structs.replace(config, prefix_store=str(path))
+    folder = ContentFolder(path, key=store_key(config, makes_file=False))
+    folder.is_writable = False
+    return config, folder
+
+
+def _compare(engine: tuple[EngineConfig, ContentFolder], files: list[ContentFile], share: float) -> dict[str, str]:
+    """Recompute a share of the blocks and states, and say what is wrong."""
     from pagedcli.runner.store_check import compare_with_model
 
-    folder = ContentFolder(folder.path, key=store_key(config))
-    folder.is_writable = False
-    found = compare_with_model(msgspec.structs.replace(config, prefix_store=str(folder.path)), folder, files, share)
+    config, folder = engine
+    found = compare_with_model(config, folder, files, share)
     others = f"other bits in {plural(len(found.wrong), 'file')}"
-    print(f"{plural(found.num_equal, 'block')} recomputed: the same bits; {others}")
+    num_blocks, num_states = found.num_equal["blocks"], found.num_equal["state"]
+    states = f" and {plural(num_states, 'state')}" if num_states else ""
+    print(f"{plural(num_blocks, 'block')}{states} recomputed: the same bits; {others}")
     _print_files(found.wrong)
     if found.skipped:
         print(f"not recomputed: {plural(len(found.skipped), 'file')}")

@@ -11,7 +11,7 @@ from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
 from pagedcli.runner.loading import load_engine
-from pagedcli.runner.store import open_store
+from pagedcli.runner.store import open_store, store_key
 from pagedcli.runner.tensor_parallel import WorkerGroup
 
 
@@ -19,7 +19,7 @@ class LLMEngine(EngineCore):
     """A model ready to serve requests. See EngineCore.
 
     `with_store`: use the prefix store of the configuration. Measurements do not: it would hide what they measure.
-    Raises:  ConfigError, ModelError, BackendError.
+    Raises:  ConfigError, ModelError, BackendError; UsageError for a store or its key.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class LLMEngine(EngineCore):
         with_store: bool = False,
     ) -> None:
         self.config = config
+        key = store_key(config) if with_store else None  # what is wrong with it is said before the model is loaded
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
         loaded = self._group.load() if self._group is not None else load_engine(config)
         self.decision, self.spec = loaded.decision, loaded.decision.spec
@@ -50,7 +51,7 @@ class LLMEngine(EngineCore):
             drafter=make_drafter(plan.speculation),
         )
         if with_store:
-            self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner)
+            self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner, key)
 
     def close(self) -> None:
         """Stop the processes of a tensor-parallel group, and write what waits for the prefix store; the engine is

@@ -76,11 +76,13 @@ def _replace(tensor: Tensor, content: bytes) -> None:
     tensor.copy_(given.view(tensor.shape))
 
 
-def open_store(config: EngineConfig, decision: Decision, model_path: Path, runner: ModelRunner) -> PrefixStore | None:
+def open_store(
+    config: EngineConfig, decision: Decision, model_path: Path, runner: ModelRunner, key: ContentKey | None
+) -> PrefixStore | None:
     """The store that a configuration names; None: it names none. Raises: UsageError."""
     if config.prefix_store is None:
         return None
-    days, key = config.prefix_store_days, store_key(config)
+    days = config.prefix_store_days
     folder = ContentFolder(
         Path(config.prefix_store).expanduser(),
         most_bytes=config.prefix_store_size,
@@ -100,9 +102,11 @@ def open_store(config: EngineConfig, decision: Decision, model_path: Path, runne
     )
 
 
-def store_key(config: EngineConfig) -> ContentKey | None:
-    """The key of the store; None: it is not encrypted. Raises: UsageError."""
-    return None if config.prefix_store_key is None else ContentKey.of(Path(config.prefix_store_key).expanduser())
+def store_key(config: EngineConfig, *, makes_file: bool = True) -> ContentKey | None:
+    """The key of the store; None: there is no store, or it is not encrypted. Raises: UsageError."""
+    if config.prefix_store is None or config.prefix_store_key is None:
+        return None
+    return ContentKey.of(Path(config.prefix_store_key).expanduser(), makes_file=makes_file)
 
 
 def _compute_s(decision: Decision) -> Callable[[int, int], float] | None:

@@ -1,6 +1,7 @@
 """Whether the blocks of a prefix store have the bits that the model computes: `pagedcli store check --read`."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.content_files import ContentFile, ContentFolder, differing
 from pagedcli.core.prefixes import token_ids_of
 from pagedcli.core.states import CheckpointPolicy, StateKind
-from pagedcli.core.store import StoredNote
+from pagedcli.core.store import Kind, StoredNote
 from pagedcli.errors import RequestError
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.store import CacheMemory, StateMemory, store_identity, store_key
@@ -21,7 +22,7 @@ from pagedcli.sampling_params import SamplingParams
 class Comparison:
     """What was recomputed of a store."""
 
-    num_equal: int = 0  # blocks and states
+    num_equal: Counter[Kind] = field(default_factory=Counter)
     wrong: dict[str, str] = field(default_factory=dict)  # names of files -> what has other bits
     skipped: dict[str, str] = field(default_factory=dict)  # names of files -> why they were not compared
 
@@ -59,11 +60,12 @@ def _compare(engine: LLMEngine, folder: ContentFolder, file: ContentFile, found:
         return
     kept = dict(zip(note.indices, folder.read(file, range(len(note.indices))), strict=True))
     other = [index for index in kept if index in computed and kept[index] != computed[index]]
-    found.num_equal += len(kept.keys() & computed.keys()) - len(other)
+    found.num_equal[note.kind] += len(kept.keys() & computed.keys()) - len(other)
     if other:
         found.wrong[name] = f"{note.kind} {', '.join(map(str, other))}: other bits than the model computes"
     if gone := kept.keys() - computed.keys():
-        found.skipped[name] = f"{len(gone)} of {len(kept)} {note.kind} left the pool before they could be compared"
+        what = "states" if note.kind == "state" else note.kind
+        found.skipped[name] = f"{len(gone)} of {len(kept)} {what} left the pool before they could be compared"
 
 
 def _states(engine: LLMEngine) -> list[StateKind]:
