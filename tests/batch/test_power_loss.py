@@ -44,6 +44,11 @@ def generate(engine, folder, name="out.jsonl", *, temperature=1.0, resume=False,
         work.start(engine, sink, **unseen, stop_requested=lambda: False).run()
 
 
+def engine_with_store(folder):
+    keys = {"engine.prefix_store": str(folder / "store"), "engine.block_size": 4, "engine.max_num_seqs": 2}
+    return LLMEngine(load_config(None, FLAGS | keys).config.engine, with_store=True)
+
+
 def rows(path):
     return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
 
@@ -79,3 +84,36 @@ def test_after_a_power_cut_the_rows_are_those_of_an_undisturbed_run(engine, fold
         assert error.hint
         assert content_of(out) == before
     assert num_whole > 60
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_digests")
+def test_after_a_power_cut_a_run_with_a_store_is_resumed_to_the_same_rows(engine, folder):
+    """Journal, output and store are on the same disk, and each run reads what the cut has left of the store."""
+    lines = [{"prompt": f"Once upon a time there was a little fox who lived in the woods. {i}"} for i in range(4)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line | {"max_tokens": 3}) + "\n" for line in lines))
+    generate(engine, folder, "undisturbed.jsonl")
+    out, want, num_read, num_refused = folder / "out.jsonl", rows(folder / "undisturbed.jsonl"), 0, 0
+
+    def run(*, resume):
+        one = engine_with_store(folder)
+        try:
+            generate(one, folder, resume=resume)
+        finally:
+            facts.append(one.close_store())
+
+    facts = []
+    for _, content, _ in left_behind(folder, lambda: run(resume=False)):
+        if content == "noise":
+            try:
+                run(resume=True)
+            except PagedcliError:
+                num_refused += 1
+                continue
+        else:
+            run(resume=True)
+        assert rows(out) == want
+        assert is_complete(out)
+        num_read += facts[-1].num_read_blocks
+    assert len(facts) - num_refused > 60
+    assert num_read
