@@ -1,7 +1,8 @@
 """Every pair of capabilities: what must not change rows changes no bit of them next to any other, or is refused by
 name.
 
-A new capability is a line in NEUTRAL or ROWS, and is tried with all others.
+A new capability is a line in NEUTRAL or ROWS, and is tried with all others. A run that is resumed, and one with Ray:
+tests/batch/test_resume_pairs.py and tests/distributed/test_ray_pairs.py.
 """
 
 from functools import cache
@@ -10,6 +11,7 @@ from itertools import combinations, product
 import pytest
 from engine_harness import ragged_prompts
 from model_zoo import cached_model
+from scripted import Oracle
 from trace_harness import check_events
 
 from pagedcli.config import EngineConfig
@@ -35,6 +37,7 @@ NEUTRAL = {
     "no cache": {"enable_prefix_caching": False},
     "a step ahead": {"async_scheduling": True},
     "next-use": {"eviction": "next-use"},
+    "speculation": {"speculation": "ngram"},
 }
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 # what rows ask for
@@ -53,10 +56,17 @@ REFUSED = {  # pairs, and what names the reason
     frozenset(("store", "no cache")): "prefix caching is off",
     frozenset(("next-use", "no cache")): "without prefix caching nothing is cached",
 }
+NO_DRAFTS = {  # with what no token is guessed, and the reason that the run gives
+    "state": "has recurrent state, which cannot be taken back yet",
+    "a step ahead": "launches a step before the tokens of the last one are known",
+    "two ranks": "tensor_parallel_size is more than 1",
+}
 PAIRS = [*combinations(NEUTRAL, 2), *product(NEUTRAL, ROWS)]
 CASES = [(model, *pair) for model in MODELS for pair in PAIRS]
+PAIRS_OF_RANKS = [*(("dense", other) for other in (*NEUTRAL, *ROWS)), *((model, "chunks") for model in MODELS)]
 QUICK = [("dense", "store", other) for other in (*NEUTRAL, *ROWS)]
 QUICK += [("state", "store", other) for other in ("preemption", "samples", "continuations")]
+QUICK += [("dense", "speculation", other) for other in ("preemption", "log-probabilities")]
 QUICK += [(model, "store", "plain") for model in MODELS]
 
 
@@ -74,12 +84,15 @@ class FirstEight:
         return [False] * len(guides)
 
 
-def rows_of(path, kind, config, emit=None):
-    """Tokens and scores of all rows of one kind."""
+def rows_of(path, kind, config, *, emit=None, answers=None):
+    """Tokens and scores of all rows of one kind, and the engine. `answers`: the tokens of each sample, of which an
+    engine that guesses guesses most."""
     of_kind, params = ROWS[kind]
     roomy = {"block_size": 4, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", **{**roomy, **of_kind, **config})
     engine = LLMEngine(config, emit=emit, trace_tokens=True, with_store=True)
+    if engine.plan.speculation != "off":
+        engine.scheduler._drafter = Oracle(answers, wrong=0.3)
     request = {"make_guide": FirstEight} if kind == "a guide" else {}
     if kind == "continuations":
         request = {"continuations": [[9, 8], [4, 3, 2]]}
@@ -89,18 +102,36 @@ def rows_of(path, kind, config, emit=None):
     while engine.has_unfinished_requests():
         for output in engine.step():
             assert not output.error, output.error
-            samples = [(sample.token_ids, sample.logprobs) for sample in output.samples]
-            found[output.request_id] = repr((samples, output.prompt_logprobs, output.scores))
+            tokens = [sample.token_ids for sample in output.samples]
+            scores = [sample.logprobs for sample in output.samples], output.prompt_logprobs, output.scores
+            found[output.request_id] = tokens, repr(scores)
         engine.cache.check([*engine.scheduler.running, *engine.scheduler.contexts])
     engine.close()
-    return found
+    return found, engine
+
+
+def tokens_of(rows):
+    return {(name, place): each for name, (tokens, _) in rows.items() for place, each in enumerate(tokens)}
 
 
 @cache
-def expected(path, kind):
-    return rows_of(path, kind, {})
+def expected(path, kind, num_ranks=1):
+    rows, _ = rows_of(path, kind, {"tensor_parallel_size": num_ranks})
+    return rows
 
 
+def check_drafts(engine, kind, capabilities):
+    """Tokens are guessed, or the run says why none is."""
+    why = [reason for name, reason in NO_DRAFTS.items() if name in capabilities]
+    if why:
+        assert any(each in engine.plan.no_drafts for each in why)
+    elif engine.stats.undrafted:
+        assert kind in ("beams", "a guide")
+    else:
+        assert engine.stats.num_drafted_tokens > 0 or ROWS[kind][1]["max_tokens"] == 1
+
+
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("model", "one", "other"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
@@ -117,10 +148,34 @@ def test_pairs_of_capabilities_give_the_same_bits_or_are_refused_by_name(model, 
         with pytest.raises(ConfigError, match=why):
             rows_of(path, kind, config)
         return
-    events = []
+    wanted, events = expected(path, kind), []
     for _ in range(1 + ("store" in (one, other))):  # the second run reads what the first has written
         events.clear()
         emit = events.append if "recording" in (one, other) else None
-        assert rows_of(path, kind, config, emit) == expected(path, kind)
+        found, engine = rows_of(path, kind, config, emit=emit, answers=tokens_of(wanted))
+        assert found == wanted
+        if "speculation" in (one, other):
+            check_drafts(engine, kind, (model, one, other))
+    if events:
+        check_events(events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "other"), PAIRS_OF_RANKS)
+def test_two_ranks_and_a_capability_give_the_same_bits_or_are_refused_by_name(model, other, tmp_path_factory, tmp_path):
+    """The bits of two ranks, whose sums are added in another order, and the tokens of one."""
+    path = cached_model(MODELS[model], tmp_path_factory)
+    kind = other if other in ROWS else "log-probabilities"
+    config, events = {"tensor_parallel_size": 2} | NEUTRAL.get(other, {}), []
+    if other == "store":
+        with pytest.raises(ConfigError, match="it keeps the blocks of one rank"):
+            rows_of(path, kind, config | {"prefix_store": str(tmp_path / "store")})
+        return
+    emit = events.append if other == "recording" else None
+    found, engine = rows_of(path, kind, config, emit=emit)
+    assert found == expected(path, kind, 2)
+    assert tokens_of(found) == tokens_of(expected(path, kind))
+    if other == "speculation":
+        check_drafts(engine, kind, ("two ranks", other))
     if events:
         check_events(events)
