@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-long test-all test-machine test-ray test-tools check lint wheel wheels release-check clean
+.PHONY: demo test test-long test-all test-matrix test-machine test-ray test-tools check lint wheel wheels release-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -20,6 +20,14 @@ test-long: $(VENV)/.installed-dev
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
 test-all: $(VENV)/.installed-dev test-ray test-machine
 	$(BIN)/python -m pytest -n 2 -m "not machine and not tools" $(addprefix --ignore=,$(RAY_TESTS))
+
+# The tests that compare bits, once with each setting of tests/bit_settings.py for all engines: at most 30 minutes each.
+test-matrix: $(VENV)/.installed-dev
+	@failed=; for setting in $$($(BIN)/python tests/bit_settings.py); do \
+	  echo "$$setting:"; \
+	  PAGEDCLI_SETTING=$$setting timeout 1800 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    -m "bits and not slow and not machine and not tools" || failed="$$failed $$setting"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # What compares with this machine's speed and memory: one test after another, on a quiet machine.
 test-machine: $(VENV)/.installed-dev

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import bit_settings
 import pytest
 from cli_harness import PROMPTS
 
@@ -100,10 +101,19 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
+def _one_thread(tmp_path_factory) -> Iterator[None]:
+    """And, for the tests marked `bits`, the setting of `make test-matrix`."""
     import torch
 
-    torch.set_num_threads(1)
+    name = os.environ.get(bit_settings.VARIABLE)
+    if name is None:
+        torch.set_num_threads(1)
+        yield
+        return
+    setting = bit_settings.SETTINGS[name]
+    torch.set_num_threads(setting.num_threads)
+    with bit_settings.applied(setting, tmp_path_factory.mktemp(name)):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,7 +13,7 @@ from pagedcli.config import load_config
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.distributed.worker import Worker
 
-KEPT = sorted(path for path in (Path(__file__).parent / "data" / "kept").iterdir() if path.is_dir())
+KEPT = sorted(path.parent for path in (Path(__file__).parent / "data" / "kept").glob("*/full.jsonl"))
 TRACES = ("preemption", "samples", "windows", "state")
 # Texts for people may be reworded.
 WORDS = {"label", "reason", "note", "notes", "title", "text", "verdict"}

@@ -236,6 +236,7 @@ def engine_for(path, **config):
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("quantization", [None, "int8"], ids=["weights as stored", "int8 weights"])
 def test_cache_chunk_pool_and_batch_never_change_the_tokens(library, model, quantization):
     prompts = ragged_prompts()
@@ -255,6 +256,7 @@ def test_cache_chunk_pool_and_batch_never_change_the_tokens(library, model, quan
     assert run_engine(engine_for(model, block_size=5, quantization=quantization), prompts, GREEDY) == expected
 
 
+@pytest.mark.bits
 def test_samples_that_share_and_copy_blocks_are_those_without_sharing(library, model):
     params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
     prompts = ragged_prompts(6)

@@ -60,6 +60,7 @@ def test_rows_of_a_schema_parse_and_validate_also_when_preempted(small):
     assert reasons == {"stop"}
 
 
+@pytest.mark.bits
 def test_preemption_and_neighbours_never_change_guided_rows(small):
     lines = [hot(f"Story {i}:", response_format=schema_format(PERSON), n=1 + i % 2) for i in range(6)]
     crowded = small.rows([*lines, *(hot(f"Free {i}") for i in range(4))])[: len(lines)]

@@ -113,6 +113,7 @@ def test_a_second_line_with_the_same_id_is_an_error_row(harness):
 # ---------------------------------------------------------------------- the same tokens
 
 
+@pytest.mark.bits
 def test_pool_size_and_neighbours_never_change_the_rows(harness):
     lines = [plain(prompt, temperature=1, max_tokens=20, n=2, id=prompt) for prompt in PROMPTS]
     rows = harness.rows(lines, output_token_ids=True)
@@ -123,6 +124,7 @@ def test_pool_size_and_neighbours_never_change_the_rows(harness):
     assert Harness(max_num_seqs=1, enable_prefix_caching=False).rows(lines, output_token_ids=True) == rows
 
 
+@pytest.mark.bits
 def test_seeds_belong_to_rows_not_to_their_order_of_arrival(harness):
     lines = [plain("Once upon a time", temperature=1.0, max_tokens=12) for _ in range(6)]
     rows = harness.rows(lines)
@@ -137,6 +139,7 @@ def test_a_seed_in_the_line_fixes_its_draws(harness):
     assert len({row["text"] for row in harness.rows(lines)}) == 1
 
 
+@pytest.mark.bits
 def test_shards_give_together_what_one_run_gives(harness):
     lines = [plain(prompt, temperature=1.0) for prompt in PROMPTS]
     shards = []

@@ -46,6 +46,7 @@ def verify(a, b, *flags, expect):
 # ---------------------------------------------------------------------- equal runs
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "flags",
     [
@@ -65,6 +66,7 @@ def test_alone_chunked_cold_preempted_or_in_another_order_rows_are_the_same_bits
     assert (found["num_rows"], found["num_equal"], found["num_compared_with_logprobs"]) == (6, 6, 5)
 
 
+@pytest.mark.bits
 def test_any_number_of_threads_gives_the_same_bits(outputs, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
@@ -219,6 +221,7 @@ def test_rows_without_ids_match_by_their_index(tmp_path):
 # ---------------------------------------------------------------------- generate --verify
 
 
+@pytest.mark.bits
 def test_rows_of_a_crowd_are_the_same_bits_when_generated_again_alone(outputs, tmp_path):
     run = ("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, "--num-gpu-blocks-override", "6")
     said = pagedcli(*run, "--verify", "3", expect=3).stderr

@@ -28,6 +28,7 @@ def of_policy():
     return {eviction: run(eviction) for eviction in POLICIES}
 
 
+@pytest.mark.bits
 def test_every_policy_gives_the_same_rows(of_policy):
     assert len({str(rows) for _, rows in of_policy.values()}) == 1
 

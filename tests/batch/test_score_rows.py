@@ -45,6 +45,7 @@ def test_a_row_has_scores_and_the_best_and_generates_nothing(harness):
     assert row["best"]["per_byte"] == per_byte.index(max(per_byte))
 
 
+@pytest.mark.bits
 def test_scores_are_those_of_prompt_logprobs(harness):
     rows = {row["id"]: row for row in harness.rows(ROWS)}
     encode, special = harness.tokenizer.encode, harness.tokenizer.start_token_id
@@ -112,6 +113,7 @@ def test_openai_lines_are_refused(harness):
     assert row["error"]["code"] == "unsupported_parameter"
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "engine",
     [

@@ -94,6 +94,7 @@ request = st.tuples(
 )
 
 
+@pytest.mark.bits
 @settings(max_examples=50, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=7),
@@ -137,6 +138,7 @@ def test_steps_are_launched_before_the_last_tokens_are_read(model):
     assert ahead.stats.num_generated_tokens == plain.stats.num_generated_tokens == 60
 
 
+@pytest.mark.bits
 def test_penalties_change_no_order_of_steps_and_see_the_tokens_that_the_host_has_not_read(model):
     kinds = [{"repetition_penalty": 1.2}, {"frequency_penalty": 1.5, "presence_penalty": -1.0}, {"temperature": 0.9}]
     kinds += [{"repetition_penalty": 0.8, "frequency_penalty": 2.0, "n": 2, "temperature": 1.1, "seed": 3}]

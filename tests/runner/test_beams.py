@@ -85,6 +85,7 @@ def test_beams_are_those_of_transformers(model, reference, length_penalty, early
         assert (num_early > 0) == may_end
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "config",
     [
@@ -116,6 +117,7 @@ def test_pool_blocks_chunks_and_cache_never_change_the_beams(model, reference, c
         assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.bits
 def test_penalties_and_minimum_length_are_those_of_transformers(model, reference):
     engine, prompt = make_engine(model), [5, 9, 17, 5, 9]
     ends = (2, beams_of(engine, prompt, width=4)[0][0][1])

@@ -9,6 +9,8 @@ from pagedcli.attention.select import REGISTRY
 from pagedcli.errors import BackendError
 from pagedcli.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.bits
+
 NUM_NEW = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 # caching with eviction, preemption and chunks; then each alone
@@ -35,7 +37,7 @@ def test_tokens_equal_transformers_in_a_small_pool(family):
     assert not engine.spec.is_fallback
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
-    assert engine.stats.num_cached_tokens > 0
+    assert engine.stats.num_cached_tokens > 0 or not engine.limits.enable_prefix_caching
 
 
 @pytest.mark.slow

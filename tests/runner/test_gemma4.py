@@ -62,6 +62,7 @@ def models(tmp_path_factory):
 FAMILIES = [pytest.param(each, marks=pytest.mark.slow) if "12b" in each else each for each in GEMMA4_FAMILIES]  # as 31B
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, family):
     path, expected = models(family)
@@ -70,9 +71,10 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, famil
     engine = make_engine(path, **HARD, num_gpu_blocks_override=SMALL_POOLS[len(engine.plan.limits.groups)])
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
-    assert engine.stats.num_cached_tokens > 0
+    assert engine.stats.num_cached_tokens > 0 or not engine.limits.enable_prefix_caching
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize("family", GEMMA4_FAMILIES)
 @pytest.mark.parametrize("variant", EASY)
@@ -135,6 +137,7 @@ def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_
         assert errors[0] < (1e-3 if dtype == torch.float32 else 0.2) * float(exact.std())
 
 
+@pytest.mark.bits
 def test_samples_and_beams_are_the_same_in_a_small_pool_and_in_torch(models):
     path, _ = models("gemma4-e2b")
     samples = SamplingParams(n=3, temperature=1.0, max_tokens=30, seed=1, ignore_eos=True)
@@ -194,6 +197,7 @@ def nested(path, folder):
     return folder
 
 
+@pytest.mark.bits
 def test_text_of_a_multimodal_checkpoint(models, tmp_path):
     path, expected = models("gemma4-e2b")
     engine = make_engine(nested(path, tmp_path / "nested"), block_size=16, max_model_len=160)

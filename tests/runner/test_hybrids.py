@@ -7,6 +7,8 @@ from model_zoo import RECURRENT_FAMILIES, cached_model
 
 from pagedcli.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.bits
+
 NUM_NEW = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 PROMPTS = ragged_prompts(4)
@@ -63,7 +65,7 @@ def test_a_second_run_finds_checkpoints_and_gives_the_same_tokens(path):
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 8]
     first = run(engine, prompts, GREEDY)
     assert run(engine, prompts, GREEDY) == first
-    assert engine.stats.num_cached_tokens > 0
+    assert engine.stats.num_cached_tokens > 0 or not engine.limits.enable_prefix_caching
 
 
 def test_samples_of_a_prompt_share_its_state(path):
@@ -101,7 +103,7 @@ def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_cro
     assert logprobs(tight, PROMPTS) == expected
     for _ in range(2):
         assert logprobs(wide, PROMPTS) == expected
-    assert wide.stats.num_cached_tokens > 0
+    assert wide.stats.num_cached_tokens > 0 or not wide.limits.enable_prefix_caching
 
 
 def test_beams_do_not_depend_on_slots_and_checkpoints(path):

@@ -39,6 +39,7 @@ def plain(output):
     return [each and (each.token_id, each.logprob, each.top) for each in output.prompt_logprobs]
 
 
+@pytest.mark.bits
 def test_they_are_those_of_transformers(path):
     engine = make_engine(path, **HARD)
     reference = transformers_logits(path, PROMPTS)
@@ -56,6 +57,7 @@ def test_they_are_those_of_transformers(path):
     assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("way", WAYS)
 def test_they_are_the_same_bits_however_the_prompt_is_computed(path, way):
     expected = outputs(make_engine(path, max_model_len=128), PROMPTS)
@@ -79,12 +81,14 @@ def test_a_cached_prompt_is_computed_whole_and_neighbours_still_hit(path):
     assert hit.prompt_logprobs is None
 
 
+@pytest.mark.bits
 def test_they_change_no_tokens(path):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     expected = [sample for [sample] in run(make_engine(path, max_model_len=128), PROMPTS, params)]
     assert [each.samples[0].token_ids for each in outputs(make_engine(path, **HARD), PROMPTS)] == expected
 
 
+@pytest.mark.bits
 def test_samples_of_a_prompt_share_its_logprobs(path):
     params = SamplingParams(temperature=1, seed=3, n=3, max_tokens=5, prompt_logprobs=0, logprobs=1)
     (found,) = outputs(make_engine(path, max_model_len=128), [PROMPTS[0]], params)

@@ -73,6 +73,7 @@ def test_every_law_holds_for_the_real_engine(model, config, seed, ahead):
     assert len(result.state.refused) == (0 if config.get("num_gpu_blocks_override") == 64 else 2)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ahead", [False, True])
 def test_looking_changes_no_token(model, tmp_path, ahead):
     path = tmp_path / "run.jsonl.zst"

@@ -129,6 +129,7 @@ def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
     assert engine.stats.num_computed_tokens == num_computed(requests, [output.num_cached_tokens for output in found])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 1.3, 2])
 def test_preemptions_change_no_bit(model, num_sequences, ahead):
@@ -177,6 +178,7 @@ def check_with_transformers(path, scores):
         assert [logprob for logprob, _ in found] == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.bits
 def test_an_int8_cache_gives_the_bits_of_its_own_prompt_logprobs(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     expected = whole(path, rows(), kv_cache_dtype="int8")
@@ -185,6 +187,7 @@ def test_an_int8_cache_gives_the_bits_of_its_own_prompt_logprobs(tmp_path_factor
     assert [plain(output) for output in found] == expected != whole(path, rows())
 
 
+@pytest.mark.bits
 def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     expected = whole(path, rows())

@@ -109,10 +109,12 @@ def path(tmp_path_factory):
     return cached_model("qwen3", tmp_path_factory)
 
 
+@pytest.mark.bits
 def test_states_see_no_guess(tmp_path_factory):
     same_with_drafts(cached_model("qwen3_5", tmp_path_factory), [0.3])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("limits", [ROOMY, TINY], ids=["roomy", "tiny"])
 def test_tokens_and_log_probabilities_are_the_same_bits(path, limits):
     same_with_drafts(path, [0.3], pools=(limits,))
@@ -143,6 +145,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_kind_of_model_keeps_its_bits(model, tmp_path):
@@ -151,6 +154,7 @@ def test_every_kind_of_model_keeps_its_bits(model, tmp_path):
     same_with_drafts(tiny_model(family, tmp_path, **changes), [0.0, 0.3, 0.7, 1.0], pools=(ROOMY, tiny))
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_keeps_its_bits(setting, path):

@@ -28,6 +28,7 @@ def expected(path):
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "config",
     [
@@ -48,6 +49,7 @@ def test_pools_slots_chunks_and_checkpoints_never_change_the_tokens(path, expect
     assert checker.state.slots.num_held == 0
 
 
+@pytest.mark.bits
 def test_samples_continue_from_the_state_of_their_prompt(path, expected):
     params = SamplingParams(max_tokens=6, temperature=0, n=3)
     engine = make_engine(path, num_gpu_blocks_override=200, max_num_seqs=7, num_state_slots=9)

@@ -14,6 +14,8 @@ from pagedcli.models.spec import layer_groups
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.bits
+
 WINDOW, NUM_NEW = 24, 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 CPU_BACKENDS = [entry.name for entry in REGISTRY if "cpu" in entry.auto_devices]
@@ -79,7 +81,7 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(windowed):
     assert any(mixer.window for mixer in engine.spec.attentions)
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
-    assert engine.stats.num_cached_tokens > 0
+    assert engine.stats.num_cached_tokens > 0 or not engine.limits.enable_prefix_caching
 
 
 @pytest.mark.parametrize("variant", EASY)

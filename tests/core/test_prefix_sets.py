@@ -1,0 +1,69 @@
+"""Sets of prefixes: what is new is new once, also where digests collide and tables grow; entries that a store has."""
+
+import random
+
+from pool_harness import make_seq, prefill
+
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefixes import DigestSet, PrefixRows, num_equal
+
+
+def test_a_set_of_digests_has_each_once():
+    found, rng = DigestSet(), random.Random(0)
+    digests = [rng.randrange(2**64) for _ in range(3000)] + [number << 40 for number in range(1, 700)]
+    assert all(found.add(digest) for digest in digests)
+    assert not any(found.add(digest) for digest in digests)
+    assert found._num_digests == len(digests)
+    assert 2 * len(digests) <= len(found._slots) <= 8 * len(digests)
+    assert len(found._slots) & (len(found._slots) - 1) == 0
+    assert found.add(0)
+    assert not found.add(0)
+
+
+def test_the_last_slot_is_followed_by_the_first():
+    found = DigestSet()
+    last = len(found._slots) - 1
+    assert all(found.add(last + (number << 20)) for number in range(4))
+    assert not any(found.add(last + (number << 20)) for number in range(4))
+    assert found._slots[0] == last + (1 << 20)
+
+
+def test_rows_of_prefixes_keep_the_row_that_was_added(monkeypatch):
+    monkeypatch.setattr("pagedcli.core.prefixes._MIN_RECENT", 1000)
+    known, rng = PrefixRows(), random.Random(1)
+    digests = [rng.randrange(2**64) for _ in range(40_000)]
+    for row in range(400):
+        known.add(digests[100 * row : 100 * row + 100], row)
+    assert len(known) == 40_000
+    assert len(known._digests) > 0
+    assert all(known.first_row(digests[100 * row + place]) == row for row in range(400) for place in (0, 99))
+    assert known.first_row(7) is None
+    assert known.first_row(2**64 - 1) is None
+    assert known.num_known([*digests[:5], 7, 8]) == 5
+    assert known.num_known([7]) == known.num_known([]) == 0
+    assert known.num_known(digests[:3]) == 3
+
+
+def test_equal_beginnings():
+    assert num_equal([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert num_equal([1, 2], [1, 2, 4, 5]) == num_equal([1, 2, 3], [1, 2]) == 2
+    assert num_equal([], [1]) == num_equal([2], [1]) == 0
+
+
+def test_entries_of_a_store_end_where_all_kinds_continue_and_where_blocks_can_be_taken():
+    manager = BlockManager(9, 2)
+    seq = make_seq([1, 2, 3, 4, 5, 6, 7])
+    manager.lookup(seq)
+    assert manager.missing_entries(seq, {0, 1, 2}) == ([0, 1, 2], 3)
+    assert manager.missing_entries(seq, {0, 2}) == ([0], 1)
+    assert manager.missing_entries(seq, {0, 1, 2}, {1, 3}) == ([0, 1, 2], 3)
+    assert manager.missing_entries(seq, {0, 1, 2}, {1, 2}) == ([0, 1], 2)
+    assert manager.missing_entries(seq, {0, 1, 2}, {4}) == ([], 0)
+    assert manager.missing_entries(seq, set()) == ([], 0)
+    small = BlockManager(3, 2)
+    held = make_seq([8, 9, 8])
+    prefill(small, held)
+    small.lookup(seq)
+    assert small.missing_entries(seq, {0, 1, 2}) == ([0], 1)
+    assert small.missing_entries(seq, {0, 1, 2}, {1, 3}) == ([0], 1)
+    assert small.missing_entries(seq, {0, 1, 2}, {2, 3}) == ([], 0)

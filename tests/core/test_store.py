@@ -1,0 +1,201 @@
+"""A prefix store over blocks that are bytes: what it counts, what it says of files of no use, and when it reads."""
+
+import pytest
+from pool_harness import SIZE, make_seq
+from test_store_machine import AtOnce, Contents
+
+from pagedcli.content_files import ContentFolder
+from pagedcli.core.prefixes import Prefix, token_bytes
+from pagedcli.core.store import PrefixStore, StoreFacts
+
+IDENTITY = {"model": "a"}
+
+
+class States(Contents):
+    block_bytes = 32
+
+
+def opened(folder, *, states=None, num_groups=1, **given):
+    store = PrefixStore(
+        ContentFolder(folder), given.pop("identity", IDENTITY), Contents(), SIZE, num_groups, states=states, **given
+    )
+    store._thread = AtOnce()
+    return store
+
+
+def chained(token_ids, num_groups=1, salt=None):
+    """A sequence with the prefix of each entry of its table."""
+    seq, parent = make_seq(token_ids, cache_salt=salt), None if salt is None else Prefix.salt(salt)
+    for span in range(len(token_ids) // SIZE):
+        for _ in range(num_groups):
+            parent = Prefix(token_bytes(token_ids[span * SIZE : (span + 1) * SIZE]), parent)
+            seq.prefixes.append(parent)
+    return seq
+
+
+def content(number):
+    return bytes([number]) * Contents.block_bytes
+
+
+def written(folder, seq, *, states=None, num_groups=1, **given):
+    """A store to which all blocks of a sequence were offered, closed."""
+    store = opened(folder, states=states, num_groups=num_groups, **given)
+    for index in range(len(seq.prefixes)):
+        store._memories["blocks"][index] = content(index)
+    store.offer(seq, range(len(seq.prefixes)), lambda *_: True)
+    if states is not None:
+        states[5] = b"s" * States.block_bytes
+        store.offer_state(seq, 2, seq.prefixes[1], 5, lambda *_: True)
+    store.close(0.5)
+    return store
+
+
+def test_facts_begin_with_nothing():
+    facts = StoreFacts()
+    assert not any(getattr(facts, name) for name in StoreFacts.__slots__)
+
+
+def test_what_is_written_is_found_and_read_with_its_counts(tmp_path):
+    seq, states = chained(range(6)), States()
+    facts = written(tmp_path, seq, states=states).facts
+    num_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert (facts.num_written_blocks, facts.num_written_states, facts.num_written_bytes) == (3, 1, num_bytes)
+    assert not facts.not_kept
+    store = opened(tmp_path, states=States())
+    assert store.facts.num_found_blocks == 3
+    assert store.found(seq, 3) == {0, 1, 2}
+    assert store.found(seq, 2) == {0, 1}
+    assert store.found_states(seq, {1: seq.prefixes[0], 2: seq.prefixes[1]}) == {2}
+    assert store.read(seq, [2, 0]) == [content(2), content(0)]
+    assert store.read_state(seq.prefixes[1]) == b"s" * States.block_bytes
+    store.place_in_memory(7, content(2))
+    store.place_state(1, b"s" * States.block_bytes)
+    assert (store._memories["blocks"][7], store._memories["state"][1]) == (content(2), b"s" * States.block_bytes)
+    facts = store.facts
+    counts = (facts.num_read_blocks, facts.num_read_states, facts.num_read_bytes)
+    assert counts == (1, 1, Contents.block_bytes + States.block_bytes)
+    store.offer(seq, range(3), lambda *_: True)
+    assert not store._offers, "all of it is there"
+
+
+def test_files_say_what_they_save(tmp_path):
+    """0.5 seconds per token: of three blocks of 2 tokens, and of the state after two."""
+    written(tmp_path, chained(range(6)), states=States())
+    files = sorted(ContentFolder(tmp_path).files()[0], key=lambda file: file.head.depth)
+    assert [(file.head.seconds, file.head.depth) for file in files] == [(2.0, 2), (3.0, 3)]
+    written(tmp_path / "groups", chained(range(4), 2), num_groups=2)
+    [file] = ContentFolder(tmp_path / "groups").files()[0]
+    assert (file.head.seconds, file.head.depth, len(file.head.sizes)) == (2.0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_found"),
+    [
+        (chained([0, 1, 2, 3, 9, 9]), {0, 1}),
+        (chained([0, 1]), {0}),
+        (chained([9, 1, 2, 3]), set()),
+        (chained(range(6), salt="s"), set()),
+    ],
+)
+def test_only_equal_beginnings_of_the_same_salt_are_found(tmp_path, other, is_found):
+    written(tmp_path, chained(range(6)))
+    assert opened(tmp_path).found(other, 3) == is_found
+
+
+def test_equal_hashes_of_other_tokens_or_another_place_are_no_hit(tmp_path):
+    seq = chained(range(6))
+    written(tmp_path, seq)
+    store, other = opened(tmp_path), chained([9, 9, 9, 9, 9, 9])
+    for mine, theirs in zip(other.prefixes, seq.prefixes, strict=True):
+        mine.hash = theirs.hash
+    assert store.found(other, 3) == set()
+    moved = chained(range(6))
+    moved.prefixes.reverse()
+    assert store.found(moved, 3) == {1}
+
+
+def test_files_of_no_use_are_named_and_no_longer_found(tmp_path):
+    seq = chained(range(6))
+    written(tmp_path, seq)
+    other = opened(tmp_path, identity={"model": "b"})
+    assert (other.facts.num_found_blocks, dict(other.facts.not_used)) == (0, {"other model": 1})
+    store = opened(tmp_path)
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"x")
+    assert store.read(seq, [0]) == [content(0)]
+    assert store.read(seq, [0, 2]) is None
+    assert dict(store.facts.not_used) == {"other bytes than were written": 1}
+    assert store.found(seq, 3) == set()
+    path.write_bytes(whole)
+    narrow = opened(tmp_path)
+    narrow._memories["blocks"].block_bytes = 32
+    assert narrow.read(seq, [0]) is None
+    assert dict(narrow.facts.not_used) == {"its parts are no blocks of this engine": 1}
+
+
+def test_states_are_of_no_use_without_slots_and_damaged_ones_are_named(tmp_path):
+    seq = chained(range(6))
+    written(tmp_path, seq, states=States())
+    assert dict(opened(tmp_path).facts.not_used) == {"this engine has no state": 1}
+    store = opened(tmp_path, states=States())
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert store.read_state(seq.prefixes[1]) is None
+    assert store.found_states(seq, {2: seq.prefixes[1]}) == set()
+    assert store.found(seq, 3) == {0, 1, 2}
+
+
+def test_blocks_that_left_the_pool_or_are_not_written_yet_are_left_out(tmp_path):
+    store, seq = opened(tmp_path), chained(range(8))
+    store._memories["blocks"].update({index: content(index) for index in range(4)})
+    store.offer(seq, [0, None, 2, 3], lambda block_id, prefix: block_id != 2)
+    store.offer(seq, [0], lambda *_: True)  # it is on its way
+    assert len(store._offers) == 1
+    store.keep(1.0)
+    store.keep(1.0)
+    assert (store.facts.num_written_blocks, store.found(seq, 4)) == (2, {0, 3})
+    assert not store._coming
+    store.offer(seq, [0, 1, 2, 3], lambda *_: False)
+    store.close(1.0)
+    assert (store.facts.num_written_blocks, len(list(tmp_path.iterdir()))) == (2, 1)
+
+
+def test_what_is_removed_again_does_not_count(tmp_path):
+    store, seq = opened(tmp_path), chained(range(4))
+    store._memories["blocks"].update({index: content(index) for index in range(2)})
+    store.offer(seq, [0, 1], lambda *_: True)
+    store.keep(1.0)
+    store.keep(1.0)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    store.close(1.0)
+    facts = store.facts
+    assert (facts.num_written_blocks, facts.num_written_bytes, facts.not_kept.total()) == (0, 0, 1)
+
+
+def test_a_folder_that_cannot_be_written_is_offered_nothing(tmp_path):
+    store, seq = opened(tmp_path), chained(range(4))
+    store.folder.is_writable = False
+    store.offer(seq, [0, 1], lambda *_: True)
+    store.close(1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_computed_faster_than_it_is_read_is_left(tmp_path):
+    written(tmp_path, chained(range(6)))
+    asked = []
+
+    def compute_s(num_before, num_tokens):
+        asked.append((num_before, num_tokens))
+        return 1.0
+
+    store = opened(tmp_path, compute_s=compute_s, states=States())
+    assert store.is_faster(3, 0, 6), "the first ones show the speed"
+    assert asked == []
+    store.facts.num_read_bytes, store._read_s = 1000, 10.0  # 100 bytes/s
+    assert store.is_faster(1, 2, 4), "64 bytes of a block and 32 of a state in 0.96 s"
+    assert not store.is_faster(2, 2, 4), "160 bytes"
+    assert asked == [(2, 4), (2, 4)]
+    assert store.facts.num_left == 1
+    assert opened(tmp_path).is_faster(10**9, 0, 1)
