@@ -50,6 +50,7 @@ class ScriptedExecutor:
         self.last_tokens = []
         self.choose = choose
         self.steps = []  # new tokens per sequence
+        self.num_sampled = []  # rows of logits in each step
         self.kept = {}  # place -> the tokens of a sequence with a repetition penalty
         self.fail_launch = self.fail_read = False  # of the next step
 
@@ -84,6 +85,7 @@ class ScriptedExecutor:
         self.last_tokens, scored, logprobs = [], dict(sampling.scored), {}
         if sampling.logits_rows is not None:
             contexts = [contexts[row] for row in sampling.logits_rows]
+        self.num_sampled.append(len(contexts))
         for row, (context, draw) in enumerate(zip(contexts, sampling.rows.uniform.tolist(), strict=True)):
             token = self.choose(context, draw)
             self.last_tokens.append(None if token is None else self._changed(token, row, sampling))

@@ -61,6 +61,7 @@ def test_drafts_never_change_the_tokens(plain, wrong, num_blocks, block_size):
     assert answers(sim) == plain
     assert sim.block_manager.num_free_blocks == pool
     stats = sim.stats
+    assert all(each <= sim.limits.most_sampled for each in sim.executor.num_sampled)
     assert stats.num_drafted_tokens > 50 or (num_blocks, block_size) == (24, 1)  # there no block is empty for long
     num_ends = len(plain)  # the token that ends a sequence is sampled after a guess, and none of its own
     assert wrong or stats.num_drafted_tokens - num_ends <= stats.num_accepted_tokens

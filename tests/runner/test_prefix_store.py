@@ -10,7 +10,6 @@ import torch
 from cli_harness import pagedcli
 from engine_harness import ragged_prompts, run
 from model_zoo import cached_model, tiny_model
-from quick import slow_but
 from trace_harness import check_events
 
 from pagedcli import content_files
@@ -207,10 +206,12 @@ def test_a_salt_finds_only_its_own_blocks(path, tmp_path):
 
 
 RECOMPUTED = [(model, "plain", 1) for model in ("dense", "window in some layers", "gated delta")]
+MORE_RECOMPUTED = {(*case, threads) for case in ALL for threads in (1, 2)} - set(RECOMPUTED)
 
 
 @pytest.mark.parametrize(
-    ("model", "setting", "threads"), slow_but(RECOMPUTED, [(*case, threads) for case in ALL for threads in (1, 2)])
+    ("model", "setting", "threads"),
+    [*RECOMPUTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(MORE_RECOMPUTED))],
 )
 def test_recomputed_blocks_and_states_are_those_of_the_store(model, setting, threads, tmp_path_factory, tmp_path):
     """Bit for bit: written in company, computed again alone, and by another number of threads."""
