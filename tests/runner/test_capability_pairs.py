@@ -57,7 +57,6 @@ REFUSED = {  # pairs, and what names the reason
     frozenset(("next-use", "no cache")): "without prefix caching nothing is cached",
 }
 NO_DRAFTS = {  # with what no token is guessed, and the reason that the run gives
-    "state": "has recurrent state, which cannot be taken back yet",
     "a step ahead": "launches a step before the tokens of the last one are known",
     "two ranks": "tensor_parallel_size is more than 1",
 }
@@ -126,7 +125,7 @@ def check_drafts(engine, kind, capabilities):
     if why:
         assert any(each in engine.plan.no_drafts for each in why)
     elif engine.stats.undrafted:
-        assert kind in ("beams", "a guide")
+        assert kind == "beams"
     else:
         assert engine.stats.num_drafted_tokens > 0 or ROWS[kind][1]["max_tokens"] == 1
 
