@@ -46,10 +46,13 @@ def applied(setting: Setting, folder: Path) -> Iterator[None]:
     from pagedcli import content_files
     from pagedcli.core.scheduler import Scheduler
     from pagedcli.runner.llm_engine import LLMEngine
+    from pagedcli.trace.check import QueueLaws
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLMEngine, "__init__", _started_under(LLMEngine.__init__, setting, folder))
         if setting.preempts_every is not None:
+            # a preemption is for a sequence that needs a block; a forced one need not be
+            patch.setattr(QueueLaws, "before_request_preempted", lambda *_: None)
             patch.setattr(Scheduler, "_schedule_running", _preempting(Scheduler._schedule_running, setting))
         if "prefix_store" in setting.keys:
             patch.setattr(content_files, "cache_home", lambda: folder)

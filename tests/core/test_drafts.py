@@ -68,6 +68,25 @@ def test_drafts_never_change_the_tokens(plain, wrong, num_blocks, block_size):
     assert wrong < 1 or not stats.num_accepted_tokens
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_drafts_leave_rows_of_logits_for_samples_that_start_in_their_step(chunk):
+    def run(drafter=None):
+        limits = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "chunked_prefill_size": chunk}
+        sim = Simulation(400, drafter=drafter, **limits)
+        for number in range(9):
+            sim.add([number % 3, 1], 30, request_id=str(number))
+        for _ in range(3):
+            sim.step()
+        sim.add([2, 1, 2, 1, 2], 9, n=3, request_id="several")
+        return sim.run()
+
+    plain = run()
+    sim = run(Oracle(answers(plain)))
+    assert answers(sim) == answers(plain)
+    assert sim.stats.num_drafted_tokens > 50
+    assert max(sim.executor.num_sampled) == sim.limits.most_sampled == 12
+
+
 def test_right_drafts_save_their_steps():
     plain = Simulation(40)
     plain.add([1, 2, 3], 19, request_id="0")

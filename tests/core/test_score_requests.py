@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scripted import Simulation, scored
 from scripted import rule as next_token
 
+from pagedcli.core.scoring import TokenScore
 from pagedcli.trace.check import TraceChecker
 
 TOKENS = st.integers(0, 2)
@@ -205,3 +206,21 @@ for machine in (ScoreMachine, AheadMachine, StateMachine, WindowMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestScores, TestAhead = ScoreMachine.TestCase, AheadMachine.TestCase
 TestStates, TestWindows = StateMachine.TestCase, WindowMachine.TestCase
+
+
+def test_a_score_that_is_no_number_ends_its_row_with_an_error_and_no_other(monkeypatch):
+    def bad(context, token):
+        return TokenScore(float("nan") if context[0] == 9 else -1.0, False)
+
+    monkeypatch.setattr("scripted.scored", bad)
+    sim = Simulation(60, max_num_batched_tokens=64)
+    sim.add([9, 1, 2], request_id="bad", continuations=[[1, 2], [3], [4, 1]])
+    sim.add([1, 2], request_id="good", continuations=[[1, 2], [3]])
+    found = {}
+    while sim.has_unfinished_requests():
+        assert sim.stats.num_steps < 100, "it never ends"
+        found |= {output.request_id: output for output in sim.step()}
+    assert found["bad"].error.code == "invalid_logits"
+    assert found["good"].error is None
+    assert [len(score.tokens) for score in found["good"].scores] == [2, 1]
+    assert sim.block_manager.num_free_blocks == 60

@@ -15,7 +15,7 @@ from test_core import alone, drafts, happenings, limits, oracle, plain, play, re
 from pagedcli.core.cache import make_cache
 from pagedcli.core.limits import Limits
 from pagedcli.errors import ConfigError, RequestError
-from pagedcli.events import CheckpointLookedUp, CheckpointMade, RequestWaiting
+from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, RequestWaiting
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
 
@@ -322,3 +322,19 @@ class SlotMachine(RuleBasedStateMachine):
 
 TestSlots = SlotMachine.TestCase
 TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_checkpoints_that_are_made_dropped_and_read_are_counted():
+    events = []
+    sim = Simulation(200, 4, emit=events.append, num_state_slots=4, checkpoints="4", max_num_seqs=2)
+    for number in range(8):
+        sim.add([number % 3] * 13 + [number], 3)
+    sim.run()
+    num_made, num_dropped, lookups = (
+        [event for event in events if isinstance(event, kind)]
+        for kind in (CheckpointMade, CheckpointDropped, CheckpointLookedUp)
+    )
+    facts = sim.stats
+    assert facts.num_checkpoints == len(num_made) > 5
+    assert facts.num_dropped_checkpoints == len(num_dropped) > 2
+    assert facts.num_checkpoint_hits == sum(event.checkpoint_tokens > 0 for event in lookups) > 0

@@ -89,10 +89,10 @@ def test_beams_are_those_of_transformers(model, reference, length_penalty, early
 @pytest.mark.parametrize(
     "config",
     [
-        {"block_size": 1, "num_gpu_blocks_override": 190},
+        {"block_size": 1, "num_gpu_blocks_override": 200},
         {"block_size": 16, "num_gpu_blocks_override": 17},
         {"block_size": 256, "num_gpu_blocks_override": 5},
-        {"block_size": 4, "num_gpu_blocks_override": 50, "chunked_prefill_size": 7, "async_scheduling": True},
+        {"block_size": 4, "num_gpu_blocks_override": 54, "chunked_prefill_size": 7, "async_scheduling": True},
         {"block_size": 4, "num_gpu_blocks_override": 70, "enable_prefix_caching": False},
         {"block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 7, "preemption_policy": "largest"},
     ],

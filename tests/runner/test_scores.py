@@ -151,7 +151,7 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
     once = num_computed(requests, [output.num_cached_tokens for output in found])  # but for what is found afterwards
     assert engine.stats.num_computed_tokens <= once + engine.stats.num_recomputed_tokens
     assert checker.state.num_recomputed_tokens == engine.stats.num_recomputed_tokens
-    if num_sequences == 1:
+    if num_sequences == 1 and engine.limits.block_size == SIZE:  # smaller ones keep all that was computed
         assert engine.stats.num_recomputed_tokens > 0
 
 

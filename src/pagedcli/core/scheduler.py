@@ -191,7 +191,8 @@ class Scheduler:
         """Let the step check guesses of the next tokens of its decodes, with what it leaves of the token budget, of the
         rows of logits and of the empty blocks."""
         budget = self.limits.max_num_batched_tokens - work.num_tokens - work.num_behind
-        budget = min(budget, self.limits.most_sampled - len(work.seqs))
+        num_rows = len(work.seqs) + sum([seq.num_coming_samples for seq in work.seqs])
+        budget = min(budget, self.limits.most_sampled - num_rows)
         for place, seq in enumerate(work.seqs):
             num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
             most = min(MOST_DRAFTED, budget, self.chunk_size - 1 - seq.num_behind_tokens, num_left)

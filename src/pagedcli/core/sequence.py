@@ -162,6 +162,12 @@ class Sequence:
         decodes = self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
         return decodes and self.no_drafts is None and self.targets is None and not self.num_pending_tokens
 
+    @property
+    def num_coming_samples(self) -> int:
+        """Samples that fork from it in the step that computes the end of its prompt."""
+        is_first = self.sample_index == 0 and len(self.token_ids) == self.num_prompt_tokens
+        return self.params.n - 1 if is_first and not self.is_beam else 0
+
     def num_logits(self, end: int) -> int:
         """Rows of logits that its tokens are sampled from, where a step computes its tokens up to `end`: one, and one
         for each guess."""
