@@ -5,7 +5,7 @@ import random
 from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import DigestSet, PrefixRows, num_equal
+from pagedcli.core.prefixes import BLOCK_SIZES, DigestSet, PrefixRows, num_equal
 
 
 def test_a_set_of_digests_has_each_once():
@@ -42,6 +42,10 @@ def test_rows_of_prefixes_keep_the_row_that_was_added(monkeypatch):
     assert known.num_known([*digests[:5], 7, 8]) == 5
     assert known.num_known([7]) == known.num_known([]) == 0
     assert known.num_known(digests[:3]) == 3
+
+
+def test_reports_compare_powers_of_two():
+    assert BLOCK_SIZES == tuple(2**power for power in range(3, 9))
 
 
 def test_equal_beginnings():
