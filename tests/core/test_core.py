@@ -214,6 +214,8 @@ def same_pool(sim, state):
     if queue is not None:  # next-use knows who waits, and nobody else
         assert queue._waiting.keys() == {seq.seq_id for seq in sim.scheduler.waiting}
         assert bool(queue._uses) <= bool(queue._waiting)
+        places = [queue._waiting[seq.seq_id][0] for seq in sim.scheduler.waiting]
+        assert places == sorted(places)
 
 
 def tokens_of(prompt):

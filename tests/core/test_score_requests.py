@@ -11,6 +11,7 @@ from scripted import Simulation, scored
 from scripted import rule as next_token
 
 from pagedcli.core.scoring import TokenScore
+from pagedcli.errors import RequestError
 from pagedcli.trace.check import TraceChecker
 
 TOKENS = st.integers(0, 2)
@@ -224,3 +225,15 @@ def test_a_score_that_is_no_number_ends_its_row_with_an_error_and_no_other(monke
     assert found["good"].error is None
     assert [len(score.tokens) for score in found["good"].scores] == [2, 1]
     assert sim.block_manager.num_free_blocks == 60
+
+
+@pytest.mark.parametrize(
+    ("context", "continuations", "code"),
+    [([], [[1]], "empty_prompt"), ([1], [], "empty_continuation"), ([1], [[1], []], "empty_continuation")],
+)
+def test_what_can_never_be_scored_is_refused_and_changes_nothing(context, continuations, code):
+    sim = Simulation(20)
+    with pytest.raises(RequestError) as refused:
+        sim.add(context, continuations=continuations)
+    assert refused.value.code == code
+    assert not sim.has_unfinished_requests()
