@@ -1,10 +1,10 @@
 """An executor without a model, and the real engine core on top of it: sampled tokens come from a rule. No torch."""
 
 import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 
+from pagedcli.core.drafting import EveryGuess
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
@@ -200,26 +200,6 @@ def scripted_plan(num_blocks, block_size=2, **changes):
     return Plan(**{"limits": Limits(**limits), "model": "none", "block_bytes": block_size * 4, **others})
 
 
-class Oracle:
-    """A drafter that knows what each sample generates, and is wrong at this share of the tokens. With `ragged` drafts
-    have all lengths."""
-
-    def __init__(self, answers, *, wrong=0.0, ragged=False, seed=0):
-        self.answers = answers  # (request_id, sample_index) -> its tokens
-        self.wrong, self.ragged, self.random = wrong, ragged, random.Random(seed)
-
-    def draft(self, seq, most):
-        known = self.answers.get((seq.request_id, seq.sample_index), [])[seq.num_output_tokens :]
-        known = known[: self.random.randint(0, most) if self.ragged else most]
-        return [token ^ 1 if self.random.random() < self.wrong else token for token in known]
-
-    def checked(self, seq, num_accepted):
-        pass
-
-    def ended(self, seq):
-        pass
-
-
 class Simulation(EngineCore):
     """The engine core over a ScriptedExecutor, with a clock that ticks by itself. `seqs` are all sequences so far."""
 
@@ -246,8 +226,9 @@ class Simulation(EngineCore):
         self._check = check
         ticks = itertools.count(step=100)
         super().__init__(
-            plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks), drafter=drafter
-        )
+            plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks),
+            drafting=None if drafter is None else EveryGuess(drafter),
+        )  # fmt: skip
 
     def add(self, token_ids, max_new_tokens=3, *, n=1, cache_salt=None, request_id=None, **options):
         params = options.pop("params", None) or SamplingParams(n=n, max_tokens=max_new_tokens, temperature=0)

@@ -211,7 +211,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Annotated[
         Speculation,
         _batching(
-            "Guess next tokens and check them in one step, CPU only; ngram: from the row's text and finished answers",
+            "Guess next tokens from the row's text and finished answers, and check them in one step, CPU only;"
+            " auto: only where it pays",
             affects_rows=False,
         ),
     ] = "off"

@@ -14,7 +14,8 @@ OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
-Speculation = Literal["off", "ngram"]
+Speculation = Literal["off", "ngram", "auto"]
+DraftSource = Literal["own_text", "answers", "grammar", "oracle"]  # of guessed tokens; oracle: a benchmark that knows
 FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
@@ -26,6 +27,12 @@ MISS_WORDS: dict[MissReason, str] = {
     "caching_off": "prefix caching is off",
     "no_full_block": "no full block",
     "no_match": "not cached",
+}
+DRAFT_WORDS: dict[DraftSource, str] = {
+    "own_text": "their own text",
+    "answers": "finished answers",
+    "grammar": "their grammar",
+    "oracle": "one who knows",
 }
 WAITING_WORDS: dict[str, str] = {  # by WaitingReason
     "max_num_seqs": "sequence limit",
@@ -355,6 +362,7 @@ class TokensDrafted(Event, frozen=True, gc=False):
 
     seq_ids: tuple[int, ...]
     num_drafted: tuple[int, ...]  # per sequence of seq_ids
+    sources: tuple[DraftSource, ...]  # per sequence: where its guess comes from
 
 
 class DraftChecked(Event, frozen=True, gc=False):

@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from scripted import Oracle, Simulation
+from scripted import Simulation
 from test_core import same_pool, stop_after
 from trace_harness import EventList
 
+from pagedcli.bench.oracle import Oracle
 from pagedcli.core.drafts import NgramDrafter, draft_of
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
@@ -225,7 +226,7 @@ def test_what_a_grammar_forces_is_guessed_by_itself():
 def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
     guide = Pattern({0, 1}, {2}, {0, 1}, {3}, {1, 2}, {3, 4})
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide)
-    assert draft_of(Oracle({("0", 0): guesses}), seq, 8) == draft
+    assert draft_of(Oracle({("0", 0): guesses}), seq, 8) == ((draft, "oracle") if draft else None)
     assert [bits[0] for bits in seq.draft_masks] == [0b100, 0b11, 0b1000, 0b110, 0b11000][: len(draft)]
     assert not guide.taken
 
@@ -233,7 +234,12 @@ def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
 def test_an_end_token_is_no_guess():
     guide, ends = Pattern({0, 1}, {2, 3}, {1}), frozenset([3])
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide, eos_token_ids=ends)
-    assert draft_of(Oracle({("0", 0): [0, 3]}), seq, 8) == [0]
+    assert draft_of(Oracle({("0", 0): [0, 3]}), seq, 8) == ([0], "oracle")
+
+
+def test_a_token_that_a_grammar_leaves_no_choice_about_is_its_guess():
+    seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=Pattern({2}, {0, 1}, {3}))
+    assert draft_of(NgramDrafter(), seq, 8) == ([2], "grammar")
 
 
 @pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])
@@ -260,7 +266,8 @@ def test_the_views_count_what_the_engine_counts(plain):
     facts = run.findings(state).facts
     names = ("num_drafted_tokens", "num_accepted_tokens", "num_generated_tokens", "num_computed_tokens", "waste_sum")
     assert {name: getattr(facts, name) for name in names} == {name: getattr(sim.stats, name) for name in names}
-    right = f"of {facts.num_drafted_tokens} guesses {facts.num_accepted_tokens} were right"
+    num_drafted, num_right = facts.num_drafted_tokens, facts.num_accepted_tokens
+    right = f"of {num_drafted} guesses {num_right} were right: {num_right} of {num_drafted} from one who knows"
     assert ("speculation", right) in finding_lines(run.findings(state))
     assert sum(run.series.columns["sampled"]) == sim.stats.num_generated_tokens
     longest = max(sim.seqs, key=lambda seq: len(seq.token_ids))
@@ -280,6 +287,11 @@ def sequence(token_ids, *, num_prompt=1, seq_id=0, salt=None):
     return seq
 
 
+def guessed(drafter, seq, most):
+    draft = drafter.draft(seq, most)
+    return [] if draft is None else draft.token_ids
+
+
 @pytest.mark.parametrize(
     ("text", "draft"),
     [
@@ -294,7 +306,7 @@ def sequence(token_ids, *, num_prompt=1, seq_id=0, salt=None):
 def test_a_draft_is_what_followed_the_last_tokens_before(text, draft):
     drafter, seq = NgramDrafter(), sequence(text)
     drafter.checked(seq, 7)
-    assert drafter.draft(seq, 4) == draft
+    assert guessed(drafter, seq, 4) == draft
 
 
 def test_finished_answers_are_drafted_from_unless_a_salt_keeps_them_apart():
@@ -303,25 +315,25 @@ def test_finished_answers_are_drafted_from_unless_a_salt_keeps_them_apart():
         seq = sequence([1, token, token + 1, token + 2, token + 3], seq_id=seq_id, salt=salt)
         seq.finish_reason = "stop"
         drafter.ended(seq)
-    assert drafter.draft(sequence([5, 10, 11], seq_id=2), 2) == [12, 13]
-    assert drafter.draft(sequence([5, 20, 21], seq_id=3), 2) == []
-    assert drafter.draft(sequence([5, 10, 11], seq_id=4, salt="b"), 2) == []
+    assert drafter.draft(sequence([5, 10, 11], seq_id=2), 2) == ([12, 13], "answers")
+    assert guessed(drafter, sequence([5, 20, 21], seq_id=3), 2) == []
+    assert guessed(drafter, sequence([5, 10, 11], seq_id=4, salt="b"), 2) == []
 
 
 def test_a_draft_is_one_token_longer_than_what_was_right_of_the_last_one():
     drafter, seq = NgramDrafter(), sequence([5] * 9)
     lengths = []
     for num_accepted in (3, 4, 5, 6, 7, 8, 0, 0, 1):
-        lengths.append(len(drafter.draft(seq, MOST_DRAFTED)))
+        lengths.append(len(guessed(drafter, seq, MOST_DRAFTED)))
         drafter.checked(seq, num_accepted)
     assert lengths == [3, 4, 5, 6, 7, 8, 8, 1, 1]
 
 
 def test_a_draft_grows_with_its_text():
     drafter, seq = NgramDrafter(), sequence([1, 2, 3])
-    assert drafter.draft(seq, 3) == []
+    assert guessed(drafter, seq, 3) == []
     seq.token_ids += [1, 2]
-    assert drafter.draft(seq, 3) == [3, 1, 2]
+    assert drafter.draft(seq, 3) == ([3, 1, 2], "own_text")
 
 
 @pytest.mark.parametrize("windows", [(5,), (4, None), (3, 3, None)])

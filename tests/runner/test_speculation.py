@@ -3,9 +3,10 @@
 import pytest
 from engine_harness import ragged_prompts
 from model_zoo import cached_model, tiny_model
-from scripted import Oracle
 
+from pagedcli.bench.oracle import Oracle
 from pagedcli.config import EngineConfig
+from pagedcli.core.drafting import EveryGuess
 from pagedcli.models.formats import FORMATS
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ def outcome(path, *, drafter=None, speculation="ngram", **config):
         emit=checker.apply, trace_tokens=True,
     )  # fmt: skip
     if drafter is not None:
-        engine.scheduler._drafter = drafter
+        engine.scheduler.drafting = EveryGuess(drafter)
     for i, prompt in enumerate(PROMPTS):
         stops, guide = stop_twice if i % 8 in (1, 3) else None, NoneTwice if i % 8 in (0, 2) and i > 7 else None
         engine.add_request(str(i), prompt, KINDS[i % len(KINDS)], make_stop_checker=stops, make_guide=guide)

@@ -17,7 +17,7 @@ from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
 from pagedcli.simulation.forecast import MOST_SIMULATED, forecast, in_prefix_order, with_hits_of_all
 from pagedcli.simulation.forecast_tables import time_range
 from pagedcli.simulation.requests import work_of
-from pagedcli.simulation.sources import PromptRequests, read_prompts
+from pagedcli.simulation.sources import PromptRequests, read_outputs, read_prompts
 
 CLOCK = StepTime(
     prompts=((1, 0.01), (512, 0.5)), decodes=((1, 0.01), (64, 0.1)), attended_by_prompts_s=1e-6,
@@ -37,13 +37,13 @@ def file_of(path, num_rows, *, n=1):
     return path
 
 
-def predicted(path, flags, *, most_tokens=MOST_SIMULATED):
+def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
     """The forecast of `generate` with these flags, decided as the command does."""
     loaded = load_config(None, flags)
     folder = model_folder(loaded.config.engine)
     spec = read_spec(folder)
     plan = decide(loaded.config.engine, spec, this_machine()).expected_plan
-    requests = PromptRequests(str(path), most_tokens=most_tokens)
+    requests = PromptRequests(str(path), outputs, most_tokens=most_tokens)
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
     reorder = loaded.config.run.reorder
@@ -85,6 +85,18 @@ def test_counts_are_those_of_the_run(tmp_path, flags, n, least):
     }  # fmt: skip
     assert {name: getattr(found, name) for name in expected} == expected
     assert found.num_preemptions >= least
+
+
+def test_with_the_answers_of_a_run_guesses_are_those_of_the_run(tmp_path):
+    path, out, summary = file_of(tmp_path / "prompts.jsonl", 30), tmp_path / "out.jsonl", tmp_path / "summary.json"
+    flags = {"engine.speculation": "ngram", "engine.max_num_seqs": 3}
+    arguments = ["--speculation", "ngram", "--max-num-seqs", 3, "--output-token-ids", "--summary-json", summary]
+    pagedcli("generate", path, "-o", out, *arguments)
+    run, found = json.loads(summary.read_text()), predicted(path, flags, outputs=read_outputs(str(out)))
+    assert (found.num_steps, found.num_computed_tokens) == (run["steps"], run["computed_tokens"])
+    assert run["accepted_tokens"] > 0
+    slower = predicted(path, {**flags, "engine.speculation": "off"}, outputs=read_outputs(str(out)))
+    assert slower.num_steps > found.num_steps
 
 
 def test_time_is_what_its_parts_take(tmp_path):

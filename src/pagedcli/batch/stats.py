@@ -177,11 +177,9 @@ def figures(stats: BatchStats) -> list[Figure]:
 def _draft_figures(facts: RunFacts) -> tuple[Figure, ...]:
     """The figures of a run with --speculation."""
     return (
-        Figure("drafted_tokens", "Tokens guessed and checked.", "tokens", facts.num_drafted_tokens,
-               "drafted_tokens_total"),
-        Figure("accepted_tokens", "Of these, the right ones.", "tokens", facts.num_accepted_tokens,
-               "accepted_tokens_total"),
-    )  # fmt: skip
+        Figure("drafted_tokens", "Tokens guessed and checked.", "tokens", facts.num_drafted_tokens),
+        Figure("accepted_tokens", "Of these, the right ones.", "tokens", facts.num_accepted_tokens),
+    )
 
 
 def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:

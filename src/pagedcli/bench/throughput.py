@@ -23,7 +23,7 @@ from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.planning.step_time import learn, load_step_time
-from pagedcli.records import Share, count
+from pagedcli.records import Means, Share, count
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -42,6 +42,8 @@ class Run:
     schedule_ms: float  # sum over all steps
     sample_ms: float
     num_cached_tokens: int
+    num_drafted_tokens: int  # guessed
+    num_accepted_tokens: int  # of these, the right ones
     token_ids: list[list[int]]
 
 
@@ -158,7 +160,7 @@ def measure(
     on_step: Callable[[int], None] = lambda num: None,
 ) -> Run:
     """One timed pass, see generate."""
-    before = copy.copy(engine.stats)
+    before = copy.deepcopy(engine.stats)
     started = time.perf_counter()
     outputs = generate(engine, prompts, output_lens, on_step=on_step)
     wall_s = time.perf_counter() - started
@@ -172,6 +174,8 @@ def measure(
         schedule_ms=(stats.schedule_ns - before.schedule_ns) / 1e6,
         sample_ms=(stats.sample_ns - before.sample_ns) / 1e6,
         num_cached_tokens=stats.num_cached_tokens - before.num_cached_tokens,
+        num_drafted_tokens=stats.num_drafted_tokens - before.num_drafted_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
         token_ids=[output.samples[0].token_ids for output in outputs],
     )
 
@@ -213,6 +217,8 @@ class WorkloadRow:
     total_tokens_per_s: Annotated[float, "all tok/s", count]
     steps: int
     cached_tokens: int
+    drafted_tokens: Annotated[int, "guesses", Means("", "tokens")] | UnsetType = UNSET
+    accepted_tokens: Annotated[int, "right", Means("", "tokens")] | UnsetType = UNSET
     load_s: Annotated[float, "load s"]
     warm_up_s: float
     busy: Busy | None
@@ -237,6 +243,7 @@ def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) ->
     spread = {name: Spread.of(each) for name, each in values.items()}
     medians: dict[str, Any] = {name: None if each is None else each.median for name, each in spread.items()}
     num_tokens = workload.num_prompt_tokens + workload.num_output_tokens
+    speculates = result.engine.plan.speculation != "off"
     return WorkloadRow(
         **names,
         **medians,
@@ -245,6 +252,8 @@ def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) ->
         total_tokens_per_s=num_tokens / medians["wall_s"],
         steps=result.median.num_steps,
         cached_tokens=result.median.num_cached_tokens,
+        drafted_tokens=result.median.num_drafted_tokens if speculates else UNSET,
+        accepted_tokens=result.median.num_accepted_tokens if speculates else UNSET,
         load_s=result.load_s,
         warm_up_s=result.warm_up_s,
         busy=worst(result.busy),

@@ -1,6 +1,6 @@
 """`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from pagedcli.show.terminal import say
 from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.simulation.tables import advice_table
 from pagedcli.trace.files import TraceReader
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.explain import (
     REASON_WORDS,
     CheckpointRow,
@@ -38,6 +38,7 @@ from pagedcli.views.explain import (
 )
 from pagedcli.views.names import find_request
 from pagedcli.views.rows import chosen, values_of
+from pagedcli.views.words import accepted_words
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
@@ -118,6 +119,8 @@ def explain(
     elif format_ is Format.CSV:  # one table per file
         tables = [each for each in tables if each.key == ("lookups" if lookups or request is not None else "totals")]
     story = [] if request is None else [lookup_story(lookup) for lookup in chosen[:_MOST_TOLD]]
+    if named is not None and (words := _guess_words(filter(None, map(state.seq, named.seq_ids)))):
+        story.append(f"{words[0].upper()}{words[1:]}.")
     print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story, in_short=shortly)
 
 
@@ -163,7 +166,16 @@ def in_short(explainer: Explainer, state: PoolState) -> str:
     if num_preemptions := sum(seq.num_preemptions for seq in state.all_seqs()):
         again = plural(state.num_recomputed_tokens, "token")
         said += f"; {plural(num_preemptions, 'preemption')}: {again} computed again"
+    if words := _guess_words(state.all_seqs()):
+        said += f"; {words}"
     return f"{said}."
+
+
+def _guess_words(seqs: Iterable[SeqState]) -> str | None:
+    """How many guessed tokens of sequences were right; None: there were none."""
+    counts = [(seq.num_right_guesses, seq.num_guesses) for seq in seqs]
+    num_right, num_guesses = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+    return accepted_words(num_right, num_guesses) if num_guesses else None
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:

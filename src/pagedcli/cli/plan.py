@@ -13,6 +13,7 @@ import typer
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import find_partings
+from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
@@ -480,20 +481,23 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         on_progress=partial(show, "calibrating: {:.0%}".format),
     )
     num_requests = plural(len(workload.requests), "request")
-    found = forecast(
+    of_plan = partial(
+        forecast,
         workload,
-        plan,
-        step_time,
+        step_time=step_time,
         reorder=run.reorder,
         read_ahead=run.read_ahead,
         observe=partial(show, ("simulating: {:,} of " + num_requests).format),
         left_out=requests.left_out,
     )
+    found = of_plan(plan)
+    knows_answers = any(each.output_ids is not None for each in workload.requests)
+    guesses = guess_note(decision, step_time, found, knows_answers=knows_answers, forecast=of_plan)
     if found.share < 1 and plan.limits.block_size in BLOCK_SIZES and plan.limits.enable_prefix_caching:
         ideal = ideal_hit_rate(accesses_of(workload, plan.limits.block_size))
         of_all = survey.scan.plan.ideal_hit_rate(plan.limits.block_size)
         found = with_hits_of_all(found, ideal_of_sample=ideal, ideal_of_all=of_all)
-    notes = [options.lengths, *workload.notes]
+    notes = [options.lengths, *workload.notes, *([] if guesses is None else [guesses])]
     if requests.num_beam_searches:
         notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
     if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):

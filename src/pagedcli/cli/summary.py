@@ -10,7 +10,8 @@ import msgspec
 from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
-from pagedcli.config import BUILTIN_MODEL, LoadedConfig
+from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
+from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import PagedcliError
@@ -31,8 +32,8 @@ def say_model(model: str) -> None:
     say(f"pagedcli {__version__}, model: {shown}")
 
 
-def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
-    """Print the plan, and why nothing faster is used."""
+def say_plan(plan: "Plan", config: EngineConfig) -> None:
+    """Print the plan of a configuration, and why nothing faster is used."""
     length = plan.limits.max_model_len
     say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {length:,} tokens per request")
     for reason in plan.refused:
@@ -53,13 +54,13 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
             f"recurrent state: {plural(limits.num_state_slots, 'slot')} of {byte_text(limits.state_bytes)},"
             f" checkpoints: {CheckpointPolicy.named(limits.checkpoints).text}"
         )
-    if plan.no_drafts is not None:
+    if plan.no_drafts is not None and config.speculation != "auto":
         say(f"speculation: off, as {plan.no_drafts}")
     elif plan.speculation != "off":
         say(f"speculation: {plan.speculation}, at most {plural(MOST_DRAFTED, 'token')} at a time")
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
-    if enable_prefix_caching:
+    if config.enable_prefix_caching:
         say(f"minimum cacheable prefix: {plural(block_size, 'token')} (one block)")
         if plan.limits.eviction != "lru":
             say(f"eviction: {plan.limits.eviction}")
@@ -185,6 +186,11 @@ def _findings_document(findings: Findings, advice: Advice | None) -> dict[str, o
     }
 
 
+def _guesses(facts: RunFacts) -> dict[str, dict[str, int]]:
+    """Guessed tokens by where the guess came from, and how many of them were right."""
+    return {source: {"drafted": count, "accepted": facts.accepted[source]} for source, count in facts.drafted.items()}
+
+
 def summary_document(
     result: BatchResult,
     findings: Findings | None = None,
@@ -207,6 +213,7 @@ def summary_document(
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
         **{figure.key: figure.value for figure in figures(stats)},
+        **({"guesses": _guesses(stats.facts)} if stats.facts.drafted else {}),
         **{
             key: {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
             for key, values in times.items()

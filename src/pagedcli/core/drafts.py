@@ -5,21 +5,30 @@ Used by the scheduler, which has them checked in an ordinary step; needs no torc
 else: what a sequence generates does not depend on its drafts.
 """
 
-from typing import Protocol
+from collections import deque
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 from pagedcli.core.sequence import Guide, Sequence, TokenMask
-from pagedcli.events import Speculation
+from pagedcli.events import DraftSource
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
 MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
 
 
-class Drafter(Protocol):
-    """A source of drafts."""
+class Draft(NamedTuple):
+    """A guess of a sequence's next tokens."""
 
-    def draft(self, seq: Sequence, most: int) -> list[int]:
-        """The tokens that may come next, at most so many; none without a guess."""
+    token_ids: list[int]  # at least one
+    source: DraftSource
+
+
+class Drafter(Protocol):
+    """Guesses next tokens."""
+
+    def draft(self, seq: Sequence, most: int) -> Draft | None:
+        """At most so many tokens that may come next; None: no guess."""
 
     def checked(self, seq: Sequence, num_accepted: int) -> None:
         """So many of the first tokens of its draft were right."""
@@ -36,20 +45,20 @@ class _Text:
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids  # the owner's list, which it may extend
         self._num_seen = 0
-        self._next: dict[int, int] = {}  # hash of a run -> index of the token after its last occurrence
+        self._next: dict[tuple[int, ...], int] = {}  # run -> index of the token after its last occurrence
 
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
     def update(self) -> None:
-        """Take in the tokens that were added."""
-        token_ids, runs = self._token_ids, self._next
-        for place in range(self._num_seen, len(token_ids)):
-            for length in RUN_LENGTHS:
-                if length <= place:
-                    runs[hash(tuple(token_ids[place - length : place]))] = place
-        self._num_seen = len(token_ids)
+        """Take in the tokens that were added. No loop in Python: this is done for every token of a run."""
+        for length in RUN_LENGTHS:
+            first = max(length, self._num_seen)  # the first token that a new run precedes
+            tail = self._token_ids[first - length :]
+            runs = zip(*(islice(tail, start, None) for start in range(length)), strict=False)
+            self._next.update(zip(runs, range(first, len(self._token_ids)), strict=False))
+        self._num_seen = len(self._token_ids)
 
     def extend(self, token_ids: list[int]) -> None:
         """Add tokens."""
@@ -59,39 +68,46 @@ class _Text:
     def after(self, run: list[int], most: int) -> list[int]:
         """What followed the last occurrence of a run. Where the text ends before `most` tokens, it continues as if it
         repeated itself: after 1 2 3 1 2 come 3 1 2 3 ..."""
-        place = self._next.get(hash(tuple(run)))
-        token_ids = self._token_ids
-        if place is None or token_ids[place - len(run) : place] != run:
+        place, token_ids = self._next.get(tuple(run)), self._token_ids
+        if place is None:
             return []
         period = len(token_ids) - place
-        return [token_ids[place + i % period] for i in range(most)]
+        return (
+            token_ids[place : place + most] if period >= most else [token_ids[place + i % period] for i in range(most)]
+        )
 
 
 class NgramDrafter:
     """Drafts what followed the last tokens of a sequence before: in its own text, or in an answer that has finished.
 
-    A draft is one token longer than what was right of the last one, as a row of a step is cheap, and eight are not.
-    A sequence with a cache_salt drafts from its own text alone, and no other sequence from it.
+    With `one_more` a draft is one token longer than what was right of the last one, as a row of a step is cheap, and
+    eight are not. A sequence with a cache_salt drafts from its own text alone, and no other sequence from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_more: bool = True) -> None:
+        self._one_more = one_more
         self._own: dict[int, _Text] = {}  # by seq_id
         self._num_right: dict[int, int] = {}  # by seq_id, of the last draft
         self._newer, self._older = _Text([]), _Text([])  # answers that have finished
+        self._unread: deque[list[int]] = deque()  # answers that are looked up in from the next draft on
+        self._num_unread = 0  # tokens
 
-    def draft(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> Draft | None:
         own = self._own.get(seq.seq_id)
         if own is None:
             own = self._own[seq.seq_id] = _Text(seq.token_ids)
         own.update()
-        most = min(most, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1)
+        if self._unread:
+            self._read_answers()
+        if self._one_more:
+            most = min(most, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1)
         texts = (own, self._newer, self._older) if seq.cache_salt is None else (own,)
         for length in RUN_LENGTHS:
             run = seq.token_ids[-length:]
             for text in texts:
                 if found := text.after(run, most):
-                    return found
-        return []
+                    return Draft(found, "own_text" if text is own else "answers")
+        return None
 
     def checked(self, seq: Sequence, num_accepted: int) -> None:
         self._num_right[seq.seq_id] = num_accepted
@@ -101,22 +117,35 @@ class NgramDrafter:
         self._num_right.pop(seq.seq_id, None)
         if seq.cache_salt is not None or seq.finish_reason not in ("stop", "length"):
             return
-        if self._newer.num_tokens >= MOST_REMEMBERED:
-            self._older, self._newer = self._newer, _Text([])
         # with the end of the prompt, after which the answer began
-        self._newer.extend(seq.token_ids[max(0, seq.num_prompt_tokens - RUN_LENGTHS[0]) :])
+        self._unread.append(seq.token_ids[max(0, seq.num_prompt_tokens - RUN_LENGTHS[0]) :])
+        self._num_unread += len(self._unread[-1])
+        while self._num_unread > MOST_REMEMBERED and len(self._unread) > 1:
+            self._num_unread -= len(self._unread.popleft())
+
+    def _read_answers(self) -> None:
+        for token_ids in self._unread:
+            if self._newer.num_tokens >= MOST_REMEMBERED:
+                self._older, self._newer = self._newer, _Text([])
+            self._newer.extend(token_ids)
+        self._unread.clear()
+        self._num_unread = 0
 
 
 # ---------------------------------------------------------------------- grammars
 
 
-def draft_of(drafter: Drafter, seq: Sequence, most: int) -> list[int]:
+def draft_of(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
     """The next tokens that a drafter guesses, as far as the sequence's grammar allows them, and what that forces."""
-    guesses = drafter.draft(seq, most)
+    guessed = drafter.draft(seq, most)
     if seq.guide is None:
-        return guesses
-    draft, seq.draft_masks = _guided(seq.guide, guesses, most, seq.end_token_ids)
-    return draft
+        return guessed
+    guesses = [] if guessed is None else guessed.token_ids
+    token_ids, seq.draft_masks = _guided(seq.guide, guesses, most, seq.end_token_ids)
+    if not token_ids:
+        return None
+    is_guess = guessed is not None and token_ids[0] == guesses[0]
+    return Draft(token_ids, guessed.source if guessed is not None and is_guess else "grammar")
 
 
 def _guided(
@@ -151,8 +180,3 @@ def _only_token(allowed: TokenMask) -> int | None:
 
 def _has_token(allowed: TokenMask, token_id: int) -> bool:
     return token_id // 8 < len(allowed) and bool(allowed[token_id // 8] >> token_id % 8 & 1)
-
-
-def make_drafter(speculation: Speculation) -> Drafter | None:
-    """The drafter of a plan's `speculation`."""
-    return None if speculation == "off" else NgramDrafter()

@@ -13,7 +13,7 @@ from typing import Any
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.cache import make_cache
-from pagedcli.core.drafts import Drafter
+from pagedcli.core.drafting import Drafting
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
@@ -40,7 +40,7 @@ class EngineCore:
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
     `make_builder` makes what turns scheduled steps into the inputs of the executor.
     `knows_tokens` False: those of prompts stand for others, so that comparing them means nothing.
-    `drafter` guesses next tokens; it needs a plan that does not run ahead.
+    `drafting` guesses next tokens; it needs a plan that does not run ahead.
     """
 
     def __init__(
@@ -53,14 +53,13 @@ class EngineCore:
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
         knows_tokens: bool = True,
-        drafter: Drafter | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.plan = plan
         self.executor = executor
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
-        self._has_drafts = drafter is not None
-        assert drafter is None or not plan.runs_ahead, "nothing can take drafts back there"
+        assert drafting is None or not plan.runs_ahead, "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
         self.block_manager = self.cache.blocks
@@ -73,7 +72,7 @@ class EngineCore:
             self.cache,
             facts=self.stats,
             seen=self._seen,
-            drafter=drafter,
+            drafting=drafting,
             trace_tokens=trace_tokens,
             emit=self._emit,
         )
@@ -484,7 +483,7 @@ class EngineCore:
             return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
         # counted in every step, so without a loop in Python
         num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
-        if self._has_drafts:
+        if self.scheduler.drafting is not None:
             num_computed += sum(map(len, map(_draft, running)))
         return num_entries * size - num_computed * num_groups
 
@@ -501,6 +500,8 @@ class EngineCore:
             forward_ns=forward_ns,
             sample_ns=sample_ns,
         )
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.step_took(schedule_ns + forward_ns + sample_ns)
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from pagedcli.core.limits import Limits
+from pagedcli.events import DraftSource
 
 _LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
 _POOL = ("num_blocks", "peak_used_blocks", "num_state_slots", "peak_used_state_slots")
@@ -37,8 +38,10 @@ class RunFacts:
     num_computed_tokens: int = 0  # tokens that the model computed, recomputed ones included
     num_generated_tokens: int = 0  # tokens of dropped beams included
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
-    num_drafted_tokens: int = 0  # guessed, and computed to check them
-    num_accepted_tokens: int = 0  # of these, the right ones
+    drafted: Counter[DraftSource] = field(
+        default_factory=Counter
+    )  # source -> guessed tokens that were computed to check them
+    accepted: Counter[DraftSource] = field(default_factory=Counter)  # source -> of these, the right ones
     undrafted: Counter[str] = field(default_factory=Counter)  # what guesses do not go with -> sequences; not in events
     num_preemptions: int = 0  # sequences
     num_evictions: int = 0  # blocks
@@ -72,6 +75,16 @@ class RunFacts:
     def num_ideal_tokens(self) -> int:
         """Hits in memory if each block is computed only once, and none is read from disk."""
         return max(self.num_ideal, self.num_cached_tokens - self.num_disk_tokens)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Guessed, and computed to check them."""
+        return sum(self.drafted.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of these, the right ones."""
+        return sum(self.accepted.values())
 
     @property
     def mean_waste(self) -> float | None:

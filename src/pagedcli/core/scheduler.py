@@ -11,9 +11,9 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
-from pagedcli.core.drafts import Drafter, draft_of
+from pagedcli.core.drafting import Drafting, Room
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.limits import MOST_DRAFTED, Limits
+from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
 from pagedcli.events import WaitingReason
@@ -80,7 +80,7 @@ class Scheduler:
         trace_tokens: bool = False,
         facts: RunFacts | None = None,
         seen: SeenPrefixes | None = None,
-        drafter: Drafter | None = None,
+        drafting: Drafting | None = None,
         emit: ev.Emit | None = None,
     ) -> None:
         self.limits = limits
@@ -94,7 +94,7 @@ class Scheduler:
         self._trace_tokens = trace_tokens
         self._facts = RunFacts() if facts is None else facts
         self._seen = seen  # prompts and outputs so far; None: they are not compared
-        self._drafter = drafter  # None: no tokens are guessed
+        self.drafting = drafting  # None: no tokens are guessed
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_grouped = 0  # running
@@ -132,8 +132,8 @@ class Scheduler:
         work.scores_targets = self._num_scoring > 0
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
-        if self._drafter is not None:
-            self._add_drafts(work, self._drafter)
+        if self.drafting is not None:
+            self._add_drafts(work, self.drafting)
         work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if report:
             self.report_scheduled(step, work)
@@ -187,35 +187,31 @@ class Scheduler:
                 return 0  # this one and the younger ones skip a step: none has a pending token then
         return budget
 
-    def _add_drafts(self, work: ScheduledStep, drafter: Drafter) -> None:
+    def _add_drafts(self, work: ScheduledStep, drafting: Drafting) -> None:
         """Let the step check guesses of the next tokens of its decodes, with what it leaves of the token budget, of the
         rows of logits and of the empty blocks."""
-        budget = self.limits.max_num_batched_tokens - work.num_tokens - work.num_behind
-        num_rows = len(work.seqs) + sum([seq.num_coming_samples for seq in work.seqs])
-        budget = min(budget, self.limits.most_sampled - num_rows)
-        for place, seq in enumerate(work.seqs):
-            num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
-            most = min(MOST_DRAFTED, budget, self.chunk_size - 1 - seq.num_behind_tokens, num_left)
-            if most <= 0 or not seq.can_draft:
-                continue
-            draft = draft_of(drafter, seq, most)
-            if not draft:
-                continue
+        num_tokens, num_seqs, num_behind = work.num_tokens, len(work.seqs), work.num_behind
+        num_rows = num_seqs + sum([seq.num_coming_samples for seq in work.seqs])
+        budget = min(self.limits.max_num_batched_tokens - num_tokens - num_behind, self.limits.most_sampled - num_rows)
+        room = Room(budget, self.chunk_size, only_decodes=num_tokens == num_seqs, num_behind=num_behind)
+        for place, draft in drafting.choose(work.seqs, room):
+            seq = work.seqs[place]
             if self.block_manager.has_windows:
                 self.block_manager.release_unseen(seq)
             num_before = len(seq.block_table)
-            seq.draft = draft[: self.block_manager.make_room_for_draft(seq, len(draft))]
+            num_fitting = self.block_manager.make_room_for_draft(seq, len(draft.token_ids))
+            seq.draft, seq.draft_source = draft.token_ids[:num_fitting], draft.source
             if seq.draft:
                 work.num_new_tokens[place] += len(seq.draft)
                 work.drafted.append(seq)
-                budget -= len(seq.draft)
             if len(seq.block_table) > num_before:
                 work.changed.append(seq)
         if work.drafted:
-            num_drafted = tuple(len(seq.draft) for seq in work.drafted)
-            self._facts.num_drafted_tokens += sum(num_drafted)
+            for seq in work.drafted:
+                self._facts.drafted[seq.draft_source] += len(seq.draft)
             if self._emit is not None:
-                self._emit(ev.TokensDrafted(tuple(seq.seq_id for seq in work.drafted), num_drafted))
+                of_each = ((seq.seq_id, len(seq.draft), seq.draft_source) for seq in work.drafted)
+                self._emit(ev.TokensDrafted(*zip(*of_each, strict=True)))
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
@@ -223,15 +219,15 @@ class Scheduler:
         end = seq.num_computed_tokens + num_accepted
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
         self.block_manager.keep_accepted(seq, num_drafted, num_accepted, token_ids)
-        if self._drafter is not None:
-            self._drafter.checked(seq, num_accepted)
+        if self.drafting is not None:
+            self.drafting.checked(seq, seq.draft_source, num_drafted, num_accepted)
         if self.limits.has_states:  # they have seen no guess
             seq.num_behind_tokens = num_accepted
         if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
             self.block_manager.release_unseen(seq)
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))
         seq.num_kept_tokens += num_accepted
-        self._facts.num_accepted_tokens += num_accepted
+        self._facts.accepted[seq.draft_source] += num_accepted
         self._facts.num_generated_tokens += num_accepted
 
     def _make_room(self, seq: Sequence, num_left: int, budget: int, index: int, work: ScheduledStep) -> int:
@@ -449,7 +445,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         self._num_held = 0
-        if self._drafter is not None and seq.no_drafts is not None and not seq.num_preemptions:
+        if self.drafting is not None and seq.no_drafts is not None and not seq.num_preemptions:
             self._facts.undrafted[seq.no_drafts] += 1
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
@@ -556,8 +552,8 @@ class Scheduler:
                 self.waiting.remove(seq)
                 self.cache.forget(seq)
             seq.status = SequenceStatus.FINISHED
-            if self._drafter is not None:
-                self._drafter.ended(seq)
+            if self.drafting is not None:
+                self.drafting.ended(seq)
         if seqs:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scoring import Targets
-from pagedcli.events import FinishReason
+from pagedcli.events import DraftSource, FinishReason
 from pagedcli.sampling_params import SamplingParams
 
 StopChecker = Callable[[int], str | None]
@@ -93,6 +93,7 @@ class Sequence:
     num_pending_tokens: int = 0  # sampled by launched steps, not yet read from the device
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
     draft_masks: list[TokenMask] = field(default_factory=list)  # with a guide: what may come after each guess
+    draft_source: DraftSource = "own_text"  # of these or, without any, of the last ones
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     # the last computed tokens, which its recurrent state has not seen as they were guessed: the next step computes them
     # once more. Their K and V are in the cache

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Self
 
 from pagedcli.config import EngineConfig
-from pagedcli.core.drafts import make_drafter
+from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
+from pagedcli.planning.decision import Decision
+from pagedcli.planning.step_time import load_step_time
 from pagedcli.runner.loading import load_engine
 from pagedcli.runner.store import open_store, store_key
 from pagedcli.runner.tensor_parallel import WorkerGroup
@@ -42,13 +44,14 @@ class LLMEngine(EngineCore):
         plan = loaded.plan
         if emit is not None:  # so that a recording knows how long other steps would take
             plan = replace(plan, step_times=loaded.decision.time_key.file_name)
+        self.least_ns = _least_ns(loaded.decision)
         super().__init__(
             plan,
             executor,
             emit=emit,
             trace_tokens=trace_tokens,
             clock_ns=clock_ns,
-            drafter=make_drafter(plan.speculation),
+            drafting=make_drafting(plan.speculation, clock_ns=clock_ns, least_ns=self.least_ns),
         )
         if with_store:
             self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner, key)
@@ -73,3 +76,14 @@ class LLMEngine(EngineCore):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _least_ns(decision: Decision) -> Callable[[int], float] | None:
+    """The least that a step of so many decodes takes, by the step times of this machine; None: not known. Those between
+    two measured ones take no less than the smaller, and perhaps no more: a product reads its weights once for several
+    rows."""
+    step_time = load_step_time(decision.time_key) if decision.plan.speculation == "auto" else None
+    if step_time is None:
+        return None
+    knots = step_time.decodes
+    return lambda num_rows: 1e9 * max((seconds for number, seconds in knots if number <= num_rows), default=knots[0][1])

@@ -23,6 +23,7 @@ from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.state_slots import slots_line
 from pagedcli.views.stats import ROLLING_STEPS, memory_use, pool_counts
+from pagedcli.views.whole_run import guess_words
 from pagedcli.views.words import waiting_reason
 
 
@@ -154,6 +155,8 @@ def work_lines(moment: Moment) -> Text:
     if state.num_groups > 1:
         share = use.unused_bytes / use.used_bytes if use.used_bytes else None
         lines.append(f"groups    leave {byte_text(use.unused_bytes)} of the blocks in use unused ({percent(share)})")
+    if facts.num_drafted_tokens:
+        lines.append(f"guesses   {guess_words(facts)}")
     slots = slots_line(state)
     if slots is not None:
         lines.append(f"state     {slots}")

@@ -202,6 +202,13 @@ def metrics_text(stats: BatchStats, model: str) -> str:
         ("counter", "rows_total", "Rows of the output, including those of a resumed journal.", rows),
         ("counter", "row_errors_total", "Error rows of this process by code.", errors),
     ]
+    if drafted := stats.facts.drafted:
+        right = {source: stats.facts.accepted[source] for source in drafted}
+        for name, help_, counts in (
+            ("drafted_tokens_total", "Tokens guessed and checked, by where the guess came from.", drafted),
+            ("accepted_tokens_total", "Of these, the right ones.", right),
+        ):
+            families.append(("counter", name, help_, {f'{{source="{each}"}}': count for each, count in counts.items()}))
     for figure in figures(stats):
         if figure.metric is not None and figure.value is not None:
             kind = "counter" if figure.is_counter else "gauge"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
+from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
@@ -60,16 +61,19 @@ class NoExecutor:
         first, self._next_token = self._next_token, self._next_token + len(self.seqs)
         if not self.outputs:
             return DoneStep(range(first, self._next_token))
-        return DoneStep([self._token(seq, fresh) for fresh, seq in enumerate(self.seqs, first)])
+        return DoneStep([self._token(fresh) for fresh in range(first, self._next_token)])
 
     def launch_model(self, step: StepInput) -> "Callable[[SamplingInput], DoneStep]":
         return partial(self.launch, step)
 
-    def _token(self, seq: Sequence, fresh: int) -> int:
-        samples = self.outputs.get(seq.request_id)
-        if samples is None or seq.num_output_tokens >= len(samples[seq.sample_index]):
-            return fresh
-        return samples[seq.sample_index][seq.num_output_tokens]
+    def _token(self, fresh: int) -> int:
+        """That of a row; `fresh`: its number, if it is not known."""
+        row = fresh - self._next_token  # from the end
+        seq, place = self.seqs[row], 0
+        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # after so many guesses
+            row, place = row - 1, place + 1
+        samples, place = self.outputs.get(seq.request_id), seq.num_output_tokens + place
+        return fresh if samples is None or place >= len(samples[seq.sample_index]) else samples[seq.sample_index][place]
 
 
 class TimingBuilder:
@@ -86,8 +90,8 @@ class TimingBuilder:
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         self._clock.now_ns += STEP_NS if self._step_time is None else self._step_time(work, self._scheduler)
         pairs = zip(work.seqs, work.num_new_tokens, strict=True)
-        done = (seq for seq, num_new in pairs if seq.num_computed_tokens + num_new == len(seq.token_ids))
-        return _NO_INPUT, [seq for seq in done if seq.targets is None]
+        rows = ((seq, seq.num_logits(seq.num_computed_tokens + num_new)) for seq, num_new in pairs)
+        return _NO_INPUT, [seq for seq, num_rows in rows if seq.targets is None for _ in range(num_rows)]
 
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
         self._executor.seqs = seqs
@@ -120,6 +124,7 @@ class SimulatedCore(EngineCore):
             clock_ns=self.clock,
             knows_tokens=False,
             make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
+            drafting=make_drafting(plan.speculation, clock_ns=self.clock),
         )
 
     def add(self, request: TraceRequest) -> None:

@@ -617,8 +617,10 @@ class DraftLaws(LawBook):
 
     def before_tokens_drafted(self, event: ev.TokensDrafted, state: PoolState) -> None:
         counts, step = dict(zip(event.seq_ids, event.num_drafted, strict=False)), state.step
-        if not counts or not len(counts) == len(event.seq_ids) == len(event.num_drafted):
-            refuse(event, "a sequence twice or none, or other numbers of counts and sequences")
+        if not counts or not len(counts) == len(event.seq_ids) == len(event.num_drafted) == len(event.sources):
+            refuse(event, "a sequence twice or none, or other numbers of counts, sources and sequences")
+        if unknown := set(event.sources).difference(get_args(ev.DraftSource)):
+            refuse(event, f"the sources {sorted(unknown)} are unknown")
         if state.started.speculation == "off" or step is None or step.scheduled or self._drafted:
             refuse(event, "no guess is due")
         for seq_id, num_drafted in counts.items():

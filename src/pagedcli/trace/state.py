@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from msgspec import UNSET
 
 import pagedcli.events as ev
-from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
+from pagedcli.events import DraftSource, PrefixLookedUp, RequestPreempted, RequestWaiting
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.ledgers import BlockLedger, SlotLedger
 
@@ -49,6 +49,9 @@ class SeqState:
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0
     num_drafted_tokens: int = 0  # guessed ones that the current step computes
+    draft_source: DraftSource = "own_text"  # of these or, without any, of the last ones
+    num_guesses: int = 0  # guessed tokens that have been checked
+    num_right_guesses: int = 0  # of these
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
     most_computed_tokens: int = 0  # the most before any preemption
     waiting_since_step: int | None = 0  # None while it runs
@@ -187,7 +190,7 @@ class StepRecord:
     num_new_tokens: tuple[int, ...] = ()  # per sequence of seq_ids
     num_waiting: int = 0
     num_sampled: int = 0
-    num_drafted: int = 0  # guessed tokens that have been checked
+    num_drafted: int = 0  # guessed tokens that it computes
     num_accepted: int = 0  # of these, the right ones
     num_evicted: int = 0  # blocks
     num_finished: int = 0  # sequences
@@ -537,13 +540,18 @@ class PoolState(BlockLedger):
             step.seq_ids, step.num_new_tokens, step.num_waiting = event.seq_ids, event.num_new_tokens, event.num_waiting
 
     def on_tokens_drafted(self, event: ev.TokensDrafted) -> None:
-        for seq_id, num_drafted in zip(event.seq_ids, event.num_drafted, strict=True):
-            self.seqs[seq_id].num_drafted_tokens = num_drafted
+        for seq_id, num_drafted, source in zip(event.seq_ids, event.num_drafted, event.sources, strict=True):
+            seq = self.seqs[seq_id]
+            seq.num_drafted_tokens, seq.draft_source = num_drafted, source
+        if self.step is not None:
+            self.step.num_drafted += sum(event.num_drafted)
 
     def on_draft_checked(self, event: ev.DraftChecked) -> None:
         seq = self.seqs[event.seq_id]
         self._num_computed -= event.num_drafted - event.num_accepted
         seq.num_drafted_tokens = 0
+        seq.num_guesses += event.num_drafted
+        seq.num_right_guesses += event.num_accepted
         seq.num_computed_tokens += event.num_accepted
         seq.num_output_tokens += event.num_accepted
         if event.block_ids:
@@ -553,7 +561,6 @@ class PoolState(BlockLedger):
             self.let_go(block_id)
         if self.step is not None:
             self.step.num_sampled += event.num_accepted
-            self.step.num_drafted += event.num_drafted
             self.step.num_accepted += event.num_accepted
 
     def on_tokens_sampled(self, event: ev.TokensSampled) -> None:

@@ -79,14 +79,16 @@ class SequenceRow(ShownRow):
 
     USES: ClassVar = {
         "file": "seq_id request_id row_id sample_index status num_prompt_tokens num_output_tokens max_new_tokens"
-        " num_computed_tokens num_new_tokens num_cached_tokens num_preemptions num_waited_steps num_blocks block_table"
+        " num_computed_tokens num_new_tokens num_drafted_tokens num_cached_tokens num_preemptions num_waited_steps"
+        " num_blocks block_table"
         " ref_counts waiting_reason",
         "json": "seq_id request_id row_id sample_index status num_tokens num_computed_tokens num_new_tokens"
         " num_cached_tokens num_output_tokens max_new_tokens num_preemptions block_table ref_counts waiting_reason",
         "table": "seq_id label status num_new_tokens num_cached_tokens progress generated num_blocks share",
         "list": "seq_id label status_now progress generated num_blocks num_waited_steps num_preemptions",
         "filter": "seq_id label sample_index status finish_reason num_tokens num_computed_tokens num_prompt_tokens"
-        " num_output_tokens num_cached_tokens num_blocks num_waited_steps num_preemptions num_recomputed_tokens",
+        " num_output_tokens num_cached_tokens num_blocks num_waited_steps num_preemptions num_recomputed_tokens"
+        " num_guesses num_right_guesses",
     }
 
     seq_id: SeqId
@@ -104,6 +106,9 @@ class SequenceRow(ShownRow):
     num_new_tokens: Annotated[int, "new", Means("tokens that this step computes", "tokens")] = computed(
         lambda row: row.now.new_tokens.get(row.seq_id, 0)
     )
+    num_drafted_tokens: Annotated[int, "guessed", Means("of these, guessed ones that it checks", "tokens")]
+    num_guesses: Annotated[int, "guesses", Means("guessed tokens that have been checked", "tokens")]
+    num_right_guesses: Annotated[int, "right", Means("of these, the right ones", "tokens")]
     num_cached_tokens: Annotated[int, "cached", Means("tokens that its last prefix lookup found", "tokens")]
     num_preemptions: Annotated[int, "preempted", Means("how often it has been preempted", "times")]
     num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens computed again", "tokens")]
@@ -258,6 +263,8 @@ class StepRow:
     num_waiting: Annotated[int, Means("sequences that wait, preempted ones included")]
     num_finished: Annotated[int, Means("sequences that have finished so far")]
     num_new_tokens: Annotated[int, Means("tokens that the step computes")]
+    num_drafted: Annotated[int, Means("of these, guessed ones that it checks")]
+    accepted_rate: Annotated[Share | None, Means("right guesses / guessed tokens, 0 to 1, of the steps before")]
     num_blocks: Annotated[int, Means("blocks of the pool = in use + cached + empty")]
     used_blocks: Annotated[int, Means("blocks in use: at least one sequence holds them")]
     shared_blocks: Annotated[int, Means("of these, held by more than one sequence")]
@@ -285,10 +292,12 @@ def step_row(state: PoolState, stats: RunStats, first_ns: int) -> StepRow:
     """The current step, which was scheduled. `first_ns`: the start of the first step."""
     step, run, recent = state.step, stats.run, stats.rolling
     assert step is not None, "it was scheduled"
-    waiting = step.waiting
+    waiting, num_before = step.waiting, stats.facts.num_drafted_tokens - step.num_drafted
     return StepRow(
         (step.start_ns - first_ns) / 1e6, state.num_running, len(state.seqs) - state.num_running, state.num_finished,
-        sum(step.num_new_tokens), state.num_blocks, state.num_used_blocks, state.num_shared_blocks,
+        sum(step.num_new_tokens), step.num_drafted,
+        stats.facts.num_accepted_tokens / num_before if num_before else None,
+        state.num_blocks, state.num_used_blocks, state.num_shared_blocks,
         state.num_cached_blocks, state.num_empty_blocks, state.num_unfilled_slots(), len(step.preemptions),
         step.num_evicted, None if waiting is None else waiting.seq_id, None if waiting is None else waiting.reason,
         run.from_others.token_rate, run.from_others.block_rate, recent.from_others.token_rate,

@@ -144,10 +144,11 @@ class RunStats(View[PoolState]):
         self.facts.num_generated_tokens += len(event.seq_ids)
 
     def on_tokens_drafted(self, event: ev.TokensDrafted, state: PoolState) -> None:
-        self.facts.num_drafted_tokens += sum(event.num_drafted)
+        for source, num_drafted in zip(event.sources, event.num_drafted, strict=True):
+            self.facts.drafted[source] += num_drafted
 
     def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
-        self.facts.num_accepted_tokens += event.num_accepted
+        self.facts.accepted[state.seqs[event.seq_id].draft_source] += event.num_accepted
         self.facts.num_generated_tokens += event.num_accepted
 
     def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:

@@ -131,6 +131,16 @@ class Findings:
         return sum(self.facts.waiting_s.values())
 
 
+def guess_words(facts: RunFacts) -> str:
+    """How many guesses were right, and where they came from."""
+    words = accepted_words(facts.num_accepted_tokens, facts.num_drafted_tokens)
+    parts = [
+        f"{facts.accepted[source]:,} of {num_drafted:,} from {ev.DRAFT_WORDS[source]}"
+        for source, num_drafted in facts.drafted.most_common()
+    ]
+    return f"{words}: {', '.join(parts)}" if parts else words
+
+
 def finding_lines(findings: Findings) -> list[tuple[str, str]]:
     """Label and text of each line of a summary."""
     facts = findings.facts
@@ -146,7 +156,7 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
         lines.append(("waste", f"{mean} of the slots in use held no token (mean of the steps; peak {peak}): {cost}"))
     if facts.num_drafted_tokens or facts.undrafted:
         without = [f"{plural(count, 'sequence')} with {what}" for what, count in facts.undrafted.most_common()]
-        words = accepted_words(facts.num_accepted_tokens, facts.num_drafted_tokens)
+        words = guess_words(facts)
         lines.append(("speculation", f"{words}; none for {', '.join(without)}" if without else words))
     if findings.waiting_s:
         lines.append(("waiting", _waiting_text(findings)))

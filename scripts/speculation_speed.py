@@ -1,0 +1,98 @@
+"""Speed with guessed tokens over that without: python scripts/speculation_speed.py [--quantization int8]
+
+The guesses come from an oracle, which knows what a run without guesses has generated and is wrong at a share of the
+tokens. One engine runs all of it in turns: without guesses, then with each share. The figures are processor time
+without guesses over that with them, which other work on the machine disturbs least, or with --wall wall time: medians
+of the turns.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from pagedcli.bench.oracle import Oracle
+from pagedcli.bench.throughput import shape_folder
+from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.core.drafting import Drafting, EveryGuess, GuessesThatPay
+from pagedcli.core.drafts import Drafter, NgramDrafter
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+PROMPT_TOKENS = 16
+Answers = dict[tuple[str, int], list[int]]
+
+
+def generate(engine: LLMEngine, num_rows: int, num_tokens: int, first: int) -> tuple[Answers, float, float]:
+    """The tokens of rows that all start at once, and the seconds that their steps took: of the processor, and all.
+    `first`: number of the first row, which its prompt and its random numbers depend on."""
+    for row in range(first, first + num_rows):
+        prompt = [10 + (row * 37 + place * place) % 400 for place in range(PROMPT_TOKENS)]
+        params = SamplingParams(temperature=1, max_tokens=num_tokens, ignore_eos=True, seed=row)
+        engine.add_request(str(row), prompt, params)
+    answers: Answers = {}
+    start, start_cpu = time.perf_counter(), time.process_time()
+    while engine.has_unfinished_requests():
+        answers |= {(each.request_id, 0): list(each.samples[0].token_ids) for each in engine.step()}
+    return answers, time.process_time() - start_cpu, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="qwen3-0.6b", help="a built-in shape with random weights, or builtin")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 32], help="rows at once")
+    parser.add_argument("--wrong", type=float, nargs="+", default=[0, 0.3, 0.7, 1], help="shares of wrong tokens")
+    parser.add_argument(
+        "--speculation", choices=["auto", "ngram"], default="auto", help="ngram: every guess is checked"
+    )
+    parser.add_argument("--drafts", choices=["oracle", "text"], default="oracle", help="text: real guesses, no shares")
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--wall", action="store_true", help="wall time, on an idle machine")
+    options = parser.parse_args()
+    is_shape = options.model != BUILTIN_MODEL
+    config = EngineConfig(
+        model=str(shape_folder(options.model)) if is_shape else BUILTIN_MODEL,
+        load_format="dummy" if is_shape else "auto", quantization=options.quantization, device="cpu",
+        dtype=options.dtype, enable_prefix_caching=False, speculation="auto",
+        max_model_len=PROMPT_TOKENS + options.tokens, max_num_seqs=max(16, 2 * max(options.rows)),
+    )  # fmt: skip
+    with LLMEngine(config) as engine:
+        assert engine.plan.no_drafts is None, engine.plan.no_drafts
+        made = _maker(engine, options.speculation)
+        generate(engine, 2, 8, 10**6)  # warm-up
+        shares = options.wrong if options.drafts == "oracle" else [0.0]
+        print(f"{options.model}, {options.quantization or engine.plan.dtype}, {options.speculation}, {options.drafts}")
+        print("| rows at once | " + " | ".join(f"{share:.0%} wrong" for share in shares) + " | right |")
+        print("|---|" + "---|" * (len(shares) + 1))
+        for num_rows in options.rows:
+            ratios: list[list[float]] = [[] for _ in shares]
+            counts = [0, 0]
+            for turn in range(options.turns):
+                first = turn * num_rows
+                engine.scheduler.drafting = None
+                known, *plain_s = generate(engine, num_rows, options.tokens, first)
+                for place, share in enumerate(shares):
+                    drafter = Oracle(known, wrong=share, seed=turn) if options.drafts == "oracle" else NgramDrafter(
+                        one_more=options.speculation == "ngram")  # fmt: skip
+                    engine.scheduler.drafting = made(drafter)
+                    before = engine.stats.num_drafted_tokens, engine.stats.num_accepted_tokens
+                    found, *took_s = generate(engine, num_rows, options.tokens, first)
+                    assert found == known, "guesses have changed the tokens"
+                    ratios[place].append(plain_s[options.wall] / took_s[options.wall])
+                    after = engine.stats.num_drafted_tokens, engine.stats.num_accepted_tokens
+                    counts = [count + new - old for count, new, old in zip(counts, after, before, strict=True)]
+            cells = " | ".join(f"{statistics.median(each):.2f}" for each in ratios)
+            print(f"| {num_rows} | {cells} | {counts[1]:,} of {counts[0]:,} |", flush=True)
+
+
+def _maker(engine: LLMEngine, speculation: str) -> Callable[[Drafter], Drafting]:
+    if speculation == "ngram":
+        return EveryGuess
+    return lambda drafter: GuessesThatPay(drafter, clock_ns=engine.clock_ns, least_ns=engine.least_ns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What `plan` says about guessing tokens ahead: whether it can pay on this machine, and what it would save."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagedcli.printable import duration_text
+
+if TYPE_CHECKING:
+    from pagedcli.core.plan import Plan
+    from pagedcli.planning.decision import Decision
+    from pagedcli.planning.step_time import StepTime
+    from pagedcli.simulation.forecast import Forecast
+
+MOST_ROW_COST = 1.25  # times a step of one row: what a step of three may take
+
+
+def guess_note(
+    decision: "Decision",
+    step_time: "StepTime | None",
+    found: "Forecast",
+    *,
+    knows_answers: bool,
+    forecast: "Callable[[Plan], Forecast]",
+) -> str | None:
+    """A note for the forecast of a run; None: there is nothing to say. `knows_answers`: the tokens of its answers are
+    known, so that it shows how many of them would be guessed; `forecast`: of the same run with another plan."""
+    from pagedcli.planning.decide import decide
+    from pagedcli.planning.step_time import between
+
+    asked = decision.config.speculation
+    guessing = decide(
+        msgspec.structs.replace(decision.config, speculation="auto"), decision.spec, decision.machine
+    ).plan
+    if guessing.no_drafts is not None:
+        return None if asked == "off" else f"speculation: off, as {guessing.no_drafts}"
+    if step_time is None:
+        return None
+    cost = between(step_time.decodes, 3) / between(step_time.decodes, 1)
+    if cost > MOST_ROW_COST:
+        return (
+            f"three rows take {cost:.2f} times as long as one: guessing tokens ahead (--speculation) pays little here"
+        )
+    if not knows_answers:
+        return None
+    plan = replace(decision.expected_plan, speculation="auto")
+    with_guesses = found if decision.expected_plan.speculation == "auto" else forecast(plan)
+    without = found if asked == "off" else forecast(replace(plan, speculation="off"))
+    if not with_guesses.seconds or not without.seconds:
+        return None
+    gain = without.seconds / with_guesses.seconds
+    return f"--speculation auto: {duration_text(with_guesses.seconds)}, {gain:.2f} times as fast, by these answers"

@@ -1,0 +1,351 @@
+"""How many guessed tokens each step checks: every guess, or those that are worth their time on this machine.
+
+Used by the scheduler; needs no torch. What is decided here changes how long a run takes, never what it generates.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from itertools import pairwise
+from statistics import median_low
+from typing import NamedTuple, Protocol
+
+from pagedcli.core.drafts import Draft, Drafter, NgramDrafter, draft_of
+from pagedcli.core.limits import MOST_DRAFTED
+from pagedcli.core.sequence import Sequence
+from pagedcli.events import DraftSource, Speculation
+
+LEAST_GAIN = 1.03  # expected tokens per second with guesses over those without: below, there are none
+SHARE_OF_TRIES = 0.005  # of the time of steps: what looking for guesses, and wrong ones, may take in a long run
+FIRST_TRIES = 0.5  # and what they may take at first: steps without guesses
+UNKNOWN_RISK = 1.0  # what several guesses may take more than none where no step with as many has been timed: such steps
+MOST_SAVED = 8.0  # of what right guesses have saved, this much may be lost again: steps without guesses
+STEPS_BETWEEN_TRIES = 16  # of guesses that are not expected to pay
+STEPS_WITH_GUESSES = 64  # in a row, before a step without: the time that it takes is known again
+STEPS_KNOWN = 256  # for so many steps the time with a number of guesses is known
+FEWEST_PLAIN = 2  # steps without guesses that are timed before the first with some
+NUM_LATEST = 5  # steps of a kind whose median is its time
+UNKNOWN_RIGHT, UNKNOWN_TRIED = 1.0, 2.0  # right guesses, and all, that a run is assumed to have begun with
+OWN_WEIGHT = 2.0  # guesses: the run's average counts as much as so many of the sequence itself
+KEPT_OF_RUN, KEPT_OF_OWN = 0.99, 0.9  # what is kept of the counts with each draft that is checked
+LEAST_CHANCE = 0.02  # of a token to be right: what comes after it is not worth a look
+_SIZES = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # guesses of all sequences of a step together
+
+
+class Room(NamedTuple):
+    """What guesses have room for in a step. Tokens."""
+
+    budget: int  # of all sequences
+    chunk_size: int  # most that the step may compute of one
+    only_decodes: bool = True  # whether the step computes one token of each sequence, guesses left out
+    num_behind: int = 0  # right guesses of the step before that it computes once more, see Sequence.num_behind_tokens
+
+    def most(self, seq: Sequence) -> int:
+        """Most guesses of a sequence."""
+        num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
+        return min(MOST_DRAFTED, self.chunk_size - 1 - seq.num_behind_tokens, num_left)
+
+
+class Drafting(Protocol):
+    """Decides what steps check."""
+
+    drafter: Drafter
+
+    def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
+        """The places of sequences of a step, and what it guesses of each."""
+
+    def checked(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        """So many of the guessed tokens of a sequence were right."""
+
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended, by itself or not."""
+
+    def step_took(self, step_ns: int) -> None:
+        """The step for which `choose` was called last has ended."""
+
+
+def guess(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
+    """At most so many of a sequence's next tokens; None: no guess."""
+    return draft_of(drafter, seq, most) if most > 0 and seq.can_draft else None
+
+
+class EveryGuess:
+    """Checks every guess, as far as the step has room."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
+        chosen: list[tuple[int, Draft]] = []
+        budget = room.budget
+        for place, seq in enumerate(seqs):
+            if budget <= 0:
+                break
+            if (draft := guess(self.drafter, seq, min(budget, room.most(seq)))) is not None:
+                chosen.append((place, draft))
+                budget -= len(draft.token_ids)
+        return chosen
+
+    def checked(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        self.drafter.checked(seq, num_accepted)
+
+    def ended(self, seq: Sequence) -> None:
+        self.drafter.ended(seq)
+
+    def step_took(self, step_ns: int) -> None:
+        pass
+
+
+class GuessesThatPay:
+    """Checks as many guesses as are expected to give the most tokens per second, and none if that is hardly more than
+    without any.
+
+    With 4 sequences, a step takes 50 ms, and with 2 guesses 52 ms: if these are right with chances of 0.8 and 0.5, then
+    (4 + 1.3) / 52 ms is 27 % more than 4 / 50 ms. The chances come from what was right before, the times
+    from the steps of the run; `least_ns` is the least that a step of so many tokens takes by what is known of this
+    machine, and keeps from trying what cannot pay.
+
+    Chances and times can be wrong, so there is an account of time: each step pays a small share into it, right guesses
+    pay what they save, and wrong ones, looking for guesses and trying again are paid from it. While it is empty,
+    nothing is guessed: so a run loses no more than that share, however wrong the guesses are.
+    """
+
+    def __init__(
+        self, drafter: Drafter, *, clock_ns: Callable[[], int], least_ns: Callable[[int], float] | None = None
+    ) -> None:
+        self.drafter = drafter
+        self._clock_ns = clock_ns
+        self._times = _StepTimes(least_ns)
+        self._chances = _Chances()
+        self._account_ns: float | None = None  # None: no step has been timed
+        self._num_steps = self._last_try = self._last_plain = 0  # steps that only decode
+        self._num_seqs = 0  # of the step that runs; 0: it is not one that only decodes
+        self._num_drafted = self._num_accepted = self._num_behind = self._choose_ns = 0  # of that step
+
+    def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
+        self._num_seqs = len(seqs) if room.only_decodes and room.budget > 0 else 0
+        self._num_behind = room.num_behind
+        self._num_drafted = self._num_accepted = self._choose_ns = 0
+        if not self._num_seqs or self._account_ns is None or self._account_ns <= 0:
+            return []
+        plain_ns = self._times.plain_ns(self._num_seqs)
+        if plain_ns is None or self._num_steps - self._last_plain >= STEPS_WITH_GUESSES:
+            return []
+        start_ns = self._clock_ns()
+        chosen = self._worth(self._guesses(seqs, room), plain_ns, room.budget)
+        self._choose_ns = self._clock_ns() - start_ns
+        return chosen
+
+    def checked(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        self.drafter.checked(seq, num_accepted)
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        if seq.finish_reason is None:  # otherwise what came after the end may have been right
+            self._chances.count(seq, source, num_drafted, num_accepted)
+
+    def ended(self, seq: Sequence) -> None:
+        self.drafter.ended(seq)
+        self._chances.forget(seq)
+
+    def step_took(self, step_ns: int) -> None:
+        if not self._num_seqs:
+            return
+        self._num_steps += 1
+        took_ns = step_ns - self._choose_ns
+        has_guesses = self._num_drafted or self._num_behind  # or what is left of those of the step before
+        if not has_guesses:
+            self._last_plain = self._num_steps
+        plain_ns = self._times.plain_ns(self._num_seqs)
+        if self._num_drafted or not has_guesses:
+            self._times.add(self._num_seqs, self._num_drafted, took_ns, self._num_steps)
+        if plain_ns is None:
+            if (plain_ns := self._times.plain_ns(self._num_seqs)) is not None and self._account_ns is None:
+                self._account_ns = FIRST_TRIES * plain_ns
+            return
+        assert self._account_ns is not None, "it is opened when the first time is known"
+        saved_ns = plain_ns * (1 + self._num_accepted / self._num_seqs) - took_ns if has_guesses else 0
+        account_ns = self._account_ns + saved_ns - self._choose_ns + SHARE_OF_TRIES * took_ns
+        self._account_ns = min(account_ns, MOST_SAVED * plain_ns)
+
+    def _guesses(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft, list[float], int]]:
+        """Of each sequence that has one its place, a guess, the chances that all tokens of it up to each are right, and
+        how many tokens it may still generate."""
+        found = []
+        for place, seq in enumerate(seqs):
+            if (draft := guess(self.drafter, seq, room.most(seq))) is not None:
+                num_left = seq.max_num_tokens - len(seq.token_ids)
+                found.append((place, draft, self._chances.of(seq, draft), num_left))
+        return found
+
+    def _worth(
+        self, guesses: list[tuple[int, Draft, list[float], int]], plain_ns: float, budget: int
+    ) -> list[tuple[int, Draft]]:
+        """The guesses that pay, each cut where its further tokens do not."""
+        num_seqs = self._num_seqs
+        # Of a guess, each token is at most as likely as those before it: the best ones are beginnings. Sequences with
+        # more left go first: the last one alone takes nearly as long for a token as all of them do.
+        likeliest = [
+            (chance * left**3, chance, index)
+            for index, (_, _, chances, left) in enumerate(guesses)
+            for chance in chances
+        ]
+        likeliest = sorted(likeliest, reverse=True)[:budget]
+        if not likeliest:
+            return []
+        assert self._account_ns is not None, "there is nothing to choose before it is opened"
+        best, best_gain, sums = 0, 0.0, [0.0]
+        for _, chance, _ in likeliest:
+            sums.append(sums[-1] + chance)
+        sizes = [size for size in _SIZES if size < len(sums)]
+        untried = 0
+        for size in sizes:
+            took_ns = self._times.with_guesses_ns(num_seqs, size, plain_ns)
+            if took_ns is None or self._risk_ns(size, took_ns, plain_ns) > self._account_ns:
+                break
+            gain = (1 + sums[size] / num_seqs) * plain_ns / took_ns
+            if gain > best_gain:
+                best, best_gain = size, gain
+            if gain >= LEAST_GAIN and not self._times.is_known(num_seqs, size):
+                untried = size
+        if best_gain < LEAST_GAIN:
+            best = self._size_of_try(sizes, plain_ns)
+        elif untried > best:  # even if it were worse than the best, it would be better than nothing
+            best = untried
+        counts: dict[int, int] = defaultdict(int)
+        for _, _, index in likeliest[:best]:
+            counts[index] += 1
+        return [
+            (guesses[index][0], Draft(guesses[index][1].token_ids[:count], guesses[index][1].source))
+            for index, count in sorted(counts.items())
+        ]
+
+    def _risk_ns(self, size: int, took_ns: float, plain_ns: float) -> float:
+        """What so many guesses lose if all are wrong. Where it is not known it may be much, as after the last row of a
+        pass over the weights; a single guess is tried anyway."""
+        is_known = size == 1 or self._times.is_known(self._num_seqs, size)
+        return took_ns - plain_ns if is_known else max(took_ns - plain_ns, UNKNOWN_RISK * plain_ns)
+
+    def _size_of_try(self, sizes: list[int], plain_ns: float) -> int:
+        """How many tokens to guess although it is not expected to pay: now and then, as many as the account allows."""
+        assert self._account_ns is not None
+        if self._num_steps - self._last_try < STEPS_BETWEEN_TRIES:
+            return 0
+        self._last_try, most = self._num_steps, 0
+        for size in sizes:
+            took_ns = self._times.with_guesses_ns(self._num_seqs, size, plain_ns)
+            if took_ns is None or self._risk_ns(size, took_ns, plain_ns) > self._account_ns / (1 if size == 1 else 2):
+                break
+            most = size
+        return most
+
+
+class _StepTimes:
+    """How long steps of decodes take, by their number of sequences and of guesses: medians of the latest."""
+
+    def __init__(self, least_ns: Callable[[int], float] | None) -> None:
+        self._least_ns = least_ns
+        self._latest: dict[tuple[int, int], deque[int]] = {}
+        self._known: dict[int, dict[int, float]] = defaultdict(dict)  # class of sequences -> guesses -> ns
+        self._ends: dict[tuple[int, int], int] = {}  # the number of the last step of each kind
+
+    def add(self, num_seqs: int, num_drafted: int, took_ns: int, num_steps: int) -> None:
+        """A step took so long; it is the `num_steps`-th."""
+        kind = _class_of(num_seqs), num_drafted
+        if num_steps - self._ends.get(kind, num_steps) > STEPS_KNOWN:
+            del self._latest[kind]
+        self._ends[kind] = num_steps
+        latest = self._latest.setdefault(kind, deque(maxlen=NUM_LATEST))
+        latest.append(took_ns)
+        if num_drafted or len(latest) >= FEWEST_PLAIN:
+            self._known[kind[0]][num_drafted] = median_low(latest)
+        if num_drafted:
+            self._forget(kind[0], num_steps)
+
+    def _forget(self, of_class: int, num_steps: int) -> None:
+        """Times with numbers of guesses that have not been tried for long."""
+        known = self._known[of_class]
+        for num_drafted in [each for each in known if num_steps - self._ends[of_class, each] > STEPS_KNOWN]:
+            if num_drafted:
+                del known[num_drafted]
+
+    def plain_ns(self, num_seqs: int) -> float | None:
+        """Without guesses; None: not known."""
+        return self._known[_class_of(num_seqs)].get(0)
+
+    def is_known(self, num_seqs: int, num_drafted: int) -> bool:
+        """Whether steps with so many guesses have been timed."""
+        return num_drafted in self._known[_class_of(num_seqs)]
+
+    def with_guesses_ns(self, num_seqs: int, num_drafted: int, plain_ns: float) -> float | None:
+        """With guesses. A number that has not been tried is expected to take little more than a smaller one that has:
+        trying it shows what it takes. None: it is more than twice the most that has been tried."""
+        known = self._known[_class_of(num_seqs)]
+        if (took_ns := known.get(num_drafted)) is not None:
+            return took_ns
+        tried = sorted(known)
+        if num_drafted > 2 * tried[-1] + 1:
+            return None
+        below = tried[bisect_right(tried, num_drafted) - 1]
+        slopes = ((known[after] - known[before]) / (after - before) for before, after in pairwise(tried))
+        took_ns = known[below] + max(0.0, min(slopes, default=0.0)) * (num_drafted - below)
+        if self._least_ns is not None:
+            took_ns = max(took_ns, plain_ns * self._least_ns(num_seqs + num_drafted) / self._least_ns(num_seqs))
+        return took_ns
+
+
+def _class_of(num_seqs: int) -> int:
+    """Numbers of sequences whose steps are timed together: up to 16 each alone, then eight between powers of two."""
+    shift = max(0, num_seqs.bit_length() - 4)
+    return num_seqs >> shift << shift if num_seqs > 16 else num_seqs
+
+
+class _Chances:
+    """How often guesses were right, if all before them were: in the run, by source and place in the guess, and in each
+    sequence, by source. What happened long ago counts less."""
+
+    def __init__(self) -> None:
+        self._run: dict[DraftSource, list[list[float]]] = defaultdict(list)  # source -> [right, tried] of each place
+        self._own: dict[int, dict[DraftSource, list[float]]] = defaultdict(dict)  # seq_id -> source -> [right, tried]
+
+    def of(self, seq: Sequence, draft: Draft) -> list[float]:
+        """The chances that all tokens of a guess up to each are right, without those that hardly ever are."""
+        right, tried = self._own[seq.seq_id].get(draft.source, (0.0, 0.0))
+        places, chances, chance = self._run[draft.source], list[float](), 1.0
+        for place in range(len(draft.token_ids)):
+            run_right, run_tried = places[place] if place < len(places) else (UNKNOWN_RIGHT, UNKNOWN_TRIED)
+            chance *= (right + OWN_WEIGHT * run_right / run_tried) / (tried + OWN_WEIGHT)
+            chances.append(chance)
+            if chance < LEAST_CHANCE:
+                break
+        return chances
+
+    def count(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        """A guess was checked."""
+        places, num_tried = self._run[source], min(num_accepted + 1, num_drafted)
+        while len(places) < num_drafted:
+            places.append([UNKNOWN_RIGHT, UNKNOWN_TRIED])
+        for place in range(num_tried):
+            counts = places[place]
+            counts[0] = KEPT_OF_RUN * counts[0] + (place < num_accepted)
+            counts[1] = KEPT_OF_RUN * counts[1] + 1
+        own = self._own[seq.seq_id].setdefault(source, [0.0, 0.0])
+        own[0] = KEPT_OF_OWN * own[0] + num_accepted
+        own[1] = KEPT_OF_OWN * own[1] + num_tried
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        self._own.pop(seq.seq_id, None)
+
+
+def make_drafting(
+    speculation: Speculation, *, clock_ns: Callable[[], int], least_ns: Callable[[int], float] | None = None
+) -> Drafting | None:
+    """What decides for a plan's `speculation`; `least_ns` as for GuessesThatPay."""
+    match speculation:
+        case "off":
+            return None
+        case "ngram":
+            return EveryGuess(NgramDrafter())
+        case "auto":
+            return GuessesThatPay(NgramDrafter(one_more=False), clock_ns=clock_ns, least_ns=least_ns)

@@ -1,0 +1,179 @@
+"""`auto`: as many guesses as pay, by what steps take and by what was right. It never loses, whatever is guessed."""
+
+import random
+from statistics import mean
+
+import pytest
+from scripted import Simulation
+
+from pagedcli.bench.oracle import Oracle
+from pagedcli.core.drafting import EveryGuess, GuessesThatPay, Room
+from pagedcli.core.drafts import NgramDrafter
+from pagedcli.core.sequence import Sequence
+from pagedcli.sampling_params import SamplingParams
+
+MS = 1_000_000
+
+
+# what a step takes, in ms, by its tokens
+def two_passes(num_tokens):
+    """Weights are read again from the seventh token on."""
+    return 30 * (1 if num_tokens <= 6 else 2) + num_tokens
+
+
+def steep(num_tokens):
+    return 40 + 9 * num_tokens
+
+
+def by_token(num_tokens):
+    return 10 * num_tokens
+
+
+COSTS = {each.__name__: each for each in (two_passes, steep, by_token)}
+
+
+class Clock:
+    def __init__(self):
+        self.now_ns = 0
+
+    def __call__(self):
+        return self.now_ns
+
+
+class Lookup(Oracle):
+    """An oracle that takes time."""
+
+    def __init__(self, clock, took_ns, *args, **options):
+        super().__init__(*args, **options)
+        self.clock, self.took_ns, self.num_drafts = clock, took_ns, 0
+
+    def draft(self, seq, most):
+        self.clock.now_ns += self.took_ns
+        self.num_drafts += 1
+        return super().draft(seq, most)
+
+
+def run(drafting, clock, cost, *, num_seqs, length, noise=0.0, budget=512):
+    """Sequences with equal answers of ones, from the first token to the last; returns the seconds that it took and the
+    guesses of each step."""
+    draw, lengths = random.Random(0), random.Random(1)
+    seqs = []
+    for i in range(num_seqs):
+        num_tokens = length if num_seqs < 8 else lengths.randint(length // 2, length)
+        seq = Sequence(i, str(i), [1], SamplingParams(max_tokens=num_tokens), max_new_tokens=num_tokens)
+        seq.token_ids.append(1)
+        seq.num_computed_tokens = 1
+        seqs.append(seq)
+    counts = []
+    while seqs:
+        chosen = []
+        start_ns = clock.now_ns
+        if drafting is not None:
+            chosen = drafting.choose(seqs, Room(budget, chunk_size=512))
+        counts.append(sum(len(draft.token_ids) for _, draft in chosen))
+        clock.now_ns += round(MS * cost(len(seqs) + counts[-1]) * (1 + noise * draw.random()))
+        for place, draft in chosen:
+            right = next((i for i, token in enumerate(draft.token_ids) if token != 1), len(draft.token_ids))
+            seqs[place].token_ids += [1] * right
+            seqs[place].num_computed_tokens += right
+            drafting.checked(seqs[place], draft.source, len(draft.token_ids), right)
+        for seq in seqs:
+            seq.token_ids.append(1)
+            seq.num_computed_tokens += 1
+            assert seq.num_output_tokens <= seq.max_new_tokens
+            if seq.num_output_tokens == seq.max_new_tokens:
+                seq.finish_reason = "length"
+                if drafting is not None:
+                    drafting.ended(seq)
+        seqs = [seq for seq in seqs if seq.finish_reason is None]
+        if drafting is not None:
+            drafting.step_took(clock.now_ns - start_ns)
+    return clock.now_ns / 1e9, counts
+
+
+def oracle_run(cost, *, wrong, num_seqs, length=96, took_ns=5_000, least_ns=None, seed=0, **options):
+    """The speed with guesses over that without, and the guesses of each step."""
+    plain_s, _ = run(None, Clock(), cost, num_seqs=num_seqs, length=length, **options)
+    clock = Clock()
+    answers = {(str(i), 0): [1] * length for i in range(num_seqs)}
+    drafter = Lookup(clock, took_ns, answers, wrong=wrong, seed=seed)
+    drafting = GuessesThatPay(drafter, clock_ns=clock, least_ns=least_ns)
+    took_s, counts = run(drafting, clock, cost, num_seqs=num_seqs, length=length, **options)
+    return plain_s / took_s, counts
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("wrong", [0, 0.3, 0.7, 1])
+@pytest.mark.parametrize("cost", COSTS)
+def test_it_never_loses(cost, wrong, num_seqs):
+    gains = [oracle_run(COSTS[cost], wrong=wrong, num_seqs=num_seqs, seed=seed)[0] for seed in range(3)]
+    assert mean(gains) >= 0.98  # which of few sequences end last is chance
+
+
+@pytest.mark.parametrize("wrong", [0, 0.3, 0.7, 1])
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_it_never_loses_where_times_are_noisy(wrong, num_seqs):
+    gain, _ = oracle_run(two_passes, wrong=wrong, num_seqs=num_seqs, length=200, noise=0.3)
+    assert gain >= 0.97  # the noise itself differs by some 1 %
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 4])
+def test_right_guesses_of_few_sequences_make_it_much_faster(num_seqs):
+    gain, _ = oracle_run(two_passes, wrong=0, num_seqs=num_seqs)
+    assert gain >= 1.5
+
+
+def test_it_finds_how_many_tokens_one_pass_takes():
+    gain, counts = oracle_run(two_passes, wrong=0, num_seqs=1, length=400)
+    assert sorted(counts)[len(counts) // 2] == 5
+    assert gain > 3.5
+
+
+def test_a_host_that_takes_as_long_as_the_model_loses_nothing_either():
+    """A tiny model: 64 steps of 0.3 ms, and looking for a guess takes 5 us."""
+    for num_seqs in (1, 8, 64):
+        gain, _ = oracle_run(lambda n: 0.2 + 0.01 * n, wrong=1, num_seqs=num_seqs, length=300)
+        assert gain >= 0.98
+
+
+def test_once_wrong_guesses_have_become_right_they_are_tried_again():
+    clock, answers = Clock(), {(str(i), 0): [1] * 2000 for i in range(2)}
+
+    class Changing(Oracle):
+        def draft(self, seq, most):
+            self._wrong = float(seq.num_output_tokens < 1000)
+            return super().draft(seq, most)
+
+    drafting = GuessesThatPay(Changing(answers), clock_ns=clock)
+    _, counts = run(drafting, clock, two_passes, num_seqs=2, length=2000)
+    assert sum(map(bool, counts[:1000])) < 0.08 * 1000
+    assert sum(counts[1000:1100]) > 0
+
+
+def test_what_cannot_pay_by_the_known_times_is_not_tried():
+    _, counts = oracle_run(by_token, wrong=0, num_seqs=1, least_ns=by_token)
+    assert sum(counts) <= 3  # of tries; by_token, guesses cost what they give
+
+
+def test_tokens_are_the_same_with_it_and_the_steps_fewer():
+    def engine(make):
+        clock = Clock()
+        sim = Simulation(400, max_num_batched_tokens=128, max_num_seqs=8)
+        sim.clock_ns = clock
+        sim.scheduler.drafting = None if make is None else make(clock)
+
+        def observe(work):
+            clock.now_ns += MS * two_passes(work.num_tokens)
+
+        sim.observe_work = observe
+        for number in range(3):
+            sim.add([number, 1], 90, request_id=str(number))
+        sim.run()
+        return {(seq.request_id, 0): seq.output_token_ids for seq in sim.seqs}, sim
+
+    known, plain = engine(None)
+    every, _ = engine(lambda clock: EveryGuess(NgramDrafter()))
+    found, sim = engine(lambda clock: GuessesThatPay(Oracle(known), clock_ns=clock))
+    assert found == every == known
+    assert sim.clock_ns.now_ns < 0.66 * plain.clock_ns.now_ns
+    assert sim.stats.drafted["oracle"] > sim.stats.accepted["oracle"] * 0.9 > 100
