@@ -339,7 +339,6 @@ def engine_table(title: str, found: "Plan | str") -> Table:
     elif found.kv_scales is not None:
         k_scale, v_scale = found.kv_scales
         rows.append(Fact("KV scales", f"K {k_scale:.4g}, V {v_scale:.4g}"))
-    rows.append(Fact("speculation", found.speculation if found.no_drafts is None else f"off: {found.no_drafts}"))
     sizes = ", ".join(map(str, found.graph_sizes))
     rows.append(Fact("CUDA graphs", f"batch sizes {sizes}" if sizes else f"none: {found.no_graphs}"))
     return table(Fact, "engine", title, [*rows, *(Fact("note", note) for note in notes)])
