@@ -133,7 +133,7 @@ class GuessesThatPay:
         if plain_ns is None or self._num_steps - self._last_plain >= STEPS_WITH_GUESSES:
             return []
         start_ns = self._clock_ns()
-        chosen = self._worth(self._guesses(seqs, room), plain_ns, room.budget)
+        chosen = self._worth(self._guesses(seqs, room, start_ns + self._account_ns), plain_ns, room.budget)
         self._choose_ns = self._clock_ns() - start_ns
         return chosen
 
@@ -168,11 +168,13 @@ class GuessesThatPay:
         account_ns = self._account_ns + saved_ns - self._choose_ns + SHARE_OF_TRIES * took_ns
         self._account_ns = min(account_ns, MOST_SAVED * plain_ns)
 
-    def _guesses(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft, list[float], int]]:
+    def _guesses(self, seqs: Items[Sequence], room: Room, end_ns: float) -> list[tuple[int, Draft, list[float], int]]:
         """Of each sequence that has one its place, a guess, the chances that all tokens of it up to each are right, and
         how many tokens it may still generate."""
         found = []
         for place, seq in enumerate(seqs):
+            if self._clock_ns() > end_ns:  # the account has no more for looking
+                break
             if (draft := guess(self.drafter, seq, room.most(seq))) is not None:
                 num_left = seq.max_num_tokens - len(seq.token_ids)
                 found.append((place, draft, self._chances.of(seq, draft), num_left))

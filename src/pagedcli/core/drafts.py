@@ -14,6 +14,7 @@ from pagedcli.events import DraftSource
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
+READ_AT_ONCE = 256  # tokens of finished answers that a draft takes in, and the rest of the last answer
 MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
 
 
@@ -124,12 +125,15 @@ class NgramDrafter:
             self._num_unread -= len(self._unread.popleft())
 
     def _read_answers(self) -> None:
-        for token_ids in self._unread:
+        """Take in the oldest of the answers that were not read: not all at once, which would hold up a step."""
+        num_read = 0
+        while self._unread and num_read < READ_AT_ONCE:
             if self._newer.num_tokens >= MOST_REMEMBERED:
                 self._older, self._newer = self._newer, _Text([])
+            token_ids = self._unread.popleft()
             self._newer.extend(token_ids)
-        self._unread.clear()
-        self._num_unread = 0
+            num_read += len(token_ids)
+        self._num_unread -= num_read
 
 
 # ---------------------------------------------------------------------- grammars
