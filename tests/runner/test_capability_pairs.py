@@ -11,10 +11,11 @@ from itertools import combinations, product
 import pytest
 from engine_harness import ragged_prompts
 from model_zoo import cached_model
-from scripted import Oracle
 from trace_harness import check_events
 
+from pagedcli.bench.oracle import Oracle
 from pagedcli.config import EngineConfig
+from pagedcli.core.drafting import EveryGuess
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -91,7 +92,7 @@ def rows_of(path, kind, config, *, emit=None, answers=None):
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", **{**roomy, **of_kind, **config})
     engine = LLMEngine(config, emit=emit, trace_tokens=True, with_store=True)
     if engine.plan.speculation != "off":
-        engine.scheduler._drafter = Oracle(answers, wrong=0.3)
+        engine.scheduler.drafting = EveryGuess(Oracle(answers, wrong=0.3))
     request = {"make_guide": FirstEight} if kind == "a guide" else {}
     if kind == "continuations":
         request = {"continuations": [[9, 8], [4, 3, 2]]}
