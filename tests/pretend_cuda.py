@@ -3,8 +3,8 @@
 What it is strict about: tensors of two devices never meet; a copy to the host holds rubbish until an event behind it
 was waited for; pinned memory must not change while a copy may still read it; nothing waits for the device, and nothing
 is uploaded, while a graph is captured; a replayed graph repeats tensor operations and kernels, no Python; kernels are
-launched on the thread's current device, and get the strides of tensors that are not contiguous. They run in triton's
-interpreter, so TRITON_INTERPRET=1 must be set.
+launched on the thread's current device, and get the strides of tensors that are not contiguous; operations have the
+types that CUDA computes. Kernels run in triton's interpreter, so TRITON_INTERPRET=1 must be set.
 """
 
 import contextlib
@@ -24,6 +24,35 @@ WAITS = {"item", "tolist", "nonzero", "argwhere", "masked_select", "equal", "all
 WAITS |= {"unique", "_unique2", "_unique_impl", "unique_consecutive", "is_nonzero", "_local_scalar_dense"}
 WAITS |= {"__bool__", "__int__", "__float__", "__index__", "__contains__", "__complex__"}
 UPLOADS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "frombuffer"}  # of values that the host has
+# What a CPU computes and CUDA does not, from torch's own tables (OpInfo.dtypesIfCUDA): products of integers.
+PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "linear", "matmul", "mm", "mv"}
+PRODUCTS |= {"tensordot", "vdot", "__matmul__", "__rmatmul__"}
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+# What CUDA does with e4m3, which those tables leave out: it moves and converts.
+WITH_FLOAT8 = {
+    "__getitem__",
+    "__setitem__",
+    "__len__",
+    "as_subclass",
+    "bool",
+    "chunk",
+    "clone",
+    "contiguous",
+    "data_ptr",
+}
+WITH_FLOAT8 |= {"detach", "dim", "element_size", "empty_like", "expand", "fill_", "flatten", "float", "half", "narrow"}
+WITH_FLOAT8 |= {
+    "is_contiguous",
+    "new_empty",
+    "numel",
+    "permute",
+    "reshape",
+    "size",
+    "split",
+    "storage_offset",
+    "stride",
+}
+WITH_FLOAT8 |= {"t", "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_"}
 
 
 class OnGpu(torch.Tensor):
@@ -120,6 +149,7 @@ class PretendGpu(TorchFunctionMode):
         if ours:
             foreign = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.dim()]
             assert not foreign, f"{name}: Expected all tensors to be on the same device"
+            self._check_types(name, {tensor.dtype for tensor in ours})
             if self._waits(name, args, kwargs):
                 self._wait_for_device(name)
         elif not to_gpu:
@@ -139,6 +169,13 @@ class PretendGpu(TorchFunctionMode):
         if "empty" not in name:  # a replayed graph has its memory already
             self._record(func, args, kwargs, result)
         return result
+
+    @staticmethod
+    def _check_types(name, dtypes):
+        missing = INTEGERS & dtypes if name in PRODUCTS else set()
+        if torch.float8_e4m3fn in dtypes and name not in WITH_FLOAT8:
+            missing = {torch.float8_e4m3fn}
+        assert not missing, f'"{name}" not implemented on CUDA for {missing}'
 
     @staticmethod
     def _waits(name, args, kwargs):

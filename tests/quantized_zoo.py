@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
+LAYERS += ("in_proj_qkv", "in_proj_z", ".in_proj", "out_proj")  # of layers with a state
 
 
 def quantized_twins(source, folder, quantize, quantization_config):

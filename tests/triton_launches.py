@@ -99,7 +99,9 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))
         patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         patched.setattr(triton_paged, "launch_problem", lambda: None)
-        patched.setattr(product_kernels, "_num_processors", lambda _: 132)
+        for module in (product_kernels, expert_kernels):
+            patched.setattr(module, "processors_of", lambda _: 132)
+        patched.setattr(product_kernels, "_capability", lambda _: capability)  # else it is that of the first call
         backend = load_backend("triton", decision.attention)
         model = load_model(
             folder, spec, backend=backend, dtype=named_dtype(decided.dtype), device=GPU, load_format="dummy",

@@ -354,6 +354,36 @@ def test_no_graph_asks_for_a_longer_work_list_than_the_device_makes():
     assert GRAPH_TOKENS // SPLIT + max(bucket_sizes(1000)) <= DEVICE_LIST_ITEMS
 
 
+@interpreted
+def test_a_step_by_a_graph_makes_no_views_of_what_it_uploads(model, idle_gpu, monkeypatch):
+    from pagedcli.runner import device_state
+
+    engine = make_engine(model, "cuda", async_scheduling=False)
+    engine.add_request("0", [5, 6, 7], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    replays = idle_gpu.replays
+    monkeypatch.setattr(device_state, "unpack", None)  # the block has room, so that only the graph's inputs are sent
+    engine.step()
+    assert idle_gpu.replays == replays + 1
+
+
+@interpreted
+def test_a_model_longer_than_what_graphs_serve_is_captured(tmp_path, idle_gpu, monkeypatch):
+    """Its work list would be longer than those that the device makes, and an upload cannot be captured."""
+    from pagedcli.attention import triton_paged
+    from pagedcli.runner import cuda_graphs
+
+    monkeypatch.setattr(triton_paged, "DEVICE_LIST_ITEMS", 4)
+    monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", 2 * triton_paged.SPLIT)
+    path = tiny_model("qwen3", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=2048)
+    engine = make_engine(path, "cuda", max_model_len=2000, num_gpu_blocks_override=200, max_num_seqs=2)
+    replays = idle_gpu.replays
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    run(engine, [[5] * 10, [6] * 700], params)
+    assert idle_gpu.replays == replays
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter specializes nothing")
 def test_steps_of_any_size_are_served_by_one_compiled_kernel():
     """Else kernels would be compiled in the middle of a run, a second each time: where lists of a step are in one
@@ -400,3 +430,12 @@ def test_a_kernel_that_ignores_strides_is_noticed(idle_gpu):
     constants = {"E": 32, "BLOCK_E": 32, "ADD": False, "NORM_ADDED": False, "MULTIPLY": False, "SCALE": False}
     with pytest.raises(AssertionError, match="reads rows one after the other"):
         add_rms_norm_kernel[(2,)](x[:, :32], x, x, weight, x, 1e-6, 1.0, 1.0, **constants, NORM=True)
+
+
+@interpreted
+def test_what_cuda_does_not_compute_for_a_type_is_noticed(idle_gpu):
+    numbers = torch.ones(2, 2, dtype=torch.int32, device="cuda")
+    with pytest.raises(AssertionError, match=r"__matmul__.*int32"):
+        numbers @ numbers
+    with pytest.raises(AssertionError, match=r"cat.*float8"):
+        torch.cat([numbers.to(torch.float8_e4m3fn)] * 2)

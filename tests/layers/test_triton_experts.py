@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from interpreter import interpreted, plain
 from quantized_zoo import random_float8, random_weight
+from quick import slow_but
 
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, route
@@ -194,6 +195,54 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
     assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
+@interpreted
+@pytest.mark.parametrize("form", slow_but(["floats", "fp8-channel"], ["floats", *QUANTIZED]))
+def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
+    from pagedcli.layers import triton_experts
+    from pagedcli.layers.triton_experts import GroupedExperts
+
+    monkeypatch.setattr(triton_experts, "_LEAST_LENGTH", 128)
+    monkeypatch.setattr(triton_experts, "processors_of", lambda _: 132)
+    generator, num_experts, width, inner = torch.Generator().manual_seed(7), 8, 416, 288
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def some(out, columns):
+        if form == "floats":
+            return [noise(out, columns) / 8 for _ in range(num_experts)]
+        make, arguments = QUANTIZED[form]
+        sizes = {**arguments, "group_size": min(arguments["group_size"], columns)}
+        return [make(out, columns, **sizes, seed=seed) for seed in range(num_experts)]
+
+    options = {"activation": "clamped_silu" if form == "floats" else "silu"}
+    if form == "floats":
+        options["biases"] = noise(num_experts, 2 * inner), noise(num_experts, width)
+    experts = GroupedExperts(some(2 * inner, width), some(width, inner), Routing(2, renormalize=True), **options)
+    x, logits = noise(2, width), logits_of(2, num_experts)
+    found = experts(x, logits, None, None)
+    num_parts, parts_of_inputs = [], triton_experts.parts_of_inputs
+    monkeypatch.setattr(
+        triton_experts, "parts_of_inputs", lambda *given: num_parts.append(parts_of_inputs(*given)) or 1
+    )
+    expected = experts(x, logits, None, None)
+    assert num_parts == [3, 2]
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@plain
+def test_inputs_are_cut_for_few_tokens_and_where_few_programs_read_the_weight():
+    from pagedcli.layers.triton_experts import parts_of_inputs as parts
+    from pagedcli.layers.triton_products import KernelWeight
+
+    gate_up, down = (
+        KernelWeight("floats", 2 * 768, num_in, num_in, torch.empty(128, 1, 1, device="meta")) for num_in in (2048, 768)
+    )
+    assert [parts(gate_up, tokens, 8 * 12, 132) for tokens in (1, 2, 3, 64)] == [4, 4, 1, 1]
+    assert parts(down, 1, 8 * 32, 132) == 1, "its inputs are few"
+    assert parts(gate_up, 1, 2 * 224, 132) == 1, "its programs are many"
+
+
 def experts_of(path, parallel):
     """The last layer's experts of one rank, as the decoder makes them."""
     from pagedcli.layers.triton_experts import GroupedExperts
@@ -312,7 +361,7 @@ def test_it_compiles_without_spills(form, group_size, capability, mean, tmp_path
 
 @plain
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize(
     ("form", "group_size", "activation"),

@@ -61,7 +61,7 @@ def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
     from pagedcli.layers.triton_products import TritonLinear, linear_constants
 
     monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
-    monkeypatch.setattr(triton_products, "_num_processors", lambda _: 132)
+    monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
     weight = FORMS[form]
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
@@ -85,7 +85,7 @@ def test_rows_of_a_large_decode_step_read_the_packed_weight(form, monkeypatch):
 
     monkeypatch.setattr(triton_products, "unpacked_weight", None)
     monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
-    monkeypatch.setattr(triton_products, "_num_processors", lambda _: 132)
+    monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
     linear = TritonLinear(FORMS[form])
     x = exact_activations(140, linear._weight.num_in).half() / 127
     found = [linear(x)]
@@ -180,7 +180,9 @@ def check_compiled(dtype, capability, form, group_size, tmp_path, token_counts):
         assert "mma" in kernel.ptx
         assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (form == "float8" and capability >= 89)
         if num_tokens == 1:  # four programs fit a multiprocessor side by side, on small cards three
-            assert (3 if capability in (86, 89) else 4) * kernel.shared_bytes <= SHARED_LIMIT[capability] + 8 * 1024
+            assert (3 if capability in (86, 89, 120) else 4) * kernel.shared_bytes <= SHARED_LIMIT[
+                capability
+            ] + 8 * 1024
             assert 4 * 128 * kernel.registers <= 65536
     constants = {**weight.constants, "BLOCK_N": 64, "BLOCK_K": 64}
     kernel = Compiled(products.unpack_kernel, {**weight_types, "out_ptr": data}, constants, capability, 4, tmp_path)
@@ -202,7 +204,7 @@ def test_it_compiles_without_spills(dtype, capability, form, group_size, tmp_pat
 @plain
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize(("form", "group_size"), STORED)
 def test_all_of_it_compiles_without_spills(dtype, capability, form, group_size, tmp_path):
     check_compiled(dtype, capability, form, group_size, tmp_path, (1, 32, 200))

@@ -1,6 +1,7 @@
 """One place decides: the engine and every command that predicts it name the same backend, dtypes, blocks and limits."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -194,20 +195,48 @@ def test_models_with_recurrent_state_need_triton_on_a_gpu(tmp_path_factory, monk
         decide(EngineConfig(attention_backend="reference"), spec, here)
 
 
-def test_a_gpu_that_torch_does_not_see_is_named(spec, tmp_path, monkeypatch):
-    assert machine.unseen_gpu() is None or not torch.cuda.is_available()
-    driver = tmp_path / "version"
-    monkeypatch.setattr(machine, "_NVIDIA_DRIVER", driver)
-    assert machine.unseen_gpu() is None
-    for number, wheels in (("535.104.05", "cu126"), ("580.65.06", "cu130")):
-        driver.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {number}  Sat Aug 19 01:15:15 UTC 2023\n")
-        reason = machine.unseen_gpu()
-        assert f"driver ({number})" in reason
-        assert reason.endswith(f"whl/{wheels} brings a build for this driver")
+# (driver, CUDA of torch, CUDA_VISIBLE_DEVICES, whether there are device files) -> what is said
+UNSEEN = {
+    (
+        "535.104.05",
+        "13.0",
+        None,
+        True,
+    ): r"built for CUDA 13.0, which needs driver 580; pip install .* torch .*whl/cu126",
+    ("580.65.06", None, None, True): r"CPU-only build; pip install --force-reinstall torch .*whl/cu130 brings one",
+    ("535.104.05", None, None, True): r"CPU-only build; pip install .*whl/cu126 brings one for this driver",
+    ("470.57.02", "12.6", None, True): r"built for CUDA 12.6, which needs driver 525; install a newer driver$",
+    ("580.65.06", "13.0", "", True): r"CUDA_VISIBLE_DEVICES='' lets .* see no GPU; unset it",
+    ("580.65.06", "13.0", None, False): r"there is no .*/nvidia0 here; a container .* --gpus all$",
+    ("580.65.06", "13.0", None, True): r"built for CUDA 13.0, says: Torch not compiled with CUDA enabled$",
+}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA says something else")
+@pytest.mark.parametrize("given", UNSEEN, ids=str)
+def test_a_gpu_that_torch_does_not_see_is_named_with_the_way_to_it(given, spec, tmp_path, monkeypatch):
+    driver, cuda, visible, has_devices = given
+    monkeypatch.setattr(machine, "_NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if has_devices:
+        (tmp_path / "nvidia0").touch()
+    assert machine.unseen_gpu() is None, "no driver is loaded"
+    about = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 01:15:15 UTC 2023\n"
+    (tmp_path / "version").write_text(about)
+    reason = machine.unseen_gpu()
+    assert reason.startswith(f"an NVIDIA driver ({driver}) is loaded, but ")
+    assert re.search(UNSEEN[given], reason)
     here = Machine(total_bytes=GIB, available_bytes=GIB, unseen_gpu=reason)
     assert decide(EngineConfig(max_num_batched_tokens=64), spec, here).plan.refused[0] == f"GPU: {reason}"
     refused = decide(EngineConfig(max_num_batched_tokens=64, device="cpu"), spec, here).plan.refused
     assert not any(reason in each for each in refused)
+    with pytest.raises(ConfigError, match="sees no CUDA GPU") as error:
+        decide(EngineConfig(device="cuda"), spec, here)
+    assert error.value.hint == reason
 
 
 def test_ranks_on_different_gpus_run_the_same_steps(spec):

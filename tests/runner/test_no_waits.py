@@ -59,8 +59,8 @@ def check(gpu, path, prompts=None, **config):
     """All kinds of requests at once, twice: the second time from the prefix cache."""
     from pretend_cuda import what_is_new
 
-    config = {"max_num_seqs": 5, "num_gpu_blocks_override": 60, "max_model_len": 64, **config}
-    engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cuda", **config))
+    config = {"max_num_seqs": 5, "num_gpu_blocks_override": 60, "max_model_len": 64, "dtype": "float32", **config}
+    engine = LLMEngine(EngineConfig(model=str(path), device="cuda", **config))
     assert engine.plan.backend == "triton"
     del gpu.waits[:]
     replays, launches, compiled = gpu.replays, gpu.launches, set(gpu.variants)
@@ -98,6 +98,18 @@ def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, gpu):
     _, replays, launches = check(gpu, path, num_state_slots=12, checkpoints="end", chunked_prefill_size=20)
     assert replays > 0
     assert launches > 0
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4-26b", "qwen3-moe", "gpt_oss", "deepseek_v3", *HYBRIDS])
+def test_a_step_in_the_type_that_gpus_compute_in(family, tmp_path, gpu):
+    """Tiles differ from those of float32."""
+    path = tiny_model(family, tmp_path / "model", max_position_embeddings=1024, **SIZES.get(family, {}))
+    states = {"num_state_slots": 12, "checkpoints": "end"} if family in HYBRIDS else {}
+    prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
+    limits = {"max_model_len": 700, "num_gpu_blocks_override": 400, "chunked_prefill_size": 300}
+    check(gpu, path, prompts, dtype="bfloat16", **limits, **states)
 
 
 @interpreted

@@ -3,6 +3,7 @@ every kind of layers and backend with whatever a row may ask, and every format o
 
 from itertools import product
 
+import fake_flash
 import pytest
 from engine_harness import FirstEight, run
 from gguf_files import gguf_twins
@@ -42,6 +43,8 @@ KINDS = {
     "sinks": ("gpt_oss", {}),
 }
 PAIRS = list(product(KINDS, ("triton", "sdpa", "reference")))
+# the others have sinks, latents or heads of several kinds, which flash refuses
+PAIRS += list(product(("dense", "windows", "experts", "recurrent", "convolution"), fake_flash.MODULES))
 
 
 def make_engine(path, gpu=None, **config):
@@ -90,19 +93,54 @@ def of(quick, *every):
     return [pytest.param(*part, marks=() if is_quick else pytest.mark.slow) for part, is_quick in parts]
 
 
+def options_of(backend, monkeypatch):
+    """How an engine takes a backend, which is installed for the test."""
+    if backend not in fake_flash.MODULES:
+        return {"attention_backend": backend}
+    fake_flash.install(monkeypatch, backend)
+    return {"attention_backend": "flash", "dtype": "float16", "block_size": 256 if backend == "flash2" else 16}
+
+
 @interpreted
 @pytest.mark.parametrize(("kind", "backend"), of([("dense", "triton")], *PAIRS))
-def test_all_that_a_row_may_ask(kind, backend, tmp_path, gpu):
+def test_all_that_a_row_may_ask(kind, backend, tmp_path, gpu, monkeypatch):
     family, sizes = KINDS[kind]
-    path = tiny_model(family, tmp_path / "model", **sizes)
-    found, expected = answers(path, gpu, attention_backend=backend), answers(path)
-    assert found == {name: pytest.approx(numbers, abs=2e-3) for name, numbers in expected.items()}
+    path, options = tiny_model(family, tmp_path / "model", **sizes), options_of(backend, monkeypatch)
+    found = answers(path, gpu, **options)
+    expected = answers(path, **{name: value for name, value in options.items() if name != "attention_backend"})
+    allowed = 3e-2 if "dtype" in options else 2e-3
+    assert found == {name: pytest.approx(numbers, abs=allowed) for name, numbers in expected.items()}
 
 
 @interpreted
-@pytest.mark.parametrize("name", of(["awq"], *FORMATS))
-def test_every_format_of_checkpoints(name, tmp_path, gpu):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latent"])  # a draw between two of its tokens
+def test_all_that_a_row_may_ask_in_half_precision(kind, tmp_path, gpu):
+    family, sizes = KINDS[kind]
+    path = tiny_model(family, tmp_path / "model", **sizes)
+    found, expected = answers(path, gpu, dtype="float16"), answers(path, dtype="float16")
+    assert found == {name: pytest.approx(numbers, abs=3e-2) for name, numbers in expected.items()}
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "backend"), of([("awq", "triton")], *product(FORMATS, ("triton", "sdpa"))))
+def test_every_format_of_checkpoints(name, backend, tmp_path, gpu):
     model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
+    packed, plain = quantized_twins(model, tmp_path, *FORMATS[name])
+    assert tokens(packed, gpu, attention_backend=backend) == tokens(plain)
+
+
+PACKED = ("gptq-8bit", "awq", "pack-int4", "int8", "fp8-block", "mxfp8", "nvfp4")
+PACKED_KINDS = ("windows", "experts", "shared K/V", "recurrent", "convolution")
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), list(product(PACKED_KINDS, PACKED)))
+def test_formats_of_checkpoints_of_every_kind(kind, name, tmp_path, gpu):
+    family, sizes = KINDS[kind]
+    wide = {"intermediate_size": 128, **({"moe_intermediate_size": 128} if kind == "experts" else {})}
+    model = tiny_model(family, tmp_path / "model", **sizes, **wide)
     packed, plain = quantized_twins(model, tmp_path, *FORMATS[name])
     assert tokens(packed, gpu) == tokens(plain)
 

@@ -23,8 +23,9 @@ class Launcher:
 
     def __call__(
         self, kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: int
-    ) -> None:
-        """Launch a kernel. `constants`: its compile-time values, the same object in every launch that has them.
+    ) -> Any:
+        """Launch a kernel. Returns it as compiled, None where triton interprets. `constants`: its compile-time values,
+        the same object in every launch that has them.
 
         Types of tensors must not change from launch to launch.
         """
@@ -33,11 +34,12 @@ class Launcher:
         if known is not None:
             compiled, last, _ = known
             compiled[grid](*arguments, *last)
-            return
+            return compiled
         compiled = kernel[grid](*arguments, **constants, **options)
-        if compiled is not None:  # None where triton interprets
+        if compiled is not None:
             last = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
             self._known[key] = compiled, last, constants  # keeps the id
+        return compiled
 
     def _specialization(self, kernel: Any, arguments: tuple[Any, ...]) -> list[int]:
         """What triton compiles kernels apart by: which pointers and integers are multiples of 16, which integers 1."""
@@ -58,3 +60,16 @@ class Launcher:
             elif isinstance(value, int):
                 key.append(value if value == 1 or value >= 2**31 else -2 if any_alignment or value % 16 else -1)
         return key
+
+
+_REGISTERS = 2**16  # of a multiprocessor, from compute capability 8.0 to 12.1
+_RESERVED_SHARED = 1024  # bytes that CUDA takes for each program
+
+
+def programs_per_processor(compiled: Any, properties: Any) -> int:
+    """How many programs of a kernel a multiprocessor runs side by side. `properties`: torch's, of the device."""
+    threads = 32 * compiled.metadata.num_warps
+    by_registers = _REGISTERS // (max(1, -(-compiled.n_regs // 8)) * 8 * threads)
+    by_shared = properties.shared_memory_per_multiprocessor // (compiled.metadata.shared + _RESERVED_SHARED)
+    by_threads = properties.max_threads_per_multi_processor // threads
+    return max(1, min(int(by_registers), int(by_shared), int(by_threads)))

@@ -31,7 +31,7 @@ try:
     import triton
 
     from pagedcli.attention import triton_kernels as kernels
-    from pagedcli.attention.triton_launch import Launcher
+    from pagedcli.attention.triton_launch import Launcher, programs_per_processor
 except ImportError as error:
     raise BackendError(
         f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"
@@ -42,7 +42,7 @@ SPLIT = 256  # tokens; the same for every batch, so that results do not depend o
 # of a decode item of more than MIN_ROWS: above, the kernel spills, and exceeds the shared memory of sm_86 and sm_89
 MAX_QUERY_BYTES = 2**14
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # the most that a CUDA graph needs; longer work lists are counted on the host
-PROGRAMS_PER_SM = 3  # programs of the decode kernel; 2 where heads of more than 256 fill the shared memory of an sm_90
+PROGRAMS_PER_SM = 3  # programs of the decode kernel, until it is compiled
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _StepWork:
         return self.buffer[1 + self.num_sequences + self.capacity :]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LayerConstants:
     """What the kernels get for each layer of a kind in every step."""
 
@@ -82,6 +82,8 @@ class _LayerConstants:
     decode: dict[str, Any]  # compile-time values, as the next two
     combine: dict[str, Any]
     prefill: dict[str, Any]
+    # of the decode kernel, which share its work: more than run side by side would be a second round of few
+    programs: int | None = None  # None: it is not compiled yet
 
 
 class TritonAttention(AttentionBackend):
@@ -117,8 +119,7 @@ class TritonAttention(AttentionBackend):
         self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
         on_gpu = spec.device.type == "cuda"
-        num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count if on_gpu else 1
-        self._programs = num_sms * (PROGRAMS_PER_SM if self._block_d <= 256 else 2)
+        self._properties = torch.cuda.get_device_properties(spec.device) if on_gpu else None
         self._launch = Launcher()
         self._layers: dict[tuple[AttentionLayer, int], _LayerConstants] = {}
         self._store_constants: dict[int, dict[str, Any]] = {}  # by BLOCK_STRIDE
@@ -240,8 +241,11 @@ class TritonAttention(AttentionBackend):
         arguments: tuple[Any, ...]
         arguments = (q, *kv, out, *partials, sinks, work.first_part, *items, *lengths, table, *strides, *numbers)
         num_warps = decode_warps(self._decode, self._rows, self._block_d)
-        grid = (self._programs, 1, 1)
-        self._launch(kernels.decode_kernel, grid, arguments, of_layer.decode, num_warps=num_warps)
+        num_sms = 1 if self._properties is None else self._properties.multi_processor_count
+        grid = (of_layer.programs or PROGRAMS_PER_SM * num_sms, 1, 1)
+        compiled = self._launch(kernels.decode_kernel, grid, arguments, of_layer.decode, num_warps=num_warps)
+        if of_layer.programs is None and compiled is not None and self._properties is not None:
+            of_layer.programs = num_sms * programs_per_processor(compiled, self._properties)
         if batch.max_total > SPLIT:
             arguments = (*partials, out, sinks, work.first_part, *lengths, of_layer.numbers[2])
             grid = (work.num_sequences, self._spec.num_kv_heads, 1)

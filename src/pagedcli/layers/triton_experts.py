@@ -1,5 +1,6 @@
 """A mixture of experts for GPUs, in five launches: routing, sorting the choices by expert, two products in which each
-expert's rows lie together, and the sum of each token's results.
+expert's rows lie together, and the sum of each token's results. A product of few rows is two launches: parts of the
+inputs side by side, and their sums.
 
 The twins are layers.basic.route and Mixture, including rounding and which of equal scores is picked. Nothing here waits
 for the device, so a CUDA graph can hold it. Imported only where triton is installed.
@@ -16,10 +17,14 @@ from torch import Tensor
 from pagedcli.layers.basic import Routing
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.triton_layers import LOG2E, gated, power_of_2
-from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_weight, scaled
+from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_weight, processors_of, scaled
 
 _CHOICES_PER_LOOP = 1024
 _COLUMNS_PER_SUM = 1024
+_MOST_PARTS = 4  # of the inputs
+_LENGTH_MULTIPLE = 128  # of Tile.inputs
+_LEAST_LENGTH = 512  # inputs of a part: fewer would not pay for writing and adding its sums
+_PROGRAMS_PER_PROCESSOR = 2  # that read a weight; where there are fewer, the inputs are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +98,26 @@ class GroupedExperts:
         is_gated = factors is None
         num_rows, num_experts = rows.shape[0], weight.numbers.shape[0]
         tile = expert_tile(weight, num_rows, x.dtype, is_gated=is_gated)
-        constants = experts_constants(weight, tile, self._activation if is_gated else None)
         out = x.new_empty((num_rows, weight.num_out // 2 if is_gated else weight.num_out))
+        num_blocks = -(-out.shape[1] // tile.columns)
+        num_tokens, num_picked = num_rows // self._routing.num_per_token, self._routing.num_per_token
+        num_parts = parts_of_inputs(weight, num_tokens, num_picked * num_blocks, processors_of(x.device))
+        constants = experts_constants(weight, tile, self._activation if is_gated else None, num_parts)
         num_tiles = min(num_rows, num_experts) + num_rows // tile.rows  # upper bound
-        grid = (-(-out.shape[1] // tile.columns), num_tiles)
         order = rows if weight.order is None else weight.order
-        optional = x if bias is None else bias, order, rows, x if factors is None else factors
-        launch = {"BIAS": bias is not None, "num_warps": tile.num_warps, "num_stages": 3}
-        experts_kernel[grid](x, *weight.pointers, *optional, starts, out, **constants, **launch)
+        optional, has_bias = (x if bias is None else bias, x if factors is None else factors), bias is not None
+        sums = out if num_parts == 1 else out.new_empty((num_parts, num_rows, weight.num_out), dtype=torch.float32)
+        launch = {"BIAS": has_bias, "num_warps": tile.num_warps, "num_stages": 3}
+        experts_kernel[(num_blocks, num_tiles, num_parts)](
+            x, *weight.pointers, *optional, order, rows, starts, sums, num_rows, **constants, **launch
+        )
+        if num_parts > 1:
+            _, scales, _ = weight.pointers
+            wanted = ("ACTIVATION", "X", "BLOCK_X", "N", "K", "FORM", "GROUP")
+            sizes = {name: constants[name] for name in wanted} | {"PARTS": num_parts, "BLOCK": _COLUMNS_PER_SUM}
+            sum_parts_kernel[(num_rows, -(-out.shape[1] // _COLUMNS_PER_SUM))](
+                sums, scales, *optional, starts, out, num_rows, **sizes, BIAS=has_bias, num_warps=4
+            )
         return out
 
 
@@ -136,10 +153,23 @@ def expert_tile(weight: KernelWeight, num_rows: int, dtype: torch.dtype, *, is_g
     return Tile(16, 64, next(size for size in (wanted, 32) if not in_groups or weight.group_size % size == 0), 4)
 
 
-def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) -> dict[str, Any]:
+def parts_of_inputs(weight: KernelWeight, num_tokens: int, num_programs: int, num_processors: int) -> int:
+    """Into how many parts the inputs of a product are cut, so that few tokens keep all processors busy. `num_programs`:
+    of one token.
+
+    The most tokens are a power of two and far from where tiles change: loading compiles kernels at powers of two.
+    """
+    most = min(_PROGRAMS_PER_PROCESSOR * num_processors // num_programs, weight.numbers.shape[0] // 4)
+    if not most or num_tokens > 1 << most.bit_length() - 1:
+        return 1
+    return max(1, min(_MOST_PARTS, weight.num_in // _LEAST_LENGTH))
+
+
+def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None, num_parts: int = 1) -> dict[str, Any]:
     """Compile-time values of experts_kernel."""
     num_experts = weight.numbers.shape[0]
-    flags = {"ACTIVATION": activation, "ORDERED": weight.order is not None}
+    length = -(-weight.num_in // num_parts // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    flags = {"ACTIVATION": activation, "ORDERED": weight.order is not None, "WHOLE": num_parts == 1, "LENGTH": length}
     sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": power_of_2(num_experts)}
     blocks = {"BLOCK_T": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
     return weight.constants | flags | sizes | blocks
@@ -265,24 +295,27 @@ def align_kernel(
         first += tl.sum(mine.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_results"])  # changes from step to step
 def experts_kernel(
     x_ptr,  # [*, K]
     numbers_ptr,  # those of each expert after another; with ACTIVATION gate, then up
     scales_ptr,
     zeros_ptr,
     bias_ptr,  # [X, N], with BIAS
+    factors_ptr,  # [R], multiplies each result; not with ACTIVATION
     order_ptr,  # [X, K]: with ORDERED, which column of x is each input
     rows_ptr,  # [R] int32, row of x for each result, with ACTIVATION; else they are the same
-    factors_ptr,  # [R], multiplies each result; not with ACTIVATION
     starts_ptr,  # [X + 1] int32, first result of each expert
-    out_ptr,  # [R, N], or with ACTIVATION [R, N / 2]
+    out_ptr,  # [R, N], or with ACTIVATION [R, N / 2]; unless WHOLE sums of parts, float32 [parts, R, N]
+    num_results,
     X: tl.constexpr,
     N: tl.constexpr,  # rows of an expert's weight
     K: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     NUMBERS: tl.constexpr,  # elements of an expert
+    LENGTH: tl.constexpr,  # inputs of a part
+    WHOLE: tl.constexpr,  # one program adds all inputs
     ACTIVATION: tl.constexpr,  # name of the gate's activation in layers.basic.ACTIVATIONS; None: there is no gate
     BIAS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -291,7 +324,8 @@ def experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per tile of BLOCK_T results of one expert and BLOCK_N outputs; the results are sorted by expert."""
+    """One program per tile of BLOCK_T results of one expert, BLOCK_N outputs and part of the inputs; the results are
+    sorted by expert."""
     OUT: tl.constexpr = N if ACTIVATION is None else N // 2
     tile = tl.program_id(1)
     index = tl.arange(0, BLOCK_X)
@@ -312,7 +346,11 @@ def experts_kernel(
     scales, zeros = scales_ptr + groups_of_expert, zeros_ptr + groups_of_expert
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     gate = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    first, end = 0, K
+    if not WHOLE:
+        first = tl.program_id(2) * LENGTH
+        end = tl.minimum(first + LENGTH, K)
+    for start in range(first, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)[None, :]
         column = tl.load(order_ptr + expert * K + k, mask=k < K, other=0) if ORDERED else k
         x = tl.load(x_ptr + row * K + column, mask=inside & (k < K), other=0.0)
@@ -321,20 +359,90 @@ def experts_kernel(
         total = add_product(
             total, x, start, n + N - OUT, in_rows, numbers, scales, zeros, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
         )
-    dtype = out_ptr.dtype.element_ty
-    bias = bias_ptr + expert * N + n
-    total = scaled(total, n + N - OUT, in_rows, scales, K, FORM, GROUP)
+    if WHOLE:
+        factor = tl.load(factors_ptr + result, mask=inside, other=0.0).to(tl.float32) if ACTIVATION is None else 1.0
+        dtype = out_ptr.dtype.element_ty
+        bias = bias_ptr + expert * N
+        total = _finished(total, gate, n, in_rows, factor, scales, bias, dtype, N, K, FORM, GROUP, ACTIVATION, BIAS)
+        tl.store(out_ptr + result.to(tl.int64) * OUT + n, total, mask=inside & in_rows)
+    else:
+        out = out_ptr + (tl.program_id(2).to(tl.int64) * num_results + result) * N + n
+        tl.store(out + N - OUT, total, mask=inside & in_rows)
+        if ACTIVATION is not None:
+            tl.store(out, gate, mask=inside & in_rows)
+
+
+@triton.jit
+def _finished(
+    total,
+    gate,  # not read without ACTIVATION
+    n,
+    in_rows,
+    factor,  # not read with ACTIVATION
+    scales_ptr,  # those of the expert, as the next
+    bias_ptr,
+    dtype: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Results of the sums of all inputs, for outputs n."""
+    UP: tl.constexpr = 0 if ACTIVATION is None else N // 2
+    total = scaled(total, n + UP, in_rows, scales_ptr, K, FORM, GROUP)
     if BIAS:
-        total += tl.load(bias + N - OUT, mask=in_rows, other=0.0).to(tl.float32)
+        total += tl.load(bias_ptr + n + UP, mask=in_rows, other=0.0).to(tl.float32)
     total = total.to(dtype).to(tl.float32)
     if ACTIVATION is None:
-        total *= tl.load(factors_ptr + result, mask=inside, other=0.0).to(tl.float32)
-    else:
-        gate = scaled(gate, n, in_rows, scales, K, FORM, GROUP)
-        if BIAS:
-            gate += tl.load(bias, mask=in_rows, other=0.0).to(tl.float32)
-        total = gated(gate.to(dtype).to(tl.float32), total, dtype, ACTIVATION)
-    tl.store(out_ptr + result.to(tl.int64) * OUT + n, total, mask=inside & in_rows)
+        return total * factor
+    gate = scaled(gate, n, in_rows, scales_ptr, K, FORM, GROUP)
+    if BIAS:
+        gate += tl.load(bias_ptr + n, mask=in_rows, other=0.0).to(tl.float32)
+    return gated(gate.to(dtype).to(tl.float32), total, dtype, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["num_results"])
+def sum_parts_kernel(
+    parts_ptr,  # float32 [PARTS, R, N]
+    scales_ptr,
+    bias_ptr,  # as of experts_kernel, and the next
+    factors_ptr,
+    starts_ptr,
+    out_ptr,
+    num_results,
+    X: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per result and BLOCK outputs: the sum of its parts, in their order."""
+    OUT: tl.constexpr = N if ACTIVATION is None else N // 2
+    result = tl.program_id(0)
+    index = tl.arange(0, BLOCK_X)
+    ends = tl.load(starts_ptr + index + 1, mask=index < X, other=num_results)
+    expert = tl.sum((ends <= result).to(tl.int32), 0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_rows = n < OUT
+    total, gate = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        parts = parts_ptr + (result + part * num_results).to(tl.int64) * N + n
+        total += tl.load(parts + N - OUT, mask=in_rows, other=0.0)
+        if ACTIVATION is not None:
+            gate += tl.load(parts, mask=in_rows, other=0.0)
+    factor = tl.load(factors_ptr + result).to(tl.float32) if ACTIVATION is None else 1.0
+    scales = scales_ptr + expert * ((K + GROUP - 1) // GROUP * N)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    bias = bias_ptr + expert * N
+    total = _finished(total, gate, n, in_rows, factor, scales, bias, dtype, N, K, FORM, GROUP, ACTIVATION, BIAS)
+    tl.store(out_ptr + result.to(tl.int64) * OUT + n, total, mask=in_rows)
 
 
 @triton.jit

@@ -138,7 +138,7 @@ class TritonLinear:
         out = x.new_empty((num_tokens, weight.num_out))
         if not num_tokens:
             return out
-        device = _num_processors(x.device), _capability(x.device)
+        device = processors_of(x.device), _capability(x.device)
         constants, launch = linear_constants(weight, num_tokens, x.dtype, *device)
         num_splits = -(-weight.num_in // (constants["LENGTH"] * constants["PARTS"]))
         blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
@@ -174,7 +174,7 @@ def linear_constants(
     """
     is_large = num_tokens > 64 and dtype.itemsize == 2
     block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    if is_large and capability >= (9, 0):  # before, registers do not hold as many rows
+    if is_large and capability[0] in (9, 10):  # those of others do not hold as many rows in registers
         block_t = 128
     in_groups = weight.form == "float8" and weight.group_size < weight.num_in
     block_k = next(size for size in (128, 64, 32) if not in_groups or size == 32 or weight.group_size % size == 0)
@@ -189,7 +189,8 @@ def linear_constants(
 
 
 @functools.cache
-def _num_processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -150,7 +150,7 @@ def resolve_device(name: str, machine: Machine) -> torch.device:
         raise ConfigError(f"device is {name!r}, but a CPU has no number", hint="use --device cpu")
     if device.type == "cuda" and not machine.gpus:
         message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
-        raise ConfigError(message, hint="use --device cpu")
+        raise ConfigError(message, hint=machine.unseen_gpu or "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= len(machine.gpus):
         raise ConfigError(f"device is {name!r}, but there are {len(machine.gpus)} GPUs")
     if device.type == "cuda" and device.index is None:

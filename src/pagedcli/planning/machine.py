@@ -3,6 +3,7 @@
 Frozen values, read from this machine or made up (a GPU by name, tests). Used by planning.decide.
 """
 
+import os
 import platform
 import re
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from pagedcli.memory_limit import address_space
 
 FOR_THREADS = 2**27  # bytes of address space that the stacks of threads take, and small tensors
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_CUDA_13_DRIVER = 580  # the oldest driver for wheels of CUDA 13; those of CUDA 12 run from 525 on
+_DEVICES = Path("/dev")
+_CUDA_13_DRIVER, _CUDA_12_DRIVER = 580, 525  # the oldest drivers for wheels of CUDA 13 and 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +72,36 @@ def this_machine(*, free_memory: bool = False) -> Machine:
 
 
 def unseen_gpu() -> str | None:
-    """Why torch sees no GPU although an NVIDIA driver is loaded, and what to install; None: no driver is loaded."""
+    """Why torch sees no GPU although an NVIDIA driver is loaded, and what to do; None: no driver is loaded."""
     try:
-        version = re.search(r"Kernel Module.*?  (\d+)\.([\d.]+)", _NVIDIA_DRIVER.read_text())
+        found = re.search(r"Kernel Module.*?  (\d+)\.([\d.]+)", _NVIDIA_DRIVER.read_text())
     except OSError:
         return None
-    driver = version.expand(r"\1.\2") if version is not None else "of an unknown version"
-    wheels = "cu126" if version is not None and int(version[1]) < _CUDA_13_DRIVER else "cu130"
-    built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a CPU-only build"
-    return (
-        f"an NVIDIA driver ({driver}) is loaded, but torch {torch.__version__} {built} and sees no GPU;"
-        f" pip install torch --index-url https://download.pytorch.org/whl/{wheels} brings a build for this driver"
-    )
+    driver, version = (None, "of an unknown version") if found is None else (int(found[1]), f"{found[1]}.{found[2]}")
+    return f"an NVIDIA driver ({version}) is loaded, but {_why_unseen(driver)}"
+
+
+def _why_unseen(driver: int | None) -> str:
+    """`driver`: the first part of its version; None: not known."""
+    build, cuda = f"torch {torch.__version__}", torch.version.cuda
+    wheels = "cu126" if driver is not None and driver < _CUDA_13_DRIVER else "cu130"
+    install = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
+    if cuda is None:
+        return f"{build} is a CPU-only build; {install} brings one for this driver"
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} lets {build} see no GPU; unset it, or name one"
+    needed = _CUDA_13_DRIVER if int(cuda.partition(".")[0]) >= 13 else _CUDA_12_DRIVER
+    if driver is not None and driver < _CUDA_12_DRIVER:
+        return f"{build} was built for CUDA {cuda}, which needs driver {needed}; install a newer driver"
+    if driver is not None and driver < needed:
+        return f"{build} was built for CUDA {cuda}, which needs driver {needed}; {install} brings one for this driver"
+    if not any(_DEVICES.glob("nvidia[0-9]*")):
+        return f"there is no {_DEVICES}/nvidia0 here; a container is started with its GPUs by --gpus all"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # what torch, or the driver, says
+        return f"{build}, built for CUDA {cuda}, says: {str(error).partition(chr(10))[0]}"
+    return f"{build}, built for CUDA {cuda}, finds no device"
 
 
 def described_gpu(

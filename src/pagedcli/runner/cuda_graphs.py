@@ -166,13 +166,14 @@ class DecodeGraphs:
 
     def _capture(self, bucket: Bucket, pool: Any, stream: torch.cuda.Stream) -> Any:
         """Capture a bucket into the pool of the earlier ones; returns it."""
-        longest = [self._max_model_len, *[1] * (bucket.num_seqs - 1)]  # room for block tables of any length
+        longest = min(self._max_model_len, GRAPH_TOKENS)  # no longer sequence is served by a graph
+        lengths = [longest, *[1] * (bucket.num_seqs - 1)]  # room for block tables of any length
         for _ in range(_WARM_UPS):
-            self._body(bucket, longest, bucket.num_seqs)
+            self._body(bucket, lengths, bucket.num_seqs)
         torch.cuda.synchronize(self._state.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            bucket.hidden = self._body(bucket, longest, bucket.num_seqs)
+            bucket.hidden = self._body(bucket, lengths, bucket.num_seqs)
         bucket.graph = graph
         return pool or graph.pool()
 

@@ -90,7 +90,9 @@ class DeviceState:
         tables = self.tables[:, : width * self.num_groups].index_select(0, table_rows)
         of_groups: tuple[Tensor, ...] = (tables,)
         if self.num_groups > 1:
-            of_groups = tables.view(-1, width, self.num_groups).permute(2, 0, 1).contiguous().unbind(0)
+            by_group = tables.view(-1, width, self.num_groups).permute(2, 0, 1)
+            # a copy in any case: contiguous() keeps the strides of a single entry, which flash-attn refuses
+            of_groups = by_group.clone(memory_format=torch.contiguous_format).unbind(0)
         first, *others = (
             PagedBatch(block_table=table, slots=of_group, max_total=max_total, **rest)
             for table, of_group in zip(of_groups, slots.unbind(0), strict=True)
