@@ -435,7 +435,7 @@ def test_a_kernel_that_ignores_strides_is_noticed(idle_gpu):
 @interpreted
 def test_what_cuda_does_not_compute_for_a_type_is_noticed(idle_gpu):
     numbers = torch.ones(2, 2, dtype=torch.int32, device="cuda")
-    with pytest.raises(AssertionError, match=r"__matmul__.*int32"):
+    with pytest.raises(AssertionError, match=r"matmul.*int32"):
         numbers @ numbers
     with pytest.raises(AssertionError, match=r"cat.*float8"):
         torch.cat([numbers.to(torch.float8_e4m3fn)] * 2)
