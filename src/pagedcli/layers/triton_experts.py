@@ -327,15 +327,9 @@ def experts_kernel(
     """One program per tile of BLOCK_T results of one expert, BLOCK_N outputs and part of the inputs; the results are
     sorted by expert."""
     OUT: tl.constexpr = N if ACTIVATION is None else N // 2
-    tile = tl.program_id(1)
-    index = tl.arange(0, BLOCK_X)
-    begins = tl.load(starts_ptr + index, mask=index < X, other=0)
-    tiles = (tl.load(starts_ptr + index + 1, mask=index < X, other=0) - begins + BLOCK_T - 1) // BLOCK_T
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # the first one whose tiles do not end before
+    expert, result = _tile_place(starts_ptr, tl.program_id(1), X, BLOCK_X, BLOCK_T)
     if expert >= X:
         return
-    first_tile = tl.sum(tl.where(index < expert, tiles, 0), 0)
-    result = tl.load(starts_ptr + expert) + (tile - first_tile) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     inside = result < tl.load(starts_ptr + expert + 1)
     row = (result if ACTIVATION is None else tl.load(rows_ptr + result, mask=inside, other=0)).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -370,6 +364,18 @@ def experts_kernel(
         tl.store(out + N - OUT, total, mask=inside & in_rows)
         if ACTIVATION is not None:
             tl.store(out, gate, mask=inside & in_rows)
+
+
+@triton.jit
+def _tile_place(starts_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The expert of a tile, X after the last tile, and its results [BLOCK_T, 1]."""
+    index = tl.arange(0, BLOCK_X)
+    begins = tl.load(starts_ptr + index, mask=index < X, other=0)
+    tiles = (tl.load(starts_ptr + index + 1, mask=index < X, other=0) - begins + BLOCK_T - 1) // BLOCK_T
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # the first one whose tiles do not end before
+    first_tile = tl.sum(tl.where(index < expert, tiles, 0), 0)
+    expert = tl.minimum(expert, X)  # the block may have more places
+    return expert, tl.load(starts_ptr + expert) + (tile - first_tile) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
 
 
 @triton.jit
