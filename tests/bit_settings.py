@@ -6,6 +6,7 @@ are for models with recurrent state, and the tests of others are skipped. Tests 
 """
 
 import functools
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,11 @@ SETTINGS = {
     "checkpoints": Setting({"checkpoints": "1"}, is_of_states=True),
     "store": Setting({"prefix_store": "of this session"}),
 }
+
+
+def by_default(happens: bool) -> bool:
+    """Whether something happens that the pool and the cache of a test bring about; under a setting it need not."""
+    return happens or VARIABLE in os.environ
 
 
 @contextmanager

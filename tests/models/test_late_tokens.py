@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts
 from model_zoo import cached_model, load_model
 from paged_harness import PagedHarness
@@ -87,7 +88,7 @@ def test_tokens_beams_and_scores_of_prompts_are_those_of_the_native_decoder(fami
     _, expected = outputs(attention_backend="cpu")
     engine, found = outputs(attention_backend="sdpa", chunked_prefill_size=7, num_gpu_blocks_override=66)
     assert not engine.plan.in_one_call
-    assert engine.stats.num_preemptions > 0
+    assert by_default(engine.stats.num_preemptions > 0)
     for ours, theirs in zip(found, expected, strict=True):
         assert [sample.token_ids for sample in ours.samples] == [sample.token_ids for sample in theirs.samples]
         scores, exact = ([each.logprob for each in (one.prompt_logprobs or [None])[1:]] for one in (ours, theirs))

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts
 from model_zoo import cached_model
 
@@ -114,7 +115,7 @@ def test_pool_blocks_chunks_and_cache_never_change_the_beams(model, reference, c
         assert_equal(found, expected(reference, prompts[number], width=4, n=3, length_penalty=0.5))
     assert checker.result(()).state.num_free_blocks == engine.plan.num_blocks
     if config.get("num_gpu_blocks_override", 1000) < 20:
-        assert engine.stats.num_preemptions > 0
+        assert by_default(engine.stats.num_preemptions > 0)
 
 
 @pytest.mark.bits

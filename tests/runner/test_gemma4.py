@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from bit_settings import by_default
 from engine_harness import make_engine, run
 from model_zoo import GEMMA4_FAMILIES, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
@@ -70,8 +71,8 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, famil
     assert engine.plan.in_one_call
     engine = make_engine(path, **HARD, num_gpu_blocks_override=SMALL_POOLS[len(engine.plan.limits.groups)])
     assert run(engine, PROMPTS, GREEDY) == expected
-    assert engine.stats.num_preemptions > 0
-    assert engine.stats.num_cached_tokens > 0 or not engine.limits.enable_prefix_caching
+    assert by_default(engine.stats.num_preemptions > 0)
+    assert by_default(engine.stats.num_cached_tokens > 0)
 
 
 @pytest.mark.bits
@@ -93,7 +94,7 @@ def test_tokens_equal_transformers_past_the_window_through_each_backend(models, 
     except BackendError as error:
         pytest.skip(error.message)
     assert run(engine, PROMPTS, GREEDY) == expected
-    assert engine.stats.num_preemptions > 0
+    assert by_default(engine.stats.num_preemptions > 0)
 
 
 def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(models):

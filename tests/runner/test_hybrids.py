@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import RECURRENT_FAMILIES, cached_model
 
@@ -46,7 +47,7 @@ def test_tokens_equal_transformers_in_a_small_pool_with_few_slots(family):
     engine = make_engine(path, **HARD)
     assert engine.plan.in_one_call
     assert run(engine, PROMPTS, GREEDY) == expected
-    assert engine.stats.num_preemptions > 0
+    assert by_default(engine.stats.num_preemptions > 0)
 
 
 def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
@@ -65,7 +66,7 @@ def test_a_second_run_finds_checkpoints_and_gives_the_same_tokens(path):
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 8]
     first = run(engine, prompts, GREEDY)
     assert run(engine, prompts, GREEDY) == first
-    assert engine.stats.num_cached_tokens > 0 or not engine.limits.enable_prefix_caching
+    assert by_default(engine.stats.num_cached_tokens > 0)
 
 
 def test_samples_of_a_prompt_share_its_state(path):
@@ -103,7 +104,7 @@ def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_cro
     assert logprobs(tight, PROMPTS) == expected
     for _ in range(2):
         assert logprobs(wide, PROMPTS) == expected
-    assert wide.stats.num_cached_tokens > 0 or not wide.limits.enable_prefix_caching
+    assert by_default(wide.stats.num_cached_tokens > 0)
 
 
 def test_beams_do_not_depend_on_slots_and_checkpoints(path):
