@@ -5,6 +5,8 @@ from pool_harness import SIZE, make_seq
 from test_store_machine import AtOnce, Contents
 
 from pagedcli.content_files import ContentFolder
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.cache import Cache
 from pagedcli.core.prefixes import Prefix, token_bytes
 from pagedcli.core.store import PrefixStore, StoreFacts
 
@@ -199,3 +201,12 @@ def test_what_is_computed_faster_than_it_is_read_is_left(tmp_path):
     assert asked == [(2, 4), (2, 4)]
     assert store.facts.num_left == 1
     assert opened(tmp_path).is_faster(10**9, 0, 1)
+
+
+def test_a_prompt_of_which_nothing_is_there_is_not_left(tmp_path):
+    cache = Cache(BlockManager(9, SIZE))
+    cache.store = store = opened(tmp_path, compute_s=lambda *_: 0.0)
+    store.facts.num_read_bytes = 1
+    seq = make_seq(range(6))
+    assert cache.restore(seq, cache.lookup(seq)).num_disk_tokens == 0
+    assert store.facts.num_left == 0
