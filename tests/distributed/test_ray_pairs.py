@@ -25,10 +25,10 @@ NEUTRAL = {
     "speculation": ("--speculation", "ngram"),
     "int8 KV": ("--kv-cache-dtype", "int8"),
     "int8 weights": ("--quantization", "int8"),
+    "two ranks": ("--tensor-parallel-size", "2"),
 }
 REFUSED = {
     "recording": (("--record", "t.jsonl"), "--record"),
-    "two ranks": (("--tensor-parallel-size", "2"), "tensor"),
     "equal rows once": (("--deduplicate",), "--deduplicate"),
     "prefix order": (("--reorder", "prefix"), "--reorder"),
     "verify": (("--verify", "2"), "--verify"),
@@ -58,7 +58,10 @@ def test_two_workers_give_the_rows_of_one_process_whatever_they_use(name, tmp_pa
     pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "single.jsonl", *FLAGS, "--max-tokens", 8, *plain)
     finish(start(tmp_path, "--max-tokens", 8, *flags), tmp_path, expect=0)
     pagedcli("merge", tmp_path / "parts", "-o", tmp_path / "merged.jsonl")
-    assert rows(tmp_path / "merged.jsonl") == rows(tmp_path / "single.jsonl")
+    found, expected = (rows(tmp_path / f"{each}.jsonl") for each in ("merged", "single"))
+    if name == "two ranks":  # which promise no bits
+        found, expected = ([row.get("text") for row in each] for each in (found, expected))
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
