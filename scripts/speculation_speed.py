@@ -3,7 +3,7 @@
 The guesses come from an oracle, which knows what a run without guesses has generated and is wrong at a share of the
 tokens. One engine runs all of it in turns: without guesses, then with each share. The figures are processor time
 without guesses over that with them, which other work on the machine disturbs least, or with --wall wall time: medians
-of the turns.
+of the turns. `without again` is that ratio of two runs without guesses: as far as it is from 1, so far may all be.
 """
 
 import argparse
@@ -65,15 +65,18 @@ def main() -> None:
         generate(engine, 2, 8, 10**6)  # warm-up
         shares = options.wrong if options.drafts == "oracle" else [0.0]
         print(f"{options.model}, {options.quantization or engine.plan.dtype}, {options.speculation}, {options.drafts}")
-        print("| rows at once | " + " | ".join(f"{share:.0%} wrong" for share in shares) + " | right |")
-        print("|---|" + "---|" * (len(shares) + 1))
+        print("| rows at once | without again | " + " | ".join(f"{share:.0%} wrong" for share in shares) + " | right |")
+        print("|---|" + "---|" * (len(shares) + 2))
         for num_rows in options.rows:
             ratios: list[list[float]] = [[] for _ in shares]
-            counts = [0, 0]
+            counts, again = [0, 0], list[float]()
             for turn in range(options.turns):
                 first = turn * num_rows
                 engine.scheduler.drafting = None
                 known, *plain_s = generate(engine, num_rows, options.tokens, first)
+                again.append(
+                    plain_s[options.wall] / generate(engine, num_rows, options.tokens, first)[1 + options.wall]
+                )
                 for place, share in enumerate(shares):
                     drafter = Oracle(known, wrong=share, seed=turn) if options.drafts == "oracle" else NgramDrafter(
                         one_more=options.speculation == "ngram")  # fmt: skip
@@ -85,7 +88,10 @@ def main() -> None:
                     after = engine.stats.num_drafted_tokens, engine.stats.num_accepted_tokens
                     counts = [count + new - old for count, new, old in zip(counts, after, before, strict=True)]
             cells = " | ".join(f"{statistics.median(each):.2f}" for each in ratios)
-            print(f"| {num_rows} | {cells} | {counts[1]:,} of {counts[0]:,} |", flush=True)
+            print(
+                f"| {num_rows} | {statistics.median(again):.2f} | {cells} | {counts[1]:,} of {counts[0]:,} |",
+                flush=True,
+            )
 
 
 def _maker(engine: LLMEngine, speculation: str) -> Callable[[Drafter], Drafting]:
