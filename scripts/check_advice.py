@@ -89,7 +89,7 @@ def check_file(folder: Path, seed: int) -> tuple[int, int]:
         num_wrong += got != expected
         print(f"{name}: {trial.setting.text}: {got}, promised {expected}", flush=True)
     if not found.best:
-        print(f"{name}: {found.sentences()[0]}", flush=True)
+        print(f"{name}: {found.text()}", flush=True)
     best = found.best[0].gain if found.best else WORTH_SAYING
     for trial in found.trials:
         if round(trial.gain, 3) > round(best, 3):  # gains that differ by less are equal
@@ -149,9 +149,9 @@ def check_tuned(folder: Path, job: Job, rounds: int, seconds: float) -> bool:
     """Whether the tuned job is at least as fast. The job has as many rows as take about so many seconds."""
     job.write(folder / "in.jsonl", job.num_rows)
     job.write(folder / "in.jsonl", round(job.num_rows * seconds / timed(folder, *job.flags)[0]))
-    yaml, said = pagedcli("plan", folder / "in.jsonl", "--tune", *job.flags)
+    yaml, _ = pagedcli("plan", folder / "in.jsonl", "--tune", *job.flags)
     (folder / "tuned.yaml").write_text(yaml)
-    promised_text = next(line for line in said.splitlines() if line.startswith("tuned: "))
+    promised_text = yaml.splitlines()[0]
     # the same memory in other blocks is part of what was found: a flag would override it
     kept = () if "num_gpu_blocks_override" in yaml and "--num-gpu-blocks-override" in job.flags else job.flags
     plain, tuned = job.flags, (*kept, "-C", str(folder / "tuned.yaml"))

@@ -15,7 +15,7 @@ _MOST_REASON = 300  # characters of why a row failed, which may have a number of
 class Verdict:
     """A finding, its size and what to do about it."""
 
-    finding: str  # a sentence without its end
+    finding: str  # a sentence that begins small and has no end
     measure: str  # what the size is a share of: `hits`, of the prompt tokens, or `time`
     now: float | None = None  # None: `after` is a saving
     after: float | None = None  # None: nobody knows
@@ -43,7 +43,12 @@ class Verdict:
 
     def text(self) -> str:
         """The finding, and in the same paragraph what to do."""
-        said = f"{self.finding[0].upper()}{self.finding[1:]}"
+        words = self.words()
+        return f"{words[0].upper()}{words[1:]}"
+
+    def words(self) -> str:
+        """The same, to continue a sentence."""
+        said = self.finding
         if self.to_do is not None:
             said += f"; {self.to_do}"
         if size := self.size():
@@ -66,5 +71,6 @@ def refused_verdict(num_refused: int, num_rows: int, line: int, reason: str, *, 
 
 
 def paragraph(verdicts: Sequence[Verdict]) -> list[str]:
-    """The verdicts in words, the first as it is and each other one after `Also:`."""
-    return [f"{'Also: ' if place else ''}{each.text()}" for place, each in enumerate(verdicts[:MOST_SAID])]
+    """The verdicts in words, the first as it is and each other one after `Also,`."""
+    first, others = verdicts[:1], verdicts[1:MOST_SAID]
+    return [*(each.text() for each in first), *(f"Also, {each.words()}" for each in others)]

@@ -50,7 +50,7 @@ def test_every_panel_is_on_the_screen(size, num_blocks):
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_the_verdicts_on_the_run_are_on_the_first_page(events, size):
-    said = ["59 of 60 prompts part at token 7: move it behind them.", "Also: with --max-num-seqs 2: 9.0 % less time."]
+    said = ["59 of 60 prompts part at token 7: move it behind them.", "Also, with --max-num-seqs 2: 9.0 % less time."]
     app = PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli replay run.jsonl", judge=lambda: said)
     text = shown(app, size=size)
     assert "─verdict─" in text

@@ -36,7 +36,7 @@ def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would
     first, second = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], [stored(3, 4, parent=2)])
     counts = "33.3 % of the stored blocks (2 of 6) had been evicted before"
     assert first == f"{counts}; 2 more blocks would have kept at least 2 of these{MORE_MEMORY}"
-    assert second == "Also: No two prompts begin with the same block and part later (counted in the events)."
+    assert second == "Also, no two prompts begin with the same block and part later (counted in the events)."
 
 
 def test_a_running_server_says_that_larger_caches_were_not_looked_at():

@@ -25,12 +25,12 @@ from pagedcli.simulation.advice import (
     recorded_plan,
     tune,
 )
-from pagedcli.simulation.advice_verdicts import advice_verdicts
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.settings import KINDS, SmallerKV, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
 from pagedcli.simulation.turns import Turns, keep_turns
+from pagedcli.verdicts import paragraph
 
 
 def subject(prompts, *, num_output=4, block_bytes=0, device="cpu", **limits):
@@ -82,13 +82,13 @@ def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are
     assert first.setting.kind.is_timed
     assert first.turns == FASTER
     assert first.gain == pytest.approx(1 - 1.5 / 2.1)
-    assert f"{first.setting.text}: 28.6 % less time (27.3 % to 30.0 %, timed in turns)" in found.sentences()[0]
+    assert f"With {first.setting.text}: 28.6 % (27.3 % to 30.0 %) less time (timed in turns" in found.text()
     assert 1 <= len(asked) <= 2
     given, asked = timed(given, UNSURE)
     found = advise(given)
     assert asked
     assert not any(trial.setting.kind.is_timed for trial in found.best), "some passes with it took longer"
-    assert "not certain" not in " ".join(found.sentences()), "silence where nothing is sure"
+    assert "not certain" not in found.text(), "silence where nothing is sure"
     assert "not certain: between 10.0 % faster and 4.8 % slower" in [trial.cost for trial in found.trials]
     [row, *_] = [row for row in found.rows() if "saved_low" in row and row["saved_low"] is not None]
     assert (row["saved"], row["seconds"]) == (None, None)
@@ -160,7 +160,7 @@ def test_settings_that_are_not_timed_say_so_in_the_table():
     assert {"--block-size 8", "--max-num-seqs 8"} <= {row["setting"] for row in untimed}
     assert all(row["saved"] is row["seconds"] is None for row in untimed)
     assert f"{len(untimed)} settings not timed here: plan --measure times the most promising ones" in listed.notes
-    assert "not timed" not in " ".join(listed.sentences())
+    assert "not timed" not in " ".join(each.words() for each in listed.verdicts(or_nothing=False))
 
 
 def test_a_run_under_two_seconds_is_not_compared_by_time():
@@ -206,9 +206,7 @@ def test_the_advised_pool_is_the_smallest_that_is_as_good():
     pools = [trial for trial in advise(given).trials if trial.setting.kind.name == "pool"]
     [flag, number] = flags_of(pools[0].setting.changes)
     assert flag == "--num-gpu-blocks-override"
-    assert f"costs {int(number) - 24:.1f} MiB of memory" in " ".join(
-        Advice(advise(given).base, tuple(pools)).sentences()
-    )
+    assert f"costs {int(number) - 24:.1f} MiB of memory" in Advice(advise(given).base, tuple(pools)).text()
     for num_blocks, is_enough in ((int(number), True), (int(number) - 4, False)):
         limits = replace(given.limits, num_blocks=num_blocks)
         again = advise(replace(given, plan=replace(given.plan, limits=limits)))
@@ -223,7 +221,7 @@ def test_the_order_is_advised_before_a_larger_pool_that_gains_as_much():
     in_order = advise(subject(sorted(prompts), num_blocks=12, max_num_seqs=1))
     assert in_order.base.num_cached_tokens == found.best[0].forecast.num_cached_tokens, "as promised"
     assert best(in_order) is None
-    assert in_order.sentences()[0].startswith("nothing: none of ")
+    assert in_order.text().startswith("Nothing to change (")
 
 
 def test_what_was_not_looked_at_is_said_with_the_settings_and_where_nothing_is_to_change():
@@ -231,9 +229,9 @@ def test_what_was_not_looked_at_is_said_with_the_settings_and_where_nothing_is_t
     left = "where 9 prompts part that were not drawn"
     for given in (prompts, sorted(prompts)):
         advice = advise(subject(given, num_blocks=12, max_num_seqs=1))
-        first, *_ = advice_verdicts(advice, not_looked_at=left)
-        assert f"Not looked at: {left}" in first.text()
-    assert left not in advice_verdicts(advice)[0].text()
+        *_, last = advice.verdicts(not_looked_at=left)
+        assert f"Not looked at: {left}" in last.text()
+    assert left not in advice.text()
 
 
 def test_prefix_caching_is_advised_where_it_is_off_and_prompts_share():
@@ -269,16 +267,19 @@ def test_nothing_that_was_tried_is_better_than_what_is_advised_and_every_row_is_
 
 def test_trials_end_when_their_time_is_over():
     given = subject([[1] * 24 + own(n, 9) for n in range(400)], num_blocks=30)
-    assert advise(given, budget_s=0.0).sentences() == [
-        "not known: trying other settings takes over 0.0 s; pagedcli explain takes up to 30 s"
-    ]
+    assert advise(given, budget_s=0.0).text() == (
+        "Whether other settings are better is not known (trying other settings takes over 0.0 s; pagedcli explain takes"
+        " up to 30 s)."
+    )
 
 
 def test_where_no_request_fits_no_setting_saves_anything():
     for step_time in (None, STEP_TIME):
         found = advise(replace(subject([own(n, 64) for n in range(4)], num_blocks=1), step_time=step_time))
         assert not found.best
-        assert found.sentences() == ["not known: no request fits into the pool of 1 block"]
+        assert found.text() == (
+            "Whether other settings are better is not known (no request fits into the pool of 1 block)."
+        )
 
 
 STEP_TIME = StepTime(
@@ -363,25 +364,27 @@ def runs(tmp_path_factory):
         "--summary-json", folder / "summary.json", "--output-token-ids", "--num-gpu-blocks-override", "16", *FLAGS,
         columns=1000,
     )  # fmt: skip
-    return folder, shown.stderr
+    return folder, shown.stdout
 
 
 def test_all_commands_give_the_same_answer(runs):
     folder, said = runs
     found = recorded_advice(folder / "run.jsonl")
+    first_lines = paragraph(found.verdicts())
     assert found.best
-    assert re.findall(r"^  (?:to change|or) +(.*)$", said, re.MULTILINE) == found.sentences()
+    assert said.splitlines() == first_lines
     document = json.loads((folder / "summary.json").read_text())
-    assert document["verdicts"] == msgspec.to_builtins(advice_verdicts(found))
+    assert document["verdicts"] == msgspec.to_builtins(found.verdicts())
     summary = document["cache"]
-    assert summary["advice"] == "; or ".join(found.sentences())
+    assert summary["advice"] == found.text()
     assert summary["advised_flag"] == found.flag
     explained = pagedcli("explain", folder / "run.jsonl", "--format", "json", columns=1000).stdout
     assert json.loads(explained)["advised"] == summary["advised"]
-    assert advice_verdicts(found)[0].text() in pagedcli("explain", folder / "run.jsonl", columns=1000).stdout
+    explained = pagedcli("explain", folder / "run.jsonl", columns=1000).stdout
+    assert explained.splitlines()[: len(first_lines)] == first_lines
     pagedcli("report", folder / "run.jsonl", "-o", folder / "page.html")
     story = json.loads(re.search(r'"story":(\[.*?\]),"', (folder / "page.html").read_text())[1])
-    assert story[2] == f"To change: {'; or '.join(found.sentences())}."
+    assert story[: len(first_lines)] == first_lines
 
 
 def test_a_run_with_the_advised_flags_does_what_was_promised(runs):
@@ -410,7 +413,6 @@ def test_the_table_has_the_run_as_it_is_and_every_trial():
     found = advise(subject([[1] * 24 + own(n, 9) for n in range(40)]))
     table = advice_table(found)
     assert [row["setting"] for row in table.rows] == ["as it is", *(each.setting.text for each in found.trials)]
-    assert table.notes[0] == f"to change: {found.sentences()[0]}"
     assert advice_table(Advice(not_tried="no request was served")).rows == []
 
 
@@ -420,9 +422,10 @@ def test_plan_gives_the_same_answer_and_its_own_recommendation_is_that(runs):
     found = recorded_advice(folder / "run.jsonl")
     lengths = ("--outputs", folder / "out.jsonl")
     planned = json.loads(pagedcli(*arguments, *lengths, "--format", "json").stdout)
-    assert planned["advice"] == "; or ".join(found.sentences())
+    assert planned["advised"] == json.loads((folder / "summary.json").read_text())["cache"]["advised"]
     assert planned["recommended_block_size"] == 16
-    assert found.sentences()[0] in pagedcli(*arguments, *lengths, "--all", columns=1000).stdout
+    first_lines = paragraph(found.verdicts())
+    assert pagedcli(*arguments, *lengths, columns=1000).stdout.splitlines()[: len(first_lines)] == first_lines
 
 
 def as_json(*arguments):
@@ -437,7 +440,7 @@ def test_simulate_gives_the_same_answer_for_the_recording_and_for_the_file(runs)
         as_json("simulate", folder / "run.jsonl"),
         as_json("simulate", folder / "in.jsonl", "--outputs", folder / "out.jsonl", *limits),
     ):
-        assert found["advice"] == "; or ".join(expected.sentences())
+        assert found["advice"] == expected.text()
         assert found["advised_flag"] == expected.flag
         assert [row["setting"] for row in found["settings_tried"]] == [row["setting"] for row in expected.rows()]
 
@@ -453,10 +456,10 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
     said = pagedcli(
         "generate", folder / "in.jsonl", "-o", tmp_path / "out.jsonl", "--record", trace, "--record-tokens",
         "--summary-json", tmp_path / "summary.json", *pool, *FLAGS, columns=1000,
-    ).stderr  # fmt: skip
+    ).stdout  # fmt: skip
     expected = json.loads((tmp_path / "summary.json").read_text())["cache"]
     assert "less time" in expected["advice"]
-    assert f"to change    {expected['advice'].split('; or ')[0]}" in said
+    assert " ".join(said.splitlines()) == expected["advice"]
     others = {
         "plan": as_json("plan", folder / "in.jsonl", "--no-calibrate", *pool, *FLAGS, *lengths),
         "explain": as_json("explain", trace),
@@ -481,7 +484,7 @@ def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, m
     rows = (folder / "out.jsonl").read_text().splitlines()
     printed = pagedcli("plan", folder / "in.jsonl", "--tune", *FLAGS)
     (tmp_path / "tuned.yaml").write_text(printed.stdout)
-    assert "28.6 % less time timed in turns" in printed.stderr
+    assert printed.stdout.startswith("# 28.6 % less time (timed in turns)\n")
     assert "max_num_seqs" not in printed.stdout, "it was given"
     out = tmp_path / "out.jsonl"
     tuned = pagedcli("generate", folder / "in.jsonl", "-o", out, "--tune", "--output-token-ids", *FLAGS)

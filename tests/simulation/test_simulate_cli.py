@@ -337,7 +337,7 @@ def test_advice_is_about_the_smallest_pool_and_no_row_of_the_sweep_with_this_pol
     assert "which needs the tokens" in document["advice"]
     text = simulate(trace, "--pool", "22,200").stdout
     assert "each run in the simulator: 22 blocks, lru" in text
-    assert f"to change: {document['advice'].split('; or ')[0]}" in " ".join(text.split())
+    assert f"with {' '.join(pool['flags'])}: " in text.split("\n\n")[0]
     assert "settings_tried" not in as_json(trace, "--pool", "22", "--no-schedule")
 
 

@@ -17,7 +17,6 @@ from pagedcli.audit.restart import Memory
 from pagedcli.audit.run import Outcome, Seen
 from pagedcli.audit.survey import Survey
 from pagedcli.printable import plural, seconds_text
-from pagedcli.records import Means
 
 _MOST_CHANCE = 1e-4  # a check fails if noise explains its different pairs with less than this probability
 _SAVED, _NOT_SAVED = 0.5, 0.25  # shares of the time that caching could save
@@ -45,7 +44,7 @@ class Verdict:
     text: Annotated[str, "verdict"]
     num_pairs: int | None = None
     num_different: Annotated[int | None, "different pairs"] = None
-    largest_difference: Annotated[float | None, Means("", "nats")] = None
+    largest_difference: Annotated[float | None, "largest difference, nats"] = None
 
 
 @dataclass(slots=True)

@@ -30,7 +30,6 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
-from pagedcli.records import Means
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
@@ -81,7 +80,7 @@ class RowDifference:
     character: int | None = None  # 0-based position in the text
     a: Annotated[str, "in A", repr] = ""
     b: Annotated[str, "in B", repr] = ""
-    logprob_delta: Annotated[float | None, Means("", "nats")] = None  # the largest of the row
+    logprob_delta: Annotated[float | None, "logprobs differ by nats"] = None  # the largest of the row
 
 
 def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDifference | None:

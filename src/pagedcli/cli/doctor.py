@@ -75,9 +75,9 @@ def doctor(
 
     config = EngineConfig(device=device)
     machine = this_machine()
-    attention = decide(config, read_spec(model_folder(config)), machine).attention
-    chosen = str(attention.device)
-    backends = _backends(attention, machine.missing)
+    decision = decide(config, read_spec(model_folder(config)), machine)
+    chosen = str(decision.attention.device)
+    backends = _backends(decision.attention, machine.missing)
     results = _self_test(chosen, [each.backend for each in backends if each.available])
     tables = [
         _versions_table(),
@@ -88,11 +88,14 @@ def doctor(
         table(CheckResult, "self_test", "Self-test with the built-in model", results, "check passed seconds detail"),
     ]
     failed = [result.check for result in results if not result.passed]
-    print_tables(tables, format_, facts={"device": chosen, "passed": not failed})
+    outcome = f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}."
+    if not failed:
+        outcome = f"All {len(results)} checks passed on {chosen}, with attention backend {decision.plan.backend!r}."
+    print_tables(tables, format_, facts={"device": chosen, "passed": not failed}, story=[outcome])
+    if format_ in (Format.JSON, Format.CSV):
+        say(outcome)
     if failed:
-        say(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise typer.Exit(EXIT_FAILED)
-    say(f"all {len(results)} checks passed")
 
 
 def _judge(model: str, device: str, format_: Format) -> None:
@@ -106,11 +109,15 @@ def _judge(model: str, device: str, format_: Format) -> None:
     decision = decide(config, read_spec(model_folder(config, weights=False)), this_machine())
     pool = decision.pool
     fits = pool is None or pool.num_blocks > 0
+    found = _model_facts(decision)
     tables = [
-        table(Fact, "model", f"{model} on {decision.plan.device}, by its config.json", _model_facts(decision)),
+        table(Fact, "model", f"{model} on {decision.plan.device}, by its config.json", found),
         engine_table(f"Engine settings for {model}", decision.plan),
     ]
-    print_tables(tables, format_, facts={"device": decision.plan.device, "fits": fits})
+    said = {fact.what: fact.value for fact in found}
+    speed = f" Speed: {said['speed']}." if "speed" in said else ""
+    outcome = f"{model} {'runs' if fits else 'does not run'} on {decision.plan.device}: {said['memory']}.{speed}"
+    print_tables(tables, format_, facts={"device": decision.plan.device, "fits": fits}, story=[outcome])
     if not fits:
         raise typer.Exit(EXIT_FAILED)
 

@@ -16,7 +16,7 @@ from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
 from pagedcli.printable import percent_text, plural
-from pagedcli.records import Means, Share
+from pagedcli.records import Share
 from pagedcli.show.tables import Format, Table, as_text, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.simulation.advice import ADVICE_S, Adviser
@@ -110,7 +110,7 @@ def explain(
     facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
     if adviser is not None:
         advice = adviser.advice(state, budget_s=ADVICE_S)
-        verdicts = run_verdicts(prompts.drawn, advice, state.started, loaded)
+        verdicts = run_verdicts(prompts.drawn, advice, state.started.prefix_block_size, loaded)
         tables.append(advice_table(advice))
         facts |= advice.document()
         shortly = [in_short(explainer, state)]
@@ -190,18 +190,15 @@ def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
     }
 
 
-_TOKENS = Means("", "tokens")  # as the title says
-
-
 @dataclass(frozen=True, slots=True)
 class _TotalsRow:
     """Tokens with one outcome."""
 
     part: str
     label: Annotated[str, "tokens that were"]
-    tokens: Annotated[int, "first lookups", _TOKENS]
+    tokens: Annotated[int, "tokens, first lookups"]
     share: Share | None
-    own_tokens: Annotated[int, "own again", _TOKENS]
+    own_tokens: Annotated[int, "tokens, later lookups"]
     own_share: Annotated[Share | None, "share"]
 
 
@@ -211,7 +208,7 @@ class _ReasonRow:
 
     reason: Annotated[str, "outcome"]
     lookups: Annotated[int, "first lookups"]
-    own_lookups: Annotated[int, "own again", Means("", "lookups")]
+    own_lookups: Annotated[int, "later lookups"]
     meaning: Annotated[str, "because"]
 
 
@@ -237,8 +234,8 @@ def _totals_table(explainer: Explainer) -> Table:
     rows = [_TotalsRow(key, label, *_share(first, key), *_share(own, key)) for key, label in labels.items()]
     always = ("hit", "num_tokens", "ideal")
     kept = [row for row in rows if row.tokens or row.own_tokens or row.part in always]
-    counts = f"{plural(first.num_lookups, 'first lookup')}, {own.num_lookups:,} after a preemption or for n > 1"
-    title = f"Prefix cache: {counts}, in tokens"
+    counts = f"{plural(first.num_lookups, 'first lookup')}, {own.num_lookups:,} later ones"
+    title = f"Prefix cache: {counts}, after a preemption or for n > 1"
     return table(
         _TotalsRow, "totals", title, kept, "label tokens share own_tokens own_share", notes=_prefix_notes(explainer)
     )

@@ -36,7 +36,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     Rows go to stdout or to the file given with -o, everything else to stderr.
 
     \b
-    The summary at the end:
+    The summary at the end, after where prompts part and which settings would save:
       failed       the first failed rows: line of the input and reason
       TTFT         time to first token, from the moment the engine took the row
       of it queued the part of it before the row's first step
@@ -47,7 +47,6 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
       lost         tokens that could have been found in the cache, and why not
       waste        slots of blocks in use that hold no token
       waiting      time that rows waited for a step, and for what
-      to change    the settings that would save most, tried in the simulator
 
     \b
     Examples:

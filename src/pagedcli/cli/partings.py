@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import RequestError, TraceError
-from pagedcli.events import EngineStarted
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.simulation.advice import ADVICE_S, Advice, Adviser
-from pagedcli.simulation.advice_verdicts import advice_verdicts
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.verdicts import Verdict, paragraph
@@ -68,19 +66,18 @@ def part_verdicts(
     return [parting_verdict(found, change=change) for found in find_partings(drawn, block_size, tokenizer)]
 
 
-def with_settings(parts: Sequence[Verdict], advice: Advice, drawn: PromptSample | None) -> list[Verdict]:
-    """Where the prompts of a run part, and which settings would save, or that nothing is to change. `drawn`: None where
-    nobody looked where prompts part."""
-    left = None if parts or drawn is None else drawn.not_drawn
-    return [*parts, *advice_verdicts(advice, or_nothing=not parts, not_looked_at=left)]
+def with_settings(parts: Sequence[Verdict], advice: Advice, not_drawn: str | None) -> list[Verdict]:
+    """Where the prompts of a run part, and which settings would save, or that none would. `not_drawn`: the prompts
+    among which nobody looked, in words."""
+    return [*parts, *advice.verdicts(or_nothing=not parts, not_looked_at=None if parts else not_drawn)]
 
 
 def run_verdicts(
-    drawn: PromptSample, advice: Advice, started: EngineStarted, tokenizer: "Tokenizer | None"
+    drawn: PromptSample, advice: Advice, block_size: int | None, tokenizer: "Tokenizer | None"
 ) -> list[Verdict]:
-    """The same of a recorded run."""
-    size = started.prefix_block_size
-    return with_settings(part_verdicts(drawn, size, tokenizer), advice, None if size is None else drawn)
+    """The same of prompts that a run has served. `block_size`: None without prefix caching."""
+    not_drawn = None if block_size is None else drawn.not_drawn
+    return with_settings(part_verdicts(drawn, block_size, tokenizer), advice, not_drawn)
 
 
 def request_verdicts(
@@ -102,4 +99,5 @@ def judged_recording(trace: Path) -> list[str]:
     except TraceError:
         return []
     advice = adviser.advice(state, budget_s=ADVICE_S)
-    return paragraph(run_verdicts(prompts.drawn, advice, state.started, recorded_tokenizer(trace, None)))
+    size, tokenizer = state.started.prefix_block_size, recorded_tokenizer(trace, None)
+    return paragraph(run_verdicts(prompts.drawn, advice, size, tokenizer))

@@ -12,7 +12,7 @@ import typer
 
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import find_partings
+from pagedcli.cli.partings import find_partings, with_settings
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
@@ -200,7 +200,7 @@ def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow
 
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
-    from pagedcli.cli.tuning import print_tuned
+    from pagedcli.cli.tuning import tuned_settings
     from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
     from pagedcli.simulation.settings import BLOCK_SIZE
@@ -222,7 +222,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if survey.is_of_a_run and options.tokenizer is None:
         run = _expected_run(loaded, survey, options)
         if options.tune:
-            print_tuned(run.subject, run.found, loaded)
+            print(tuned_settings(run.subject, run.found, loaded)[1], end="")
             return code
         subject, budget_s = run.subject, ADVICE_S
         base: Forecast | None = run.found
@@ -249,7 +249,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
     partings = _partings(scan, engine.block_size) if engine.enable_prefix_caching else []
-    not_drawn = scan.drawn.not_drawn if engine.enable_prefix_caching and not partings else None
+    not_drawn = scan.drawn.not_drawn if engine.enable_prefix_caching else None
     verdicts = [*_refused(scan), *_verdicts(partings, advice, not_drawn, options)]
     forecast, time = (None, None) if run is None else (run.found, run.time)
     shortly = in_short(scan, forecast, time, facts["recommended_block_size"])
@@ -283,7 +283,6 @@ def _verdicts(
 ) -> list[Verdict]:
     """Where prompts part, what settings would save, or that nothing is to change."""
     from pagedcli.planning.parting_words import parting_verdict
-    from pagedcli.simulation.advice_verdicts import advice_verdicts
 
     change = None
     if options.try_reordered is None and options.prompts != "-":
@@ -292,21 +291,21 @@ def _verdicts(
     if advice is None:
         return found
     left = not_drawn if not_drawn is None or options.takes_all else f"{not_drawn} (--all: every row)"
-    return found + advice_verdicts(advice, or_nothing=not found, not_looked_at=left)
+    return with_settings(found, advice, left)
 
 
 def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
-    """The configuration keys that make this file faster, with their values, after saying what they gain; for
+    """The configuration keys that make this file faster, with their values, after saying them and what they gain; for
     `generate --tune`. Raises: UsageError."""
-    from pagedcli.cli.tuning import as_yaml, tuned_settings
+    from pagedcli.cli.tuning import tuned_settings
 
     survey = _survey(loaded, options)
     assert isinstance(survey, _Survey), "generate has no --sample"
     if not survey.is_of_a_run:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
     run = _expected_run(loaded, survey, options)
-    found = tuned_settings(run.subject, run.found, loaded)
-    say(as_yaml(found).rstrip())
+    found, shown = tuned_settings(run.subject, run.found, loaded)
+    say(shown.rstrip())
     return found
 
 

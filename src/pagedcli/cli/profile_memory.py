@@ -19,7 +19,7 @@ from pagedcli.events import CacheGroup
 from pagedcli.planning.cards import CARDS
 from pagedcli.planning.prompt_survey import percentile
 from pagedcli.printable import plural
-from pagedcli.records import Bytes, Means, Share, Whole, percent, size
+from pagedcli.records import Bytes, Share, Whole, percent, size
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 from pagedcli.views.cache_groups import group_lines
@@ -338,9 +338,6 @@ def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
 # ---------------------------------------------------------------------- how many requests
 
 
-_REQUESTS = Means("", "requests")  # as the first column says
-
-
 @dataclass(frozen=True, slots=True)
 class AtOnce:
     """Requests of a length that a pool serves at once."""
@@ -348,10 +345,10 @@ class AtOnce:
     at: Annotated[str, "requests of"]
     num_tokens: int
     num_blocks: int
-    max_concurrency: Annotated[Whole, "at once", _REQUESTS]
-    max_concurrency_shared: Annotated[Whole, "sharing", _REQUESTS] | UnsetType = UNSET  # a prefix
+    max_concurrency: Annotated[Whole, "requests at once"]
+    max_concurrency_shared: Annotated[Whole, "requests that share"] | UnsetType = UNSET  # a prefix
     # in a pool of all that is left
-    max_concurrency_left: Annotated[Whole, "in all that is left", _REQUESTS] | UnsetType = UNSET
+    max_concurrency_left: Annotated[Whole, "requests in all that is left"] | UnsetType = UNSET
 
 
 def concurrency_rows(
@@ -427,7 +424,7 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
     if profile.pool.num_state_slots is not None:
         notes.append(f"slots of recurrent state allow at most {profile.pool.num_state_slots:,} at once")
     title = f"Requests that fit into the pool as configured, {plural(num_blocks, 'block')}"
-    headers = {"max_concurrency_shared": f"sharing {shared:,} tokens"} if shared else {}
+    headers = {"max_concurrency_shared": f"requests sharing {shared:,} tokens"} if shared else {}
     return table(AtOnce, "concurrency", title, rows, columns, headers=headers, notes=notes)
 
 
@@ -439,7 +436,7 @@ class Held:
     num_tokens: int
     window: Annotated[int | None, "window, tokens"]
     num_kv_heads: Annotated[int | None, "KV heads"]
-    head_dim: Annotated[int | None, "of size", Means("", "numbers of a head")]
+    head_dim: Annotated[int | None, "numbers per head"]
     num_layers: int
     num_groups: int
     num_blocks: int  # while it generates

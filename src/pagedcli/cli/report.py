@@ -7,7 +7,7 @@ import typer
 
 from pagedcli.cli.decoder import TokenizerOption, recorded_decoder, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.partings import run_verdicts
 from pagedcli.cli.recording import capture_page, is_recording
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
@@ -60,10 +60,12 @@ def report(
             lambda: recorded_decoder(trace, tokenizer),
             selected=() if named is None else named.seq_ids,
             views=[adviser, prompts],
-            make_verdicts=lambda state: part_verdicts(
-                prompts.drawn, state.started.prefix_block_size, recorded_tokenizer(trace, tokenizer)
+            make_verdicts=lambda state: run_verdicts(
+                prompts.drawn,
+                adviser.advice(state, budget_s=ADVICE_S),
+                state.started.prefix_block_size,
+                recorded_tokenizer(trace, tokenizer),
             ),
-            make_advice=lambda state: adviser.advice(state, budget_s=ADVICE_S).sentences(),
         )
         for note in reader.notes:
             say(f"note: {note}")

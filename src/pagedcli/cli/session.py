@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
+from pagedcli.batch.journal import RunRecord
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.partings import part_verdicts, with_settings
+from pagedcli.cli.partings import run_verdicts
 from pagedcli.cli.summary import (
     print_verdicts,
     resume_command,
-    say_advice,
     say_model,
     say_plan,
     say_store,
@@ -36,7 +36,6 @@ from pagedcli.verdicts import Verdict, refused_verdict
 from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
-    from pagedcli.planning.prompt_sample import PromptSample
     from pagedcli.runner.llm_engine import LLMEngine
 
 # the time that advice may take at the end of a run
@@ -70,12 +69,8 @@ def run_job(
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
     work.load_tokenizer()
-    record = work.finished()
-    if record is not None:
-        failed = f", {record.num_failed_rows:,} failed" if record.num_failed_rows else ""
-        job.watch(BatchStats(num_resumed=record.num_rows, num_resumed_failed=record.num_failed_rows))
-        say(f"{job.output} is complete ({plural(record.num_rows, 'row')}{failed}): nothing to resume")
-        return EXIT_ERROR_ROWS if record.num_failed_rows else EXIT_OK
+    if (record := work.finished()) is not None:
+        return _say_complete(job, record)
     sink = work.open_sink(_stdout())
     if sink.journal is not None and sink.journal.num_rows:
         say(f"resuming: {plural(sink.journal.num_rows, 'row')} done")
@@ -92,21 +87,22 @@ def run_job(
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
-        failed_rows, parting = _failed(result), _parting(work, engine, served)
-        on_stdout = not (stdout_is_taken or terminal_is_taken or job.output_file is None)
-        print_verdicts(failed_rows * on_stdout + parting, on_stdout=on_stdout)  # else the summary names the rows
-        say_summary(result, findings, predicted=end_time.first)
-        if (of_store := engine.close_store()) is not None:
-            say_store(of_store, engine.config.prefix_store or "")
         busy = watch.read()
         if result.outcome == "complete" and (busy is None or not busy.disturbs):
             learn(key, end_time.ratio)
-        advice = _advice(job, served, result, key)
-        if work.lines.has_grown:
-            say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
             metrics.update(result.stats, now=True)
-        verdicts = [*failed_rows, *with_settings(parting, advice, _looked_at(engine, served))]
+        of_store = engine.close_store()
+        advice = _advice(job, served, result, key)
+        failed_rows, found = _failed(result), _found(work, engine, served, advice)
+        on_stdout = not (stdout_is_taken or terminal_is_taken or job.output_file is None)
+        print_verdicts(failed_rows * on_stdout + found, on_stdout=on_stdout)  # else the summary names the rows
+        say_summary(result, findings, predicted=end_time.first)
+        if of_store is not None:
+            say_store(of_store, engine.config.prefix_store or "")
+        if work.lines.has_grown:
+            say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
+        verdicts = [*failed_rows, *found]
         observe_verdicts(verdicts)
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, advice, verdicts)
@@ -114,6 +110,14 @@ def run_job(
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
             return EXIT_FATAL
         return code
+
+
+def _say_complete(job: Job, record: RunRecord) -> int:
+    """Say that all rows are there. Returns the exit code."""
+    failed = f", {record.num_failed_rows:,} failed" if record.num_failed_rows else ""
+    job.watch(BatchStats(num_resumed=record.num_rows, num_resumed_failed=record.num_failed_rows))
+    say(f"{job.output} is complete ({plural(record.num_rows, 'row')}{failed}): nothing to resume")
+    return EXIT_ERROR_ROWS if record.num_failed_rows else EXIT_OK
 
 
 def _run(
@@ -163,31 +167,26 @@ def _failed(result: BatchResult) -> list[Verdict]:
     return [refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
-def _parting(work: OpenJob, engine: "LLMEngine", served: ServedRequests) -> list[Verdict]:
-    """Where the prompts of the run part."""
-    drawn = _looked_at(engine, served)
-    try:
-        return [] if drawn is None else part_verdicts(drawn, engine.plan.limits.block_size, work.tokenizer)
-    except MemoryError:
+def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: Advice) -> list[Verdict]:
+    """Where the prompts of the run part, and which settings would save; nothing if none was served."""
+    if not served.drawn.num_seen:
         return []
-
-
-def _looked_at(engine: "LLMEngine", served: ServedRequests) -> "PromptSample | None":
-    """The prompts among which places are looked for; None: nobody looks without prefix caching."""
-    return served.drawn if engine.plan.limits.enable_prefix_caching else None
+    limits = engine.plan.limits
+    block_size = limits.block_size if limits.enable_prefix_caching else None
+    try:
+        return run_verdicts(served.drawn, advice, block_size, work.tokenizer)
+    except MemoryError:
+        return advice.verdicts()
 
 
 def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> Advice:
-    """Find and print what to change. `key`: of the time of steps, as calibrated here and refined by this run."""
+    """What to change. `key`: of the time of steps, as calibrated here and refined by this run."""
     run = job.loaded.config.run
     budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
     try:
-        advice = served.advice(key, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
+        return served.advice(key, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
     except MemoryError:  # all rows are written: the run has not failed
-        advice = Advice(not_tried="memory has run out")
-    if result.stats.facts.num_prompt_tokens:
-        say_advice(advice)
-    return advice
+        return Advice(not_tried="memory has run out")
 
 
 def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:

@@ -128,7 +128,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
     judged = [pool_verdict(sweep, found, block_bytes), *(doubling_verdict(sweep, pools[0]) if options.pool else [])]
-    verdicts = [*_partings(workload, plan.limits, tokenizer), *judged][:MOST_SAID]
+    verdicts = _verdicts(workload, plan.limits, tokenizer, judged, advice)
     print_tables(shown, options.format_, facts=facts, verdicts=verdicts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
@@ -163,11 +163,15 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Workload, Po
     return workload, recorded, tokenizer
 
 
-def _partings(workload: Workload, limits: Limits, tokenizer: "Tokenizer | None") -> list[Verdict]:
-    """Where prompts with tokens part, with room for the verdict on pools."""
-    if workload.hash_size is not None or not limits.enable_prefix_caching:
-        return []
-    return request_verdicts(workload.requests, limits.block_size, tokenizer)[: MOST_SAID - 1]
+def _verdicts(
+    workload: Workload, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict], advice: Advice | None
+) -> list[Verdict]:
+    """Where prompts with tokens part, what is judged of pools, and the settings that would save."""
+    parts: list[Verdict] = []
+    if workload.hash_size is None and limits.enable_prefix_caching:
+        parts = request_verdicts(workload.requests, limits.block_size, tokenizer)[: MOST_SAID - 1]
+    settings = [] if advice is None else advice.verdicts(or_nothing=False)
+    return [*parts, *judged, *settings][:MOST_SAID]
 
 
 def _curve(sweep: Sweep, pools: list[int], block_bytes: int | None) -> list[Table]:

@@ -17,6 +17,7 @@ from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
+from pagedcli.show.tables import print_sentences
 from pagedcli.show.terminal import say, say_wrapped
 from pagedcli.simulation.advice import Advice
 from pagedcli.verdicts import Verdict, cut_reason, paragraph
@@ -70,11 +71,11 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
 
 def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
     """Print the verdicts on a run, on stdout unless something else is there."""
+    if on_stdout:
+        print_sentences(paragraph(verdicts))
+        return
     for line in paragraph(verdicts):
-        if on_stdout:
-            print(printable(line), flush=True)
-        else:
-            say_wrapped(line)
+        say_wrapped(line)
 
 
 def say_store(facts: "StoreFacts", path: str) -> None:
@@ -157,12 +158,6 @@ def say_summary(
             _say_line(f"  {label:<12} {text}")
     for name, count in sorted(result.ignored.items()):
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
-
-
-def say_advice(advice: Advice) -> None:
-    """Print what to change about a run."""
-    for label, text in advice.lines():
-        _say_line(f"  {label:<12} {text}")
 
 
 def _say_line(text: str) -> None:

@@ -118,32 +118,26 @@ def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -
     return time.perf_counter() - start_s
 
 
-def print_tuned(subject: Subject, base: Forecast, loaded: LoadedConfig) -> None:
-    """Print the best settings on stdout, and on stderr what they gain."""
-    print(as_yaml(tuned_settings(subject, base, loaded)), end="")
-
-
-def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> dict[str, Any]:
-    """The configuration keys that make a file faster, with their values, after saying what they gain. `base`: the run
-    as it is. Settings that were given stay as they are.
+def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> tuple[dict[str, Any], str]:
+    """The configuration keys that make a file faster, with their values, and as a configuration file that begins with
+    what they gain. `base`: the run as it is. Settings that were given stay as they are.
 
     Raises: UsageError.
     """
     found = tune(subject, base=base, fixed=frozenset(loaded.sources), budget_s=_TUNE_S)
     if found is None:
         raise UsageError(f"--tune: to simulate this file takes over {_TUNE_S:.0f} s", hint="try it on a part: --limit")
-    unit = "time" if found.by_time else "computed tokens"
-    how = "expected" if found.turns is None else "timed in turns"
-    say(f"tuned: {f'{percent_text(found.gain)} less {unit} {how}' if found.changes else 'no other setting is faster'}")
+    unit, how = ("less time", "simulated") if found.by_time else ("fewer tokens to compute", "exact by simulation")
+    said = f"{percent_text(found.gain)} {unit} ({how if found.turns is None else 'timed in turns'})"
     if (name := found.changes.get(KV_DTYPE)) is not None:
         say(f"note: a KV cache of {name} rounds differently: some tokens may differ")
-    return found.changes
+    said = said if found.changes else "no other setting is sure to be faster"
+    return found.changes, f"# {said}\n{_yaml(found.changes)}"
 
 
-def as_yaml(keys: dict[str, Any]) -> str:
-    """A configuration file."""
+def _yaml(keys: dict[str, Any]) -> str:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in sorted(keys.items()):
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
-    return yaml.safe_dump(sections, sort_keys=False) if sections else "# no other setting is faster\n"
+    return yaml.safe_dump(sections, sort_keys=False) if sections else ""

@@ -30,7 +30,7 @@ from pagedcli.native.system import usable_cores
 from pagedcli.planning.machine import Machine, processor_name
 from pagedcli.planning.step_time import FORM, TimeKey
 from pagedcli.printable import plural
-from pagedcli.records import Bytes, Means, Whole, computed, size
+from pagedcli.records import Bytes, Whole, computed, size
 
 CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
 HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, measured with torch 2.13 on Linux
@@ -350,7 +350,7 @@ class Fit:
     longest_request: Annotated[int, "longest request, tokens"] = computed(lambda fit: fit._longest_request)
     max_concurrency: Annotated[Whole, "requests at model length"] = computed(lambda fit: fit._max_concurrency)
     # requests of max_model_len tokens that the pool holds at once
-    pool_concurrency: Annotated[Whole, Means("", "requests")] = computed(
+    pool_concurrency: Annotated[Whole, "requests in the pool"] = computed(
         lambda fit: fit._tables.concurrency(fit.pool.num_blocks, fit._most)
     )
 

@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 Ids = Sequence[int]
 
 MOST_BYTES = 2**28  # bytes of the windows that are kept; beyond it every other one is dropped, again and again
-_BATCH_TOKENS = 2**20
+_BATCH_TOKENS = 2**16  # whose arrays fit into the cache of a core
 _WINDOW_BYTES = 24  # two hashes, row and place of a window
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _NONE = np.uint64(2**64 - 1)
@@ -177,7 +177,7 @@ class _Windows:
 
 def _windows(prompts: Sequence[Ids], size: int, *, keep_all: bool = False) -> _Windows:
     """The windows of so many tokens with the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
-    inverse, kept, mask = _powers(pow(_BASE, -1, 2**64), 1), [], np.uint64(0)
+    inverse, kept, num_kept, mask = _powers(pow(_BASE, -1, 2**64), 1), [], 0, np.uint64(0)
     for batch, powers in _batches(prompts):
         if len(inverse) < len(powers):
             inverse = _powers(pow(_BASE, -1, 2**64), len(powers))
@@ -195,9 +195,11 @@ def _windows(prompts: Sequence[Ids], size: int, *, keep_all: bool = False) -> _W
         prefixes = batch.sums[chosen] - batch.sums[batch.starts[batch.rows[chosen]]]
         rows, places = batch.first_row + batch.rows[chosen], batch.places[chosen]
         kept.append(_Windows(hashes[chosen], prefixes, rows.astype(np.int32), places.astype(np.int32)))
-        while sum(len(each.hashes) for each in kept) * _WINDOW_BYTES > MOST_BYTES:
+        num_kept += len(chosen)
+        while num_kept * _WINDOW_BYTES > MOST_BYTES:
             mask = mask << np.uint64(1) | np.uint64(1)
             kept = [each.only((each.hashes & mask) == 0) for each in kept]
+            num_kept = sum(len(each.hashes) for each in kept)
     columns = [(each.hashes, each.prefixes, each.rows, each.places) for each in kept]
     return _Windows(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 

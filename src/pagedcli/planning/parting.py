@@ -194,6 +194,8 @@ class Finder:
         """Prompts that begin alike, but not for a block. `is_as_in_file`: none has been changed, so that the rates of
         the whole file are theirs."""
         size = self.block_size
+        if not self._are_enough(int((state.hits == 0).sum()), len(state.ids)):
+            return []
         in_template = max((num_equal_ids(ids, self.template) for ids in state.ids[:100]), default=0)
         best: tuple[int, Ints] | None = None
         for smaller in sorted((each for each in BLOCK_SIZES if each < size), reverse=True):
@@ -225,11 +227,11 @@ class Finder:
         gain = float((hits - state.hits).sum())
         num_better = int((hits > state.hits).sum())
         is_better = float(hits.sum()) / max(1, sum(map(len, ids))) - state.rate() >= LEAST_GAIN
-        return (
-            is_better
-            and gain >= LEAST_GAIN * sum(map(len, state.ids))
-            and num_better >= max(LEAST_PROMPTS, LEAST_SHARE * len(ids))
-        )
+        return is_better and gain >= LEAST_GAIN * sum(map(len, state.ids)) and self._are_enough(num_better, len(ids))
+
+    @staticmethod
+    def _are_enough(num_prompts: int, num_looked_at: int) -> bool:
+        return num_prompts >= max(LEAST_PROMPTS, LEAST_SHARE * num_looked_at)
 
     def _pairs(self, state: _State) -> list[Pair]:
         ignored = [self.template] if len(self.template) else []
@@ -394,7 +396,7 @@ def num_equal_ids(a: Ids, b: Ids) -> int:
 
 def _as_text(ids: Ids) -> str:
     """A character per token: fast to compare."""
-    return "".join(map(chr, ids))
+    return array("i", ids).tobytes().decode(_UTF_32, "surrogatepass")
 
 
 def _ids_of(text: str) -> "array[int]":

@@ -159,12 +159,11 @@ def render_report(
     *,
     selected: Collection[int] = (),
     views: Sequence[View[PoolState]] = (),
-    make_advice: Callable[[PoolState], Sequence[str]] = lambda state: (),
     make_verdicts: Callable[[PoolState], Sequence[Verdict]] = lambda state: (),
 ) -> bytes:
     """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids
-    into text, without which they stay numbers, `make_verdicts` the first paragraph of the story, and `make_advice` what
-    to change, in words; `views` see all events before that. The page opens at the `selected` sequences.
+    into text, without which they stay numbers, and `make_verdicts` the first paragraph of the story; `views` see all
+    events before that. The page opens at the `selected` sequences.
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
@@ -179,10 +178,7 @@ def render_report(
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
         "groups": _groups_document(state),
-        "story": [
-            *paragraph(make_verdicts(state)),
-            *story(run.findings(state), run.elapsed_s, make_advice(state)),
-        ],
+        "story": [*paragraph(make_verdicts(state)), *story(run.findings(state), run.elapsed_s)],
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],

@@ -116,6 +116,21 @@ def table(
     return Table(key, title, chosen, shown, notes, max_shown, wrapped_at)
 
 
+def print_sentences(sentences: Sequence[str]) -> None:
+    """Write lines to stdout, broken between words where a terminal ends."""
+    for part in _lines(sentences, _terminal_width()):
+        print(part, flush=True)
+
+
+def _terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None if it is none."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _lines(sentences: Sequence[str], width: int | None) -> list[str]:
+    return [part for line in sentences for part in _wrapped(one_line(line), width)]
+
+
 def print_tables(
     tables: Sequence[Table],
     format: Format,
@@ -136,7 +151,7 @@ def print_tables(
         document_text = printable_json(msgspec.json.format(msgspec.json.encode(document), indent=2))
         sys.stdout.write(document_text.decode() + "\n")
         return
-    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    width = _terminal_width()
     csv_text = str if width is None else printable  # raw for programs; control characters are escaped on a terminal
     render = {
         Format.TABLE: lambda table: as_text(table, width),
@@ -145,9 +160,7 @@ def print_tables(
     }[format]
     said = [printable(line) for line in (*story, *paragraph(verdicts or ()), *in_short)]
     if format is not Format.CSV and said:
-        if format is Format.TABLE:
-            said = [part for line in said for part in _wrapped(one_line(line), width)]
-        sys.stdout.write("\n".join([*said, "", ""]))
+        sys.stdout.write("\n".join([*(_lines(said, width) if format is Format.TABLE else said), "", ""]))
     sys.stdout.write("\n".join(render(table) for table in tables))
 
 
@@ -156,7 +169,7 @@ def as_text(table: Table, width: int | None = None) -> str:
     number, or has no room, the columns continue on further lines of each row."""
     width = table.wrapped_at if width is None else width
     if not table.rows:
-        return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
+        return "\n".join([one_line(table.title), *_lines(table.notes or ("none",), width)]) + "\n"
     header, *rows = laid_out(table, width, least_room=16)
     lines = ["".join(text for text, _ in line).rstrip() for row in (header, *rows) for line in row]
     widths = column_widths(table)
@@ -167,7 +180,7 @@ def as_text(table: Table, width: int | None = None) -> str:
         before = sum(widths[:-1]) + 2 * (len(widths) - 1)
         rule = "  ".join("-" * each for each in [*widths[:-1], min(widths[-1], max(longest, width or 0) - before)])
     lines.insert(len(header), rule)
-    return "\n".join([one_line(table.title), *lines, *_notes(table.notes, width)]) + "\n"
+    return "\n".join([one_line(table.title), *lines, *_lines(table.notes, width)]) + "\n"
 
 
 Piece = tuple[str, Column | None]  # a cell, or the space around it
@@ -267,10 +280,6 @@ def shown_cells(table: Table) -> list[list[str]]:
         ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
         for row in (table.rows if table.texts is None else table.texts)[: table.max_shown]
     ]
-
-
-def _notes(notes: Sequence[str], width: int | None) -> list[str]:
-    return [line for note in notes for line in _wrapped(one_line(note), width)]
 
 
 def _wrapped(line: str, width: int | None) -> list[str]:

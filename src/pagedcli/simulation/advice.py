@@ -25,6 +25,7 @@ from pagedcli.simulation.turns import Turns
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
+from pagedcli.verdicts import Verdict, paragraph
 
 ADVICE_S = 30.0  # seconds of trials in commands that only look at a run
 LEAST_TIMED_S = 2.0  # seconds of a run: shorter ones are compared by the tokens that are computed
@@ -90,42 +91,51 @@ class Advice:
         """The advised value of a configuration key."""
         return next((each.setting.changes[key] for each in self.best if key in each.setting.changes), default)
 
-    def sentences(self) -> list[str]:
-        """One for each of the best changes, or why there is none."""
-        left_out = "" if self.not_tried is None else f" (not tried: {self.not_tried})"
+    def verdicts(self, *, or_nothing: bool = True, not_looked_at: str | None = None) -> list[Verdict]:
+        """The best changes; if there is none, why not, unless something else has been found. `not_looked_at`: by those
+        who looked for something else."""
+        left = "; ".join(filter(None, [not_looked_at, self.not_tried])) or None
         if self.best:
-            found = [self._sentence(trial) for trial in self.best]
-            return [*found[:-1], found[-1] + left_out]
-        if self.base is None or not self.trials:
-            return [f"not known: {self.not_tried}" if self.not_tried else "nothing: no other setting would matter"]
-        if not any(trial.is_certain for trial in self.trials):
-            return [f"nothing is sure: {plural(len(self.trials), 'setting')} without a clear result{left_out}"]
-        saves = f"saves {percent_text(WORTH_SAYING)} of the {'time' if self.by_time else 'computed tokens'}"
-        num = sum(trial.is_certain for trial in self.trials)
-        tried = f"none of {num} other settings" if num > 1 else "the other setting tried"
-        return [f"nothing: {tried} {saves if num > 1 else 'does not save'}{left_out}"]
-
-    def lines(self) -> list[tuple[str, str]]:
-        """The sentences with their labels."""
-        return list(zip(("to change", "or"), self.sentences(), strict=False))
+            found = [self._verdict(trial) for trial in self.best]
+            return [*found[:-1], replace(found[-1], not_looked_at=left)]
+        if not or_nothing:
+            return []
+        measure = "time" if self.by_time else "to compute"
+        if self.base is None:
+            finding = "whether other settings are better is not known"
+            why = self.not_tried or "none was tried"
+            return [Verdict(finding=finding, measure=measure, certainty=why, not_looked_at=not_looked_at)]
+        num_untimed, is_sure = self.num_untimed, all(trial.is_certain for trial in self.trials)
+        num_tried = len(self.trials) - num_untimed
+        tried = f"{plural(num_tried, 'other setting')} tried in the simulator" if num_tried else "none could be tried"
+        untimed = f"{plural(num_untimed, 'setting')} {NOT_TIMED} (plan --measure)" if num_untimed else None
+        return [
+            Verdict(
+                finding="nothing to change" if is_sure else "no other setting is sure to be better",
+                measure=measure,
+                certainty=tried if self.trials else "no other setting would matter",
+                not_looked_at="; ".join(filter(None, [left, untimed])) or None,
+            )
+        ]
 
     def text(self) -> str:
-        """The sentences as one."""
-        return "; or ".join(self.sentences())
+        """What to change, in words."""
+        return " ".join(paragraph(self.verdicts()))
 
-    def _sentence(self, trial: Trial) -> str:
-        assert self.base is not None, "gains are compared with it"
-        now, then = self.base, trial.forecast
-        saved = now.num_computed_tokens - then.num_computed_tokens
-        tokens = f"{plural(saved, 'fewer token')} to compute ({percent_text(saved / max(1, now.num_computed_tokens))})"
-        parts = [tokens] if saved > 0 or not self.by_time else []
-        if trial.turns is not None:
-            low, high = map(percent_text, trial.turns.interval)
-            parts.insert(0, f"{percent_text(trial.gain)} less time ({low} to {high}, timed in turns)")
-        elif self.by_time:
-            parts.insert(0, f"{percent_text(trial.gain)} less time")
-        cost = f"; costs {trial.setting.cost}" if trial.setting.cost else ""
-        return f"{trial.setting.text}: {', '.join([*parts, *self.effects(trial)])}{cost}"
+    def _verdict(self, trial: Trial) -> Verdict:
+        low, high = (None, None) if trial.turns is None else trial.turns.interval
+        how = "timed in turns" if trial.turns else "simulated" if self.by_time else "exact by simulation"
+        details = [how, *self.effects(trial)]
+        if trial.setting.cost:
+            details.append(f"costs {trial.setting.cost}")
+        return Verdict(
+            finding=f"with {trial.setting.text}",
+            measure="time" if self.by_time else "to compute",
+            after=trial.gain,
+            low=low,
+            high=high,
+            certainty="; ".join(details),
+        )
 
     def effects(self, trial: Trial) -> list[str]:
         """What a setting changes besides time and computed tokens."""

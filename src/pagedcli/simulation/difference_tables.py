@@ -46,9 +46,6 @@ def signed_seconds(seconds: float) -> str:
     return ("-" if seconds < 0 else "+") + seconds_text(abs(seconds)) if seconds else "0"
 
 
-_TOKENS = Means("", "tokens")
-
-
 @dataclass(frozen=True, slots=True)
 class CauseRow:
     """The part of one cause in the change of each measure. None: not visible."""
@@ -56,8 +53,8 @@ class CauseRow:
     cause: Annotated[str, lambda name: CAUSES.get(name, name), Means("what differs; the parts add up to the change")]
     detail: Annotated[str, "before -> after"]
     visible: bool
-    change: Annotated[float | None, "hit rate", points, Means("", "points, as the title says")]
-    computed_tokens: Annotated[float | None, "computed", signed, _TOKENS]
+    change: Annotated[float | None, "hit rate, points", points]
+    computed_tokens: Annotated[float | None, "computed tokens", signed]
     preemptions: Annotated[float | None, signed] | UnsetType
     peak_used_blocks: Annotated[float | None, "peak blocks", signed] | UnsetType
     steps: Annotated[float | None, signed] | UnsetType
@@ -71,7 +68,7 @@ class PromptRow:
     change: str
     label: str
     tokens_before: Annotated[int | None, "tokens before"]
-    tokens_after: Annotated[int | None, "after", _TOKENS]
+    tokens_after: Annotated[int | None, "tokens after"]
     parted_at: Annotated[int | None, "equal until token"]
     text: Annotated[str | None, "what follows there: before | after"]
 
@@ -82,9 +79,9 @@ class LossRow:
 
     label: str
     num_prompt_tokens: Annotated[int, "prompt tokens"]
-    hit_before: Annotated[int, "hit before", _TOKENS]
-    hit_after: Annotated[int, "hit after", _TOKENS]
-    lost: Annotated[int, _TOKENS]
+    hit_before: Annotated[int, "tokens hit before"]
+    hit_after: Annotated[int, "tokens hit after"]
+    lost: Annotated[int, "tokens lost"]
     why: Annotated[str, "why it found no more"] | UnsetType = UNSET
     parted: Annotated[str | None, "where it parted"] | UnsetType = UNSET
 
@@ -142,7 +139,7 @@ def causes_table(found: Comparison, *, in_full: bool = False) -> Table:
     notes = [f"each part: one thing swapped at a time in the simulator, {how}; the parts add up to the change"]
     measures = [name for name in _WORDS if name != "hit_rate" and (in_full or any(getattr(row, name) for row in rows))]
     columns = " ".join(["cause", "change", *measures, "detail"])
-    title = "Why it changed: points of the hit rate, and what else changed"
+    title = "Why it changed"
     return table(CauseRow, "causes", title, rows, columns, notes=notes, wrapped_at=140)
 
 

@@ -15,6 +15,7 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+from pagedcli.core.states import POLICIES as CHECKPOINTS
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.forecast import Forecast
@@ -161,6 +162,11 @@ def _orders(subject: Subject, _: Forecast) -> list[str]:
     return ["prefix"] if subject.may_reorder and subject.reorder == "none" and subject.has_tokens else []
 
 
+def _checkpoints(subject: Subject, _: Forecast) -> list[str]:
+    limits = subject.limits
+    return [name for name in CHECKPOINTS if name not in ("none", limits.checkpoints)] if limits.has_states else []
+
+
 def _preemption_policies(subject: Subject, base: Forecast) -> list[str]:
     return [name for name in ("last", "largest") if base.num_preemptions and name != subject.limits.preemption_policy]
 
@@ -192,6 +198,7 @@ KINDS = (
     Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
     Kind("policy", "engine.eviction", _other_policies, needs_caching=True),
     Kind("order", ORDER, _orders, "rows that start in another order", needs_caching=True),
+    Kind("checkpoints", "engine.checkpoints", _checkpoints, needs_caching=True),
     Kind("block size", BLOCK_SIZE, _smaller_blocks, "more blocks to read", needs_caching=True, keeps_pool=True,
          is_timed=True),
     Kind("preemption", "engine.preemption_policy", _preemption_policies),

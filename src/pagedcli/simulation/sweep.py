@@ -239,7 +239,7 @@ def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | 
     if most:
         certainty += f", which use up to {plural(most, 'block')} at once"
     if not is_served:
-        finding, certainty = _refused(points)[0].removesuffix("."), "exact by simulation"
+        finding, certainty = _refused(points)[0].removesuffix(".").replace("No", "no", 1), "exact by simulation"
     elif unlimited <= NEARLY:
         finding = f"a prefix cache has little benefit: even without limit {of_all} of the prompts' tokens hit"
         certainty = "exact for this trace"

@@ -12,7 +12,7 @@ import numpy as np
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
-from pagedcli.records import LEFT, Bytes, Means, columns_of, count, percent, size
+from pagedcli.records import LEFT, Bytes, columns_of, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
@@ -66,9 +66,9 @@ class SettingRow:
     setting: Annotated[str, LEFT]
     saved: Hits
     seconds: Annotated[float | None, "time", seconds]
-    num_computed_tokens: Annotated[int, "computed", Means("", "tokens")]
+    num_computed_tokens: Annotated[int, "computed tokens"]
     hit_rate: Hits
-    num_preemptions: Annotated[int, "preempted", Means("", "times")]
+    num_preemptions: Annotated[int, "preemptions"]
     cost: Annotated[str, "costs"]
 
 
@@ -86,13 +86,10 @@ class AnswerRow:
     answer: str
 
 
-_BLOCKS = Means("", "blocks")  # as a note says
-
-
 class Point:
     """A pool and a policy, and the run with them."""
 
-    pool_blocks: Annotated[int, "pool", _BLOCKS]
+    pool_blocks: Annotated[int, "pool blocks"]
     pool_share: Annotated[float | None, "share", share]
     pool_bytes: Annotated[Bytes, "memory"]
     policy: str
@@ -101,16 +98,16 @@ class Point:
     lru_unscheduled_hit_rate_tokens: Annotated[Hits, "LRU"]
     clairvoyant_hit_rate_tokens: Annotated[Hits, "best"]
     mean_waiting_s: Annotated[float | None, "waiting", seconds]
-    mean_waiting_steps: Annotated[float | None, "waiting", count, Means("", "steps")]
-    num_preemptions: Annotated[int, "preempted", Means("", "times")]
+    mean_waiting_steps: Annotated[float | None, "waiting steps", count]
+    num_preemptions: Annotated[int, "preemptions"]
     total_s: Annotated[float, "run", seconds]
-    num_refused: Annotated[int, Means("", "requests")]
+    num_refused: Annotated[int, "refused requests"]
 
 
 class Misses:
     """The parts of a prompt's tokens, see caches.PARTS."""
 
-    pool_blocks: Annotated[int, "pool", _BLOCKS]
+    pool_blocks: Annotated[int, "pool blocks"]
     policy: str
     hit_share: Annotated[Hits, "hit"]
     in_flight_share: Annotated[Hits, "in flight"]
@@ -124,13 +121,11 @@ PART_NAMES = {name: columns_of(Misses)[f"{name}_share"].header for name in PARTS
 
 
 def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
-    """Every setting that was tried, best first, and what to change. `limits`: of the run as it is, where there are
-    several."""
-    notes = [f"{label}: {text}" for label, text in advice.lines()]
-    notes += advice.notes
+    """Every setting that was tried, best first. `limits`: of the run as it is, where there are several."""
+    notes = [*advice.notes, *([f"not tried: {advice.not_tried}"] if advice.not_tried else [])]
     if advice.by_time:
         notes.append("time: as if all prompts were given as tokens, which is the same for every setting")
-    title = "What other settings would do (computed: tokens), each run in the simulator"
+    title = "What other settings would do, each run in the simulator"
     if limits is not None:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
     columns = f"setting saved {'seconds ' if advice.by_time else ''}num_computed_tokens hit_rate num_preemptions cost"
@@ -232,9 +227,9 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
     hits = "tokens, blocks: hits of the prompts' tokens and full blocks, when they are first computed; "
     hits += _warmup_text(sweep.warmup)
     if block_bytes is None:
-        pool, notes = "pool_share", ["pool: in blocks; share: of the distinct blocks of all prompts", hits]
+        pool, notes = "pool_share", ["share: of the distinct blocks of all prompts", hits]
     else:
-        pool, notes = "pool_bytes", ["pool: in blocks; memory: of K and V in these blocks", hits]
+        pool, notes = "pool_bytes", ["memory: of K and V in these blocks", hits]
         rows = [{**row, "pool_bytes": row["pool_blocks"] * block_bytes} for row in rows]
     columns = ["pool_blocks", pool, "policy", "hit_rate_tokens", "hit_rate_blocks"]
     title = "Hit rates without running requests"
@@ -255,7 +250,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             "LRU, best: tokens that hit in the same pool without running requests: under LRU, and with the clairvoyant,"
             " whose evictions are the best possible",
             f"waiting: mean {'time' if timed else 'steps'} from arrival to the first step that computes a request;"
-            " preempted: in the whole run",
+            " preemptions: in the whole run",
         ]
     if sweep.has_windows:
         notes.append(
@@ -300,10 +295,7 @@ def miss_table(points: Sequence[SweepPoint]) -> Table:
         total = sum(point.parts.values())
         shares = {f"{name}_share": _rate(tokens, total) for name, tokens in point.parts.items()}
         rows.append({"pool_blocks": point.num_blocks, "policy": point.policy, **shares})
-    notes = [
-        "pool: in blocks; the rest: shares of the prompts' tokens, adding up to 100 %; each token counts where it first"
-        " fits, left to right"
-    ]
+    notes = ["shares of the prompts' tokens, adding up to 100 %; each token counts where it first fits, left to right"]
     notes += [f"{PART_NAMES[name]}: {PARTS[name]}" for name in PARTS if any(name in point.parts for point in points)]
     return table(Misses, "misses", "Where the prompts' tokens went", rows, notes=notes)
 

@@ -19,11 +19,12 @@ class GroupUse:
     group: Annotated[int, Means("number of the group of layers, from 0")]
     window: Annotated[
         int | None,
-        Means("tokens that a query sees in these layers, itself included; null: all before it", "tokens"),
+        "window, tokens",
+        Means("tokens that a query sees in these layers, itself included; null: all before it"),
     ]
     layers: Annotated[list[int], id_ranges, Means("the layers, numbered from 0 among those that attend")]
     num_kv_heads: Annotated[int | None, "KV heads", Means("key/value heads of each layer")]
-    head_dim: Annotated[int | None, "of size", Means("size of a head", "numbers")]
+    head_dim: Annotated[int | None, "numbers per head", Means("size of a head")]
     used_bytes: Annotated[int | None, "of a block", byte_text, Means("bytes of a block that the layers take")]
     used_blocks: Annotated[int, "blocks in use", Means("blocks in use that hold K and V of these layers")]
     cached_blocks: Annotated[int, "cached blocks", Means("cached blocks that do")]

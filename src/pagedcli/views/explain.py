@@ -257,10 +257,9 @@ class ExplainedLookup(LookupRow):
     }
 
     step: int | None
-    kind: str
+    kind: Annotated[str, lambda kind: "later" if kind == "own" else kind]
     ideal_tokens_hit: Annotated[int, "ideal tokens"]
     lost_tokens: Annotated[int, "tokens lost"] = computed(lambda row: row.lookup.num_lost_tokens())
-    first_miss: Annotated[int | None, "first miss: block"]
     why: Annotated[str, "why it ended there"] = computed(lambda row: row.lookup.why())
     evicted_step: int | None
     evicted_block_id: int | None

@@ -168,7 +168,7 @@ class LookupRow(ShownRow):
     blocks_hit: Annotated[int, Means("of these, found")]
     tokens_hit: Annotated[int, Means("tokens that need no computing")]
     first_miss: Annotated[
-        int | None, Means("place in the block table of the first full block not found, from 0", "a place")
+        int | None, "block {}".format, Means("place in the block table of the first full block not found, from 0")
     ]
     missing_hash: Annotated[Hash | None, Means("its hash")]
     miss_reason: Annotated[

@@ -163,8 +163,8 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
     return lines
 
 
-def story(findings: Findings, elapsed_s: float, advice: Sequence[str] = ()) -> list[str]:
-    """Sentences: what ran, what the cache did and, if it is known, what to change."""
+def story(findings: Findings, elapsed_s: float) -> list[str]:
+    """Sentences: what ran, and what the cache did."""
     facts = findings.facts
     ran = (
         f"{plural(facts.num_sequences, 'sequence')} generated {plural(facts.num_generated_tokens, 'token')} in "
@@ -188,8 +188,7 @@ def story(findings: Findings, elapsed_s: float, advice: Sequence[str] = ()) -> l
         again = (
             f"; {_were(facts.num_recomputed_tokens)} computed again after {plural(facts.num_preemptions, 'preemption')}"
         )
-    to_change = [f"To change: {'; or '.join(advice)}."] if advice else []
-    return [f"{ran}.", f"{cache}{again}.", *to_change]
+    return [f"{ran}.", f"{cache}{again}."]
 
 
 def _were(num_tokens: int) -> str:

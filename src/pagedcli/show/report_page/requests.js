@@ -51,13 +51,13 @@ function drawTotals() {
   const rows = parts.filter(([key]) => key === "hit" || first[key] || own[key]).map(([key, words]) => ({ className: classOf(key), cells: cells(words, key) }));
   rows.push({ className: "strong", cells: cells("all tokens looked up", "num_tokens") });
   rows.push({ className: "strong quoted", cells: cells("ceiling: unlimited cache, every block computed once", "ideal") });
-  table("totals", [["tokens that were", false], ["first lookups", true], ["share", false], ["own (preempted, n > 1)", true], ["share", false]], rows);
+  table("totals", [["tokens that were", false], ["tokens, first lookups", true], ["share", false], ["tokens, later lookups (preempted, n > 1)", true], ["share", false]], rows);
   const longest = data.explain.longestSharedPrefix;
   const sizes = [...new Set([engine.block_size, 16, 256])].sort((a, b) => a - b);
   $("explain-words").textContent = `Minimum cacheable prefix: ${plural(engine.block_size, "token")} (one block). Longest shared prefix seen: ${plural(longest, "token")} = ${sizes.map(size => plural(Math.floor(longest / size), "block") + " at block size " + size).join(", ")}.`;
   const reasons = Object.entries(data.explain.reasonWords).filter(([key]) => first.reasons[key] || own.reasons[key]);
-  table("reasons", [["outcome", false], ["first lookups", true], ["own (preempted, n > 1)", true], ["meaning", false]],
-    reasons.map(([key, words]) => [key.replaceAll("_", " "), first.reasons[key] || 0, own.reasons[key] || 0, words]));
+  table("reasons", [["why they ended there", false], ["first lookups", true], ["later lookups (preempted, n > 1)", true]],
+    reasons.map(([key, words]) => [words, first.reasons[key] || 0, own.reasons[key] || 0]));
 }
 if (data.explain.checkpoints.length) {
   $("checkpoints-section").hidden = false;
