@@ -20,7 +20,8 @@ NOUNS = {
     *("answers", "block", "blocks", "bytes", "character", "copies", "days", "files", "forks", "gb/s", "gflop/s"),
     *("group", "groups", "heads", "hits", "layers", "level", "lookups", "ms", "ms/step", "nats", "orphans", "pairs"),
     *("numbers", "place", "points", "probe", "preemptions", "probes", "prompts", "rank", "requests", "roots", "rows"),
-    *("s", "sample", "seconds", "seq", "sequences", "slot", "slots", "step", "steps", "times", "tok/s", "token", "tokens", "tokens/s"),
+    *("s", "sample", "seconds", "seq", "sequences", "slot", "slots", "step", "steps", "times", "tok/s", "token"),
+    *("tokens", "tokens/s"),
 }  # fmt: skip
 
 
