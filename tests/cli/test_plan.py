@@ -283,7 +283,7 @@ def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
     screen = shown("table")
     assert "\x1b" not in screen
     assert "\\x1b[31mred" in screen
-    for title in ("Rows", "Bad rows", "Lengths (tokens)", "Ideal hit rate and waste", "Pools at block size 16"):
+    for title in ("Rows", "Bad rows", "Lengths", "Ideal hit rate and waste", "Pools at block size 16"):
         assert f"{title}\n" in screen
     first, _, tables = screen.partition("\n\n")
     assert "would fail, the first in line 1" in first

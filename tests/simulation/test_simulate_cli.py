@@ -186,7 +186,7 @@ def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
     assert [row["num_refused"] for row in by_default["pools"]] == [0]
     document = json.loads(pagedcli("simulate", path, "--pool", "1", "--format", "json").stdout)
     assert document["answers"][0] == "No request fits into a pool of 1 block: name larger ones with --pool."
-    assert f"{document['verdicts'][0]['finding']}." == document["answers"][0]
+    assert f"{document['verdicts'][0]['finding']}.".capitalize() == document["answers"][0]
     assert document["advised"] == []
     found = json.loads(pagedcli("simulate", path, "--pool", "1,8", "--format", "json").stdout)
     assert found["answers"][0] == document["answers"][0]

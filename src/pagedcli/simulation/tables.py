@@ -12,7 +12,7 @@ import numpy as np
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
-from pagedcli.records import LEFT, Bytes, columns_of, count, percent, size
+from pagedcli.records import LEFT, Bytes, Means, columns_of, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
@@ -87,9 +87,9 @@ class AnswerRow:
 
 
 class Point:
-    """A pool and a policy, and the run with them."""
+    """A pool and a policy, and the run with them. The title names what counts without a unit of its own are."""
 
-    pool_blocks: Annotated[int, "pool blocks"]
+    pool_blocks: Annotated[int, "pool", Means("", "blocks")]
     pool_share: Annotated[float | None, "share", share]
     pool_bytes: Annotated[Bytes, "memory"]
     policy: str
@@ -98,10 +98,10 @@ class Point:
     lru_unscheduled_hit_rate_tokens: Annotated[Hits, "LRU"]
     clairvoyant_hit_rate_tokens: Annotated[Hits, "best"]
     mean_waiting_s: Annotated[float | None, "waiting", seconds]
-    mean_waiting_steps: Annotated[float | None, "waiting steps", count]
-    num_preemptions: Annotated[int, "preemptions"]
+    mean_waiting_steps: Annotated[float | None, "waiting", count, Means("", "steps")]
+    num_preemptions: Annotated[int, "preempted", Means("", "times")]
     total_s: Annotated[float, "run", seconds]
-    num_refused: Annotated[int, "refused requests"]
+    num_refused: Annotated[int, Means("", "requests")]
 
 
 class Misses:
@@ -232,12 +232,14 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
         pool, notes = "pool_bytes", ["memory: of K and V in these blocks", hits]
         rows = [{**row, "pool_bytes": row["pool_blocks"] * block_bytes} for row in rows]
     columns = ["pool_blocks", pool, "policy", "hit_rate_tokens", "hit_rate_blocks"]
-    title = "Hit rates without running requests"
+    title = "Hit rates without running requests (pool: blocks)"
     if schedule is None:
         columns.append("clairvoyant_hit_rate_tokens")
         notes.append("best: tokens that hit with the clairvoyant, whose evictions are the best possible")
     else:
-        title, timed = "Hit rates of simulated runs", schedule.step_time is not None
+        timed = schedule.step_time is not None
+        units = f"pool: blocks{'' if timed else ', waiting: steps'}, preempted: times"
+        title = f"Hit rates of simulated runs ({units})"
         waiting = "mean_waiting_s" if timed else "mean_waiting_steps"
         columns += ["lru_unscheduled_hit_rate_tokens", "clairvoyant_hit_rate_tokens", waiting, "num_preemptions"]
         if timed and schedule.speed is None:
@@ -250,7 +252,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             "LRU, best: tokens that hit in the same pool without running requests: under LRU, and with the clairvoyant,"
             " whose evictions are the best possible",
             f"waiting: mean {'time' if timed else 'steps'} from arrival to the first step that computes a request;"
-            " preemptions: in the whole run",
+            " preempted: in the whole run",
         ]
     if sweep.has_windows:
         notes.append(
