@@ -36,7 +36,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     Rows go to stdout or to the file given with -o, everything else to stderr.
 
     \b
-    The summary at the end, after where prompts part and which settings would save:
+    The summary at the end, below what to change:
       failed       the first failed rows: line of the input and reason
       TTFT         time to first token, from the moment the engine took the row
       of it queued the part of it before the row's first step
