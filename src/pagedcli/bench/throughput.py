@@ -23,7 +23,7 @@ from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.planning.step_time import learn, load_step_time
-from pagedcli.records import Means, Share, count
+from pagedcli.records import Share, count
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -217,8 +217,8 @@ class WorkloadRow:
     total_tokens_per_s: Annotated[float, "all tok/s", count]
     steps: int
     cached_tokens: int
-    drafted_tokens: Annotated[int, "guesses", Means("", "tokens")] | UnsetType = UNSET
-    accepted_tokens: Annotated[int, "right", Means("", "tokens")] | UnsetType = UNSET
+    drafted_tokens: Annotated[int, "guessed tokens"] | UnsetType = UNSET
+    accepted_tokens: Annotated[int, "right tokens"] | UnsetType = UNSET
     load_s: Annotated[float, "load s"]
     warm_up_s: float
     busy: Busy | None
