@@ -128,8 +128,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
     judged = [pool_verdict(sweep, found, block_bytes), *(doubling_verdict(sweep, pools[0]) if options.pool else [])]
-    verdicts = _verdicts(workload, plan.limits, tokenizer, judged, advice)
-    print_tables(shown, options.format_, facts=facts, verdicts=verdicts)
+    judged += [] if advice is None else _settings(advice, found[0].num_blocks)
+    print_tables(shown, options.format_, facts=facts, verdicts=_verdicts(workload, plan.limits, tokenizer, judged))
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
 
@@ -164,14 +164,19 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Workload, Po
 
 
 def _verdicts(
-    workload: Workload, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict], advice: Advice | None
+    workload: Workload, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict]
 ) -> list[Verdict]:
-    """Where prompts with tokens part, what is judged of pools, and the settings that would save."""
+    """Where prompts with tokens part, and what is judged of pools and settings."""
     parts: list[Verdict] = []
     if workload.hash_size is None and limits.enable_prefix_caching:
         parts = request_verdicts(workload.requests, limits.block_size, tokenizer)[: MOST_SAID - 1]
-    settings = [] if advice is None else advice.verdicts(or_nothing=False)
-    return [*parts, *judged, *settings][:MOST_SAID]
+    return [*parts, *judged][:MOST_SAID]
+
+
+def _settings(advice: Advice, num_blocks: int) -> list[Verdict]:
+    """The settings that would save, with the pool that they are about."""
+    pool = f"in a pool of {plural(num_blocks, 'block')}"
+    return [replace(each, finding=f"{pool} {each.finding}") for each in advice.verdicts(or_nothing=False)]
 
 
 def _curve(sweep: Sweep, pools: list[int], block_bytes: int | None) -> list[Table]:
