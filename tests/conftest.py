@@ -126,6 +126,15 @@ def _own_step_times(tmp_path_factory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_weights(tmp_path_factory) -> Iterator[None]:
+    """Packed weights of this session, however long a busy machine takes to load them."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache") / "weights"
+        patch.setattr("pagedcli.runner.weight_cache.weight_folder", lambda: folder)
+        yield
+
+
 _MOST_REASONS = 3
 
 

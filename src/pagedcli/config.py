@@ -58,6 +58,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     load_format: Annotated[LoadFormat, _model("dummy: random weights; needs only config.json")] = "auto"
+    weight_cache: Annotated[
+        bool,
+        _model("Keep packed weights that take more than 2 s to load for the next start, CPU only", affects_rows=False),
+    ] = True
+    weight_cache_size: Annotated[
+        int | None,
+        _model(
+            "Most bytes of all packed weights that are kept, e.g. 50GB",
+            metavar="BYTES",
+            default="20GB, and a tenth of the disk stays free",
+            at_least=1,
+            affects_rows=False,
+        ),
+    ] = None
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model", affects_rows=False)] = False
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE", affects_rows=False)] = "auto"
     attention_backend: Annotated[
@@ -223,7 +237,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_ranges(self)
 
 
-BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size"))  # may be text with a unit
+BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size", "weight_cache_size"))  # may be text with a unit
 
 
 class TemplateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

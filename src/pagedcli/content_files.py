@@ -4,12 +4,14 @@ Used by whatever keeps large computed data for later processes; knows nothing of
 only created and removed, so several processes share a folder without locks: one that finds a file gone computes again.
 """
 
+import mmap
 import os
 import re
 import shutil
 import stat
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,15 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 0  # the deepest of equally worthy files is removed first
     sizes: list[int]  # bytes of each part
     checksums: list[str]  # xxh3-128 of each part
+    multiple: int = 1  # of bytes, at which each part begins
+
+    def places(self, start: int) -> list[int]:
+        """Where each part begins and the last one ends, if the head ends at `start`."""
+        places, end = [], start
+        for num_bytes in self.sizes:
+            places.append(-(-end // self.multiple) * self.multiple)
+            end = places[-1] + num_bytes
+        return [*places, end]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +62,12 @@ class ContentFile:
 
     path: Path
     head: Head
-    start: int  # place of the first part
-    num_bytes: int
+    places: list[int]  # of the parts, and of the end
     used_s: float  # Unix time of the last use
+
+    @property
+    def num_bytes(self) -> int:
+        return self.places[-1]
 
     def worth(self, now_s: float) -> tuple[float, int]:
         """Seconds that it saves per byte, halved for each half-life without use; the least is removed first."""
@@ -117,9 +131,9 @@ def file_digest(path: Path) -> str:
 class ContentFolder:
     """The files in a folder, and the bound of all that is in it.
 
-    `most_bytes` counts every file, whoever has made it; None: a tenth of the disk stays free. Files that others have
-    put there are never removed. `most_age_s`: without use; older files are not found and go first. `key` encrypts notes
-    and parts.
+    `most_bytes` counts every file, whoever has made it; without it, or with `spares_disk`, a tenth of the disk stays
+    free. Files that others have put there are never removed. `most_age_s`: without use; older files are not found and
+    go first. `key` encrypts notes and parts.
     Raises: UsageError if it is not a folder that can be read, and cannot become one.
     """
 
@@ -130,9 +144,11 @@ class ContentFolder:
         most_bytes: int | None = None,
         most_age_s: float | None = None,
         key: ContentKey | None = None,
+        spares_disk: bool = False,
     ) -> None:
         self.path, self._key = path, key
         self.most_bytes, self.most_age_s = most_bytes, most_age_s
+        self._spares_disk = spares_disk or most_bytes is None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._paths()
@@ -179,9 +195,17 @@ class ContentFolder:
     # ------------------------------------------------------------------ changes
 
     def write(
-        self, identity: Mapping[str, str], note: bytes, parts: Sequence[Buffer], *, seconds: float, depth: int = 0
+        self,
+        identity: Mapping[str, str],
+        note: bytes,
+        parts: Sequence[Buffer],
+        *,
+        seconds: float,
+        depth: int = 0,
+        multiple: int = 1,
     ) -> ContentFile | str:
-        """Keep some parts as one file. Returns the file, or why it was not kept."""
+        """Keep some parts as one file, each at a multiple of so many bytes. Returns the file, or why it was not
+        kept."""
         of_note = digest_of(note) if self._key is None else self._key.name(note)
         path = self.path / f"{identity_digest(identity)[:16]}-{of_note}{ENDING}"
         if self._key is not None:
@@ -193,27 +217,30 @@ class ContentFolder:
             depth=depth,
             sizes=[len(memoryview(part).cast("B")) for part in parts],
             checksums=list(map(digest_of, parts)),
+            multiple=multiple,
         )
         encoded = msgspec.msgpack.encode(head)
         first = b'{"pagedcli_kept":1,"head_bytes":%d,"xxh3":"%s"}\n' % (len(encoded), digest_of(encoded).encode())
         start = len(first) + len(encoded)
-        file = ContentFile(path, head, start, start + sum(head.sizes), time.time())
+        file = ContentFile(path, head, head.places(start), time.time())
         if not self.is_writable:
             return "the folder is read-only"
         try:
             if (why := self._make_room(file.num_bytes, file)) is None:
-                self._write_whole(path, (first, encoded, *parts))
+                self._write_whole(file, first + encoded, parts)
             self._make_room(0)  # others have written meanwhile
         except OSError as error:
             return error.strerror or str(error)
         return file if why is None else why
 
-    def _write_whole(self, path: Path, parts: Sequence[Buffer]) -> None:
+    def _write_whole(self, file: ContentFile, beginning: bytes, parts: Sequence[Buffer]) -> None:
         """Raises: OSError."""
-        pending = PendingFile(path, overwrite=True)
+        pending = PendingFile(file.path, overwrite=True)
         try:
             os.fchmod(pending.file.fileno(), 0o600)
-            for part in parts:
+            pending.file.write(beginning)
+            for place, part in zip(file.places, parts, strict=False):
+                pending.file.write(bytes(place - pending.file.tell()))
                 pending.file.write(part)
             pending.commit()
         except BaseException:
@@ -273,10 +300,13 @@ class ContentFolder:
         return f"{byte_text(missing)} more than the bound: {NO_ROOM}"
 
     def _missing_bytes(self, num_bytes: int) -> int:
+        missing = []
         if self.most_bytes is not None:
-            return self.used_bytes() + num_bytes - self.most_bytes
-        disk = shutil.disk_usage(self.path)
-        return int(disk.total * FREE_SHARE) + num_bytes - disk.free
+            missing.append(self.used_bytes() + num_bytes - self.most_bytes)
+        if self._spares_disk:
+            disk = shutil.disk_usage(self.path)
+            missing.append(int(disk.total * FREE_SHARE) + num_bytes - disk.free)
+        return max(missing)
 
     # ------------------------------------------------------------------ reading
 
@@ -293,26 +323,43 @@ class ContentFolder:
 
     def read(self, file: ContentFile, wanted: Sequence[int]) -> list[bytes]:
         """Some parts of a file, each as it was written. Raises: DamagedFile."""
-        ends = [file.start]
-        for num_bytes in file.head.sizes:
-            ends.append(ends[-1] + num_bytes)
         parts = []
         try:
             with file.path.open("rb") as opened:
                 for part in wanted:
-                    opened.seek(ends[part])
+                    opened.seek(file.places[part])
                     content = opened.read(file.head.sizes[part])
                     if digest_of(content) != file.head.checksums[part]:
                         raise DamagedFile("other bytes than were written")
                     if self._key is not None:
                         content = self._decrypted(content, f"{file.path.name} {part}")
                     parts.append(content)
-            if self.is_writable:
-                os.utime(file.path)
+            self._mark_used(file)
         except OSError as error:
             raise DamagedFile(error.strerror or str(error)) from error
-        file.used_s = time.time()
         return parts
+
+    def mapped(self, file: ContentFile) -> list[memoryview]:
+        """All parts of a file, mapped into memory that processes share. Not with a key. Raises: DamagedFile if a byte
+        is not as it was written."""
+        assert self._key is None, "what is encrypted cannot be mapped"
+        try:
+            with file.path.open("rb") as opened:
+                whole = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+            self._mark_used(file)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise DamagedFile(str(error)) from error
+        parts = [whole[place : place + size] for place, size in zip(file.places, file.head.sizes, strict=False)]
+        with ThreadPoolExecutor() as pool:
+            if list(pool.map(digest_of, parts)) != file.head.checksums:
+                raise DamagedFile("other bytes than were written")
+        return parts
+
+    def _mark_used(self, file: ContentFile) -> None:
+        """Raises: OSError."""
+        if self.is_writable:
+            os.utime(file.path)
+        file.used_s = time.time()
 
 
 def _open_head(path: Path) -> ContentFile:
@@ -335,7 +382,6 @@ def _open_head(path: Path) -> ContentFile:
         head = msgspec.msgpack.decode(encoded, type=Head)
     except msgspec.DecodeError as error:  # another version's fields
         raise DamagedFile(f"the head is not as this version writes it: {error}") from error
-    start = len(first) + len(encoded)
-    if about.st_size != start + sum(head.sizes):
+    if head.multiple < 1 or about.st_size != (places := head.places(len(first) + len(encoded)))[-1]:
         raise DamagedFile("cut or longer than written")
-    return ContentFile(path, head, start, about.st_size, about.st_mtime)
+    return ContentFile(path, head, places, about.st_mtime)

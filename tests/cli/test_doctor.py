@@ -40,6 +40,7 @@ def test_a_sound_machine_passes_every_check():
     assert all(row["seconds"] > 0 for row in rows.values())
     assert {row["what"]: row["version"] for row in found["versions"]}["torch"] == torch.__version__
     assert found["devices"][0]["total_bytes"] > found["devices"][0]["free_bytes"] > 0
+    assert "weight_cache" in found
     assert "All " in result.stderr
     assert doctor().stdout.startswith(f"All {len(rows)} checks passed on cpu, with attention backend ")
 

@@ -263,7 +263,7 @@ def test_an_encrypted_store_is_read_with_its_key_alone(path, tmp_path):
     assert compare_with_model(config, folder, folder.files()[0], 1.0).num_equal["blocks"] == written.num_written_blocks
     for file in folder.files()[0]:
         content = bytearray(file.path.read_bytes())
-        content[file.start + 3] ^= 1
+        content[file.places[0] + 3] ^= 1
         file.path.write_bytes(content)
     found, damaged, _ = outcome(engine_with(path, store, **key), prompts)
     assert found == expected

@@ -11,7 +11,7 @@ import typer
 
 from pagedcli import __version__
 from pagedcli.cli.options import FormatOption
-from pagedcli.errors import BackendError
+from pagedcli.errors import BackendError, UsageError
 from pagedcli.records import RIGHT, Bytes, count, size
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
@@ -83,6 +83,7 @@ def doctor(
         _versions_table(),
         _devices_table(),
         _paths_table(),
+        _weights_table(),
         table(Backend, "backends", f"Attention backends on {chosen}, in order of preference", backends),
         _engine_table(chosen),
         table(CheckResult, "self_test", "Self-test with the built-in model", results, "check passed seconds detail"),
@@ -272,6 +273,19 @@ def _paths_table() -> Table:
             for peak in measure_peaks(functions, paths, torch.get_num_threads()):
                 rows.append(CpuPath(dtype, NAMES[peak.path], peak.path is used, peak.flop_per_s / 1e9))
     return table(CpuPath, "cpu_paths", "CPU kernels", rows, notes=notes)
+
+
+def _weights_table() -> Table:
+    """The packed weights that are kept for the next start."""
+    from pagedcli.runner.weight_cache import DEFAULT_BYTES, KeptWeights, kept_weights, weight_folder
+
+    rows: list[KeptWeights] = []
+    notes = [f"in {weight_folder()}, at most {size(DEFAULT_BYTES)} (--weight-cache-size, --no-weight-cache)"]
+    try:
+        rows = kept_weights()
+    except (OSError, UsageError) as error:
+        notes.append(str(error))
+    return table(KeptWeights, "weight_cache", "Packed weights kept for the next start", rows, notes=notes)
 
 
 def _instruction_notes() -> list[str]:

@@ -16,7 +16,10 @@ from pagedcli.attention.base import dtype_name
 class LinearLayer(Protocol):
     """y = x W^T + b, with any storage format of W."""
 
-    nbytes: int  # size of W as stored in memory
+    @property
+    def nbytes(self) -> int:
+        """Size of W as stored in memory."""
+        ...
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""

@@ -5,6 +5,7 @@ not depend, in any bit, on the other tokens of the batch.
 """
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from pagedcli.native.system import empty_in_huge_pages
 class NativeLinear:
     """y = x W^T + b; with `gated`, silu(y of the first half of W's rows) * (y of the second half)."""
 
-    __slots__ = ("_functions", "_packed", "_parts", "_tensors", "dtype", "nbytes", "out_features", "struct")
+    __slots__ = ("_functions", "_parts", "dtype", "out_features", "struct", "tensors")
 
     def __init__(
         self,
@@ -46,15 +47,14 @@ class NativeLinear:
         self.struct = structs.LinearStruct(rows=rows, columns=columns, gated=gated)
         self._parts: list[NativeLinear] = []  # see side_by_side
         if isinstance(weight, CodedWeight):
-            tensors = self._pack_codes(weight)
+            packed = self._pack_codes(weight)
         else:
-            tensors = self._pack(weight.contiguous(), quantization)
-        wide_bias = bias.float().contiguous() if bias is not None else None
-        self._packed, self._tensors = tensors[0], (*tensors[1:], wide_bias)  # the struct points into them
-        self.struct.weight = self._packed.data_ptr()
-        self.struct.panel_bytes = self._packed.nbytes // self._functions.linear_num_panels(ctypes.byref(self.struct))
-        self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)  # size of the packed form
+            packed = self._pack(weight.contiguous(), quantization)
+        if bias is not None:
+            packed["bias"] = bias.float().contiguous()
+        self._point_to(packed)
+        num_panels = self._functions.linear_num_panels(ctypes.byref(self.struct))
+        self.struct.panel_bytes = packed["weight"].nbytes // num_panels
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated."""
@@ -80,19 +80,49 @@ class NativeLinear:
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             part.struct.out_stride = out_features
             part.struct.next = None if following is None else ctypes.addressof(following.struct)
-        whole.out_features, whole.nbytes = out_features, sum(part.nbytes for part in parts)
-        whole._parts = parts[1:]
+        whole.out_features, whole._parts = out_features, parts[1:]
         return whole
+
+    @property
+    def parts(self) -> "list[NativeLinear]":
+        """The layers that side_by_side has made this one of; only itself otherwise."""
+        return [self, *self._parts]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the packed form, without the bias."""
+        return sum(tensor.nbytes for part in self.parts for name, tensor in part.tensors.items() if name != "bias")
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed weight alone."""
-        return self._packed.nbytes
+        return self.tensors["weight"].nbytes
 
     def move_weight(self, room: Tensor) -> None:
         """Keep the packed weight in `room` [packed_bytes] uint8 from now on."""
-        self._packed = room.copy_(self._packed.view(torch.uint8))
-        self.struct.weight = room.data_ptr()
+        self._point_to({**self.tensors, "weight": room.copy_(self.tensors["weight"].view(torch.uint8))})
+
+    @classmethod
+    def of_packed(
+        cls, library: NativeLibrary, numbers: Mapping[str, int], tensors: dict[str, Tensor], dtype: torch.dtype
+    ) -> "NativeLinear":
+        """A layer that was packed before, from its `numbers` and tensors."""
+        linear = object.__new__(cls)
+        linear._functions, linear.dtype, linear._parts = structs.bind(library.functions), dtype, []
+        linear.struct = structs.LinearStruct(**numbers)
+        linear.out_features = linear.struct.rows // 2 if linear.struct.gated else linear.struct.rows
+        linear._point_to(tensors)
+        return linear
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What of_packed needs besides the tensors."""
+        return {name: getattr(self.struct, name) for name in structs.LINEAR_NUMBERS}
+
+    def _point_to(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors  # by the names of the struct's pointers
+        for name, tensor in tensors.items():
+            setattr(self.struct, name, tensor.data_ptr())
 
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows of the weight as they were before packing, codes as numbers. Shapes: rows [R] int64 -> [R, in]. Not when
@@ -109,19 +139,19 @@ class NativeLinear:
             raise IndexError(f"a row is not one of the {self.struct.rows} of this weight")
         return out
 
-    def _pack(self, weight: Tensor, quantization: str | None) -> tuple[Tensor, ...]:
+    def _pack(self, weight: Tensor, quantization: str | None) -> dict[str, Tensor]:
         """The packed weight, and what the struct needs with it."""
         if quantization is not None:
             self.struct.kind = structs.PACKINGS[quantization]
-            tensors = packed, scales, sums = self._empty_with_scales()
-            self._call(f"linear_pack_{quantization}", structs.DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
+            tensors = self._empty_with_scales()
+            self._call(f"linear_pack_{quantization}", structs.DTYPE_CODES[weight.dtype], weight, *tensors.values())
             return tensors
         self.struct.kind = structs.DTYPE_CODES[weight.dtype]
         packed = empty_in_huge_pages(self._padded_rows() * weight.shape[1], weight.dtype)
         self._call("linear_pack", weight, packed)
-        return (packed,)
+        return {"weight": packed}
 
-    def _pack_codes(self, weight: CodedWeight) -> tuple[Tensor, ...]:
+    def _pack_codes(self, weight: CodedWeight) -> dict[str, Tensor]:
         """A weight of codes: 8 bits symmetric per output feature as int8, everything else in chunks of its groups.
 
         With groups of 64 inputs a chunk is 64 inputs, and a panel of P output features, for example P = 32, is
@@ -137,8 +167,8 @@ class NativeLinear:
         if weight.bits == 8 and num_groups == 1 and zeros is not None and bool((zeros == 128).all()):
             self.struct.kind = structs.INT8
             signed = (weight.codes ^ 128).contiguous().view(torch.int8)
-            tensors = packed, scales, sums = self._empty_with_scales()
-            self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), packed, scales, sums)
+            tensors = self._empty_with_scales()
+            self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), *tensors.values())
             return tensors
         weight, order = weight.in_order
         codes, struct = weight.codes.contiguous(), self.struct
@@ -147,7 +177,7 @@ class NativeLinear:
             struct.kind = structs.LEVELS4 if weight.levels == E2M1 else structs.IQ4
         struct.zero = weight.zeros if isinstance(weight.zeros, int) and weight.minima is None else -1
         if weight.steps is not None or weight.minima is not None:
-            return (self._pack_grouped(codes, weight),)
+            return {"weight": self._pack_grouped(codes, weight)}
         kept_dtype = weight.scales.dtype
         if kept_dtype not in structs.DTYPE_CODES or (weight.bits == 8 and zeros is not None):
             kept_dtype = torch.float32
@@ -159,11 +189,7 @@ class NativeLinear:
         self._call(
             "linear_pack_codes", codes, scales, 0 if zeros is None else zeros.contiguous(), weight.group_size, packed
         )
-        if order is None:
-            return (packed,)
-        order = order.to(torch.int32)
-        struct.order = order.data_ptr()
-        return packed, order
+        return {"weight": packed} if order is None else {"weight": packed, "order": order.to(torch.int32)}
 
     def _pack_grouped(self, codes: Tensor, weight: CodedWeight) -> Tensor:
         """Scales that are products of steps and bytes as those, otherwise a scale and a minimum in float32 for each
@@ -182,12 +208,13 @@ class NativeLinear:
         self._call("linear_pack_grouped", codes, *tensors, packed)
         return packed
 
-    def _empty_with_scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        packed, padded_rows = self._empty(), self._padded_rows()
-        scales = torch.empty(padded_rows, dtype=torch.float32)
-        sums = torch.empty(padded_rows, dtype=torch.int32)
-        self.struct.scales, self.struct.sums = scales.data_ptr(), sums.data_ptr()
-        return packed, scales, sums
+    def _empty_with_scales(self) -> dict[str, Tensor]:
+        padded_rows = self._padded_rows()
+        return {
+            "weight": self._empty(),
+            "scales": torch.empty(padded_rows, dtype=torch.float32),
+            "sums": torch.empty(padded_rows, dtype=torch.int32),
+        }
 
     def _empty(self) -> Tensor:
         return empty_in_huge_pages(self._functions.linear_packed_bytes(ctypes.byref(self.struct)), torch.uint8)

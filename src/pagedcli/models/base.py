@@ -2,7 +2,7 @@
 DecoderRequest. And the errors of lengths that a model cannot have.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.config import LoadFormat
 from pagedcli.errors import ModelError
+from pagedcli.layers.packed_layers import PackedLayers
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import WeightFormat
 from pagedcli.models.spec import ModelSpec, layer_groups
@@ -90,6 +91,7 @@ class DecoderRequest:
     trust_remote_code: bool
     max_model_len: int  # tokens
     parallel: ParallelContext
+    packed: PackedLayers = field(default_factory=PackedLayers)  # of the native decoder, which changes it
 
 
 def chunk_refusal(architecture: str, chunk: int, max_model_len: int) -> ModelError:

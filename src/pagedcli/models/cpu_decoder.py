@@ -15,6 +15,7 @@ from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
 from pagedcli.errors import BackendError
 from pagedcli.events import CacheGroup
 from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.layers.packed_layers import PackedLayer
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
@@ -168,9 +169,18 @@ class _Builder(Parts):
     def tables(self) -> tuple[Tensor | None, NativeLinear]:
         """The embedding, None if it is read from the output layer, and the output layer."""
         tied, layer_format = self._spec.tie_word_embeddings, self._request.weight_format.lm_head
-        embedding, output = self.output()
-        lm_head = self._keep(layer_format.native_linear(output, None, self._request.dtype))
-        if tied and layer_format.keeps_rows:
+        packed, reads_rows = self._request.packed, tied and layer_format.keeps_rows
+        if reads_rows and (kept := packed.kept.get("lm_head")) is not None:
+            self._tensors.discard("embedding")
+            return None, self._keep(kept.linear)
+        embedding = self._tensors.pop("embedding")
+
+        def make() -> PackedLayer:
+            modules = self.output(embedding)
+            return PackedLayer(layer_format.native_linear(modules, None, self._request.dtype), 0)
+
+        lm_head = self._keep(packed.get("lm_head", make, lambda: self._tensors.discard("lm_head")).linear)
+        if reads_rows:
             return None, lm_head
         self.weight_bytes += embedding.nbytes
         return embedding, lm_head
@@ -307,13 +317,13 @@ class _Builder(Parts):
         """A linear layer for each head."""
         dtype = self._request.dtype
         linears = (self._keep(AS_STORED.native_linear([{"weight": each}], None, dtype)) for each in weights.unbind(0))
-        return (LinearStruct * len(weights))(*_side_by_side(linears, len(weights)))
+        return (LinearStruct * len(weights))(*_moved_together(linears, len(weights)))
 
     def _experts(self, experts: Experts, key: str) -> ExpertsStruct:
         numbers, count = range(experts.num_experts), experts.num_experts
         gate_up, down = (
             (LinearStruct * count)(
-                *_side_by_side((self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers), count)
+                *self._side_by_side((self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers), count)
             )
             for name, gated in ((experts.each.input_name, experts.each.gated), ("down", False))
         )
@@ -340,6 +350,12 @@ class _Builder(Parts):
             self.kept += linears
         self.kept += [gate_up, down, struct]
         return struct
+
+    def _side_by_side(self, linears: Iterator[NativeLinear], count: int) -> list[LinearStruct]:
+        """The structs of a layer's experts."""
+        if self._request.packed.kept:  # written side by side
+            return [linear.struct for linear in linears]
+        return _moved_together(linears, count)
 
     def _recurrent(self, shape: GatedDelta | Mamba2 | ShortConv, key: str) -> int:
         """The address of a layer with a state."""
@@ -382,9 +398,14 @@ class _Builder(Parts):
         return first.struct, self._linear(f"{key}.down").struct
 
     def _linear(self, key: str, *, gated: bool = False) -> NativeLinear:
-        layer_format, modules, bias = self.stored(key)
-        self.weight_bytes += bias.nbytes if bias is not None else 0
-        return self._keep(layer_format.native_linear(modules, bias, self._request.dtype, gated=gated))
+        def make() -> PackedLayer:
+            layer_format, modules, bias = self.stored(key)
+            linear = layer_format.native_linear(modules, bias, self._request.dtype, gated=gated)
+            return PackedLayer(linear, bias.nbytes if bias is not None else 0)
+
+        layer = self._request.packed.get(key, make, lambda: self.discard(key))
+        self.weight_bytes += layer.bias_bytes
+        return self._keep(layer.linear)
 
     def _unquantized(self, key: str) -> LinearStruct:
         modules, bias = self.unquantized(key)
@@ -426,7 +447,7 @@ class _StateArguments:
         )
 
 
-def _side_by_side(linears: Iterator[NativeLinear], count: int) -> list[LinearStruct]:
+def _moved_together(linears: Iterator[NativeLinear], count: int) -> list[LinearStruct]:
     """The structs of `count` layers. Their packed weights, if of the size of the first one's, are moved side by side as
     soon as they are made: each alone may be too small for huge pages."""
     first = next(linears)

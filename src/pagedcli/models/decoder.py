@@ -51,7 +51,7 @@ from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import Mixer, ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype
-from pagedcli.models.tensors import Parameter, linear_formats, take_linear
+from pagedcli.models.tensors import Parameter, linear_formats, linear_names, take_linear
 from pagedcli.models.weights import open_weights
 
 if TYPE_CHECKING:
@@ -187,6 +187,12 @@ class Parts:
         layer_format = self._formats[key]
         return layer_format, take_linear(self._tensors, key, layer_format), self._tensors.pop(f"{key}.bias", None)
 
+    def discard(self, key: str) -> None:
+        """Leave the tensors of a linear layer unread."""
+        modules = linear_names(self._tensors, key, self._formats[key])
+        for name in (*(name for module in modules for name in module.values()), f"{key}.bias"):
+            self._tensors.discard(name)
+
     def unquantized(self, key: str) -> tuple[Modules, Tensor | None]:
         """The modules of a linear layer that is never quantized, AS_STORED, and its bias."""
         return [{"weight": self._tensors.pop(key)}], self._tensors.pop(f"{key}.bias", None)
@@ -232,10 +238,9 @@ class Parts:
         weight: Tensor = self._tensors.pop(f"{key}.router_norm")
         return weight.mul_(weight.shape[0] ** -0.5)
 
-    def output(self) -> tuple[Tensor, Modules]:
-        """The embedding [V, E] and the modules of the output layer, which are the same tensor if tied."""
-        embedding = self._tensors.pop("embedding")
-        return embedding, [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")[0]
+    def output(self, embedding: Tensor) -> Modules:
+        """The modules of the output layer, which are the embedding [V, E] if tied."""
+        return [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")[0]
 
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """The table of a rotary embedding, one for all layers that have it."""
@@ -275,7 +280,8 @@ class _Builder(Parts):
         """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
         its format allows it, so that there is no second copy."""
         tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
-        table, stored = self.output()
+        table = self._tensors.pop("embedding")
+        stored = self.output(table)
         layer_format, dtype = self._request.weight_format.lm_head, self._request.dtype
         if tied and layer_format.stored[0].dtype is not None:  # packed in the checkpoint
             widened = layer_format.weight(stored, dtype, "torch")

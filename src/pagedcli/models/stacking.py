@@ -26,6 +26,10 @@ class UnreadTensors(MutableMapping[str, Tensor]):
     def __delitem__(self, key: str) -> None:
         del self._reads[key]
 
+    def discard(self, key: str) -> None:
+        """Leave a tensor unread, if there is one."""
+        self._reads.pop(key, None)
+
     def __contains__(self, key: object) -> bool:
         return key in self._reads  # without reading it
 

@@ -1,7 +1,7 @@
 """The tensors of a decoder and what a kind of layer says of its own: Parameter, and Tensors, which makes them. Free of
 torch: dtypes are names."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -214,15 +214,21 @@ def linear_formats(parameters: Mapping[str, Parameter]) -> dict[str, LayerFormat
     return formats
 
 
-def take_linear(tensors: "MutableMapping[str, Tensor]", key: str, layer_format: LayerFormat) -> "Modules":
-    """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
+def linear_names(names: Container[str], key: str, layer_format: LayerFormat) -> list[dict[str, str]]:
+    """The tensors of a linear layer's modules by suffix, among `names`."""
     if layer_format.stacks:
-        return [{"weight": tensors.pop(f"{key}.weight")}]
-    modules: list[dict[str, Tensor]] = []
+        return [{"weight": f"{key}.weight"}]
+    modules: list[dict[str, str]] = []
     while module := {
-        stored.suffix: tensors.pop(name)
+        stored.suffix: name
         for stored in layer_format.stored
-        if (name := f"{key}[{len(modules)}].{stored.suffix}") in tensors
+        if (name := f"{key}[{len(modules)}].{stored.suffix}") in names
     }:
         modules.append(module)
     return modules
+
+
+def take_linear(tensors: "MutableMapping[str, Tensor]", key: str, layer_format: LayerFormat) -> "Modules":
+    """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
+    modules = linear_names(tensors, key, layer_format)
+    return [{suffix: tensors.pop(name) for suffix, name in module.items()} for module in modules]

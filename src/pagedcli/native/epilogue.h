@@ -42,10 +42,11 @@ static inline Linear panels_of(const Linear& l, int64_t first, int64_t end) {
     return part;
 }
 
-// Calls work(panel) for all panels of a weight that is being packed. Each huge page is one thread's, nearly: one that two
+// Calls work(panel) for all panels of a weight that is being packed. Neighbours are one thread's, nearly: a huge page that two
 // threads are the first to touch is cleared twice by the system.
 template <class Work> static void for_panels(int threads, int64_t panels, int64_t panel_bytes, const Work& work) {
-    const int64_t each = std::max<int64_t>(1, (2 << 20) / panel_bytes);
+    constexpr int64_t PIECES = 8;  // of each thread at least, if there are as many panels
+    const int64_t each = std::max<int64_t>(1, std::min((2 << 20) / panel_bytes, panels / (PIECES * threads)));
     parallel_ranges(threads, (panels + each - 1) / each, [&](int64_t i) {
         for (int64_t p = i * each; p < std::min(panels, (i + 1) * each); p++) work(p);
     });

@@ -166,17 +166,27 @@ struct ByteSum {
 #endif
 };
 
-// One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step. x(k), to(k): where
-// element k lies, VL of them together.
-template <class T, class From, class To> float quantize_row(const From& x, int64_t columns, int offset, const To& to) {
+// The largest magnitude of a row. x(k): where element k lies, VL of them together.
+template <class T, class From> float largest_of(const From& x, int64_t columns) {
     vf tops = {};
     int64_t k = 0;
     for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x(k)) & 0x7fffffff));
     float top = max_in(tops);
     for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x(k))));
+    return top;
+}
+template <class T> float largest_of(const typename T::Elem* x, int64_t columns) {
+    return largest_of<T>([&](int64_t k) { return x + k; }, columns);
+}
+
+// One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step. x(k), to(k): as for
+// largest_of.
+template <class T, class From, class To> float quantize_row(const From& x, int64_t columns, int offset, const To& to) {
+    const float top = largest_of<T>(x, columns);
+    int64_t k = 0;
     const float inverse = top > 0 ? 127 / top : 0;
     const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
-    for (k = 0; k + VL <= columns; k += VL) {
+    for (; k + VL <= columns; k += VL) {
         const vi q = (vi)(Rows<T>::load(x(k)) * inverse + magic) - (vi)magic + offset;
         store_bytes(to(k), q);
     }

@@ -90,6 +90,11 @@ void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t
     }
 }
 
+// A feature's weights into its lane of a panel.
+inline void put_feature(const std::vector<int8_t>& q, int64_t lane, int8_t* panel) {
+    for (size_t k = 0; k < q.size(); k += GROUP) memcpy(panel + k * PANEL + lane * GROUP, q.data() + k, GROUP);
+}
+
 #if defined(HAS_TILES)
 struct Int4Tiles {
     static constexpr bool WIDENS = true;
@@ -167,19 +172,15 @@ void linear_pack_int8(const Linear* linear, int64_t dtype, const void* weight, i
         using E = typename T::Elem;
         for_panels(threads, padded_rows(l) / PANEL, PANEL * stride, [&](int64_t p) {
             int8_t* to = packed + p * PANEL * stride;
-            memset(to, 0, PANEL * stride);
+            std::vector<int8_t> q(stride);
             for (int64_t i = 0; i < PANEL; i++) {
-                const int64_t row = source_row(l, p * PANEL + i);
-                float top = 0;
+                const int64_t row = source_row(l, p * PANEL + i), columns = row < 0 ? 0 : l.columns;
                 const E* from = (const E*)weight + row * l.columns;
-                for (int64_t k = 0; row >= 0 && k < l.columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(from + k)));
-                const float inverse = top > 0 ? 127 / top : 0;
+                const float top = largest_of<T>(from, columns), inverse = top > 0 ? 127 / top : 0;
                 int32_t sum = 0;
-                for (int64_t k = 0; row >= 0 && k < l.columns; k++) {
-                    const int8_t q = (int8_t)std::nearbyint(Rows<T>::load_one(from + k) * inverse);
-                    to[(k / GROUP * PANEL + i) * GROUP + k % GROUP] = q;
-                    sum += q;
-                }
+                std::fill(q.begin(), q.end(), 0);
+                for (int64_t k = 0; k < columns; k++) sum += q[k] = (int8_t)std::nearbyint(Rows<T>::load_one(from + k) * inverse);
+                put_feature(q, i, to);
                 scales[p * PANEL + i] = top / 127;
                 sums[p * PANEL + i] = sum;
             }
@@ -194,15 +195,13 @@ void linear_pack_int8_codes(const Linear* linear, const int8_t* codes, const flo
     const int64_t stride = (l.columns + GROUP - 1) / GROUP * GROUP;
     for_panels(threads, padded_rows(l) / PANEL, PANEL * stride, [&](int64_t p) {
         int8_t* to = packed + p * PANEL * stride;
-        memset(to, 0, PANEL * stride);
+        std::vector<int8_t> q(stride);
         for (int64_t i = 0; i < PANEL; i++) {
-            const int64_t row = source_row(l, p * PANEL + i);
+            const int64_t row = source_row(l, p * PANEL + i), columns = row < 0 ? 0 : l.columns;
+            std::fill(std::copy_n(codes + row * l.columns, columns, q.begin()), q.end(), 0);
             int32_t sum = 0;
-            for (int64_t k = 0; row >= 0 && k < l.columns; k++) {
-                const int8_t code = codes[row * l.columns + k];
-                to[(k / GROUP * PANEL + i) * GROUP + k % GROUP] = code;
-                sum += code;
-            }
+            for (int64_t k = 0; k < columns; k++) sum += q[k];
+            put_feature(q, i, to);
             scales[p * PANEL + i] = row < 0 ? 0 : row_scales[row];
             sums[p * PANEL + i] = sum;
         }

@@ -8,10 +8,11 @@ namespace {
 // One feature's codes of a chunk's columns into its lane of the blocks, which are zeros.
 template <class Codes>
 void pack_lane(const Linear& l, const Chunks& chunks, Codes, const uint8_t* codes, int64_t first, int64_t lane, uint8_t* blocks) {
-    const int64_t end = std::min(l.columns, first + chunks.columns);
-    for (int64_t k = first; k < end; k++) {
-        const int64_t at = k - first;
-        Codes::put(blocks + at / Codes::COLUMNS * Codes::BYTES, at % Codes::COLUMNS, lane, codes[k]);
+    const int64_t count = std::min(l.columns - first, chunks.columns);
+    for (int64_t k = 0; k < count; k += GROUP) {
+        uint32_t four = 0;
+        memcpy(&four, codes + first + k, std::min<int64_t>(GROUP, count - k));
+        Codes::put_four(blocks + k / Codes::COLUMNS * Codes::BYTES, k % Codes::COLUMNS / GROUP, lane, four);
     }
 }
 

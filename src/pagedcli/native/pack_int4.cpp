@@ -1,68 +1,83 @@
-// Rounds weights to 4 bits (packed_int4.h).
+// Rounds weights to 4 bits (packed_int4.h): VL features at a time, a lane each.
 
 #include "packed_int4.h"
 
 namespace {
 
-constexpr int GROUP_VECTORS = BLOCK_COLUMNS / VL;
 constexpr int MOST = 127;  // of step * q - zero
-
-// A group of a feature's weights in units of its scale, and as step * q - zero.
-struct Rounded {
-    float step, zero, error = INFINITY;
-    vf q[GROUP_VECTORS];
-};
 
 // Adding 1.5 * 2^23 rounds to an integer.
 inline vf nearest(vf x) { return x + splat(12582912.f) - splat(12582912.f); }
-inline float nearest_in(float x, float least, float most) { return std::min(most, std::max(least, std::nearbyint(x))); }
-
-Rounded round_group(const vf* w, float step, float zero) {
-    Rounded group{step, zero};
-    const vf most = splat(std::min(15.f, std::floor((MOST + zero) / step)));
-    vf errors = {};
-    for (int i = 0; i < GROUP_VECTORS; i++) {
-        const vf q = max_of(vf{}, nearest((w[i] + zero) * (1 / step)));
-        group.q[i] = -max_of(-q, -most);
-        const vf difference = step * group.q[i] - zero - w[i];
-        errors += difference * difference;
-    }
-    group.error = sum_of(errors);
-    return group;
+inline vf ceil_of(vf x) {
+    const vf near = nearest(x);
+    return near + select_of(near < x, splat(1), vf{});
+}
+inline bool any_of(vi mask) {
+    int32_t any = 0;
+    for (int i = 0; i < VL; i++) any |= mask[i];
+    return any;
 }
 
-// The step and zero of least squared error. Steps from that of the whole range down to three quarters of it are tried, as
-// clipping the largest makes the others finer, and ranges half a step to both sides; zero is 0 or more, so that a weight of 0
-// stays within reach.
-Rounded best_fit(const vf* w) {
+// How a group of each feature is rounded, all in units of the feature's scale.
+struct Grid {
+    vf step, zero, inverse, most;
+    Grid(vf step, vf zero) : step(step), zero(zero), inverse(1.f / step) {
+        most = min_of(splat(15), -ceil_of(-((splat(MOST) + zero) / step)));
+    }
+    vf rounded(vf w) const { return min_of(max_of(vf{}, nearest((w + zero) * inverse)), most); }
+    // The squared errors of each lane, added in the order of sum_of(errors of VL neighbours).
+    template <int STRIDE = 1> vf error(const vf* w, int first = 0) const {
+        if constexpr (STRIDE < VL) {
+            return error<2 * STRIDE>(w, first) + error<2 * STRIDE>(w, first + STRIDE);
+        } else {
+            vf errors = {};
+            for (int k = first; k < BLOCK_COLUMNS; k += VL) {
+                const vf difference = step * rounded(w[k]) - zero - w[k];
+                errors += difference * difference;
+            }
+            return errors;
+        }
+    }
+};
+
+// The step and zero of least squared error; of equals the least step, then the least zero. Steps from that of the whole range
+// down to three quarters of it are tried, as clipping the largest makes the others finer, and ranges half a step to both
+// sides; zero is 0 or more, so that a weight of 0 stays within reach.
+Grid best_fit(const vf* w) {
     vf tops = {}, bottoms = {};
-    for (int i = 0; i < GROUP_VECTORS; i++) tops = max_of(tops, w[i]), bottoms = max_of(bottoms, -w[i]);
-    const float most = max_in(tops), least = -max_in(bottoms), range = most - least;
-    Rounded best{1, 0};
-    for (float step = std::max(1.f, std::ceil(range / 20)); step <= std::max(1.f, std::ceil(range / 15)); step++)
-        for (float shift = -step / 2; shift <= step / 2; shift += std::max(1.f, step / 8)) {
-            const Rounded group = round_group(w, step, nearest_in(7.5f * step - (least + most) / 2 + shift, 0, MOST));
-            if (group.error < best.error) best = group;
+    for (int k = 0; k < BLOCK_COLUMNS; k++) tops = max_of(tops, w[k]), bottoms = max_of(bottoms, -w[k]);
+    const vf range = tops + bottoms, centre = (tops - bottoms) / 2;
+    const vf first = max_of(splat(1), ceil_of(range / 20));
+    vf best_step = splat(1), best_zero = {}, least_error = splat(INFINITY);
+    for (vf step = max_of(splat(1), ceil_of(range / 15)); any_of(step >= first); step -= 1)
+        for (int i = 8; i >= 0; i--) {
+            const vf shift = (float)i * max_of(splat(1), step / 8) - step / 2;
+            const vf zero = min_of(splat(MOST), max_of(vf{}, nearest(7.5f * step - centre + shift)));
+            const Grid grid(step, zero);
+            // the errors of the largest and the least weight alone are often too many
+            const vf above = max_of(vf{}, tops - (step * grid.most - zero)), below = max_of(vf{}, bottoms - zero);
+            const vi tried = step >= first & shift <= step / 2 & above * above + below * below <= least_error * 1.001f;
+            if (!any_of(tried)) continue;
+            const vf error = grid.error(w);
+            const vi better = tried & error <= least_error;
+            best_step = select_of(better, step, best_step), best_zero = select_of(better, zero, best_zero);
+            least_error = select_of(better, error, least_error);
         }
-    return best;
+    return Grid(best_step, best_zero);
 }
 
-// One feature's weights [groups * 32] into its lane of a packed panel. Returns the sum of its rounded weights.
-int32_t pack_feature(const float* weights, float scale, int64_t groups, int64_t lane, uint8_t* panel) {
-    int32_t sum = 0;
-    for (int64_t g = 0; g < groups; g++, panel += Int4Group::BYTES) {
-        vf w[GROUP_VECTORS];
-        for (int i = 0; i < GROUP_VECTORS; i++) w[i] = loadf(weights + g * BLOCK_COLUMNS + i * VL) * (scale > 0 ? 1 / scale : 0);
-        const Rounded group = best_fit(w);
-        const int step = (int)group.step, zero = (int)group.zero;
-        panel[lane] = step, panel[PANEL + lane] = zero;
-        for (int k = 0; k < BLOCK_COLUMNS; k++) {
-            const int q = (int)group.q[k / VL][k % VL];
-            Nibbles::put(panel + 2 * PANEL, k, lane, q);
-            sum += step * q - zero;
-        }
+// A group of VL features into vector v of a packed panel. Returns the sums of their rounded weights.
+vi pack_group(const vf* w, int v, uint8_t* group) {
+    const Grid grid = best_fit(w);
+    const vi step = __builtin_convertvector(grid.step, vi), zero = __builtin_convertvector(grid.zero, vi);
+    store_bytes(group + v * VL, step), store_bytes(group + PANEL + v * VL, zero);
+    vi q[BLOCK_COLUMNS], sums = {};
+    for (int k = 0; k < BLOCK_COLUMNS; k++) {
+        q[k] = __builtin_convertvector(grid.rounded(w[k]), vi);
+        sums += step * q[k] - zero;
     }
-    return sum;
+    Nibbles::store(group + 2 * PANEL, v, q);
+    return sums;
 }
 
 }  // namespace
@@ -73,22 +88,32 @@ extern "C" {
 void linear_pack_int4(const Linear* linear, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int32_t* sums,
                       int threads) {
     const Linear& l = *linear;
-    const int64_t columns = padded_columns(l), panel_bytes = packed_panel_bytes(l);
+    const int64_t groups = padded_columns(l) / BLOCK_COLUMNS, panel_bytes = packed_panel_bytes(l);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
         for_panels(threads, padded_rows(l) / PANEL, panel_bytes, [&](int64_t p) {
-            memset(packed + p * panel_bytes, 0, panel_bytes);
-            std::vector<float> feature(columns);
-            for (int64_t i = p * PANEL; i < (p + 1) * PANEL; i++) {
-                const int64_t row = source_row(l, i);
-                float top = 0;
-                for (int64_t k = 0; k < l.columns; k++) {
-                    feature[k] = row < 0 ? 0 : Rows<T>::load_one((const E*)weight + row * l.columns + k);
-                    top = std::max(top, std::fabs(feature[k]));
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                const int64_t first = p * PANEL + v * VL;
+                const E* rows[VL];
+                vf inverse = {};
+                vi rounded = {};
+                for (int i = 0; i < VL; i++) {
+                    const int64_t row = source_row(l, first + i);
+                    rows[i] = row < 0 ? nullptr : (const E*)weight + row * l.columns;
+                    const float scale = row < 0 ? 0 : largest_of<T>(rows[i], l.columns) / MOST;
+                    scales[first + i] = scale;
+                    inverse[i] = scale > 0 ? 1 / scale : 0;
                 }
-                scales[i] = top / MOST;
-                sums[i] = pack_feature(feature.data(), scales[i], columns / BLOCK_COLUMNS, i % PANEL, packed + p * panel_bytes);
+                for (int64_t g = 0; g < groups; g++) {
+                    const int64_t begin = g * BLOCK_COLUMNS, count = std::min(BLOCK_COLUMNS, l.columns - begin);
+                    vf w[BLOCK_COLUMNS] = {};
+                    for (int i = 0; i < VL; i++)
+                        for (int64_t k = 0; rows[i] && k < count; k++) w[k][i] = Rows<T>::load_one(rows[i] + begin + k);
+                    for (vf& each : w) each *= inverse;
+                    rounded += pack_group(w, v, packed + p * panel_bytes + g * Int4Group::BYTES);
+                }
+                store_any(sums + first, rounded);
             }
         });
     });

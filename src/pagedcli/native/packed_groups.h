@@ -74,7 +74,7 @@ template <class S, int64_t C = BLOCK_COLUMNS> struct Bytes {
     static constexpr int64_t COLUMNS = C, BYTES = PANEL * COLUMNS;
     using Sum = S;
     static vi four(const uint8_t* block, int i, int v) { return load_any<vi>(block + (i * PANEL_VECTORS + v) * VL * GROUP); }
-    static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) { block[(k / GROUP * PANEL + lane) * GROUP + k % GROUP] = q; }
+    static void put_four(uint8_t* block, int64_t i, int64_t lane, uint32_t four) { store_any(block + (i * PANEL + lane) * GROUP, four); }
 };
 
 // Nibbles and the bits above them: byte i of row j of the plane has those of k = 4 n + i, j the whole part of n / PER, from the
@@ -94,10 +94,10 @@ template <int BITS, int64_t C> struct Planes {
         return Low::half(low, i) | (moved & (vi{} + ((1 << EXTRA) - 1) * 0x10101010));
     }
     static vi four(const uint8_t* block, int i, int v) { return joined(low_bytes(block, i, v), plane_bytes(block, i, v), i); }
-    static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) {
-        const int64_t n = k / GROUP;
-        Low::put(block, k, lane, q);
-        block[Low::BYTES + (n / PER * PANEL + lane) * GROUP + k % GROUP] |= (q >> 4) << (n % PER * EXTRA);
+    static void put_four(uint8_t* block, int64_t i, int64_t lane, uint32_t four) {
+        uint8_t* at = block + Low::BYTES + (i / PER * PANEL + lane) * GROUP;
+        Low::put_four(block, i, lane, four);
+        store_any(at, load_any<uint32_t>(at) | (four >> 4 & 0x0f0f0f0f) << (i % PER * EXTRA));
     }
 };
 

@@ -85,6 +85,7 @@ static inline vf max_of(vf a, vf b) {
     return (vf)((keep & (vi)a) | (~keep & (vi)b));
 #endif
 }
+static inline vf min_of(vf a, vf b) { return -max_of(-a, -b); }
 static inline float sum_of(vf v) {
 #if defined(USE_AVX512)
     return _mm512_reduce_add_ps((__m512)v);

@@ -16,13 +16,17 @@ MINIMA, STEPS = 3, 4  # Linear::scale_type, beyond DTYPE_CODES
 PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pack_NAME packs them -> WeightKind
 
 
+_SIZES, _PACKING = ("kind", "rows", "columns", "gated"), ("chunk", "scale_type", "zero", "panel_bytes")
+LINEAR_NUMBERS = (*_SIZES, *_PACKING)  # what a packed layer is, besides its tensors
+
+
 class LinearStruct(ctypes.Structure):
     """struct Linear"""
 
     _fields_ = [
-        *((name, _int64) for name in ("kind", "rows", "columns", "gated")),
+        *((name, _int64) for name in _SIZES),
         *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "order")),
-        *((name, _int64) for name in ("chunk", "scale_type", "zero", "panel_bytes", "out_stride")),
+        *((name, _int64) for name in (*_PACKING, "out_stride")),
         ("next", _pointer),
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagedcli.attention.base import named_dtype
+from pagedcli.attention.base import AttentionBackend, named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.cache import pool_bytes
@@ -32,6 +32,7 @@ from pagedcli.records import size
 from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner
+from pagedcli.runner.weight_cache import WeightCache
 from pagedcli.sampling_params import SamplingParams
 
 LARGEST = 448.0  # largest number of e4m3
@@ -74,21 +75,7 @@ def load_engine(
     else:
         torch.cuda.set_device(device)  # Triton launches on the current device
     backend = load_backend(plan.backend, decision.attention)
-    with _room_for("the weights", device, "use --quantization int8 or int4, or a smaller model"):
-        request = DecoderRequest(
-            path=path,
-            spec=spec.within(plan.limits.max_model_len),
-            backend=backend,
-            weight_format=decision.weights,
-            dtype=dtype,
-            device=device,
-            load_format=config.load_format,
-            seed=config.seed,
-            trust_remote_code=config.trust_remote_code,
-            max_model_len=plan.limits.max_model_len,
-            parallel=parallel,
-        )
-        model = load_decoder(plan.decoder, request)
+    model, notes = _load_model(config, decision, path, backend, parallel)
     on_weights()
     kv_dtype = named_dtype(plan.kv_dtype)
     runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits, dtype)
@@ -116,9 +103,35 @@ def load_engine(
         weight_bytes=model.weight_bytes,
         memory=memory,
         kv_scales=scales,
-        notes=model.notes,
+        notes=notes,
     )
     return LoadedEngine(path, decision, model, plan, runner)
+
+
+def _load_model(
+    config: EngineConfig, decision: Decision, path: Path, backend: AttentionBackend, parallel: ParallelContext
+) -> tuple[CausalLM, tuple[str, ...]]:
+    """The model, or this rank's part of it, and what a user should know of it."""
+    plan, device = decision.plan, decision.attention.device
+    packed = WeightCache(config, decision, path)
+    with _room_for("the weights", device, "use --quantization int8 or int4, or a smaller model"):
+        request = DecoderRequest(
+            path=path,
+            spec=decision.spec.within(plan.limits.max_model_len),
+            backend=backend,
+            weight_format=decision.weights,
+            dtype=decision.attention.dtype,
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=plan.limits.max_model_len,
+            parallel=parallel,
+            packed=packed.layers,
+        )
+        model = load_decoder(plan.decoder, request)
+    packed.keep()
+    return model, model.notes + packed.notes
 
 
 @contextmanager

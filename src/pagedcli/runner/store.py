@@ -10,15 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagedcli import __version__
 from pagedcli.config import EngineConfig
-from pagedcli.content_files import ContentFolder, digest_of, file_digest
+from pagedcli.content_files import ContentFolder, digest_of
 from pagedcli.content_keys import ContentKey
 from pagedcli.core.store import PrefixStore
-from pagedcli.models.hub import weight_files
-from pagedcli.native.build import instructions, library_key, load_library
 from pagedcli.planning.decision import Decision
 from pagedcli.planning.step_time import StepWork, load_step_time
+from pagedcli.runner.identity import weights_identity
 from pagedcli.runner.model_runner import ModelRunner
 
 
@@ -127,25 +125,12 @@ def store_identity(
 ) -> dict[str, str]:
     """Named parts: everything that the bits of a block depend on, apart from its tokens and their salt."""
     plan, spec = decision.plan, decision.spec.within(decision.plan.limits.max_model_len)
-    is_dummy = config.load_format == "dummy"
-    files = [] if is_dummy else weight_files(model_path)
-    about = [model_path / "config.json"] if model_path.is_dir() else []
-    return {
-        "pagedcli": __version__,
-        "torch": str(torch.__version__),
-        "model files": digest_of(" ".join(map(file_digest, [*about, *files])).encode()),
-        "dtype": plan.dtype,
-        "quantization": plan.weights or "none",
-        "load format": f"dummy, seed {config.seed}" if is_dummy else "files",
-        "decoder": plan.decoder,
+    return weights_identity(config, decision, model_path) | {
         "attention backend": plan.backend,
         "KV dtype": plan.kv_dtype,
         "block size": str(plan.limits.block_size),
         "groups of layers": digest_of(repr(plan.limits.groups).encode()),
         "rotary embedding": digest_of(repr([(mixer.rope, mixer.head_dim) for mixer in spec.attentions]).encode()),
         "recurrent state": digest_of(repr(spec.states).encode()),
-        "instructions": instructions(load_library()),
-        "kernels": library_key(),
         "encryption": "none" if key is None else f"AES-256-GCM, key {key.digest}",
-        "rank": f"0 of {config.tensor_parallel_size}",
     }
