@@ -187,7 +187,7 @@ def test_groups_have_a_page_that_follows_the_steps(events):
             assert f"groups of layers, step {state.step_number}" in text
             await press(pilot, "y")
             heading, *rows = [line.split("\t") for line in app.clipboard.splitlines()]
-            assert heading[:2] == ["group", "window"]
+            assert heading[:2] == ["group", "window, tokens"]
             in_use = Counter(state.block_groups[each] for each, count in enumerate(state.ref_counts) if count)
             assert [int(row[heading.index("blocks in use")]) for row in rows] == [in_use[group] for group in range(3)]
             await press(pilot, ".")

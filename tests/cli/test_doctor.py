@@ -38,7 +38,8 @@ def test_a_sound_machine_passes_every_check():
     assert "12 of 12 right" in rows["look-ups through prefix hits"]["detail"]
     assert "preemptions" in rows["look-ups through preemption"]["detail"]
     assert all(row["seconds"] > 0 for row in rows.values())
-    assert {row["what"]: row["version"] for row in found["versions"]}["torch"] == torch.__version__
+    version = {row["what"]: row["version"] for row in found["versions"]}["torch"]
+    assert version.partition("+")[0] == torch.__version__.partition("+")[0]  # packages need not name their CUDA
     assert found["devices"][0]["total_bytes"] > found["devices"][0]["free_bytes"] > 0
     assert "weight_cache" in found
     assert "All " in result.stderr
