@@ -4,6 +4,7 @@ import shutil
 import threading
 
 import pytest
+from cli_harness import pagedcli
 from engine_harness import make_engine
 from gguf_files import gguf_twins
 from model_zoo import cached_model, tiny_model
@@ -32,13 +33,17 @@ def path(tmp_path_factory):
     return cached_model("qwen3", tmp_path_factory)
 
 
+def join_writers():
+    for thread in threading.enumerate():
+        if thread.name == "weight-cache":
+            thread.join()
+
+
 def outcome(path, **config):
     """The likeliest tokens of a prompt with their log-probabilities, what the engine says of its weights, and their
     size."""
     engine = make_engine(path, dtype="bfloat16", **config)
-    for thread in threading.enumerate():
-        if thread.name == "weight-cache":
-            thread.join()
+    join_writers()
     notes = [note for note in engine.plan.notes if "packed weights" in note]
     engine.add_request("0", list(range(5, 40)), SCORED)
     outputs = []
@@ -144,3 +149,22 @@ def test_weights_that_change_while_they_are_packed_are_not_kept(path, kept, tmp_
 def test_the_bound_holds(path, kept):
     assert "are not kept: weight_cache_size is 1,000 B" in outcome(path, weight_cache_size=1000)[1][0]
     assert not kept.exists()
+
+
+def test_generate_says_what_is_kept_used_and_damaged(tmp_path, kept):
+    """It was noted in the plan, and nobody printed it."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "max_tokens": 1}\n')
+    command = ("generate", str(tmp_path / "in.jsonl"), "--num-gpu-blocks-override", "16")
+
+    def said():
+        done = pagedcli(*command)
+        join_writers()
+        return [line for line in done.stderr.splitlines() if line.startswith("note: ") and "packed weights" in line]
+
+    assert "are kept in" in said()[0]
+    assert "are those kept in" in said()[0]
+    (file,) = kept.iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    damaged, again = said()
+    assert "are not used: other bytes than were written" in damaged
+    assert "are kept in" in again

@@ -233,7 +233,7 @@ def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: C
     config = job.loaded.config.engine
     engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
     say_plan(engine.plan, config)
-    for note in engine.model.notes:
+    for note in engine.plan.notes:
         say(f"note: {note}")
     return engine
 
