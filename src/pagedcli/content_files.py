@@ -45,7 +45,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 0  # the deepest of equally worthy files is removed first
     sizes: list[int]  # bytes of each part
     checksums: list[str]  # xxh3-128 of each part
-    multiple: int = 1  # of bytes, at which each part begins
+    multiple: int = 1  # bytes; parts begin at multiples of it
 
     def places(self, start: int) -> list[int]:
         """Where each part begins and the last one ends, if the head ends at `start`."""
@@ -62,7 +62,7 @@ class ContentFile:
 
     path: Path
     head: Head
-    places: list[int]  # of the parts, and of the end
+    places: list[int]  # bytes before each part, and in all
     used_s: float  # Unix time of the last use
 
     @property

@@ -29,6 +29,11 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.splitlines()).replace("\t", " "))
 
 
+def capitalized(words: str) -> str:
+    """The words with a capital first letter."""
+    return f"{words[:1].upper()}{words[1:]}"
+
+
 def printable_json(document: bytes) -> bytes:
     """Encoded JSON with the same characters as JSON escapes: an equal document."""
     return _STEERING_BYTES.sub(_json_escape, document)

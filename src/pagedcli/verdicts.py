@@ -5,7 +5,7 @@ that judges one is the list of its verdicts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import capitalized, percent_text, plural
 
 MOST_SAID = 3
 _MOST_REASON = 300  # characters of why a row failed, which may have a number of thousands of digits; the row has all
@@ -23,7 +23,7 @@ class Verdict:
     high: float | None = None  # None with a `low`: nobody knows
     to_do: str | None = None  # None: nothing
     change: str | None = None  # the command, setting or text for it
-    certainty: str  # where the size is from
+    certainty: str  # the source of the size
     not_looked_at: str | None = None
 
     def size(self) -> str:
@@ -43,8 +43,7 @@ class Verdict:
 
     def text(self) -> str:
         """The finding, and in the same paragraph what to do."""
-        words = self.words()
-        return f"{words[0].upper()}{words[1:]}"
+        return capitalized(self.words())
 
     def words(self) -> str:
         """The same, to continue a sentence."""

@@ -15,7 +15,7 @@ from pagedcli.cli.recording import is_recording, print_capture
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import capitalized, percent_text, plural
 from pagedcli.records import Share
 from pagedcli.show.tables import Format, Table, as_text, print_tables, table
 from pagedcli.show.terminal import say
@@ -120,7 +120,7 @@ def explain(
         tables = [each for each in tables if each.key == ("lookups" if lookups or request is not None else "totals")]
     story = [] if request is None else [lookup_story(lookup) for lookup in chosen[:_MOST_TOLD]]
     if named is not None and (words := _guess_words(filter(None, map(state.seq, named.seq_ids)))):
-        story.append(f"{words[0].upper()}{words[1:]}.")
+        story.append(f"{capitalized(words)}.")
     print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story, in_short=shortly)
 
 
@@ -173,8 +173,9 @@ def in_short(explainer: Explainer, state: PoolState) -> str:
 
 def _guess_words(seqs: Iterable[SeqState]) -> str | None:
     """How many guessed tokens of sequences were right; None: there were none."""
-    counts = [(seq.num_right_guesses, seq.num_guesses) for seq in seqs]
-    num_right, num_guesses = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+    num_right = num_guesses = 0
+    for seq in seqs:
+        num_right, num_guesses = num_right + seq.num_right_guesses, num_guesses + seq.num_guesses
     return accepted_words(num_right, num_guesses) if num_guesses else None
 
 

@@ -9,7 +9,7 @@ from pagedcli.batch.line_sample import About, LineSample
 from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.prompt_scan import PromptScan, scan_prompts
 from pagedcli.config import LoadedConfig
-from pagedcli.printable import duration_text, percent_text, plural
+from pagedcli.printable import capitalized, duration_text, percent_text, plural
 from pagedcli.show.tables import Fact, Format, print_tables, table
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class FirstAnswer:
         tables = [] if format_ is Format.JSON else [table(Fact, "sample", title, rows, notes=notes)]
         drawn = replace(self.scan.drawn, num_seen=round(self.rows.value))
         verdicts = part_verdicts(drawn, block_size, self.scan.tokenizer)
-        in_words = f"{self.in_words[0].upper()}{self.in_words[1:]}."
-        print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts, in_short=[in_words])
+        in_short = [f"{capitalized(self.in_words)}."]
+        print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts, in_short=in_short)
 
 
 def first_answer(

@@ -346,7 +346,7 @@ class AtOnce:
     num_tokens: int
     num_blocks: int
     max_concurrency: Annotated[Whole, "requests at once"]
-    max_concurrency_shared: Annotated[Whole, "requests that share"] | UnsetType = UNSET  # a prefix
+    max_concurrency_shared: Annotated[Whole, "requests that share"] | UnsetType = UNSET  # with a common prefix
     # in a pool of all that is left
     max_concurrency_left: Annotated[Whole, "requests in all that is left"] | UnsetType = UNSET
 

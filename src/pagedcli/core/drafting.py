@@ -17,19 +17,19 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.events import DraftSource, Speculation
 
 LEAST_GAIN = 1.03  # expected tokens per second with guesses over those without: below, there are none
-SHARE_OF_TRIES = 0.005  # of the time of steps: what looking for guesses, and wrong ones, may take in a long run
-FIRST_TRIES = 0.5  # and what they may take at first: steps without guesses
-UNKNOWN_RISK = 1.0  # what several guesses may take more than none where no step with as many has been timed: such steps
-MOST_SAVED = 8.0  # of what right guesses have saved, this much may be lost again: steps without guesses
-STEPS_BETWEEN_TRIES = 16  # of guesses that are not expected to pay
-STEPS_WITH_GUESSES = 64  # in a row, before a step without: the time that it takes is known again
-STEPS_KNOWN = 256  # for so many steps the time with a number of guesses is known
-FEWEST_PLAIN = 2  # steps without guesses that are timed before the first with some
-NUM_LATEST = 5  # steps of a kind whose median is its time
-UNKNOWN_RIGHT, UNKNOWN_TRIED = 1.0, 2.0  # right guesses, and all, that a run is assumed to have begun with
-OWN_WEIGHT = 2.0  # guesses: the run's average counts as much as so many of the sequence itself
-KEPT_OF_RUN, KEPT_OF_OWN = 0.99, 0.9  # what is kept of the counts with each draft that is checked
-LEAST_CHANCE = 0.02  # of a token to be right: what comes after it is not worth a look
+SHARE_OF_TRIES = 0.005  # of the time of steps, for looking for guesses and for wrong ones in a long run
+FIRST_TRIES = 0.5  # the account at first, in steps without guesses
+UNKNOWN_RISK = 1.0  # least assumed cost of several guesses of which no step is timed, in steps without guesses
+MOST_SAVED = 8.0  # the most in the account, in steps without guesses
+STEPS_BETWEEN_TRIES = 16  # with guesses that are not expected to pay
+STEPS_WITH_GUESSES = 64  # the most in a row; a step without guesses then is timed again
+STEPS_KNOWN = 256  # the age at which the time with a number of guesses is forgotten
+FEWEST_PLAIN = 2  # timed steps without guesses before the first with some
+NUM_LATEST = 5  # timed steps of a kind; their median is its time
+UNKNOWN_RIGHT, UNKNOWN_TRIED = 1.0, 2.0  # right guesses and all guesses, as if the run had begun with them
+OWN_WEIGHT = 2.0  # of the run's average, in guesses of the sequence itself
+KEPT_OF_RUN, KEPT_OF_OWN = 0.99, 0.9  # factors of the counts with each draft that is checked
+LEAST_CHANCE = 0.02  # of a token to be right; below, a draft ends
 _SIZES = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # guesses of all sequences of a step together
 
 

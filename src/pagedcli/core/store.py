@@ -82,7 +82,7 @@ class _Offer:
 class StoreFacts:
     """What a run did with a store. Written is what is there when it ends."""
 
-    num_found_blocks: int = 0  # when it was opened
+    num_found_blocks: int = 0  # at its opening
     num_read_blocks: int = 0
     num_read_bytes: int = 0
     num_read_states: int = 0

@@ -24,7 +24,7 @@ _COLUMNS_PER_SUM = 1024
 _MOST_PARTS = 4  # of the inputs
 _LENGTH_MULTIPLE = 128  # of Tile.inputs
 _LEAST_LENGTH = 512  # inputs of a part: fewer would not pay for writing and adding its sums
-_PROGRAMS_PER_PROCESSOR = 2  # that read a weight; where there are fewer, the inputs are cut
+_PROGRAMS_PER_PROCESSOR = 2  # with a part of a weight each; with fewer, the inputs are cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class GatedDeltaNet:
     norm: Tensor  # [P]
     eps: float
     out: Callable[[Tensor], Tensor]  # I -> E
-    columns: tuple[Tensor, Tensor] | None  # where those of inner and gates lie, if they are interleaved
+    columns: tuple[Tensor, Tensor] | None  # of inner and of gates, if they are interleaved
     heads: StateHeads = field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pac
 
 
 _SIZES, _PACKING = ("kind", "rows", "columns", "gated"), ("chunk", "scale_type", "zero", "panel_bytes")
-LINEAR_NUMBERS = (*_SIZES, *_PACKING)  # what a packed layer is, besides its tensors
+LINEAR_NUMBERS = (*_SIZES, *_PACKING)  # the fields of a packed layer that point nowhere
 
 
 class LinearStruct(ctypes.Structure):

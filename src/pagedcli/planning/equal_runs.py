@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 Ids = Sequence[int]
 
 MOST_BYTES = 2**28  # bytes of the windows that are kept; beyond it every other one is dropped, again and again
-_BATCH_TOKENS = 2**16  # whose arrays fit into the cache of a core
+_BATCH_TOKENS = 2**16  # few enough for the arrays of a batch to fit into the cache of a core
 _WINDOW_BYTES = 24  # two hashes, row and place of a window
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _NONE = np.uint64(2**64 - 1)

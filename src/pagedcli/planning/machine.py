@@ -99,7 +99,7 @@ def _why_unseen(driver: int | None) -> str:
         return f"there is no {_DEVICES}/nvidia0 here; a container is started with its GPUs by --gpus all"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # what torch, or the driver, says
+    except (RuntimeError, AssertionError) as error:  # in the words of torch or the driver
         return f"{build}, built for CUDA {cuda}, says: {str(error).partition(chr(10))[0]}"
     return f"{build}, built for CUDA {cuda}, finds no device"
 

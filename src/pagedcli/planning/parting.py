@@ -52,7 +52,7 @@ class Parting:
 
     kind: str  # kind of text that differs
     action: Action
-    first_token: int  # where prompts part, at the earliest
+    first_token: int  # the earliest one at which prompts part
     last_token: int  # at the latest
     texts: tuple[str, ...]  # the text there, in some prompts
     num_equal: int  # tokens that are equal after it, in the middle one of these prompts

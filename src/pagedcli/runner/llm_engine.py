@@ -34,7 +34,7 @@ class LLMEngine(EngineCore):
         with_store: bool = False,
     ) -> None:
         self.config = config
-        key = store_key(config) if with_store else None  # what is wrong with it is said before the model is loaded
+        key = store_key(config) if with_store else None  # a bad key ends the run before the model is loaded
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
         loaded = self._group.load() if self._group is not None else load_engine(config)
         self.decision, self.spec = loaded.decision, loaded.decision.spec

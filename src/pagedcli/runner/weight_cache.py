@@ -28,7 +28,7 @@ log = logging.getLogger("pagedcli")
 DEFAULT_BYTES = 20_000_000_000
 LEAST_S = 2.0  # weights that are loaded faster are not kept
 _MULTIPLE = 64  # bytes: a load of the widest register stays within a line
-_SOURCES = ("layers", "models")  # whose Python decides, with the kernels, what packed weights are
+_SOURCES = ("layers", "models")  # folders of Python that decides, with the kernels, the form of packed weights
 
 
 def weight_folder() -> Path:

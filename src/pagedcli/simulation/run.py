@@ -207,7 +207,7 @@ class RunResult:
     num_computed_tokens: int = 0
     peak_used_blocks: int = 0
     total_s: float = 0.0  # in virtual time
-    first_s: float = 0.0  # when the first request ended
+    first_s: float = 0.0  # the end of the first request
 
     def served(self, warmup: float = 0.0) -> Bools:
         """[R] the requests that count."""

@@ -59,7 +59,7 @@ class Subject:
     read_ahead: int | None = None
     step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
     left_out: float = 0.0  # work of more requests like these, see forecast
-    arrivals: Schedule | None = None  # when requests arrive; None: all are there from the start
+    arrivals: Schedule | None = None  # of requests; None: all are there from the start
     largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
     smaller_kv: SmallerKV | None = None
     calibration: str | None = None  # name of that of its steps; None: nothing that was timed belongs to it

@@ -14,7 +14,7 @@ from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
-from pagedcli.printable import byte_text, percent_text, plural
+from pagedcli.printable import byte_text, capitalized, percent_text, plural
 from pagedcli.simulation.caches import (
     NEVER,
     Accesses,
@@ -215,7 +215,7 @@ NEARLY = 0.01  # a hit rate within a point of the best is as good
 
 def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> list[str]:
     """The sentences below the tables."""
-    refused = _refused(points)
+    refused = [f"{capitalized(words)}." for words in _refused(points)]
     if not sweep.curve.ceiling[1]:
         benefit = "No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."
         return [*refused, benefit]
@@ -239,7 +239,7 @@ def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | 
     if most:
         certainty += f", which use up to {plural(most, 'block')} at once"
     if not is_served:
-        finding, certainty = _refused(points)[0].removesuffix(".").replace("No", "no", 1), "exact by simulation"
+        finding, certainty = _refused(points)[0], "exact by simulation"
     elif unlimited <= NEARLY:
         finding = f"a prefix cache has little benefit: even without limit {of_all} of the prompts' tokens hit"
         certainty = "exact for this trace"
@@ -271,7 +271,7 @@ def doubling_verdict(sweep: Sweep, num_blocks: int) -> list[Verdict]:
 def _refused(points: Sequence[SweepPoint]) -> list[str]:
     runs = [point.run for point in points if point.run is not None and point.run.num_refused == point.run.num_requests]
     most = max((run.plan.num_blocks for run in runs), default=0)
-    return [f"No request fits into a pool of {plural(most, 'block')}: name larger ones with --pool."] if most else []
+    return [f"no request fits into a pool of {plural(most, 'block')}: name larger ones with --pool"] if most else []
 
 
 def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:

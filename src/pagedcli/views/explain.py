@@ -74,7 +74,7 @@ class Lookup:
     # leading tokens whose K and V are cached, of a model with recurrent state, which allowed less; None: other models
     kv_tokens: int | None = None
     reason: Reason = "not_known"
-    evicted_step: int | None = None  # when the first missing block was evicted
+    evicted_step: int | None = None  # of the first missing block
     evicted_block_id: int | None = None
     evicted_for: str | None = None  # what a person calls the request that needed its room
     wanted_step: int | None = None  # step of the last lookup that missed the same block
