@@ -7,7 +7,7 @@ import unicodedata
 import msgspec
 import pytest
 
-from pagedcli.printable import one_line, printable, printable_json
+from pagedcli.printable import expected_text, one_line, printable, printable_json
 
 DANGEROUS = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) in ("Cc", "Cs")]
 DIRECTION = [chr(code) for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
@@ -29,3 +29,18 @@ def test_json_stays_the_same_document():
     encoded = printable_json(msgspec.json.encode({"a": text}))
     assert json.loads(encoded) == {"a": text}
     assert encoded.decode().isprintable()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "low", "high", "said"),
+    [
+        (0.047, 0.0, 0.159, "under 0.2 s"),
+        (0.001, 0.0, 0.002, "under 0.1 s"),
+        (0.94, 0.9, 0.98, "under 1 s"),
+        (5.8, 4.4, 7.6, "5.8 s (4.4 s to 7.6 s)"),
+        (0.774, 0.221, 1.1, "0.8 s (0.2 s to 1.1 s)"),
+        (1.2, 0.0, 3.0, "1.2 s (at most 3.0 s)"),
+    ],
+)
+def test_an_expected_time_is_one_that_a_person_can_use(seconds, low, high, said):
+    assert expected_text(seconds, low, high) == said

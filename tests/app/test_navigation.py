@@ -307,6 +307,16 @@ def test_at_80_columns_a_key_shows_block_tables_and_reasons(events):
     drive(app, script)
 
 
+def test_the_list_names_the_units_of_its_columns_where_there_is_room(events):
+    app, units = app_of(events), "(out: tokens, waited: steps, preempted: times)"
+
+    async def script(pilot):
+        assert units in await press(pilot, *"20", "enter")
+        assert units not in await press(pilot, "c")
+
+    drive(app, script, size=(120, 40))
+
+
 def test_a_page_says_reading_until_its_story_is_known(events, monkeypatch):
     app, go_on = app_of(events), threading.Event()
     story = app.pool_player.sequence_story

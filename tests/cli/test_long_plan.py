@@ -37,7 +37,7 @@ def test_an_estimate_says_no_time_by_a_calibration_that_other_work_disturbed(dis
     monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
     said = pagedcli("plan", write_rows(tmp_path / "in.jsonl", 90), "--no-calibrate").stderr
     [estimate] = [line for line in said.splitlines() if line.startswith("estimate")]
-    assert (" to " in estimate) == (disturbed == 0)
+    assert ("under " in estimate) == (disturbed == 0)
 
 
 def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream(tmp_path):

@@ -106,9 +106,9 @@ def test_the_answer_says_when_times_overlap():
         ModelRow("d", False, reason="too large"),
     ]
     assert models_table(rows, "in").title == (
-        "Fastest here: a, 9.0 s for in; not certain: the times of b overlap with it"
+        "Fastest here: a, 9.0 s (8.0 s to 10 s) for in; not certain: the times of b overlap with it"
     )
-    assert models_table(rows[2:], "in").title == "Fastest here: c, 20 s for in"
+    assert models_table(rows[2:], "in").title == "Fastest here: c, 20 s (19 s to 22 s) for in"
     rows.insert(3, ModelRow("e", True, reason="no calibration"))
-    assert models_table(rows[2:], "in").title == "Fastest here: c, 20 s for in; no time is known of e"
+    assert models_table(rows[2:], "in").title == "Fastest here: c, 20 s (19 s to 22 s) for in; no time is known of e"
     assert models_table(rows[4:], "in").title == "No time is known for in with any of these models"

@@ -6,10 +6,12 @@ from cli_harness import pagedcli
 from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
+from pagedcli.cli.partings import part_verdicts
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import LargerCache, curve
 from pagedcli.kvevents.verdict import verdict
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.verdicts import paragraph
 
 
@@ -106,6 +108,31 @@ def test_the_commands_begin_with_the_verdicts(tmp_path):
         assert document["verdicts"][0]["finding"].startswith(begins)
     pagedcli("report", path, "-o", tmp_path / "page.html")
     assert begins in (tmp_path / "page.html").read_text()
+
+
+def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tmp_path):
+    """Twenty chats that begin with another number each, and are equal after it, as a server stores their full blocks."""
+    library = list(range(100, 164))
+    rows = [[7, 200 + number, *library, *[300 + number] * 14] for number in range(20)]
+    paths = [tmp_path / "tokens.jsonl", tmp_path / "digests.jsonl"]
+    for path, tokens in zip(paths, (True, False), strict=True):
+        with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
+            for number, ids in enumerate(rows):
+                hashes = range(10 * number + 1, 10 * number + 6)
+                writer.write(message(number, stored(*hashes, tokens=ids, block_size=16)), float(number))
+    with_tokens, without = (
+        json.loads(pagedcli("explain", path, "--format", "json").stdout)["verdicts"] for path in paths
+    )
+    sample = PromptSample()
+    for ids in rows:
+        sample.add(ids)
+    [expected] = part_verdicts(sample, 16, None)
+    assert {name: with_tokens[0][name] for name in ("finding", "now", "after")} == {
+        "finding": expected.finding, "now": expected.now, "after": expected.after,
+    }  # fmt: skip
+    assert "leave no event" in with_tokens[0]["not_looked_at"]
+    assert not any("part at token" in each["finding"] and each["after"] for each in without)
+    assert pagedcli("attach", paths[0]).stdout.startswith("19 of 20 prompts part at token 1:")
 
 
 def test_the_verdict_on_events_of_a_real_server():

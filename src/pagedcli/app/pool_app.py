@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -30,6 +31,7 @@ from pagedcli.views.search import Hit, find
 from pagedcli.views.state_slots import slot_words, slots_line, state_slots
 from pagedcli.views.words import Story, waiting_reason
 
+_TITLE_SPACE = 4  # cells around a panel's title
 _BARS = "▁▂▃▄▅▆▇█"
 _LEGEND = """\
  time line     each column a step or several: blocks in use, cached, empty;
@@ -214,7 +216,9 @@ class PoolApp(PlayerApp):
         title = self._list.title(len(seq_ids))
         if step is not None and step.waiting is not None and moment.state.engine is not None:
             title += f"; seq {step.waiting.seq_id}: {waiting_reason(step.waiting, moment.state.engine)}"
-        self._sequences.show_title(title)
+        with_units = title + self._list.units
+        has_room = cell_len(with_units) <= self._sequences.size.width - _TITLE_SPACE
+        self._sequences.show_title(with_units if has_room else title)
 
     def _show_selected(self, moment: Moment) -> None:
         """The map with the blocks of the selected sequence, and what its row has no room for."""

@@ -117,6 +117,13 @@ class SequenceList:
         matching = f" with {one_line(self.filter)!r}" if self.filter else ""
         return f"{'all' if self.with_finished else 'unfinished'} sequences{matching}: {num_shown:,}"
 
+    @property
+    def units(self) -> str:
+        """The units of the columns whose names do not say them."""
+        shown = chosen(SequenceRow, "list")
+        named = [] if self.only_tables else [f"{each.header}: {each.unit}" for each in shown if each.unit]
+        return f" ({', '.join(named)})" if named else ""
+
     def columns(self, width: int) -> dict[str, int]:
         """The columns before the last one, with their widths."""
         widths = _widths()
@@ -152,7 +159,7 @@ class SequenceRows:
         return Text(f"{cells}  {_LAST_NAME}" if width - len(cells) > _MIN_LAST else cells)
 
     def row(self, seq_id: int, width: int) -> Text:
-        """One sequence. `waited` and `preempted` are in steps and times."""
+        """One sequence."""
         seq = self._state.seq(seq_id)
         if seq is None:  # it has left since
             return Text()

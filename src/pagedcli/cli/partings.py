@@ -2,12 +2,14 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import RequestError, TraceError
+from pagedcli.kvevents.lookups import Lookups
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.simulation.advice import ADVICE_S, Advice, Adviser
 from pagedcli.trace.files import TraceReader
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pagedcli.simulation.requests import TraceRequest
 
 _NO_LIMIT = 2**31  # tokens of a text
+_UNSEEN = "prompts that leave no event, as they were found in whole or are shorter than a block"
 _TEXTS_AT_ONCE = 1_000  # the tokenizer takes some hundred bytes for a token, until their ids are copied
 
 
@@ -89,6 +92,24 @@ def request_verdicts(
         if request.token_ids is not None:
             sample.add(request.token_ids, request.cache_salt)
     return part_verdicts(sample, block_size, tokenizer)
+
+
+def seen_verdicts(found: Lookups, tokenizer: "Tokenizer | None") -> list[Verdict] | None:
+    """The same of the prompts that the KV events of a server show; None if they show no tokens."""
+    sample = PromptSample()
+    for token_ids, salt in found.prompts():
+        sample.add(token_ids, salt)
+    if not sample.num_seen:
+        return None
+    parts = part_verdicts(sample, found.block_size, tokenizer)
+    return [
+        replace(
+            each,
+            certainty=f"{each.certainty}, by their full blocks",
+            not_looked_at="; ".join(filter(None, [each.not_looked_at, _UNSEEN])),
+        )
+        for each in parts
+    ]
 
 
 def judged_recording(trace: Path) -> list[str]:

@@ -24,7 +24,7 @@ from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
-from pagedcli.printable import duration_text, percent_text, plural
+from pagedcli.printable import expected_text, percent_text, plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped
 from pagedcli.verdicts import Verdict, refused_verdict
@@ -429,7 +429,7 @@ def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptR
     low, high = time_range(found, step_time)
     parts = [plural(found.num_requests, "prompt"), plural(found.num_prompt_tokens, "token")]
     if found.seconds is not None and low is not None and high is not None:
-        parts.append(f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})")
+        parts.append(expected_text(found.seconds, low, high))
     say(f"estimate from the first {percent_text(share)} of the file: about {', '.join(parts)}; reading the rest")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from pagedcli.printable import duration_text
+from pagedcli.printable import duration_text, expected_text
 from pagedcli.records import Bytes, count
 from pagedcli.show.tables import Format, Table, print_tables, table
 
@@ -55,7 +55,8 @@ def models_table(ordered: Sequence[ModelRow], input_name: str) -> Table:
     if best.seconds is None:
         title = f"No time is known for {input_name} with any of these models"
     else:
-        title = f"Fastest here: {best.model}, {duration_text(best.seconds)} for {input_name}"
+        low, high = (best.seconds if each is None else each for each in (best.seconds_low, best.seconds_high))
+        title = f"Fastest here: {best.model}, {expected_text(best.seconds, low, high)} for {input_name}"
         near = [row.model for row in ordered[1:] if row.seconds_low is not None and row.seconds_low < _most_s(best)]
         if near:
             title += f"; not certain: the times of {', '.join(near)} overlap with it"

@@ -9,7 +9,7 @@ from pagedcli.batch.line_sample import About, LineSample
 from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.prompt_scan import PromptScan, scan_prompts
 from pagedcli.config import LoadedConfig
-from pagedcli.printable import capitalized, duration_text, percent_text, plural
+from pagedcli.printable import capitalized, expected_text, percent_text, plural
 from pagedcli.show.tables import Fact, Format, print_tables, table
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class FirstAnswer:
     @property
     def in_words(self) -> str:
         """The answer in a sentence."""
-        found = [f"{_count(self.rows)} rows", f"{_count(self.prompt_tokens)} prompt tokens"]
+        found = [f"about {_count(self.rows)} rows", f"{_count(self.prompt_tokens)} prompt tokens"]
         if self.hit_rate is not None:
             found.append(f"at least {percent_text(self.hit_rate)} of them found in the cache")
         if self.scan.num_bad:
             found.append(f"{percent_text(self.scan.num_bad / self.scan.num_rows)} of the rows bad")
         if self.seconds is not None:
-            found.insert(0, f"{duration_text(self.seconds.value)} ({_times(self.seconds)})")
-        return f"about {', '.join(found)}; from {plural(self.scan.num_rows, 'row')} spread over the file"
+            found[0] = f"{_time(self.seconds)} for {found[0]}"
+        return f"{', '.join(found)}; from {plural(self.scan.num_rows, 'row')} spread over the file"
 
     @property
     def run(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class FirstAnswer:
         """Write it to stdout, as all that is asked for. `block_size`: in tokens; None: no prefix is found again."""
         rows = []
         if self.seconds is not None:
-            rows.append(Fact("time", f"{duration_text(self.seconds.value)} ({_times(self.seconds)})"))
+            rows.append(Fact("time", _time(self.seconds)))
         for what, about in (
             ("rows", self.rows),
             ("prompt tokens", self.prompt_tokens),
@@ -142,8 +142,8 @@ def _with_both(seconds: float, low: float, high: float, work: About) -> About:
     return About(seconds, seconds * max(0.0, 1 - down), seconds * (1 + up))
 
 
-def _times(about: About) -> str:
-    return f"{duration_text(about.low)} to {duration_text(about.high)}"
+def _time(about: About) -> str:
+    return expected_text(about.value, about.low, about.high)
 
 
 def _count(about: About) -> str:

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagedcli.cli.partings import seen_verdicts
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.lookups import SaltRow, hits_by_salt, read_lookups
+from pagedcli.kvevents.lookups import Lookups, SaltRow, hits_by_salt, read_lookups
 from pagedcli.kvevents.tables import facts, print_summary, summary
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
 from pagedcli.models.hub import resolve_model
@@ -18,7 +19,10 @@ from pagedcli.printable import one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import is_interactive, say
-from pagedcli.verdicts import paragraph
+from pagedcli.verdicts import Verdict, paragraph
+
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
 
 
 def is_recording(path: Path, **given: object) -> bool:
@@ -53,10 +57,16 @@ def fold_capture(reader: CaptureReader, watch: Callable[[], Watcher] | None = No
 
 def kv_decoder(model: str) -> Decode:
     """Token ids to text, with a model's tokenizer. Ids outside its vocabulary stay numbers."""
+    return _decode_with(_tokenizer_of(model))
+
+
+def _tokenizer_of(model: str) -> "Tokenizer":
     from pagedcli.batch.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(resolve_model(model, weights=False))
+    return Tokenizer(resolve_model(model, weights=False))
 
+
+def _decode_with(tokenizer: "Tokenizer") -> Decode:
     def decode(ids: tuple[int, ...]) -> str:
         try:
             return tokenizer.decode(ids)
@@ -68,19 +78,28 @@ def kv_decoder(model: str) -> Decode:
 
 def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bool = False) -> None:
     """What `attach` prints at its end; `in_full`: also why blocks were recomputed, and what would have helped."""
-    state, watchers = fold_with_curve(open_capture(path, model))
-    decode = None if model is None else kv_decoder(model)
-    verdicts, tables = summary(state, decode, curve(watchers), in_full=in_full)
-    print_summary(verdicts, [*tables, *_salts(path)], state, format_)
+    state, verdicts, tables = _judged(open_capture(path, model), model, in_full=in_full)
+    print_summary(verdicts, tables, state, format_)
+
+
+def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple[KVState, list[Verdict], list[Table]]:
+    """The state at the end of a recording, the verdicts on it and its tables."""
+    state, watchers = fold_with_curve(reader)
+    tokenizer = None if model is None else _tokenizer_of(model)
+    lookups = read_lookups(CaptureReader(reader.path), keep_tokens=reader.has_tokens)
+    decode = None if tokenizer is None else _decode_with(tokenizer)
+    parts = seen_verdicts(lookups, tokenizer)
+    verdicts, tables = summary(state, decode, curve(watchers), parts=parts, in_full=in_full)
+    return state, verdicts, [*tables, *_salts(lookups)]
 
 
 _MOST_SALTS = 20
 
 
-def _salts(path: Path) -> list[Table]:
+def _salts(found: Lookups) -> list[Table]:
     """The hit rates of salts, if a request has one."""
     title = "Hit rate by cache_salt or adapter, of requests that stored a block"
-    rows = hits_by_salt(read_lookups(CaptureReader(path)))
+    rows = hits_by_salt(found)
     return [table(SaltRow, "salts", title, rows, max_shown=_MOST_SALTS)] if rows else []
 
 
@@ -161,14 +180,11 @@ _MOST_POINTS = 600
 
 def capture_page(path: Path, model: str | None) -> bytes:
     """The HTML page of a recording; prefixes as text if a model is given and tokens were recorded."""
-    reader = open_capture(path, model)
-    decode = None if model is None else kv_decoder(model)
-    state, watchers = fold_with_curve(reader)
-    verdicts, tables = summary(state, decode, curve(watchers), in_full=True)
+    _, verdicts, tables = _judged(open_capture(path, model), model, in_full=True)
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
     said = pages.section("Verdict", *(f"<p>{escape(one_line(line))}</p>" for line in paragraph(verdicts)))
-    shown = (pages.as_html(table) for table in [*tables, *_salts(path)] if table.rows)
+    shown = (pages.as_html(table) for table in tables if table.rows)
     body = "\n".join([said, chart, *shown])
     return pages.html_page(f"KV events of {one_line(path.name)}", body)
 

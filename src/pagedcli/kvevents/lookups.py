@@ -1,9 +1,12 @@
 """The requests that a recording of KV events shows: chains of blocks, of which the beginning was found in the cache.
 
 Events contain no hits, but a run of blocks stored after a parent shows one: whatever comes before was there. A request
-that was found in whole leaves no event. Used by `pagedcli diff`.
+that was found in whole leaves no event. Used by `pagedcli diff` and for the verdicts on a recording.
 """
 
+import sys
+from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -14,6 +17,7 @@ from pagedcli.kvevents import wire
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import SequenceCheck
 from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
 from pagedcli.records import Share
 
 Content = int | str
@@ -28,6 +32,7 @@ class SeenRequest:
     end: int  # node of its last block
     num_prompt: int = 0  # blocks, found ones included; those after them were generated
     salt: str | None = None  # cache_salt, adapter or media of its first block; None: it has none
+    lora: str | None = None  # adapter
 
 
 @dataclass(slots=True)
@@ -45,9 +50,12 @@ class Lookups:
     first_s: float | None = None
     last_s: float | None = None
     num_other_blocks: int = 0  # blocks of another size, cache group or medium: left out
+    keeps_tokens: bool = False  # for prompts(), of at most MAX_TOKEN_BYTES
     _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
     _contents: list[Content] = field(default_factory=list)
+    _tokens: "dict[int, array[int]]" = field(default_factory=dict)  # node -> token ids of the block
+    _num_kept: int = 0  # tokens
 
     def chain(self, request: SeenRequest) -> list[Content]:
         """The contents of the blocks of a request, the first one first."""
@@ -65,6 +73,33 @@ class Lookups:
             self._contents.append(content)
         return node
 
+    def keep_tokens(self, node: int, token_ids: "array[int]") -> None:
+        """Keep the tokens of a block, unless the limit is reached or they are no token ids."""
+        num_kept = self._num_kept + len(token_ids)
+        if node not in self._tokens and num_kept <= MAX_TOKEN_BYTES // token_ids.itemsize and _are_ids(token_ids):
+            self._tokens[node], self._num_kept = token_ids, num_kept
+
+    def prompts(self) -> "Iterator[tuple[array[int], str | None]]":
+        """The full blocks of each prompt as token ids, with its salt, where all are known; of several adapters, whose
+        requests never share blocks, only those of the one with the most requests."""
+        most = Counter(request.lora for request in self.requests).most_common(1)
+        for request in self.requests:
+            if request.lora == most[0][0] and (token_ids := self._prompt(request)) is not None:
+                yield token_ids, request.salt
+
+    def _prompt(self, request: SeenRequest) -> "array[int] | None":
+        blocks: list[array[int]] = []
+        node = request.end
+        while node >= 0:
+            if node not in self._tokens:
+                return None
+            blocks.append(self._tokens[node])
+            node = self._parents[node]
+        found = array("q")
+        for block in blocks[::-1][: request.num_prompt]:
+            found.extend(block)
+        return found
+
     def depth(self, node: int) -> int:
         """Blocks up to this one."""
         count = 0
@@ -73,9 +108,14 @@ class Lookups:
         return count
 
 
-def read_lookups(reader: CaptureReader) -> Lookups:
+def _are_ids(values: "array[int]") -> bool:
+    """Whether these can be ids of tokens, as far as numbers from a network go."""
+    return min(values, default=0) >= 0 and max(values, default=0) <= sys.maxunicode
+
+
+def read_lookups(reader: CaptureReader, *, keep_tokens: bool = False) -> Lookups:
     """The requests of a recording, in the order in which they began to store blocks."""
-    found = Lookups()
+    found = Lookups(keeps_tokens=keep_tokens)
     publishers: dict[tuple[int, bytes], _Publisher] = {}
     for frames, time_s, source in reader:
         try:
@@ -167,14 +207,17 @@ class _Publisher:
         if request is None or not (is_chunk or len(event.hashes) == 1):
             num_hit = found.depth(node)
             salt = _salt_of(event) if event.parent is None else self._salts.get(event.parent)
-            request = SeenRequest(self._source, num_hit, node, num_hit + len(event.hashes), salt)
+            request = SeenRequest(self._source, num_hit, node, num_hit + len(event.hashes), salt, event.lora)
             found.requests.append(request)
         elif is_chunk:
             request.num_prompt += len(event.hashes)
-        for block_hash, content in zip(event.hashes, _contents(event), strict=True):
+        tokens = _tokens_of(event) if found.keeps_tokens else None
+        for place, (block_hash, content) in enumerate(zip(event.hashes, _contents(event), strict=True)):
             if node == -1 and request.salt is not None:
                 content = f"{request.salt} {content}"
             node = self._node_of[block_hash] = found.add(node, content)
+            if tokens is not None:
+                found.keep_tokens(node, tokens[place * event.block_size : (place + 1) * event.block_size])
         if request.salt is not None:
             self._salts |= dict.fromkeys(event.hashes, request.salt)
         request.end = node
@@ -215,10 +258,16 @@ def _salt_of(event: wire.Stored) -> str | None:
     return None if parts == (None, None, None) else repr(parts)
 
 
+def _tokens_of(event: wire.Stored) -> "array[int] | None":
+    """The tokens of its blocks; None if it does not say all of them."""
+    ids = event.token_ids
+    return ids if ids is not None and len(ids) == event.block_size * len(event.hashes) else None
+
+
 def _contents(event: wire.Stored) -> Iterator[Content]:
     """What each block holds: a digest of its tokens, or its hash where there are none."""
-    ids, size = event.token_ids, event.block_size
-    if ids is None or len(ids) != size * len(event.hashes):
+    ids, size = _tokens_of(event), event.block_size
+    if ids is None:
         yield from (str(each) for each in event.hashes)
         return
     for start in range(0, len(ids), size):

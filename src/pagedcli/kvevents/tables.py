@@ -245,12 +245,17 @@ def limits(state: KVState) -> list[str]:
 
 
 def summary(
-    state: KVState, decode: Decode | None, points: Sequence[CurvePoint] | None = None, *, in_full: bool = False
+    state: KVState,
+    decode: Decode | None,
+    points: Sequence[CurvePoint] | None = None,
+    *,
+    parts: Sequence[Verdict] | None = None,
+    in_full: bool = False,
 ) -> tuple[list[Verdict], list[Table]]:
     """The verdicts, and all tables of a summary; empty ones are left out.
 
-    points: what larger caches would have kept, None if that is not known. in_full: with a table of them, and near twins
-    among all blocks ever seen.
+    points: what larger caches would have kept, None if that is not known. parts: where prompts part, see `verdict`.
+    in_full: with a table of larger caches, and near twins among all blocks ever seen.
     """
     shapes = Shapes()
     churn = churn_rows(state)
@@ -269,7 +274,7 @@ def summary(
     tables = [each for each in tables if each.rows]
     if in_full:
         tables.append(_curve_table(points or [], state))
-    return verdict(state, points, decode, shapes), tables
+    return verdict(state, points, decode, shapes, parts=parts), tables
 
 
 def print_summary(verdicts: list[Verdict], tables: list[Table], state: KVState, format_: Format) -> None:

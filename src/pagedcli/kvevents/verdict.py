@@ -34,19 +34,24 @@ _LARGER = "what a larger cache would have kept (attach --record, then explain)"
 
 
 def verdict(
-    state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None, shapes: Shapes | None = None
+    state: KVState,
+    points: Sequence[CurvePoint] | None,
+    decode: Decode | None,
+    shapes: Shapes | None = None,
+    *,
+    parts: Sequence[Verdict] | None = None,
 ) -> list[Verdict]:
-    """What was stored again, and which prompts part where; what can be changed comes first. points: what larger caches
-    would have kept, if known."""
+    """Which prompts part where, and what was stored again; what can be changed comes first. points: what larger caches
+    would have kept, if known. parts: where prompts part, as all commands say it; None: tokens are not known, and the
+    blocks tell of places within a block."""
     num_stored = state.total("num_stored")
     if not num_stored:
         return [_said("no block was stored, so there is nothing to judge")]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
-    found = [
-        _again(num_stored, evicted, state.num_alone["evicted"], points),
-        _parting(state, decode, shapes or Shapes()),
-    ]
-    return sorted(found, key=lambda each: each.to_do is None)
+    again = _again(num_stored, evicted, state.num_alone["evicted"], points)
+    if parts is not None:
+        return sorted([*parts, again], key=lambda each: each.to_do is None)
+    return sorted([again, _parting(state, decode, shapes or Shapes())], key=lambda each: each.to_do is None)
 
 
 def _said(finding: str, to_do: str | None = None, not_looked_at: str | None = None) -> Verdict:

@@ -5,7 +5,7 @@ from math import hypot
 from typing import Annotated, Any
 
 from pagedcli.planning.step_time import StepTime
-from pagedcli.printable import duration_text, percent_text, plural
+from pagedcli.printable import duration_text, expected_text, percent_text, plural
 from pagedcli.records import Share
 from pagedcli.show.tables import Quantity, Table, quantities, table
 from pagedcli.simulation.forecast import Forecast
@@ -59,7 +59,7 @@ def time_text(found: Forecast, step_time: StepTime | None) -> str | None:
     low, high = time_range(found, step_time)
     if found.seconds is None or low is None or high is None:
         return None
-    return f"{duration_text(found.seconds)} ({duration_text(low)} to {duration_text(high)})"
+    return expected_text(found.seconds, low, high)
 
 
 def forecast_table(
