@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from pagedcli.planning.step_time import StepTime
     from pagedcli.simulation.forecast import Forecast
 
-MOST_ROW_COST = 1.25  # times a step of one row: what a step of three may take
-
 
 def guess_note(
     decision: "Decision",
@@ -28,7 +26,7 @@ def guess_note(
     """A note for the forecast of a run; None: there is nothing to say. `knows_answers`: the tokens of its answers are
     known, so that it shows how many of them would be guessed; `forecast`: of the same run with another plan."""
     from pagedcli.planning.decide import decide
-    from pagedcli.planning.step_time import between
+    from pagedcli.planning.step_time import why_rows_are_dear
 
     asked = decision.config.speculation
     guessing = decide(
@@ -38,11 +36,8 @@ def guess_note(
         return None if asked == "off" else f"speculation: off, as {guessing.no_drafts}"
     if step_time is None:
         return None
-    cost = between(step_time.decodes, 3) / between(step_time.decodes, 1)
-    if cost > MOST_ROW_COST:
-        return (
-            f"three rows take {cost:.2f} times as long as one: guessing tokens ahead (--speculation) pays little here"
-        )
+    if (why := why_rows_are_dear(step_time)) is not None:
+        return f"{why}: --speculation auto guesses no tokens here"
     if not knows_answers:
         return None
     plan = replace(decision.expected_plan, speculation="auto")

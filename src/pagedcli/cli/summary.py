@@ -55,7 +55,7 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
             f"recurrent state: {plural(limits.num_state_slots, 'slot')} of {byte_text(limits.state_bytes)},"
             f" checkpoints: {CheckpointPolicy.named(limits.checkpoints).text}"
         )
-    if plan.no_drafts is not None and config.speculation != "auto":
+    if plan.no_drafts is not None:
         say(f"speculation: off, as {plan.no_drafts}")
     elif plan.speculation != "off":
         say(f"speculation: {plan.speculation}, at most {plural(MOST_DRAFTED, 'token')} at a time")

@@ -10,8 +10,7 @@ from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
-from pagedcli.planning.decision import Decision
-from pagedcli.planning.step_time import load_step_time
+from pagedcli.planning.step_time import StepTime, load_step_time, without_dear_guesses
 from pagedcli.runner.loading import load_engine
 from pagedcli.runner.store import open_store, store_key
 from pagedcli.runner.tensor_parallel import WorkerGroup
@@ -41,10 +40,11 @@ class LLMEngine(EngineCore):
         self.model, self.model_path = loaded.model, loaded.model_path
         self.runner = loaded.runner
         executor = self._group or self.runner
-        plan = loaded.plan
+        step_time = load_step_time(loaded.decision.time_key) if loaded.plan.speculation == "auto" else None
+        plan = without_dear_guesses(loaded.plan, step_time)
         if emit is not None:  # so that a recording knows how long other steps would take
             plan = replace(plan, step_times=loaded.decision.time_key.file_name)
-        self.least_ns = _least_ns(loaded.decision)
+        self.least_ns = _least_ns(step_time)
         super().__init__(
             plan,
             executor,
@@ -78,11 +78,10 @@ class LLMEngine(EngineCore):
         self.close()
 
 
-def _least_ns(decision: Decision) -> Callable[[int], float] | None:
+def _least_ns(step_time: StepTime | None) -> Callable[[int], float] | None:
     """The least that a step of so many decodes takes, by the step times of this machine; None: not known. Those between
     two measured ones take no less than the smaller, and perhaps no more: a product reads its weights once for several
     rows."""
-    step_time = load_step_time(decision.time_key) if decision.plan.speculation == "auto" else None
     if step_time is None:
         return None
     knots = step_time.decodes

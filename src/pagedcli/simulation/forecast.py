@@ -11,7 +11,7 @@ import numpy as np
 from pagedcli.batch.run import PrefixWindow
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.planning.step_time import StepTime, StepWork
+from pagedcli.planning.step_time import StepTime, StepWork, without_dear_guesses
 from pagedcli.simulation.caches import Bools
 from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
@@ -84,6 +84,7 @@ def forecast(
     share = simulated / (simulated + left_out) if left_out else 1.0
     timer = None if step_time is None else _Timer(step_time)
     schedule = arrivals or Schedule(step_time=timer, read_ahead=read_ahead)
+    plan = without_dear_guesses(plan, step_time)
     run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
     texts = np.fromiter((request.is_text for request in requests), np.bool_, len(requests))
     found = _forecast(run, texts, step_time, timer, share)
