@@ -323,7 +323,7 @@ def random_weight(
         groups = (torch.arange(columns) // group_size)[torch.randperm(columns, generator=generator)]
     zeros = torch.randint(1 << bits, shape, generator=generator)
     return CodedWeight(
-        codes=torch.randint(1 << bits, (out, columns), generator=generator).to(torch.uint8),
+        source=torch.randint(1 << bits, (out, columns), generator=generator).to(torch.uint8),
         bits=bits,
         scales=(torch.rand(shape, generator=generator) + 0.5).to(scales),
         zeros=torch.full(shape, E2M1_ZERO if levels else 1 << bits - 1, dtype=torch.uint8)

@@ -111,7 +111,7 @@ def test_the_commands_begin_with_the_verdicts(tmp_path):
 
 
 def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tmp_path):
-    """Twenty chats that begin with another number each, and are equal after it, as a server stores their full blocks."""
+    """Twenty chats that begin with another number each, and are equal after it, as a server stores full blocks."""
     library = list(range(100, 164))
     rows = [[7, 200 + number, *library, *[300 + number] * 14] for number in range(20)]
     paths = [tmp_path / "tokens.jsonl", tmp_path / "digests.jsonl"]

@@ -6,12 +6,13 @@ not depend, in any bit, on the other tokens of the batch.
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
-from pagedcli.layers.quantized import E2M1, CodedWeight, Weight, chunk_columns
+from pagedcli.layers.quantized import E2M1, BlockCodes, CodedWeight, Weight, chunk_columns
 from pagedcli.native import NativeLibrary, structs
 from pagedcli.native.system import empty_in_huge_pages
 
@@ -37,8 +38,8 @@ class NativeLinear:
 
         Raises: BackendError for a dtype or shape that the kernels do not support.
         """
-        numbers = weight if isinstance(weight, Tensor) else weight.codes
-        (rows, columns), dtype = numbers.shape, dtype or numbers.dtype
+        rows, columns = weight.shape
+        dtype = dtype or (weight if isinstance(weight, Tensor) else weight.codes).dtype
         if dtype not in structs.DTYPE_CODES or columns % 2 or (gated and rows % 2):
             raise BackendError(f"no native kernel for a {dtype} weight of shape {rows} x {columns}")
         self._functions = structs.bind(library.functions)
@@ -162,7 +163,7 @@ class NativeLinear:
         A group that is larger than a chunk repeats its scales and zeros in each of its chunks. With act-order, inputs
         are sorted by group first, and `order` [in] says which activation belongs to which input.
         """
-        columns, num_groups = weight.codes.shape[1], weight.scales.shape[1]
+        columns, num_groups = weight.shape[1], weight.scales.shape[1]
         zeros = weight.zeros if isinstance(weight.zeros, Tensor) else None
         if weight.bits == 8 and num_groups == 1 and zeros is not None and bool((zeros == 128).all()):
             self.struct.kind = structs.INT8
@@ -171,7 +172,7 @@ class NativeLinear:
             self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), *tensors.values())
             return tensors
         weight, order = weight.in_order
-        codes, struct = weight.codes.contiguous(), self.struct
+        codes, struct = _Codes(weight.source), self.struct
         struct.kind = {4: structs.CODES4, 5: structs.CODES5, 6: structs.CODES6, 8: structs.CODES8}[weight.bits]
         if weight.levels:
             struct.kind = structs.LEVELS4 if weight.levels == E2M1 else structs.IQ4
@@ -191,7 +192,7 @@ class NativeLinear:
         )
         return {"weight": packed} if order is None else {"weight": packed, "order": order.to(torch.int32)}
 
-    def _pack_grouped(self, codes: Tensor, weight: CodedWeight) -> Tensor:
+    def _pack_grouped(self, codes: "_Codes", weight: CodedWeight) -> Tensor:
         """Scales that are products of steps and bytes as those, otherwise a scale and a minimum in float32 for each
         group."""
         self.struct.chunk, self.struct.scale_type = (
@@ -223,7 +224,34 @@ class NativeLinear:
         padded_rows: int = self._functions.linear_padded_rows(ctypes.byref(self.struct))
         return padded_rows
 
-    def _call(self, name: str, *arguments: Tensor | int) -> None:
-        """A packing function, with the addresses of tensors."""
-        values = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
+    def _call(self, name: str, *arguments: "Tensor | _Codes | int") -> None:
+        """A packing function, with the addresses of tensors and structs."""
+        values = map(_address, arguments)
         getattr(self._functions, name)(ctypes.byref(self.struct), *values, torch.get_num_threads())
+
+
+class _Codes:
+    """The codes of a weight, as the packing functions take them."""
+
+    def __init__(self, source: Tensor | BlockCodes) -> None:
+        if isinstance(source, Tensor):
+            self._kept = source.contiguous()
+            self.struct = structs.CodesStruct(bytes=self._kept.data_ptr())
+            return
+        self._kept = source.raw.contiguous()
+        _, num_blocks, block_bytes = self._kept.shape
+        planes = [structs.PlaneStruct(*astuple(plane)) for plane in source.planes]
+        self.struct = structs.CodesStruct(
+            self._kept.data_ptr(),
+            block_bytes,
+            source.shape[1] // num_blocks,
+            source.flipped,
+            len(planes),
+            tuple(planes),
+        )
+
+
+def _address(argument: Tensor | _Codes | int) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return argument if isinstance(argument, int) else ctypes.addressof(argument.struct)

@@ -13,11 +13,52 @@ _HINT = "use the unquantized version of the model"
 
 
 @dataclass(frozen=True, slots=True)
+class Plane:
+    """Some bits of each code of a block, in neighbouring bytes: of each `width` bytes the lowest bits come first."""
+
+    first: int  # byte of the block
+    end: int
+    bits: int
+    width: int
+    shift: int = 0  # place of the bits in a code
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodes:
+    """Codes as they lie in the blocks of a file, from which the CPU kernels pack them."""
+
+    raw: Tensor  # uint8 [out, blocks, bytes of a block]
+    planes: tuple[Plane, ...]
+    flipped: int = 0  # bits of each code that are inverted
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        plane = self.planes[0]
+        return len(self.raw), self.raw.shape[1] * (plane.end - plane.first) * 8 // plane.bits
+
+    @property
+    def codes(self) -> Tensor:
+        """A byte each, uint8 [out, in]."""
+        codes = torch.full(self.shape, self.flipped, dtype=torch.uint8, device=self.raw.device)
+        for plane in self.planes:
+            bits = bit_fields(self.raw[..., plane.first : plane.end], plane.bits, plane.width)
+            codes ^= bits.flatten(1) << plane.shift
+        return codes
+
+
+def bit_fields(raw: Tensor, bits: int, width: int) -> Tensor:
+    """Numbers of some bits, of which the lowest of each `width` neighbouring bytes come first: [..., numbers]."""
+    parts = raw.reshape(*raw.shape[:-1], -1, 1, width)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
+    return ((parts >> shifts) & ((1 << bits) - 1)).flatten(-3)
+
+
+@dataclass(frozen=True, slots=True)
 class CodedWeight:
     """w[o, i] = scales[o, g] * (q[o, i] - zeros[o, g]), or with minima scales[o, g] * q[o, i] - minima[o, g]: g is the
     group of i, and q a code, or that code's level."""
 
-    codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1, or the numbers themselves as float8_e4m3fn
+    source: Tensor | BlockCodes  # uint8 [out, in], 0 ... 2**bits - 1, or the numbers themselves as float8_e4m3fn
     bits: int  # 4, 5, 6 or 8
     scales: Tensor  # floating point [out, groups]
     zeros: Tensor | int  # uint8 [out, groups], or one for all
@@ -32,6 +73,16 @@ class CodedWeight:
     minimum_factors: Tensor | None = None
 
     @property
+    def shape(self) -> tuple[int, int]:
+        num_out, num_in = self.source.shape
+        return num_out, num_in
+
+    @property
+    def codes(self) -> Tensor:
+        """A byte each, [out, in]. Made anew each time from the blocks of a file."""
+        return self.source if isinstance(self.source, Tensor) else self.source.codes
+
+    @property
     def in_order(self) -> tuple["CodedWeight", Tensor | None]:
         """The weight with the inputs of each group as neighbours, and that order of inputs [in]; None: as they are.
 
@@ -39,21 +90,23 @@ class CodedWeight:
         """
         if self.groups is None:
             return self, None
-        neighbours = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
+        codes = self.codes
+        neighbours = torch.arange(codes.shape[1], device=codes.device) // self.group_size
         if torch.equal(self.groups, neighbours):
             return replace(self, groups=None), None
         order = self.groups.argsort(stable=True)
         if not torch.equal(self.groups[order], neighbours):
             raise ModelError("the inputs of quantized weights are in groups of different sizes", hint=_HINT)
-        return replace(self, codes=self.codes[:, order], groups=None), order
+        return replace(self, source=codes[:, order], groups=None), order
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as numbers [out, in], computed in float32 and rounded once."""
-        levels = torch.tensor(self.levels, dtype=torch.float32, device=self.codes.device) if self.levels else None
-        out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        codes = self.codes
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=codes.device) if self.levels else None
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
         for start in range(0, len(out), 1024):  # float32 copies of a whole weight would be the peak of loading
             part = slice(start, start + 1024)
-            whole = self.codes[part].float() if levels is None else levels[self.codes[part].long()]
+            whole = codes[part].float() if levels is None else levels[codes[part].long()]
             if self.minima is not None:
                 whole = whole.mul_(self._of_inputs(self.scales[part])).sub_(self._of_inputs(self.minima[part]))
             else:
@@ -67,7 +120,7 @@ class CodedWeight:
         if self.groups is not None:
             return of_groups.float()[:, self.groups]
         spread = of_groups.float().unsqueeze(-1).expand(-1, -1, self.group_size)
-        return spread.flatten(1)[:, : self.codes.shape[1]]
+        return spread.flatten(1)[:, : self.shape[1]]
 
 
 # 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives by the four bits of e2m1, times 2 and plus E2M1_ZERO.
@@ -98,7 +151,7 @@ def stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
     return replace(
         first,
         # as bytes: torch does not concatenate float8
-        codes=torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype),
+        source=torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype),
         steps=torch.cat(steps) if steps else None,
         factors=None if first.factors is None else torch.cat(factors).view(first.factors.dtype),
         scales=torch.cat([weight.scales for weight in weights]),

@@ -14,18 +14,11 @@ template <int64_t C> struct NibblesOf {
     static vi half(vi bytes, int i) { return (i % 2 ? (vi)((vu)bytes >> 4) : bytes) & (vi{} + 0x0f0f0f0f); }
     // Columns 4 i to 4 i + 3 of each feature.
     static vi four(const uint8_t* block, int i, int v) { return half(bytes(block, i, v), i); }
-    // Columns 4 i to 4 i + 3 of a feature, a byte each, into a block of zeros.
-    static void put_four(uint8_t* block, int64_t i, int64_t lane, uint32_t four) {
-        uint8_t* at = block + (i / 2 * PANEL + lane) * GROUP;
-        store_any(at, load_any<uint32_t>(at) | (four & 0x0f0f0f0f) << (i % 2 ? 4 : 0));
-    }
-    // All columns q of the features of vector v.
-    static void store(uint8_t* block, int v, const vi* q) {
-        for (int k = 0; k < C; k += 2 * GROUP) {
-            vi bytes = {};
-            for (int i = 0; i < GROUP; i++) bytes |= (q[k + i] | q[k + GROUP + i] << 4) << 8 * i;
-            store_any(block + (k / 8 * PANEL_VECTORS + v) * VL * GROUP, bytes);
-        }
+    // All columns of the features of vector v, in fours as above.
+    static void store(uint8_t* block, int v, const vi* fours) {
+        constexpr int32_t LOW = 0x0f0f0f0f;
+        for (int i = 0; i < C / GROUP; i += 2)
+            store_any(block + (i / 2 * PANEL_VECTORS + v) * VL * GROUP, (fours[i] & LOW) | (fours[i + 1] & LOW) << 4);
     }
 };
 using Nibbles = NibblesOf<BLOCK_COLUMNS>;

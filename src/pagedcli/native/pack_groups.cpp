@@ -3,28 +3,90 @@
 #include "packed_groups.h"
 #include "packed_int4.h"
 
+#include <vector>
+
+// Some bits of each code of a block, in neighbouring bytes: of each `width` bytes, 1 or a multiple of 8, the lowest bits come
+// first. Single bits are those of width 1.
+struct Plane {
+    int64_t first, end, bits, width, shift;
+};
+
+// Codes: [rows][columns], a byte each; or, if there are planes, [rows][blocks][block_bytes]. Mirrored by pagedcli.native.structs.
+struct Codes {
+    const uint8_t* bytes;
+    int64_t block_bytes, block_columns, flipped, num_planes;
+    Plane planes[2];
+};
+
 namespace {
 
-// One feature's codes of a chunk's columns into its lane of the blocks, which are zeros.
-template <class Codes>
-void pack_lane(const Linear& l, const Chunks& chunks, Codes, const uint8_t* codes, int64_t first, int64_t lane, uint8_t* blocks) {
-    const int64_t count = std::min(l.columns - first, chunks.columns);
-    for (int64_t k = 0; k < count; k += GROUP) {
-        uint32_t four = 0;
-        memcpy(&four, codes + first + k, std::min<int64_t>(GROUP, count - k));
-        Codes::put_four(blocks + k / Codes::COLUMNS * Codes::BYTES, k % Codes::COLUMNS / GROUP, lane, four);
+constexpr uint64_t EACH = 0x0101010101010101;
+
+// A byte for each bit, the lowest first.
+inline uint64_t spread(uint8_t bits) { return ((bits * EACH & 0x8040201008040201) + 0x7f * EACH) >> 7 & EACH; }
+
+// The bits of a plane into the codes of a block; of the first one with those that are flipped.
+void add_plane(const Plane& plane, const uint8_t* block, bool first, int64_t flipped, uint8_t* codes) {
+    const uint64_t mask = ((1 << plane.bits) - 1) * EACH;
+    const auto add = [&](uint64_t bits) {
+        uint64_t eight = flipped * EACH;
+        if (!first) memcpy(&eight, codes, 8);
+        eight ^= bits << plane.shift;
+        memcpy(codes, &eight, 8), codes += 8;
+    };
+    for (int64_t at = plane.first; at < plane.end; at += plane.width) {
+        if (plane.width == 1) add(spread(block[at]));
+        else
+            for (int64_t down = 0; down < 8; down += plane.bits)
+                for (int64_t i = 0; i < plane.width; i += 8) {
+                    uint64_t eight;
+                    memcpy(&eight, block + at + i, 8);
+                    add(eight >> down & mask);
+                }
     }
 }
 
-// Calls f(panel, lane, row, with_packing's codes) for each feature of each panel, whose bytes are zeros.
-template <class F> void pack_panels(const Linear& l, const Chunks& chunks, uint8_t* packed, int threads, const F& f) {
+// The codes of a row, a byte each.
+void read_row(const Linear& l, const Codes& codes, int64_t row, uint8_t* to) {
+    if (!codes.num_planes) {
+        memcpy(to, codes.bytes + row * l.columns, l.columns);
+        return;
+    }
+    const int64_t blocks = l.columns / codes.block_columns;
+    const uint8_t* block = codes.bytes + row * blocks * codes.block_bytes;
+    for (int64_t b = 0; b < blocks; b++, block += codes.block_bytes, to += codes.block_columns)
+        for (int64_t i = 0; i < codes.num_planes; i++) add_plane(codes.planes[i], block, i == 0, codes.flipped, to);
+}
+
+// The codes [VL][stride] of the features of vector v into a panel's blocks.
+template <class Layout> void pack_vector(const Chunks& chunks, Layout, const uint8_t* codes, int64_t stride, int v, uint8_t* panel) {
+    uint8_t* chunk = panel + chunks.head_bytes;
+    for (int64_t c = 0; c < chunks.count; c++, chunk += chunks.bytes) {
+        uint8_t* block = chunk + chunks.bytes - chunks.blocks * chunks.block_bytes;
+        for (int64_t b = 0; b < chunks.blocks; b++, block += Layout::BYTES, codes += Layout::COLUMNS) {
+            alignas(64) int32_t fours[Layout::COLUMNS / GROUP][VL];
+            for (int lane = 0; lane < VL; lane++)
+                for (int i = 0; i < Layout::COLUMNS / GROUP; i++) memcpy(&fours[i][lane], codes + lane * stride + i * GROUP, GROUP);
+            Layout::store(block, v, (const vi*)fours);
+        }
+    }
+}
+
+// Packs all codes, and calls put_header(panel, lane, row) for each feature of each panel, whose headers are zeros.
+template <class F> void pack_panels(const Linear& l, const Chunks& chunks, const Codes& codes, uint8_t* packed, int threads, const F& put_header) {
+    const int64_t stride = chunks.padded_columns() + 64;  // else the codes of all lanes would compete for the same lines of a cache
     for_panels(threads, padded_rows(l) / PANEL, chunks.panel_bytes(), [&](int64_t p) {
         uint8_t* panel = packed + p * chunks.panel_bytes();
         memset(panel, 0, chunks.panel_bytes());
-        with_packing(l, [&](auto, auto codes) {
-            for (int64_t lane = 0; lane < PANEL; lane++)
-                if (const int64_t row = source_row(l, p * PANEL + lane); row >= 0) f(panel, lane, row, codes);
-        });
+        std::vector<uint8_t> room(VL * stride);
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            for (int64_t lane = 0; lane < VL; lane++) {
+                const int64_t row = source_row(l, p * PANEL + v * VL + lane);
+                if (row >= 0) read_row(l, codes, row, &room[lane * stride]), put_header(panel, v * VL + lane, row);
+                else memset(&room[lane * stride], 0, stride);
+            }
+            with_packing(l, [&](auto, auto layout) { pack_vector(chunks, layout, room.data(), stride, v, panel); });
+        }
     });
 }
 
@@ -38,33 +100,30 @@ int64_t linear_packed_bytes(const Linear* linear) {
     return padded_rows(l) / PANEL * (l.kind == INT8 || l.kind == INT4 ? packed_panel_bytes(l) : Chunks(l).panel_bytes());
 }
 
-// codes [rows][columns], a byte each, in the order of columns; scales [rows][groups] of scale_type; zeros [rows][groups], or
-// null if the layer has one: what group_columns neighbours share -> packed. linear->chunk divides group_columns, or there is
-// one group.
-void linear_pack_codes(const Linear* linear, const uint8_t* codes, const void* scales, const uint8_t* zeros,
+// codes in the order of columns; scales [rows][groups] of scale_type; zeros [rows][groups], or null if the layer has one: what
+// group_columns neighbours share -> packed. linear->chunk divides group_columns, or there is one group.
+void linear_pack_codes(const Linear* linear, const Codes* codes, const void* scales, const uint8_t* zeros,
                        int64_t group_columns, uint8_t* packed, int threads) {
     const Linear& l = *linear;
     const Chunks chunks(l);
     const int64_t groups = (l.columns + group_columns - 1) / group_columns, scale_bytes = l.scale_type == FLOAT32 ? 4 : 2;
-    pack_panels(l, chunks, packed, threads, [&](uint8_t* chunk, int64_t lane, int64_t row, auto layout) {
+    pack_panels(l, chunks, *codes, packed, threads, [&](uint8_t* chunk, int64_t lane, int64_t row) {
         for (int64_t c = 0; c < chunks.count; c++, chunk += chunks.bytes) {
             const int64_t group = row * groups + c * chunks.columns / group_columns;
             memcpy(chunk + lane * scale_bytes, (const char*)scales + group * scale_bytes, scale_bytes);
             if (zeros) chunk[PANEL * scale_bytes + lane] = zeros[group];
-            uint8_t* blocks = chunk + chunks.bytes - chunks.blocks * chunks.block_bytes;
-            pack_lane(l, chunks, layout, codes + row * l.columns, c * chunks.columns, lane, blocks);
         }
     });
 }
 
 // The same with a scale and a minimum per chunk, both [rows][chunks] in float32; or, of scale_type STEPS, as bytes
 // [rows][chunks] times steps [rows][columns / 256]. Without minima the layer has a zero point.
-void linear_pack_grouped(const Linear* linear, const uint8_t* codes, const float* scales, const float* minima,
+void linear_pack_grouped(const Linear* linear, const Codes* codes, const float* scales, const float* minima,
                          const int8_t* factors, const float* steps, const uint8_t* minimum_factors, const float* minimum_steps,
                          uint8_t* packed, int threads) {
     const Linear& l = *linear;
     const Chunks chunks(l);
-    pack_panels(l, chunks, packed, threads, [&](uint8_t* panel, int64_t lane, int64_t row, auto layout) {
+    pack_panels(l, chunks, *codes, packed, threads, [&](uint8_t* panel, int64_t lane, int64_t row) {
         for (int64_t i = 0; i < chunks.num_steps; i++) {
             float* own = (float*)panel + i * PANEL + lane;
             own[0] = steps[row * chunks.num_steps + i];
@@ -79,8 +138,6 @@ void linear_pack_grouped(const Linear* linear, const uint8_t* codes, const float
                 ((float*)chunk)[lane] = scales[group], ((float*)chunk)[PANEL + lane] = minima[group];
             if (chunks.step_minima)
                 ((uint8_t*)chunks.minimum_factors(panel))[c * PANEL + lane] = minimum_factors[group];
-            uint8_t* blocks = chunk + chunks.bytes - chunks.blocks * chunks.block_bytes;
-            pack_lane(l, chunks, layout, codes + row * l.columns, c * chunks.columns, lane, blocks);
         }
     });
 }

@@ -71,12 +71,13 @@ vi pack_group(const vf* w, int v, uint8_t* group) {
     const Grid grid = best_fit(w);
     const vi step = __builtin_convertvector(grid.step, vi), zero = __builtin_convertvector(grid.zero, vi);
     store_bytes(group + v * VL, step), store_bytes(group + PANEL + v * VL, zero);
-    vi q[BLOCK_COLUMNS], sums = {};
+    vi fours[BLOCK_STEPS] = {}, sums = {};
     for (int k = 0; k < BLOCK_COLUMNS; k++) {
-        q[k] = __builtin_convertvector(grid.rounded(w[k]), vi);
-        sums += step * q[k] - zero;
+        const vi q = __builtin_convertvector(grid.rounded(w[k]), vi);
+        fours[k / GROUP] |= q << k % GROUP * 8;
+        sums += step * q - zero;
     }
-    Nibbles::store(group + 2 * PANEL, v, q);
+    Nibbles::store(group + 2 * PANEL, v, fours);
     return sums;
 }
 

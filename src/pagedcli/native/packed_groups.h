@@ -74,7 +74,9 @@ template <class S, int64_t C = BLOCK_COLUMNS> struct Bytes {
     static constexpr int64_t COLUMNS = C, BYTES = PANEL * COLUMNS;
     using Sum = S;
     static vi four(const uint8_t* block, int i, int v) { return load_any<vi>(block + (i * PANEL_VECTORS + v) * VL * GROUP); }
-    static void put_four(uint8_t* block, int64_t i, int64_t lane, uint32_t four) { store_any(block + (i * PANEL + lane) * GROUP, four); }
+    static void store(uint8_t* block, int v, const vi* fours) {
+        for (int i = 0; i < C / GROUP; i++) store_any(block + (i * PANEL_VECTORS + v) * VL * GROUP, fours[i]);
+    }
 };
 
 // Nibbles and the bits above them: byte i of row j of the plane has those of k = 4 n + i, j the whole part of n / PER, from the
@@ -94,10 +96,14 @@ template <int BITS, int64_t C> struct Planes {
         return Low::half(low, i) | (moved & (vi{} + ((1 << EXTRA) - 1) * 0x10101010));
     }
     static vi four(const uint8_t* block, int i, int v) { return joined(low_bytes(block, i, v), plane_bytes(block, i, v), i); }
-    static void put_four(uint8_t* block, int64_t i, int64_t lane, uint32_t four) {
-        uint8_t* at = block + Low::BYTES + (i / PER * PANEL + lane) * GROUP;
-        Low::put_four(block, i, lane, four);
-        store_any(at, load_any<uint32_t>(at) | (four >> 4 & 0x0f0f0f0f) << (i % PER * EXTRA));
+    static void store(uint8_t* block, int v, const vi* fours) {
+        constexpr int32_t UPPER = ((1 << EXTRA) - 1) * 0x01010101;
+        Low::store(block, v, fours);
+        for (int i = 0; i < C / GROUP; i += PER) {
+            vi plane = {};
+            for (int j = 0; j < PER; j++) plane |= (fours[i + j] >> 4 & UPPER) << j * EXTRA;
+            store_any(block + Low::BYTES + (i / PER * PANEL_VECTORS + v) * VL * GROUP, plane);
+        }
     }
 };
 

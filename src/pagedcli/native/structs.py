@@ -31,6 +31,22 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
+class PlaneStruct(ctypes.Structure):
+    """struct Plane"""
+
+    _fields_ = [(name, _int64) for name in ("first", "end", "bits", "width", "shift")]
+
+
+class CodesStruct(ctypes.Structure):
+    """struct Codes"""
+
+    _fields_ = [
+        ("bytes", _pointer),
+        *((name, _int64) for name in ("block_bytes", "block_columns", "flipped", "num_planes")),
+        ("planes", PlaneStruct * 2),
+    ]
+
+
 class ExpertsStruct(ctypes.Structure):
     """struct Experts"""
 

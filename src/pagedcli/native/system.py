@@ -4,7 +4,8 @@ import ctypes
 import math
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -61,6 +62,17 @@ def limit_threads() -> None:
     """Lower torch's number of threads to the usable cores. A lower number set by the user stays."""
     if torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on this thread alone: in small operations threads mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _quota(cgroup: Path) -> float | None:

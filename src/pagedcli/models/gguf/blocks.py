@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, CodedWeight
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, BlockCodes, CodedWeight, Plane, bit_fields
 from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,10 +45,9 @@ def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------- their layouts
 
 
-def _blocks(codes: Tensor, scales: Tensor, zero: int = 0, **fields: Any) -> CodedWeight:
-    """Shapes: codes [..., groups, inputs of a group]; scales, minima and factors [..., groups]; steps [..., 1]; ... are
-    those of the blocks."""
-    return CodedWeight(codes, 8, scales, zero, codes.shape[-1], **fields)
+def _blocks(raw: Tensor, planes: tuple[Plane, ...], scales: Tensor, zero: int = 0, **fields: Any) -> CodedWeight:
+    """Shapes: scales, minima and factors [..., groups]; steps [..., 1]; ... are those of the blocks."""
+    return CodedWeight(BlockCodes(raw, planes, flipped=fields.pop("flipped", 0)), 8, scales, zero, 1, **fields)
 
 
 def _half(raw: Tensor, place: int) -> Tensor:
@@ -60,64 +59,59 @@ def _float(raw: Tensor, place: int) -> Tensor:
     return _half(raw, place).float()
 
 
-def _bits(raw: Tensor, bits: int, width: int) -> Tensor:
-    """Numbers of some bits, of which the lowest of `width` neighbouring bytes come first: [..., numbers]."""
-    parts = raw.reshape(*raw.shape[:-1], -1, 1, width)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
-    return ((parts >> shifts) & ((1 << bits) - 1)).flatten(-3)
+def _nibbles(first: int) -> Plane:
+    """The codes of 32 numbers from a byte on."""
+    return Plane(first, first + 16, 4, 16)
 
 
-def _fifth_bits(raw: Tensor) -> Tensor:
-    """A bit for each of 32 numbers, times 16."""
-    return ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2) << 4
+def _fifth_bits(first: int) -> Plane:
+    return Plane(first, first + 4, 1, 1, shift=4)
 
 
 def _q8_0(raw: Tensor) -> CodedWeight:
-    return _blocks((raw[..., 2:] ^ 128).unsqueeze(-2), _half(raw, 0), zero=128)
+    return _blocks(raw, (Plane(2, 34, 8, 32),), _half(raw, 0), zero=128, flipped=128)
 
 
 def _q4_0(raw: Tensor) -> CodedWeight:
-    return _blocks(_bits(raw[..., 2:], 4, 16).unsqueeze(-2), _half(raw, 0), zero=8)
+    return _blocks(raw, (_nibbles(2),), _half(raw, 0), zero=8)
 
 
 def _q4_1(raw: Tensor) -> CodedWeight:
-    return _blocks(_bits(raw[..., 4:], 4, 16).unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
+    return _blocks(raw, (_nibbles(4),), _float(raw, 0), minima=-_float(raw, 2))
 
 
 def _q5_0(raw: Tensor) -> CodedWeight:
-    codes = _bits(raw[..., 6:], 4, 16) | _fifth_bits(raw[..., 2:6])
-    return _blocks(codes.unsqueeze(-2), _half(raw, 0), zero=16)
+    return _blocks(raw, (_nibbles(6), _fifth_bits(2)), _half(raw, 0), zero=16)
 
 
 def _q5_1(raw: Tensor) -> CodedWeight:
-    codes = _bits(raw[..., 8:], 4, 16) | _fifth_bits(raw[..., 4:8])
-    return _blocks(codes.unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
+    return _blocks(raw, (_nibbles(8), _fifth_bits(4)), _float(raw, 0), minima=-_float(raw, 2))
 
 
 def _iq4_nl(raw: Tensor) -> CodedWeight:
-    codes = _bits(raw[..., 2:], 4, 16)
-    return _blocks(codes.unsqueeze(-2), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4)
+    return _blocks(raw, (_nibbles(2),), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4)
 
 
 def _mxfp4(raw: Tensor) -> CodedWeight:
     exponents = raw[..., :1].to(torch.int32)  # exponents of half a power of two: the smallest two are subnormal
     scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    codes = _bits(raw[..., 1:], 4, 16)
     # bfloat16 holds every power of 2 exactly
-    return _blocks(codes.unsqueeze(-2), scales.view(torch.float32).bfloat16(), zero=E2M1_ZERO, levels=E2M1)
+    scales = scales.view(torch.float32).bfloat16()
+    return _blocks(raw, (_nibbles(1),), scales, zero=E2M1_ZERO, levels=E2M1)
 
 
-def _with_steps(codes: Tensor, steps: Tensor, factors: Tensor, *, zero: int) -> CodedWeight:
+def _with_steps(raw: Tensor, planes: tuple[Plane, ...], steps: Tensor, factors: Tensor, *, zero: int) -> CodedWeight:
     """Scales that are multiples of a step per block."""
-    codes = codes.reshape(*factors.shape, -1)
-    return _blocks(codes, steps * factors, zero=zero, steps=steps, factors=factors.to(torch.int8))
+    return _blocks(raw, planes, steps * factors, zero=zero, steps=steps, factors=factors.to(torch.int8))
 
 
 def _with_minima(
-    codes: Tensor, steps: Tensor, factors: Tensor, minimum_steps: Tensor, minimum_factors: Tensor
+    raw: Tensor, planes: tuple[Plane, ...], places: tuple[int, int], factors: Tensor, minimum_factors: Tensor
 ) -> CodedWeight:
+    """`places` of the steps of scales and of minima."""
+    steps, minimum_steps = (_float(raw, place) for place in places)
     return replace(
-        _with_steps(codes, steps, factors, zero=0),
+        _with_steps(raw, planes, steps, factors, zero=0),
         minima=minimum_steps * minimum_factors,
         minimum_steps=minimum_steps,
         minimum_factors=minimum_factors,
@@ -132,36 +126,35 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(raw: Tensor) -> CodedWeight:
-    scales, minima = _six_bits(raw[..., 4:16])
-    return _with_minima(_bits(raw[..., 16:], 4, 32), _float(raw, 0), scales, _float(raw, 2), minima)
+    return _with_minima(raw, (Plane(16, 144, 4, 32),), (0, 2), *_six_bits(raw[..., 4:16]))
 
 
 def _q5_k(raw: Tensor) -> CodedWeight:
-    scales, minima = _six_bits(raw[..., 4:16])
-    codes = _bits(raw[..., 48:], 4, 32) | (_bits(raw[..., 16:48], 1, 32) << 4)
-    return _with_minima(codes, _float(raw, 0), scales, _float(raw, 2), minima)
+    planes = Plane(48, 176, 4, 32), Plane(16, 48, 1, 32, shift=4)
+    return _with_minima(raw, planes, (0, 2), *_six_bits(raw[..., 4:16]))
 
 
 def _q6_k(raw: Tensor) -> CodedWeight:
-    codes = _bits(raw[..., :128], 4, 64) | (_bits(raw[..., 128:192], 2, 32) << 4)
-    return _with_steps(codes, _float(raw, 208), raw[..., 192:208].contiguous().view(torch.int8), zero=32)
+    planes = Plane(0, 128, 4, 64), Plane(128, 192, 2, 32, shift=4)
+    factors = raw[..., 192:208].contiguous().view(torch.int8)
+    return _with_steps(raw, planes, _float(raw, 208), factors, zero=32)
 
 
 def _q2_k(raw: Tensor) -> CodedWeight:
     both = raw[..., :16]
-    return _with_minima(_bits(raw[..., 16:80], 2, 32), _float(raw, 80), both & 15, _float(raw, 82), both >> 4)
+    return _with_minima(raw, (Plane(16, 80, 2, 32),), (80, 82), both & 15, both >> 4)
 
 
 def _q3_k(raw: Tensor) -> CodedWeight:
-    codes = _bits(raw[..., 32:96], 2, 32) | (_bits(raw[..., :32], 1, 32) << 2)
-    factors = _bits(raw[..., 96:104], 4, 8) | (_bits(raw[..., 104:108], 2, 4) << 4)
-    return _with_steps(codes, _float(raw, 108), factors.to(torch.int8) - 32, zero=4)
+    planes = Plane(32, 96, 2, 32), Plane(0, 32, 1, 32, shift=2)
+    factors = bit_fields(raw[..., 96:104], 4, 8) | (bit_fields(raw[..., 104:108], 2, 4) << 4)
+    return _with_steps(raw, planes, _float(raw, 108), factors.to(torch.int8) - 32, zero=4)
 
 
 def _iq4_xs(raw: Tensor) -> CodedWeight:
-    codes = _bits(raw[..., 8:], 4, 16)
-    factors = _bits(raw[..., 4:8], 4, 1) | (_bits(raw[..., 2:4], 2, 1) << 4)
-    return replace(_with_steps(codes, _float(raw, 0), factors.to(torch.int8) - 32, zero=IQ4_ZERO), levels=IQ4)
+    factors = bit_fields(raw[..., 4:8], 4, 1) | (bit_fields(raw[..., 2:4], 2, 1) << 4)
+    steps, planes = _float(raw, 0), (Plane(8, 136, 4, 16),)
+    return replace(_with_steps(raw, planes, steps, factors.to(torch.int8) - 32, zero=IQ4_ZERO), levels=IQ4)
 
 
 _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {

@@ -11,6 +11,7 @@ from pagedcli.models.gguf.blocks import coded, numbers
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.gguf.types import GgmlType
 from pagedcli.models.packed_formats import CodedLayer
+from pagedcli.native.system import one_thread
 
 
 class GgufFormat:
@@ -72,5 +73,7 @@ class GgufLayer(CodedLayer):
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         if kernels == "cpu" or (kernels == "triton" and self.kind.in_triton):
-            return coded(torch.cat([module["weight"] for module in modules]), self.kind)
+            first, *others = (module["weight"] for module in modules)
+            with one_thread():
+                return coded(torch.cat([first, *others]) if others else first, self.kind)
         return torch.cat([numbers(module["weight"], self.kind, dtype) for module in modules])
