@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import native_library
+from engine_harness import make_engine, run
 from model_zoo import DATA_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import float8, quantized_twins
@@ -17,6 +18,7 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.blocks import query_scales
 from pagedcli.models.reading import read_spec
+from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 SEQUENCES, NUM_PROMPT = ragged_sequences()
@@ -129,6 +131,22 @@ def test_text_of_models_that_see_gives_transformers_logits(model_type, tmp_path)
     assert any("tensors of the checkpoint are not read" in note for note in model.notes)
     for backend in ("cpu", "reference"):
         assert_close(logits_of(tmp_path, backend), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", VISION)
+def test_three_samples_are_transformers_tokens_of_text_in_a_small_pool(model_type, tmp_path):
+    vision_model(model_type, tmp_path)
+    model = getattr(transformers, f"{VISION[model_type][0]}ForConditionalGeneration").from_pretrained(tmp_path)
+    prompts, params = SEQUENCES[2:], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=3)
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    ids = [torch.tensor([prompt]) for prompt in prompts]
+    expected = [3 * model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
+    for backend in ("cpu", "reference"):
+        options = {"attention_backend": backend, "block_size": 4, "max_model_len": 128, "chunked_prefill_size": 7}
+        engine = make_engine(tmp_path, num_gpu_blocks_override=70, **options)
+        assert run(engine, prompts, params) == expected
 
 
 def test_qwen2_5_vl_is_read_as_published(tmp_path):

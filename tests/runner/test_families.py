@@ -4,6 +4,7 @@ import pytest
 from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import COMPOSED_FAMILIES, SLOW_FAMILIES, cached_model
+from msgspec import structs
 from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
@@ -42,7 +43,14 @@ def test_tokens_equal_transformers_in_a_small_pool(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ministral3", "glm4", "exaone4", "deepseek_v3"])
+def test_three_samples_of_a_prompt_share_its_blocks_and_are_the_tokens_of_transformers(family):
+    path, expected = family
+    engine = make_engine(path, **{**HARD, "num_gpu_blocks_override": 40})
+    assert run(engine, PROMPTS, structs.replace(GREEDY, n=3)) == [3 * sample for sample in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ministral3", "glm4", "exaone4", "deepseek_v3", "cohere2_moe", "minimax_m2"])
 def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_path_factory):
     path = cached_model(name, tmp_path_factory)
     for params in (

@@ -5,6 +5,7 @@ import torch
 from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import RECURRENT_FAMILIES, cached_model
+from msgspec import structs
 
 from pagedcli.sampling_params import SamplingParams
 
@@ -54,6 +55,15 @@ def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
     path, expected = family
     for variant in EASY:
         assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected, variant
+
+
+@pytest.mark.slow
+def test_three_samples_of_a_prompt_share_its_state_and_are_the_tokens_of_transformers(family):
+    path, expected = family
+    for variant in ({"block_size": 4, "max_model_len": 96}, {**HARD, "num_gpu_blocks_override": 24}):
+        assert run(make_engine(path, **variant), PROMPTS, structs.replace(GREEDY, n=3)) == [
+            3 * sample for sample in expected
+        ]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ MODELS = {
     "vaultgemma": ("vaultgemma", {"num_hidden_layers": 4}),
 }
 HARD = {"chunked_prefill_size": 7, "block_size": 4, "max_model_len": 160}
-SMALL_POOLS = {1: 20, 2: 50, 4: 90}  # by the number of groups of layers: too small for all sequences at once
+SMALL_POOLS = {1: 20, 2: 50, 3: 70, 4: 90}  # by the number of groups of layers: too small for all sequences at once
 EASY = [
     {"enable_prefix_caching": False, "block_size": 1, "max_model_len": 160},
     {"block_size": 16, "max_model_len": 160, "chunked_prefill_size": 7},
@@ -65,6 +65,9 @@ MORE = {
     "granitemoe_swa": ("granitemoe_swa", {}),
     "cwm": ("cwm", {}),
     "mellum": ("mellum", {}),
+    "exaone_moe": ("exaone_moe", {}),
+    "cohere2_moe": ("cohere2_moe", {}),
+    "cohere2_moe-rms": ("cohere2_moe-rms", {"num_hidden_layers": 4}),
 }
 
 
