@@ -158,6 +158,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
     ),
     "arcee": ("ArceeConfig", {"rope_parameters": _YARN}),
+    "apertus": ("ApertusConfig", {"num_key_value_heads": 4, "rope_parameters": _LLAMA3}),
     "nemotron": ("NemotronConfig", {"head_dim": 32}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
     "stablelm-parallel": ("StableLmConfig", {"use_parallel_residual": True}),
@@ -233,6 +234,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            **{"num_local_experts": 8, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256},
+                **{"short_factor": [1.0, 1.5, 2.0, 3.0] * 2, "long_factor": [2.0, 3.0, 4.0, 5.0] * 2},
+                **{"short_mscale": 1.1, "long_mscale": 1.3},
+            },
+        },
+    ),
     "phi3-longrope": (
         "Phi3Config",
         {
@@ -406,9 +418,9 @@ DATA_FAMILIES = (
         "seed_oss",
         "ernie4_5",
     ),
-    *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "ernie4_5-moe", "glm4-moe"),
+    *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "apertus", "ernie4_5-moe", "glm4-moe"),
     *LATENT_FAMILIES[2:],
-    *("cohere2_moe", "cohere2_moe-rms", "solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe"),
+    *("cohere2_moe", "cohere2_moe-rms", "solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe", "phimoe"),
     *("hunyuan", "starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)

@@ -186,6 +186,18 @@ def _gated(name: str, formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[.
     return activate_and_mul
 
 
+def xielu(up: Tensor, numbers: Tensor) -> Tensor:
+    """a up^2 + c up where up is positive, and elsewhere b (expm1(min(up, d)) - up) + c up.
+
+    Shapes:  up [T, I]; numbers [4] float32: a, b, c, d; returns [T, I], rounded once.
+    Source:  Huang, Deriving Activation Functions via Integration, 2024.
+    """
+    a, b, c, d = numbers.unbind()
+    x = up.float()
+    bend = torch.where(x > 0, a * x * x, (torch.expm1(torch.minimum(x, d)) - x) * b)
+    return (bend + c * x).to(up.dtype)
+
+
 # Activations by their name in config.json; those without a gate are [..., I] -> [..., I].
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("silu", "swish"), _gated("silu", lambda gate, up: F.silu(gate).mul_(up))),
@@ -206,6 +218,7 @@ class Routing:
     scale: float = 1.0  # factor of the picked scores
     least_sum: float = 0.0  # added to their sum before they are divided by it
     groups: tuple[int, int, int] | None = None  # see models.mlps.Experts
+    nearness: float = 0.0  # see there
 
 
 def route(
@@ -218,6 +231,8 @@ def route(
     Shapes:  logits [T, X] of the router; router_bias [X] float32, added to scores for picking alone; expert_scales [X]
              float32 multiply the weights; returns weights [T, K] in the dtype of the logits, experts [T, K] int64.
     """
+    if routing.nearness:
+        return _route_among_near(logits, routing)
     scores = logits.sigmoid().float() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
     wanted = scores if router_bias is None else scores + router_bias
     if routing.groups is not None:
@@ -233,6 +248,19 @@ def route(
     if expert_scales is not None:
         weights *= expert_scales[experts]
     return (weights * routing.scale).to(logits.dtype), experts
+
+
+def _route_among_near(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Source: Liu et al., GRIN: GRadient-INformed MoE, 2024, as it is outside of training."""
+    scores = logits.float()
+    order = scores.sort(stable=True, dim=-1, descending=True).indices[:, : routing.num_per_token]
+    left, weights = scores.clone(), []
+    for expert in order.split(1, dim=-1):
+        best = scores.gather(1, expert)
+        is_far = (best - left) / left.abs().maximum(best) > routing.nearness
+        weights.append(left.masked_fill(is_far, -math.inf).softmax(-1).gather(1, expert))
+        left.scatter_(1, expert, -math.inf)
+    return torch.cat(weights, dim=-1).to(logits.dtype), order
 
 
 @dataclass(frozen=True, slots=True)

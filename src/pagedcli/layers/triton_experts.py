@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.layers.basic import Routing
+from pagedcli.layers.basic import route as route_in_torch
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.triton_layers import LOG2E, gated, power_of_2
 from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_weight, processors_of, scaled
@@ -125,6 +126,10 @@ def route(
     logits: Tensor, routing: Routing, router_bias: Tensor | None = None, expert_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """layers.basic.route, the experts of a token ascending and int32."""
+    if routing.nearness:
+        of_order, order = route_in_torch(logits, routing)
+        order, places = order.sort(dim=-1)
+        return of_order.gather(1, places), order.int()
     num_groups, num_kept, num_best = routing.groups or (0, 0, 0)
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, routing.num_per_token))

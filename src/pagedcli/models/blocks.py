@@ -124,11 +124,13 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torc
     """
     size = rope.rotated(head_dim)
     frequencies = inverse_frequencies(rope, size, num_positions)
-    table = torch.empty((num_positions, size), dtype=dtype)
+    table, factor = torch.empty((num_positions, size), dtype=dtype), rope.attention_factor
+    if rope.long_attention_factor is not None and rope.extends(num_positions):
+        factor = rope.long_attention_factor
     for start in range(0, num_positions, _ROWS):  # in float32 a million positions would take gigabytes
         rows = table[start : start + _ROWS]
         angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
-        rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor)
+        rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * factor)
     return table
 
 
@@ -161,7 +163,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Te
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "longrope":
-        is_long = rope.exact_length is not None and num_positions > rope.exact_length
+        is_long = rope.extends(num_positions)
         name, factors = ("long_factor", rope.long_factor) if is_long else ("short_factor", rope.short_factor)
         if len(factors) != head_dim // 2:
             raise ModelError(f"rope's {name} has {len(factors)} entries, not {head_dim // 2}")

@@ -43,6 +43,7 @@ from pagedcli.native.structs import (
     MAMBA2,
     RELU2,
     SHORT_CONV,
+    STORE,
     ExpertsStruct,
     GroupStepStruct,
     LatentStruct,
@@ -64,6 +65,7 @@ _GATES = {
     "clamped_silu": GATE_CLAMPED,
     "relu2": RELU2,
     "ungated_gelu": GELU,
+    "xielu": STORE,  # with numbers of its own in each layer
 }
 _MIXERS = {Attention, LatentAttention, GatedDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
@@ -176,10 +178,17 @@ class _Builder(Parts):
         embedding = self._tensors.pop("embedding")
 
         def make() -> PackedLayer:
-            modules = self.output(embedding)
-            return PackedLayer(layer_format.native_linear(modules, None, self._request.dtype), 0)
+            modules, bias = self.output(embedding)
+            linear = layer_format.native_linear(modules, bias, self._request.dtype)
+            return PackedLayer(linear, bias.nbytes if bias is not None else 0)
 
-        lm_head = self._keep(packed.get("lm_head", make, lambda: self._tensors.discard("lm_head")).linear)
+        def discard() -> None:
+            self._tensors.discard("lm_head")
+            self._tensors.discard("lm_head.bias")
+
+        layer = packed.get("lm_head", make, discard)
+        self.weight_bytes += layer.bias_bytes
+        lm_head = self._keep(layer.linear)
         if reads_rows:
             return None, lm_head
         self.weight_bytes += embedding.nbytes
@@ -264,6 +273,8 @@ class _Builder(Parts):
             layer.scalar = scalar.item()
         for mlp in spec.mlps:
             layer.gate_up, layer.down = self._mlp(mlp, key)
+            if mlp.activation == "xielu":
+                layer.xielu = self._address(self.xielu(key))
         if isinstance(spec.mlp, Experts):
             if spec.mlp.beside is not None:
                 layer.router_norm = self._address(self.router_norm(key))
@@ -334,6 +345,7 @@ class _Builder(Parts):
             sigmoid=experts.sigmoid,
             scale=experts.scale,
             least_sum=experts.least_sum,
+            nearness=experts.nearness,
             **dict(zip(("num_groups", "num_kept_groups", "num_best"), experts.groups or (), strict=False)),
             router_bias=self._taken(f"{key}.router_bias"),
             expert_scales=self._taken(f"{key}.expert_scales"),

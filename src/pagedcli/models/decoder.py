@@ -9,12 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass
+from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
@@ -225,6 +226,13 @@ class Parts:
         """A small tensor; None if the model does not have it."""
         return self._tensors.pop(key, None)
 
+    def xielu(self, key: str) -> Tensor:
+        """What layers.basic.xielu takes, [4] float32."""
+        of_positive, of_negative, linear, least = (
+            self._tensors.pop(f"{key}.{part}").flatten() for part in ("alpha_p", "alpha_n", "beta", "eps")
+        )
+        return torch.cat((F.softplus(of_positive), linear + F.softplus(of_negative), linear, least))
+
     def conv(self, key: str) -> Tensor:
         """The weight [K, C] of a depthwise convolution."""
         return self._tensors.pop(f"{key}.conv").flatten(1).t().contiguous()
@@ -238,9 +246,11 @@ class Parts:
         weight: Tensor = self._tensors.pop(f"{key}.router_norm")
         return weight.mul_(weight.shape[0] ** -0.5)
 
-    def output(self, embedding: Tensor) -> Modules:
-        """The modules of the output layer, which are the embedding [V, E] if tied."""
-        return [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")[0]
+    def output(self, embedding: Tensor) -> tuple[Modules, Tensor | None]:
+        """The modules of the output layer, which are the embedding [V, E] if tied, and its bias."""
+        if self._spec.tie_word_embeddings:
+            return [{"weight": embedding}], self._tensors.pop("lm_head.bias", None)
+        return self.unquantized("lm_head")
 
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """The table of a rotary embedding, one for all layers that have it."""
@@ -281,7 +291,7 @@ class _Builder(Parts):
         its format allows it, so that there is no second copy."""
         tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
         table = self._tensors.pop("embedding")
-        stored = self.output(table)
+        stored, bias = self.output(table)
         layer_format, dtype = self._request.weight_format.lm_head, self._request.dtype
         if tied and layer_format.stored[0].dtype is not None:  # packed in the checkpoint
             widened = layer_format.weight(stored, dtype, "torch")
@@ -291,10 +301,10 @@ class _Builder(Parts):
                 layer_format, stored = AS_STORED, [{"weight": table}]
         embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
         if not self.uses_cpu_kernels:
-            linear = layer_format.torch_linear(stored, None, dtype)
+            linear = layer_format.torch_linear(stored, bias, dtype)
             head = VocabularyHead(linear, self._spec.vocab_size, parallel)
             return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
-        packed = layer_format.native_linear(stored, None, dtype)
+        packed = layer_format.native_linear(stored, bias, dtype)
         head = VocabularyHead(packed, self._spec.vocab_size, parallel)
         if tied and layer_format.keeps_rows and parallel.size == 1:
             return packed.weight_rows, head, packed.nbytes
@@ -443,7 +453,8 @@ class _Builder(Parts):
             assert experts is not None, "a layer has an MLP or experts"
             return self._experts(experts, key)
         first = self.linear(f"{key}.{dense.input_name}")
-        mlp = GatedMlp(first, ACTIVATIONS[dense.activation], self._summed_linear(f"{key}.down"))
+        activation = ACTIVATIONS.get(dense.activation) or partial(xielu, numbers=self.xielu(key))
+        mlp = GatedMlp(first, activation, self._summed_linear(f"{key}.down"))
         if experts is None:
             return Mlp(mlp)
         names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
@@ -469,7 +480,8 @@ class _Builder(Parts):
 
     def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
         """All experts of a layer, and their routing."""
-        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale, spec.least_sum, spec.groups)
+        numbers = spec.scale, spec.least_sum, spec.groups, spec.nearness
+        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, *numbers)
         router_bias, expert_scales = (
             self._tensors.pop(f"{key}.{name}", None) for name in ("router_bias", "expert_scales")
         )

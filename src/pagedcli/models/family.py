@@ -134,6 +134,11 @@ class Llama:
         return Scales()
 
     @property
+    def head_bias(self) -> bool:
+        """Whether the output layer has a bias."""
+        return False
+
+    @property
     def layer_inputs(self) -> LayerInputs | None:
         return None
 

@@ -5,6 +5,14 @@ from dataclasses import dataclass, replace
 from pagedcli.models.formats import VECTOR
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
+# Numbers that xIELU is made of, see layers.basic.xielu: shape and first value
+_XIELU: dict[str, tuple[tuple[int, ...], float]] = {
+    "alpha_p": ((1,), 0.2),
+    "alpha_n": ((1,), -1.0),
+    "beta": ((), 0.5),
+    "eps": ((), -1e-6),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
@@ -38,6 +46,9 @@ class Mlp:
         gate_factors = ((self.width, of_gate), (self.width, 1.0)) if self.gated else ()
         found = make.linear(f"{key}.{self.input_name}", rows, make.width, bias=self.bias, factors=gate_factors)
         factors = ((make.width, of_result),)
+        if self.activation == "xielu":
+            for part, (shape, init) in _XIELU.items():
+                found[f"{key}.{part}"] = exact({f"{name}.act_fn.{part}": shape}, init=init)
         return found | make.linear(f"{key}.down", {down: make.width}, self.width, bias=self.bias, factors=factors)
 
     def parameters(self, make: Tensors, key: str, layer: str, num_experts: int | None) -> dict[str, Parameter]:
@@ -77,6 +88,8 @@ class Experts:
     # groups that experts form, how many of them stay for a token, and how many of a group's best scores count for it
     groups: tuple[int, int, int] | None = None
     least_sum: float = 0.0  # added to the sum that the picked scores are divided by
+    # each picked expert is weighted among those left whose logits are at most so much smaller, as a share; 0: among all
+    nearness: float = 0.0
     scale: float = 1.0  # factor of the picked scores
     shared: Mlp | None = None  # an expert for every token
     gates_shared: bool = True  # whether the shared expert is weighted by a gate of its own

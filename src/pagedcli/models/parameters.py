@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pagedcli.models.formats import WEIGHT, WeightFormat
+from pagedcli.models.formats import VECTOR, WEIGHT, WeightFormat
 from pagedcli.models.spec import LayerSpec, ModelSpec
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
@@ -33,6 +33,8 @@ def decoder_parameters(
     parameters = {"embedding": embedding, **last.layer_norm("final_norm", f"{names.body}.{names.final_norm}")}
     if not tied:
         parameters["lm_head"] = make.table("lm_head.weight", spec.vocab_size, head)
+    if spec.head_bias:
+        parameters["lm_head.bias"] = Parameter({"lm_head.bias": (spec.vocab_size,)}, stored=VECTOR)
     parameters |= _layer_inputs(spec, make)
     for i in range(spec.num_layers) if layers is None else layers:
         parameters |= _layer(spec, spec.layers[i], make, f"layers.{i}", num_experts)

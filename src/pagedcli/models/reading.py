@@ -109,6 +109,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         layer_inputs=fields.layer_inputs,
         names=nested_names(fields.tensor_names) if family.text is not None else fields.tensor_names,
         tie_word_embeddings=fields.tie_word_embeddings,
+        head_bias=fields.head_bias,
         max_position_embeddings=max(fields.max_position_embeddings, _stretched_length(layers)),
         eos_token_ids=stop_ids(path, fields.eos_token_id),
         bos_token_id=fields.bos_token_id,

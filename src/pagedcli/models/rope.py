@@ -32,6 +32,7 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()  # longrope: factor of each wavelength up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: beyond it
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
+    long_attention_factor: float | None = None  # longrope: beyond the original length; None: the same
     alpha: float = 1.0  # stretches theta by alpha^(R / (R - 2)), R elements of a head that are rotated
     divisors: tuple[float, ...] = ()  # divisor per frequency, as GGUF files have them in place of llama3's parameters
     interleaved: bool = False  # pairs are the elements (2i, 2i + 1) instead of (i, i + half)
@@ -46,6 +47,10 @@ class RopeSpec:
         """longrope: tokens up to which a model computes as it was trained without extension; None: no such limit."""
         return self.original_max_position_embeddings if self.type == "longrope" else None
 
+    def extends(self, num_positions: int) -> bool:
+        """Whether so many positions are more than that."""
+        return self.exact_length is not None and num_positions > self.exact_length
+
     @property
     def stretched_length(self) -> int:
         """The length that yarn extends to: users enable it without raising max_position_embeddings, as Qwen advises."""
@@ -54,9 +59,9 @@ class RopeSpec:
 
 def rope_notes(rope: RopeSpec | None, max_model_len: int) -> tuple[str, ...]:
     """Notes for the user on a model that serves requests of up to max_model_len tokens."""
-    exact = rope.exact_length if rope is not None else None
-    if exact is None or max_model_len <= exact:
+    if rope is None or not rope.extends(max_model_len):
         return ()
+    exact = rope.exact_length
     return (
         f"longrope: as max_model_len is over {exact}, all requests use the factors for long texts, as in vLLM;"
         f" transformers uses them only for sequences over {exact} tokens",
@@ -82,6 +87,8 @@ class _RopeJson(msgspec.Struct):
     alpha: float | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
 
 class _ConfigJson(msgspec.Struct):
@@ -166,7 +173,8 @@ def _longrope(rope: _RopeJson, original: int, max_position_embeddings: int) -> R
         original_max_position_embeddings=original,
         short_factor=tuple(rope.short_factor),
         long_factor=tuple(rope.long_factor or ()),
-        attention_factor=rope.attention_factor or by_length,
+        attention_factor=rope.short_mscale or rope.attention_factor or by_length,
+        long_attention_factor=rope.long_mscale,
     )
 
 

@@ -55,6 +55,8 @@ def stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | 
         if part.dtype == dtype and part.device == device and part.is_contiguous():
             return part
         parts = iter((part,))
+    if not parameter.shape:
+        return next(parts).to(device=device, dtype=dtype, copy=True)
     target = torch.empty(parameter.shape, dtype=dtype, device=device)
     place = 0
     for part in parts:

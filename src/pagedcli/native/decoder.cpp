@@ -215,8 +215,10 @@ template <class T> struct Forward {
     // Writes `wide` in the returned order.
     Order gate_up(const Layer& layer, const void* norm) const {
         const Matrix<const E> from = normed(norm, order_for(layer.gate_up));
-        const Order order = writes_tiles(layer.gate_up, m.dtype, tokens) ? order_for(layer.down) : BY_ROWS;
+        const bool tiles = !layer.xielu && writes_tiles(layer.gate_up, m.dtype, tokens);
+        const Order order = tiles ? order_for(layer.down) : BY_ROWS;
         linear_forward(layer.gate_up, m.dtype, from.base, tokens, wide, (Epilogue)m.gate, threads, from.order, order);
+        if (layer.xielu) xielu_rows<T>(layer.xielu, tokens, layer.down.columns, wide, threads);
         return order;
     }
 

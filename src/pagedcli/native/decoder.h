@@ -33,6 +33,7 @@ struct Layer {
     int64_t gates_per_head;       // numbers at the end of qkv that gate the result of a head: D, 1, or 0
     Linear qkv, attention_out;
     Linear gate_up, down;    // not read in a layer with experts alone; without weights: the layer has no MLP
+    const float* xielu;      // [4] numbers of xielu_of, in place of Model::gate; or null
     const Experts* experts;  // null: a gated MLP
     // Of experts besides a gated MLP: norms [E] of what the router sees and of the experts, and those after both.
     const void *router_norm, *experts_norm, *experts_norm_after, *dense_norm_after;  // null: experts alone

@@ -176,6 +176,15 @@ template <class T> void gate_heads(const Matrix<typename T::Elem>& out, const ty
     });
 }
 
+// xielu_of each element, where it lies.
+template <class T> void xielu_rows(const float* numbers, int64_t num_rows, int64_t size, typename T::Elem* x, int threads) {
+    for_rows(threads, num_rows, 4 * size, 8, [&](int64_t r) {
+        auto* row = x + r * size;
+        for (int64_t i = 0; i < size; i += VL)
+            store_some<T>(row + i, xielu_of(load_some<T>(row + i, size - i), numbers), size - i);
+    });
+}
+
 // x + y, in x.
 template <class T> void sum_rows(const typename T::Elem* y, int64_t num_rows, int64_t size, typename T::Elem* x, int threads) {
     for_rows(threads, num_rows, size, 8, [&](int64_t r) {

@@ -97,6 +97,27 @@ template <class T> void route(const Experts& e, const typename T::Elem* logits, 
     std::sort(chosen, chosen + K, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
 }
 
+// The experts of one token, each weighted by a softmax over those left whose logits are near its own.
+// Source: Liu et al., GRIN: GRadient-INformed MoE, 2024.
+template <class T> void route_among_near(const Experts& e, const typename T::Elem* logits, float* left, Choice* chosen) {
+    const int64_t X = e.num_experts, K = e.num_per_token;
+    for (int64_t i = 0; i < X; i++) left[i] = Rows<T>::load_one(logits + i);
+    for (int64_t k = 0; k < K; k++) {
+        int64_t best = 0;
+        for (int64_t i = 1; i < X; i++)
+            if (left[i] > left[best]) best = i;
+        float sum = 0;
+        for (int64_t i = 0; i < X; i++) {
+            const float less = left[best] - left[i];
+            if (!(less / std::max(std::fabs(left[i]), left[best]) > (float)e.nearness)) sum += std::exp(-less);
+        }
+        const typename T::Elem rounded = T::from_float(1.f / sum);
+        chosen[k] = {best, Rows<T>::load_one(&rounded)};
+        left[best] = -INFINITY;
+    }
+    std::sort(chosen, chosen + K, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
+}
+
 // Some rows of one expert. Rows of all experts lie one after the other, in the order of experts, then of tokens.
 struct Piece {
     int64_t expert, begin, end;
@@ -135,7 +156,8 @@ template <class T> struct Mixture {
         const int64_t padded = (e.num_experts + VL - 1) / VL * VL;
         linear_forward(e.router, dtype, routed, tokens, logits, STORE, threads);
         for_rows(threads, tokens, 8 * e.num_experts, 8, [&](int64_t t) {
-            route<T>(e, logits + t * e.num_experts, probabilities + t * padded, chosen + t * K);
+            (e.nearness ? route_among_near<T> : route<T>)(e, logits + t * e.num_experts, probabilities + t * padded,
+                                                          chosen + t * K);
         });
     }
 

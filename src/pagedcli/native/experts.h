@@ -12,6 +12,7 @@ struct Experts {
     int64_t num_groups, num_kept_groups, num_best;
     double scale;                  // of the picked scores
     double least_sum;              // added to their sum before they are divided by it
+    double nearness;               // if not 0, each picked expert is weighted among those left that are at most so much smaller
     const float* router_bias;       // [num_experts], added to the scores for picking alone; null: nothing is
     const float* expert_scales;            // [num_experts], multiply the weights of the picked; null: nothing does
     Linear router;                 // E -> num_experts

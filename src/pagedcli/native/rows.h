@@ -113,6 +113,16 @@ static inline vf gelu_of(vf x) {
 
 static inline vf squared_relu(vf x) { return select_of(x < vf{}, vf{}, x * x); }  // NaN stays
 
+// a x^2 + c x where x is positive, and elsewhere b (e^min(x, d) - 1 - x) + c x, with a, b, c, d = numbers.
+// Source: Huang, Deriving Activation Functions via Integration, 2024.
+static inline vf xielu_of(vf x, const float* numbers) {
+    const vf least = splat(numbers[3]), m = select_of(x < least, x, least);
+    // near 0, e^m - 1 - m as a difference would be rounding alone
+    const vf series = m * m * (0.5f + m * (1.f / 6 + m * (1.f / 24 + m * (1.f / 120 + m * (1.f / 720 + m * (1.f / 5040))))));
+    const vf bend = select_of(m > splat(-0.5f), series, exp2_of(m * LOG2E) - 1.f - m) + (m - x);
+    return select_of(x > vf{}, x * x * numbers[0], bend * numbers[1]) + x * numbers[2];
+}
+
 // (up + 1) * gate * sigmoid(1.702 gate) with both clamped at 7, the gate only above, rounded after each operation.
 // Source: gpt-oss.
 template <class T> static inline vf clamped_gate(vf gate, vf up) {

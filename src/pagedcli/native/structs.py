@@ -53,7 +53,7 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = [
         *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize", "sigmoid")),
         *((name, _int64) for name in ("num_groups", "num_kept_groups", "num_best")),
-        *((name, ctypes.c_double) for name in ("scale", "least_sum")),
+        *((name, ctypes.c_double) for name in ("scale", "least_sum", "nearness")),
         *((name, _pointer) for name in ("router_bias", "expert_scales")),
         ("router", LinearStruct),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")),
@@ -82,6 +82,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _int64) for name in ("num_kv_heads", "head_dim")),
         *((name, _int64) for name in ("reads", "keys_as_values", "gates_per_head")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
+        ("xielu", _pointer),
         *((name, _pointer) for name in ("experts", "router_norm", "experts_norm", "experts_norm_after")),
         ("dense_norm_after", _pointer),
         *((name, LinearStruct) for name in ("input_gate", "input_out")),

@@ -59,6 +59,23 @@ class Nemotron(Arcee):
     norm_style = replace(BIASED_NORMS, offset=True)
 
 
+class Apertus(Arcee):
+    """Llama with norms of each head's q and k, and an activation with two numbers of each layer's own."""
+
+    activations = ("xielu",)
+    biases = ATTENTION_BIAS
+    qk_norm = "heads"
+    names = replace(UNGATED, branch_norms=("attention_layernorm", "feedforward_layernorm"))
+    default_rope = {
+        "rope_type": "llama3",
+        "rope_theta": 12e6,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
 class StableLm(Llama):
     partial_rotary_factor = 0.25
     use_qkv_bias: bool = False

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Size
-from pagedcli.models.families.dense import FLOAT_NORMS, Cohere2, Exaone4, Granite, HunYuanDenseV1, listed
+from pagedcli.models.families.dense import BIASED_NORMS, FLOAT_NORMS, Cohere2, Exaone4, Granite, HunYuanDenseV1, listed
 from pagedcli.models.family import (
     ATTENTION_BIAS,
     UNBIASED,
@@ -89,6 +89,29 @@ class Mixtral(Windowed, Mixture):
 
     biases = UNBIASED
     expert_names = ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+class PhiMoe(Mixtral):
+    """Phi-3.5-MoE, whose two experts of a token are each weighted among those that are nearly as good."""
+
+    norm_topk_prob = False
+    router_jitter_noise: float = 0.01
+    lm_head_bias: bool = False
+
+    biases = ATTENTION_BIAS
+    norm_style = BIASED_NORMS
+
+    @property
+    def head_bias(self) -> bool:
+        return self.lm_head_bias
+
+    def check(self) -> None:
+        super().check()
+        if self.num_experts_per_tok != 2:
+            raise ModelError(f"num_experts_per_tok is {self.num_experts_per_tok}, but the router picks 2")
+
+    def experts(self) -> Experts:
+        return replace(super().experts(), nearness=2 * self.router_jitter_noise)
 
 
 class Olmoe(Mixture):
