@@ -49,6 +49,22 @@ def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_expe
 
 
 @interpreted
+@interpreted
+@pytest.mark.parametrize("nearness", [0.02, 0.6])
+def test_experts_weighted_among_near_ones_are_those_of_transformers(nearness):
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    from pagedcli.layers import triton_experts
+
+    logits = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    expected, chosen = sparsemixer(logits, nearness / 2, training=False)
+    routing = Routing(num_per_token=2, renormalize=False, nearness=nearness)
+    for weights, experts in (route(logits, routing), triton_experts.route(logits, routing)):
+        for ours, theirs in ((weights, expected), (experts.long(), chosen)):
+            order = experts.argsort(-1), chosen.argsort(-1)
+            torch.testing.assert_close(ours.gather(1, order[0]), theirs.gather(1, order[1]))
+
+
 @pytest.mark.parametrize(("num_experts", "groups"), [(24, (3, 2, 2)), (64, (8, 4, 2)), (20, (5, 1, 1))])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_groups_of_experts_are_routed_by_the_kernel(name, num_experts, groups, monkeypatch):
