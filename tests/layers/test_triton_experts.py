@@ -48,8 +48,6 @@ def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_expe
     torch.testing.assert_close(found, weights.gather(1, order), rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=0)
 
 
-@interpreted
-@interpreted
 @pytest.mark.parametrize("nearness", [0.02, 0.6])
 def test_experts_weighted_among_near_ones_are_those_of_transformers(nearness):
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
@@ -65,6 +63,7 @@ def test_experts_weighted_among_near_ones_are_those_of_transformers(nearness):
             torch.testing.assert_close(ours.gather(1, order[0]), theirs.gather(1, order[1]))
 
 
+@interpreted
 @pytest.mark.parametrize(("num_experts", "groups"), [(24, (3, 2, 2)), (64, (8, 4, 2)), (20, (5, 1, 1))])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_groups_of_experts_are_routed_by_the_kernel(name, num_experts, groups, monkeypatch):
