@@ -255,7 +255,8 @@ def _route_among_near(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]
     scores = logits.float()
     order = scores.sort(stable=True, dim=-1, descending=True).indices[:, : routing.num_per_token]
     left, weights = scores.clone(), []
-    for expert in order.split(1, dim=-1):
+    for place in range(routing.num_per_token):
+        expert = order[:, place : place + 1]
         best = scores.gather(1, expert)
         is_far = (best - left) / left.abs().maximum(best) > routing.nearness
         weights.append(left.masked_fill(is_far, -math.inf).softmax(-1).gather(1, expert))
