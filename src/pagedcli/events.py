@@ -267,7 +267,8 @@ class CheckpointLookedUp(Event, frozen=True, gc=False):
 
 class StateSlotTaken(Event, frozen=True, gc=False):
     """A sequence took the first empty slot: its next step writes it, and reads the slot that it held before, if any,
-    which it releases in the step after."""
+    which it releases in the step after. With guesses of which some are wrong, it releases the new slot in the same step
+    and keeps the other."""
 
     seq_id: int
     slot_id: int
@@ -374,6 +375,8 @@ class DraftChecked(Event, frozen=True, gc=False):
     num_accepted: int
     block_ids: tuple[int, ...]
     token_ids: tuple[TokenId, ...] | None = None  # the accepted ones, only if the user asked for tokens
+    # the last computed tokens that its recurrent state has not seen: its next step computes them once more
+    num_again: int = 0
 
 
 class TokensSampled(Event, frozen=True, gc=False):

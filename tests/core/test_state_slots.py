@@ -11,13 +11,18 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from pool_harness import make_seq
 from scripted import Simulation
 from test_core import alone, drafts, happenings, limits, oracle, plain, play, request, roomy, same_pool
+from trace_harness import EventList
 
+from pagedcli.bench.oracle import Oracle
 from pagedcli.core.cache import make_cache
 from pagedcli.core.limits import Limits
 from pagedcli.errors import ConfigError, RequestError
-from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, RequestWaiting
+from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, DraftChecked, RequestWaiting
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
+from pagedcli.trace.fold import fold
+from pagedcli.views.whole_run import WholeRun, finding_lines
+from pagedcli.views.words import sequence_story, with_steps
 
 states = st.fixed_dictionaries(
     {
@@ -195,6 +200,43 @@ def test_a_beam_search_needs_twice_its_width_in_slots():
 def test_a_policy_that_does_not_exist_is_refused(wrong):
     with pytest.raises(ConfigError, match="must be branches, end, none or a number of tokens"):
         Simulation(8, num_state_slots=1, checkpoints=wrong)
+
+
+def guessed(wrong, **limits):
+    """A sequence whose next tokens an oracle guesses, and its events."""
+    answer, events = None, []
+    for _ in range(2):
+        events.clear()
+        drafter = None if answer is None else Oracle({("0", 0): answer}, wrong=wrong)
+        sim = Simulation(64, emit=events.append, drafter=drafter, max_num_batched_tokens=64, **limits)
+        sim.add([1, 2, 3], 60, request_id="0")
+        sim.run()
+        answer = sim.seqs[0].output_token_ids
+    return sim.stats, events
+
+
+@pytest.mark.parametrize(("num_state_slots", "again"), [(2, 0), (1, 8)])
+def test_right_guesses_are_computed_once_where_a_slot_is_empty(num_state_slots, again):
+    stats, events = guessed(0, num_state_slots=num_state_slots)
+    checked = [event for event in events if isinstance(event, DraftChecked)]
+    assert [event.num_again for event in checked[:-1]] == [again] * 6
+    assert stats.num_again_tokens == 6 * again
+    assert stats.num_computed_tokens == 3 + 59 + 6 * again
+
+
+@pytest.mark.parametrize("num_state_slots", [1, 2])
+def test_views_count_what_is_computed_once_more_and_say_so(num_state_slots):
+    stats, events = guessed(0.3, num_state_slots=num_state_slots)
+    run = WholeRun()
+    state = fold(EventList(events), run)
+    facts = run.findings(state).facts
+    assert facts.num_again_tokens == stats.num_again_tokens > 0
+    assert facts.num_computed_tokens == stats.num_computed_tokens
+    words = f"; {facts.num_again_tokens} tokens computed once more for the recurrent state"
+    assert dict(finding_lines(run.findings(state)))["speculation"].endswith(words)
+    story = [words for _, words in sequence_story(0, with_steps(events), state)]
+    slots = [words for words in story if "state slot" in words]
+    assert [words.rstrip(" 01,") for words in slots] == ["take state slot", "release state slots"]
 
 
 def test_an_engine_without_state_emits_what_it_always_did():

@@ -117,7 +117,7 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.bits
-def test_states_see_no_guess(tmp_path_factory):
+def test_models_with_recurrent_state_keep_their_bits(tmp_path_factory):
     same_with_drafts(cached_model("qwen3_5", tmp_path_factory), [0.3])
 
 

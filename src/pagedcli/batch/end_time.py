@@ -62,7 +62,7 @@ class EndTime:
             return
         before = self._marks[0]
         num_wrong = facts.num_drafted_tokens - facts.num_accepted_tokens  # guesses
-        num_prompt = facts.num_computed_tokens - facts.num_generated_tokens - num_wrong
+        num_prompt = facts.num_computed_tokens - facts.num_generated_tokens - num_wrong - facts.num_again_tokens
         now = _Mark(stats.elapsed_s, num_prompt, facts.num_generated_tokens, facts.num_steps)
         self._marks.append(now)
         done = self._work(now.num_prompt - before.num_prompt, now.num_generated - before.num_generated)

@@ -179,7 +179,9 @@ def _draft_figures(facts: RunFacts) -> tuple[Figure, ...]:
     return (
         Figure("drafted_tokens", "Tokens guessed and checked.", "tokens", facts.num_drafted_tokens),
         Figure("accepted_tokens", "Of these, the right ones.", "tokens", facts.num_accepted_tokens),
-    )
+        Figure("again_tokens", "Tokens computed once more for the recurrent state, after guesses.", "tokens",
+               facts.num_again_tokens),
+    )  # fmt: skip
 
 
 def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:

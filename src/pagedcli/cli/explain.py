@@ -38,7 +38,7 @@ from pagedcli.views.explain import (
 )
 from pagedcli.views.names import find_request
 from pagedcli.views.rows import chosen, values_of
-from pagedcli.views.words import accepted_words
+from pagedcli.views.words import accepted_words, again_words
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
@@ -167,7 +167,7 @@ def in_short(explainer: Explainer, state: PoolState) -> str:
         again = plural(state.num_recomputed_tokens, "token")
         said += f"; {plural(num_preemptions, 'preemption')}: {again} computed again"
     if words := _guess_words(state.all_seqs()):
-        said += f"; {words}"
+        said += f"; {words}{again_words(state.num_again_tokens)}"
     return f"{said}."
 
 

@@ -36,6 +36,7 @@ class CacheUser(Protocol):
     num_context_tokens: int | None  # lookups end before the last of so many tokens; None: before its last one
     state_read: int | None  # slots of recurrent state, see core.states
     state_write: int | None
+    state_sees_draft: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +303,17 @@ class BlockManager:
         return min(num_tokens, seq.num_writable_tokens - first)
 
     def keep_accepted(
-        self, seq: CacheUser, num_drafted: int, num_accepted: int, token_ids: tuple[int, ...] | None
+        self,
+        seq: CacheUser,
+        num_drafted: int,
+        num_accepted: int,
+        token_ids: tuple[int, ...] | None,
+        *,
+        num_again: int = 0,
     ) -> None:
         """A step has computed guessed tokens after the computed ones, and so many of them were right: count these as
         computed, release the blocks of the others, and mark the blocks full that the right ones fill. `token_ids`: of
-        the right ones, for the event."""
+        the right ones, for the event; `num_again`: what the next step computes once more, for the event."""
         num_before, table = seq.num_computed_tokens, seq.block_table
         seq.num_computed_tokens = num_after = num_before + num_accepted
         num_entries = self.tables.num_entries(num_after)
@@ -316,7 +323,7 @@ class BlockManager:
         for block_id in released:
             self.pool.release(block_id)
         if self._emit is not None:
-            self._emit(ev.DraftChecked(seq.seq_id, num_drafted, num_accepted, released, token_ids))
+            self._emit(ev.DraftChecked(seq.seq_id, num_drafted, num_accepted, released, token_ids, num_again))
         self._fill(seq, num_before // self.block_size, num_after // self.block_size)
 
     def release_unseen(self, seq: CacheUser) -> None:

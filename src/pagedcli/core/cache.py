@@ -69,6 +69,13 @@ class CacheKind(Protocol):
     def grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         """A step computes the next tokens of a sequence, which has its blocks."""
 
+    def add_draft(self, seq: CacheUser) -> None:
+        """The scheduled step of a sequence checks guesses, too: keep what it has before them, if there is room."""
+
+    def take_draft(self, seq: CacheUser, num_drafted: int, num_accepted: int) -> int:
+        """So many guesses of a sequence were right. Returns how many of its last tokens its next step has to compute
+        once more."""
+
     def release(self, seq: CacheUser) -> None:
         """A sequence ends or is preempted. Its blocks go next."""
 
@@ -229,6 +236,20 @@ class Cache:
         self.blocks.fork(parent, child)
         for kind in self.others:
             kind.fork(parent, child)
+
+    def add_draft(self, seq: CacheUser) -> None:
+        """The scheduled step of a sequence checks guesses, for which it has blocks."""
+        for kind in self.others:
+            kind.add_draft(seq)
+
+    def take_draft(
+        self, seq: CacheUser, num_drafted: int, num_accepted: int, token_ids: tuple[int, ...] | None
+    ) -> None:
+        """So many guesses of a sequence were right: see BlockManager.keep_accepted."""
+        again = [kind.take_draft(seq, num_drafted, num_accepted) for kind in self.others]
+        num_again = max(again, default=0)
+        self.blocks.keep_accepted(seq, num_drafted, num_accepted, token_ids, num_again=num_again)
+        seq.num_behind_tokens = num_again
 
     def release(self, seq: CacheUser) -> int:
         """Release what a sequence has. Returns how many blocks became free."""

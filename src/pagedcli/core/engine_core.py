@@ -287,6 +287,7 @@ class EngineCore:
             seq.num_computed_tokens += num_new
         if work.num_behind:
             for seq in work.seqs:
+                self.stats.count_again(seq.num_behind_tokens)
                 seq.num_behind_tokens = 0
         for seq in work.drafted:  # those count once they are known to be right
             seq.num_computed_tokens -= len(seq.draft)

@@ -42,6 +42,7 @@ class RunFacts:
         default_factory=Counter
     )  # source -> guessed tokens that were computed to check them
     accepted: Counter[DraftSource] = field(default_factory=Counter)  # source -> of these, the right ones
+    num_again_tokens: int = 0  # computed once more, as a recurrent state had not seen them when they were guessed
     undrafted: Counter[str] = field(default_factory=Counter)  # what guesses do not go with -> sequences; not in events
     num_preemptions: int = 0  # sequences
     num_evictions: int = 0  # blocks
@@ -143,6 +144,11 @@ class RunFacts:
             self.peak_waste = waste if self.peak_waste is None else max(self.peak_waste, waste)
         self.peak_used_state_slots = max(self.peak_used_state_slots, num_used_state_slots)
         self._num_waiting = num_waiting
+
+    def count_again(self, num_tokens: int) -> None:
+        """Count tokens that a step computes once more for a recurrent state."""
+        self.num_again_tokens += num_tokens
+        self.num_computed_tokens += num_tokens
 
     def count_step(
         self, *, blocked: str | None, num_used_blocks: int, schedule_ns: int, forward_ns: int, sample_ns: int

@@ -212,17 +212,17 @@ class Scheduler:
             if self._emit is not None:
                 of_each = ((seq.seq_id, len(seq.draft), seq.draft_source) for seq in work.drafted)
                 self._emit(ev.TokensDrafted(*zip(*of_each, strict=True)))
+            for seq in work.drafted:
+                self.cache.add_draft(seq)
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
         num_drafted, seq.draft, seq.draft_masks = len(seq.draft), [], []
         end = seq.num_computed_tokens + num_accepted
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
-        self.block_manager.keep_accepted(seq, num_drafted, num_accepted, token_ids)
+        self.cache.take_draft(seq, num_drafted, num_accepted, token_ids)
         if self.drafting is not None:
             self.drafting.checked(seq, seq.draft_source, num_drafted, num_accepted)
-        if self.limits.has_states:  # they have seen no guess
-            seq.num_behind_tokens = num_accepted
         if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
             self.block_manager.release_unseen(seq)
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))

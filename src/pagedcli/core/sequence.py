@@ -95,8 +95,8 @@ class Sequence:
     draft_masks: list[TokenMask] = field(default_factory=list)  # with a guide: what may come after each guess
     draft_source: DraftSource = "own_text"  # of these or, without any, of the last ones
     num_computed_tokens: int = 0  # leading tokens that need no more computing
-    # the last computed tokens, which its recurrent state has not seen as they were guessed: the next step computes them
-    # once more. Their K and V are in the cache
+    # the last computed tokens, which its recurrent state has not seen, as they were guessed or came with wrong guesses:
+    # the next step computes them once more. Their K and V are in the cache
     num_behind_tokens: int = 0
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
     num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
@@ -104,6 +104,7 @@ class Sequence:
     num_writable_tokens: int = 0  # see core.block_manager.CacheUser
     state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
     state_write: int | None = None  # slot of its state after that step
+    state_sees_draft: bool = False  # that state is the one after the draft, and state_read is kept until it is checked
     row: int | None = None  # row of the runner's persistent block tables; None: not running
     synced_blocks: int = 0  # leading entries of block_table that are in that row
     num_kept_tokens: int = 0  # tokens that the executor keeps for penalties, with the one being sampled
@@ -183,7 +184,7 @@ class Sequence:
         """Reset to not computed, as the blocks are released: everything is recomputed on the next admission."""
         self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
         self.num_preemptions += 1
-        self.draft = []
+        self.draft, self.state_sees_draft = [], False
         self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = self.num_behind_tokens = 0
         self.status = SequenceStatus.WAITING
 

@@ -16,6 +16,13 @@ sequence then takes a fresh slot, reads the old one and writes the new one in th
     reads, writes                            0, 2       2, 2      it has the same first 64 tokens
 
 Both slots are held until the step has been launched; what is written later cannot overtake it.
+
+A step that checks guesses takes a fresh slot, too, if one is empty. If all were right, the sequence continues from it;
+otherwise it keeps the old one, and its next step computes the tokens since then once more, before any guess:
+
+    step                  5              6               7
+    tokens of sequence a  130, 131-133?  134, 135-137?   134-135 again, 136    of 135-137 only 135 was right
+    reads, writes         1, 3           3, 1            3, 3
 """
 
 from collections import Counter, OrderedDict, deque
@@ -412,10 +419,30 @@ class StateKind:
             self._hold(parent.state_write)
         child.state_write = parent.state_write
 
+    def add_draft(self, seq: CacheUser) -> None:
+        if seq.state_read != seq.state_write or seq.num_behind_tokens or not self._empty:
+            return  # the state that it writes sees no guess, so that it is the next one in any case
+        seq.state_write, seq.state_sees_draft = self._take(), True
+        self._moved.append(seq)
+        if self._emit is not None:
+            self._emit(ev.StateSlotTaken(seq.seq_id, seq.state_write))
+
+    def take_draft(self, seq: CacheUser, num_drafted: int, num_accepted: int) -> int:
+        if not seq.state_sees_draft:
+            return num_accepted
+        seq.state_sees_draft = False
+        if num_accepted == num_drafted:
+            return 0
+        assert seq.state_write is not None, "it was taken for the draft"
+        taken, seq.state_write = seq.state_write, seq.state_read
+        self._release(seq.seq_id, (taken,))
+        return num_accepted + 1
+
     def release(self, seq: CacheUser) -> None:
         self.plan.withdraw(seq)
         held = tuple(dict.fromkeys(each for each in (seq.state_read, seq.state_write) if each is not None))
         seq.state_read = seq.state_write = None
+        seq.state_sees_draft = False
         self._release(seq.seq_id, held)
 
     # ------------------------------------------------------------------ steps

@@ -381,7 +381,7 @@ class StepBuilder:
             max_new=int(new.max()),
             max_total=int(total.max()),
             prompt_rows=None if scored is None else scored[1],
-            state_ends=cu_q[1:] - _num_guesses(seqs) if work.drafted and state_writes is not None else None,
+            state_ends=cu_q[1:] - _num_unseen(seqs) if work.drafted and state_writes is not None else None,
         )
         return step, sampled
 
@@ -441,8 +441,9 @@ def _state_slots(seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
     return reads, np.array([seq.state_write for seq in seqs], dtype=np.int32)
 
 
-def _num_guesses(seqs: list[Sequence]) -> Ints:
-    return np.array([len(seq.draft) for seq in seqs], dtype=np.int32)
+def _num_unseen(seqs: list[Sequence]) -> Ints:
+    """The guesses that are not for the state of each sequence."""
+    return np.array([0 if seq.state_sees_draft else len(seq.draft) for seq in seqs], dtype=np.int32)
 
 
 def known_ids(entries: list[int | None]) -> list[int]:

@@ -272,6 +272,7 @@ class Prompt:
         self.num_context_tokens: int | None = None
         self.state_read: int | None = None
         self.state_write: int | None = None
+        self.state_sees_draft = False
 
 
 def unscheduled_hits(

@@ -559,6 +559,12 @@ class SlotLaws(LawBook):
             refuse(event, f"slots {list(ids)} do not all have checkpoints")
         self._lookup = None
 
+    def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        has_wrong = event.num_accepted < event.num_drafted
+        unseen = () if state.slots is None else (event.num_accepted, event.num_accepted + 1 if has_wrong else 0)
+        if event.num_again not in (unseen or (0,)):
+            refuse(event, f"{event.num_again} tokens are computed once more after {event.num_accepted} right guesses")
+
     def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         if state.slots is not None and state.slots.held:
             refuse(event, f"sequences {sorted(state.slots.held)} still hold slots")

@@ -244,6 +244,8 @@ class PoolState(BlockLedger):
         self._num_entries = 0  # entries of all block tables
         self._num_computed = 0  # tokens of all unfinished sequences, guessed ones that are being computed included
         self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
+        self.num_again_tokens = 0  # computed once more for a recurrent state, after guesses
+        self.behind: dict[int, int] = {}  # seq_id -> tokens that its next step computes once more
         self.slots: SlotLedger | None = None  # recurrent state; None: the model has none
         self._hole = 0  # index in a block table that BlockCopied fills
         self._queue_head = 0  # place of the first waiting sequence
@@ -332,6 +334,7 @@ class PoolState(BlockLedger):
         other.refused = self.refused.copy()
         other.step = None if self.step is None else self.step.copy()
         other.slots = None if self.slots is None else self.slots.copy()
+        other.behind = self.behind.copy()
         return other
 
     # ------------------------------------------------------------------ the fold
@@ -346,6 +349,7 @@ class PoolState(BlockLedger):
         self.engine = event
         self.finds_copies = event.schema_version > 3
         self.slots = None
+        self.behind.clear()
         self.reset_blocks(event.num_blocks)
         if self.step is not None and self.step.end_ns is None:  # the earlier run was killed in it
             self.step.end_ns = self.step.start_ns
@@ -517,6 +521,8 @@ class PoolState(BlockLedger):
         counted by one addition; 3 and 4 get their own. A sequence that got more than one token leaves the others.
         """
         self._num_computed += sum(event.num_new_tokens)
+        if self.behind:
+            self.num_again_tokens += sum(self.behind.pop(seq_id, 0) for seq_id in event.seq_ids)
         together = self._together
         if event.num_new_tokens.count(1) < len(event.seq_ids):
             pairs = zip(event.seq_ids, event.num_new_tokens, strict=True)
@@ -550,6 +556,8 @@ class PoolState(BlockLedger):
         seq = self.seqs[event.seq_id]
         self._num_computed -= event.num_drafted - event.num_accepted
         seq.num_drafted_tokens = 0
+        if event.num_again:
+            self.behind[seq.seq_id] = event.num_again
         seq.num_guesses += event.num_drafted
         seq.num_right_guesses += event.num_accepted
         seq.num_computed_tokens += event.num_accepted
@@ -632,6 +640,7 @@ class PoolState(BlockLedger):
             self._together.pop(seq_id).count_with()
 
     def _leave(self, seq: SeqState) -> None:
+        self.behind.pop(seq.seq_id, None)
         if self._together.pop(seq.seq_id, None) is not None:
             seq.count_with()
 

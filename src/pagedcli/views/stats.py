@@ -132,6 +132,7 @@ class RunStats(View[PoolState]):
 
     def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self.facts.num_recomputed_tokens = state.num_recomputed_tokens
+        self.facts.count_again(state.num_again_tokens - self.facts.num_again_tokens)
         self.facts.count_scheduled(
             num_new_tokens=sum(event.num_new_tokens),
             num_used_blocks=state.num_used_blocks,

@@ -20,7 +20,7 @@ from pagedcli.trace.state import PoolState, SeqState, Status
 from pagedcli.views.explain import Explainer, Totals
 from pagedcli.views.rows import Label, SeqId, ShownRow
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
-from pagedcli.views.words import accepted_words
+from pagedcli.views.words import accepted_words, again_words
 
 PHASES = ("waiting", "prefill", "decode", "preempted")
 
@@ -138,7 +138,8 @@ def guess_words(facts: RunFacts) -> str:
         f"{facts.accepted[source]:,} of {num_drafted:,} from {ev.DRAFT_WORDS[source]}"
         for source, num_drafted in facts.drafted.most_common()
     ]
-    return f"{words}: {', '.join(parts)}" if parts else words
+    words = f"{words}: {', '.join(parts)}" if parts else words
+    return words + again_words(facts.num_again_tokens)
 
 
 def finding_lines(findings: Findings) -> list[tuple[str, str]]:

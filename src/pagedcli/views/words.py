@@ -164,6 +164,11 @@ def accepted_words(num_accepted: int, num_drafted: int) -> str:
     return f"of {plural(num_drafted, 'guess')} {num_accepted:,} {'was' if num_accepted == 1 else 'were'} right"
 
 
+def again_words(num_tokens: int) -> str:
+    """What guesses made a model with recurrent state compute once more; empty if there is nothing to say."""
+    return f"; {plural(num_tokens, 'token')} computed once more for the recurrent state" if num_tokens else ""
+
+
 def _checkpoint_words(event: ev.CheckpointLookedUp, seq: str) -> str | None:
     """From which checkpoint a sequence continues; None if K and V were not cached either."""
     if not event.cached_tokens:
@@ -204,15 +209,24 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
     wait: tuple[str, int] | None = None  # why it waits, and the line that says so
     has_token = False
     num_drafted = num_accepted = now_drafted = 0
+    # whether it takes and releases state slots for guesses: in the step that checks them, and as the next one starts
+    guesses = has_guessed = False
     for step, event in events:
         words = None
         if isinstance(event, ev.StepScheduled):
+            guesses = now_drafted > 0
             words, now_drafted = _prompt_tokens(seq_id, event, now_drafted), 0
         elif isinstance(event, ev.TokensDrafted):
             now_drafted = dict(zip(event.seq_ids, event.num_drafted, strict=True)).get(seq_id, 0)
+            guesses = now_drafted > 0
         elif isinstance(event, ev.DraftChecked):
             if event.seq_id == seq_id:
                 num_drafted, num_accepted = num_drafted + event.num_drafted, num_accepted + event.num_accepted
+                guesses, has_guessed = False, True
+        elif isinstance(event, ev.StepStarted):
+            guesses, has_guessed = has_guessed, False
+        elif guesses and isinstance(event, ev.StateSlotTaken | ev.StateSlotsReleased):
+            continue
         elif isinstance(event, ev.TokensSampled):
             if not has_token and seq_id in event.seq_ids:
                 has_token, words = True, "first token"
