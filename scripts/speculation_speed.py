@@ -4,23 +4,55 @@ The guesses come from an oracle, which knows what a run without guesses has gene
 tokens. One engine runs all of it in turns: without guesses, then with each share. The figures are processor time
 without guesses over that with them, which other work on the machine disturbs least, or with --wall wall time: medians
 of the turns. `without again` is that ratio of two runs without guesses: as far as it is from 1, so far may all be.
+`deciding` is the most that looking for guesses and choosing among them took of the steps' time, in any turn and share.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 from pagedcli.bench.oracle import Oracle
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.core.drafting import Drafting, EveryGuess, GuessesThatPay
-from pagedcli.core.drafts import Drafter, NgramDrafter
+from pagedcli.core.drafting import Drafting, EveryGuess, GuessesThatPay, Room
+from pagedcli.core.drafts import Draft, Drafter, NgramDrafter
+from pagedcli.core.sequence import Sequence
+from pagedcli.events import DraftSource
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 16
 Answers = dict[tuple[str, int], list[int]]
+
+
+class Clocked:
+    """A Drafting, and the seconds of its thread that deciding took."""
+
+    def __init__(self, drafting: Drafting) -> None:
+        self.drafter, self._drafting, self.seconds = drafting.drafter, drafting, 0.0
+
+    def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
+        start = time.thread_time()
+        chosen = self._drafting.choose(seqs, room)
+        self.seconds += time.thread_time() - start
+        return chosen
+
+    def checked(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        start = time.thread_time()
+        self._drafting.checked(seq, source, num_drafted, num_accepted)
+        self.seconds += time.thread_time() - start
+
+    def ended(self, seq: Sequence) -> None:
+        start = time.thread_time()
+        self._drafting.ended(seq)
+        self.seconds += time.thread_time() - start
+
+    def step_took(self, step_ns: int) -> None:
+        start = time.thread_time()
+        self._drafting.step_took(step_ns)
+        self.seconds += time.thread_time() - start
 
 
 def generate(engine: LLMEngine, num_rows: int, num_tokens: int, first: int) -> tuple[Answers, float, float]:
@@ -65,11 +97,15 @@ def main() -> None:
         generate(engine, 2, 8, 10**6)  # warm-up
         shares = options.wrong if options.drafts == "oracle" else [0.0]
         print(f"{options.model}, {options.quantization or engine.plan.dtype}, {options.speculation}, {options.drafts}")
-        print("| rows at once | without again | " + " | ".join(f"{share:.0%} wrong" for share in shares) + " | right |")
-        print("|---|" + "---|" * (len(shares) + 2))
+        print(
+            "| rows at once | without again | "
+            + " | ".join(f"{share:.0%} wrong" for share in shares)
+            + " | right | deciding |"
+        )
+        print("|---|" + "---|" * (len(shares) + 3))
         for num_rows in options.rows:
             ratios: list[list[float]] = [[] for _ in shares]
-            counts, again = [0, 0], list[float]()
+            counts, again, deciding = [0, 0], list[float](), 0.0
             for turn in range(options.turns):
                 first = turn * num_rows
                 engine.scheduler.drafting = None
@@ -80,16 +116,19 @@ def main() -> None:
                 for place, share in enumerate(shares):
                     drafter = Oracle(known, wrong=share, seed=turn) if options.drafts == "oracle" else NgramDrafter(
                         one_more=options.speculation == "ngram")  # fmt: skip
-                    engine.scheduler.drafting = made(drafter)
+                    engine.scheduler.drafting = clocked = Clocked(made(drafter))
                     before = engine.stats.num_drafted_tokens, engine.stats.num_accepted_tokens
+                    start = time.thread_time()
                     found, *took_s = generate(engine, num_rows, options.tokens, first)
+                    deciding = max(deciding, clocked.seconds / (time.thread_time() - start))
                     assert found == known, "guesses have changed the tokens"
                     ratios[place].append(plain_s[options.wall] / took_s[options.wall])
                     after = engine.stats.num_drafted_tokens, engine.stats.num_accepted_tokens
                     counts = [count + new - old for count, new, old in zip(counts, after, before, strict=True)]
             cells = " | ".join(f"{statistics.median(each):.2f}" for each in ratios)
             print(
-                f"| {num_rows} | {statistics.median(again):.2f} | {cells} | {counts[1]:,} of {counts[0]:,} |",
+                f"| {num_rows} | {statistics.median(again):.2f} | {cells} | {counts[1]:,} of {counts[0]:,} |"
+                f" {deciding:.1%} |",
                 flush=True,
             )
 
