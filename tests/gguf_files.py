@@ -43,6 +43,9 @@ def random_blocks(kind, rows, columns, rng, spread=0.05):
     if kind.name == "MXFP4":
         raw[..., 0] = rng.integers(121, 125, raw.shape[:-1])
         return raw.reshape(rows, -1)
+    if kind.name == "NVFP4":
+        raw[..., :4] = rng.integers(6, 14, (*raw.shape[:-1], 4))
+        return raw.reshape(rows, -1)
     # float16 scales of a block: their places, and the largest number in steps of them
     places, most = {
         "Q8_0": ((0,), 128), "Q4_0": ((0,), 8), "Q4_1": ((0, 2), 15), "Q5_0": ((0,), 16), "Q5_1": ((0, 2), 31),

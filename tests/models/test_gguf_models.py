@@ -2,10 +2,12 @@
 
 import shutil
 
+import numpy as np
 import pytest
 from engine_harness import make_engine, ragged_prompts, run
 from gguf_files import gguf_twins, split
 from model_zoo import cached_model, tiny_model
+from safetensors.torch import load_file, save_file
 
 from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.hub import resolve_model
@@ -52,6 +54,7 @@ QUANTIZED = (
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    "NVFP4",
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
 
@@ -79,6 +82,39 @@ def test_the_weights_of_a_layer_may_have_different_types(tmp_path):
     engines = [make_engine(each, attention_backend="sdpa") for each in (path, plain)]
     assert run(engines[0], prompts, PARAMS) == run(engines[1], prompts, PARAMS)
     assert read_spec(path).quantization.description.startswith("GGUF: Q4_K ")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_numbers_multiply_whole_weights_of_nvfp4(backend, tmp_path):
+    """As of a converted ModelOpt checkpoint: of q but not of k and v, and one for each expert."""
+    scales = {"attn_q": [0.7], "ffn_gate_exps": np.linspace(0.5, 2, 8), "ffn_up_exps": np.linspace(1, 0.4, 8)}
+
+    def extra(writer):
+        for name, values in scales.items():
+            writer.add_tensor(f"blk.0.{name}.scale", np.array(values, np.float32))
+            writer.add_tensor(f"blk.0.{name}.input_scale", np.array([3.0], np.float32))
+
+    sizes = {**WIDE, "mlp_only_layers": [], "head_dim": 64, "moe_intermediate_size": 64}
+    source = tiny_model("qwen3-moe", tmp_path / "source", **sizes)
+    path, plain = gguf_twins(source, tmp_path, type_of=lambda name: "F32" if "inp" in name else "NVFP4", extra=extra)
+    prompts = ragged_prompts(3)
+    unscaled = run(make_engine(plain, attention_backend=backend), prompts, PARAMS)
+    tensors = load_file(plain / "model.safetensors")
+    for i in range(8):
+        for name, part in (("ffn_gate_exps", "gate"), ("ffn_up_exps", "up")):
+            tensors[f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"] *= float(np.float32(scales[name][i]))
+    tensors["model.layers.0.self_attn.q_proj.weight"] *= 0.7
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    engine = make_engine(path, attention_backend=backend)
+    found, expected = run(engine, prompts, PARAMS), run(make_engine(plain, attention_backend=backend), prompts, PARAMS)
+    assert expected != unscaled
+    if backend == "sdpa":
+        assert found == expected
+        return
+    assert any(note.endswith("the scales of activations are not used") for note in engine.model.notes)
+    # activations are rounded: most tokens are the same
+    same = [a == b for ours, theirs in zip(found, expected, strict=True) for a, b in zip(*ours, *theirs, strict=True)]
+    assert sum(same) > len(same) / 2
 
 
 def test_a_folder_and_a_file_of_any_name_are_found(tmp_path_factory, tmp_path):

@@ -5,9 +5,11 @@ import pytest
 import torch
 from gguf_files import random_blocks
 
+from pagedcli.errors import ModelError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.formats import padded_rows
 from pagedcli.models.gguf.blocks import coded, numbers
+from pagedcli.models.gguf.formats import GgufLayer
 from pagedcli.models.gguf.types import REFUSED, TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -24,7 +26,10 @@ def test_every_type_of_the_package_is_read_or_refused_by_name():
 
 def blocks(kind, rows, per_row, seed=0):
     """Random bytes, so every scale occurs: huge and subnormal ones, infinities and NaN."""
-    return np.random.default_rng(seed).integers(0, 256, (rows, per_row, kind.num_bytes), dtype=np.uint8)
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, per_row, kind.num_bytes), dtype=np.uint8)
+    if kind.name == "NVFP4":
+        raw[..., :4] &= 127  # scales without signs
+    return raw
 
 
 @pytest.mark.parametrize("number", TYPES)
@@ -58,7 +63,7 @@ def test_scales_that_are_products_are_equal_to_them(number):
     if weight.minima is not None:
         parts.append((weight.minimum_steps, weight.minimum_factors, weight.minima))
     for steps, factors, products in parts:
-        whole = steps.repeat_interleave(factors.shape[1] // steps.shape[1], 1) * factors
+        whole = steps.repeat_interleave(factors.shape[1] // steps.shape[1], 1) * factors.float()
         torch.testing.assert_close(whole, products, rtol=0, atol=0, equal_nan=True)
 
 
@@ -71,3 +76,21 @@ def test_a_packed_weight_takes_the_bytes_of_the_table_and_keeps_every_number(lib
     layer = NativeLinear(library, coded(raw, kind), dtype=torch.float32)
     assert layer.packed_bytes == padded_rows(rows, "cpu") * 512 * kind.packed // 256
     assert torch.equal(layer.weight_rows(torch.arange(rows)), numbers(raw, kind, torch.float32))
+
+
+def test_nvfp4_is_kept_with_the_number_of_each_module(library):
+    kind = TYPES[40]
+    raw = random_blocks(gguf.GGMLQuantizationType.NVFP4, 40, 320, np.random.default_rng(0)).reshape(40, 5, -1)
+    halves = torch.from_numpy(raw).split([16, 24])
+    modules = [
+        {"weight": half, "scale": torch.tensor([[scale]])} for half, scale in zip(halves, (0.37, -1.9), strict=True)
+    ]
+    layer = GgufLayer(kind, scaled=True)
+    packed = layer.native_linear(modules, None, torch.float32)
+    expected = torch.cat([numbers(each["weight"], kind, torch.float32) * each["scale"] for each in modules])
+    torch.testing.assert_close(packed.weight_rows(torch.arange(40)), expected, rtol=2e-7, atol=0)
+    torch.testing.assert_close(layer.weight(modules, torch.float32, "torch"), expected, rtol=2e-7, atol=0)
+    assert packed.packed_bytes == layer.kept_bytes((40, 320), 4, "cpu")
+    modules[0]["scale"][:] = 300
+    with pytest.raises(ModelError, match="too large"):
+        layer.native_linear(modules, None, torch.float32)

@@ -188,7 +188,7 @@ class MixedLayer:
         """`rows`: output features of each module."""
         self._formats, self._rows = tuple(formats), tuple(rows)
         self.name = ", ".join(dict.fromkeys(each.name for each in formats))
-        self.stored = formats[0].stored
+        self.stored = tuple({each.suffix: each for one in formats for each in one.stored}.values())
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         if kernels != "cpu" or gated:

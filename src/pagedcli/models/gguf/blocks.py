@@ -100,6 +100,17 @@ def _mxfp4(raw: Tensor) -> CodedWeight:
     return _blocks(raw, (_nibbles(1),), scales, zero=E2M1_ZERO, levels=E2M1)
 
 
+def _nvfp4(raw: Tensor) -> CodedWeight:
+    """Scales have no sign; ggml takes one that is no number for 0."""
+    bits = raw[..., :4] & 127
+    factors = bits.where(bits != 127, 0).view(torch.float8_e4m3fn)
+    num_rows, num_blocks, _ = raw.shape
+    # half a scale, as the levels are doubled; 4 blocks share a step
+    steps = torch.full((num_rows, -(-num_blocks // 4)), 0.5, device=raw.device)
+    scales = factors.float() / 2
+    return _blocks(raw, (Plane(4, 36, 4, 8),), scales, zero=E2M1_ZERO, levels=E2M1, steps=steps, factors=factors)
+
+
 def _with_steps(raw: Tensor, planes: tuple[Plane, ...], steps: Tensor, factors: Tensor, *, zero: int) -> CodedWeight:
     """Scales that are multiples of a step per block."""
     return _blocks(raw, planes, steps * factors, zero=zero, steps=steps, factors=factors.to(torch.int8))
@@ -171,4 +182,5 @@ _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
 }

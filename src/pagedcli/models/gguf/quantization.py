@@ -80,6 +80,20 @@ class GgufQuantization:
         """The type of a linear layer, by the name that transformers gives it; F32 if the file lacks it."""
         return BY_NAME[self.types.get(stored_tensor(f"{module}.weight", self.types).name, "F32")]
 
+    def scales(self, module: str) -> bool:
+        """Whether a number of its own multiplies all of a linear layer of NVFP4."""
+        if self.type_of(module).name != "NVFP4":
+            return False
+        name = stored_tensor(f"{module}.scale", self.types).name
+        # Gemma 4 calls the factors of its router's weights so
+        is_of_router = name.endswith("ffn_down_exps.scale") and name.replace("down_exps", "gate_inp") in self.types
+        return name in self.types and not is_of_router
+
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether the file has scales of activations."""
+        return any(name.endswith(".input_scale") for name in self.types)
+
     def covers(self, module: str) -> bool:
         """Whether a linear layer is stored quantized."""
         return not self.type_of(module).is_float

@@ -43,6 +43,7 @@ TYPES = {
     20: GgmlType("IQ4_NL", 32, 18, 32, 4, 144, "one of 16 levels, with a scale"),
     23: GgmlType("IQ4_XS", 256, 136, 32, 4, 140, "one of 16 levels, with a scale"),
     39: GgmlType("MXFP4", 32, 17, 32, 4, 144, "e2m1 with a power of two", 144),
+    40: GgmlType("NVFP4", 64, 36, 16, 4, 148, "e2m1 with an e4m3 scale", 192),
 }
 # What is known and not read: number -> name and what it is.
 REFUSED = {
@@ -62,7 +63,6 @@ REFUSED = {
     29: ("IQ1_M", "a codebook of vectors"),
     34: ("TQ1_0", "ternary weights"),
     35: ("TQ2_0", "ternary weights"),
-    40: ("NVFP4", "e2m1 with scales of e4m3"),
     41: ("Q1_0", "1-bit weights"),
 }
 BY_NAME = {each.name: each for each in TYPES.values()}

@@ -18,7 +18,10 @@ from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
 from pagedcli.models.tensors import Parameter
 
 # used by the rotary embedding, or by nothing
-_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "attn_rot_embd.weight")
+_UNUSED = (
+    ".input_scale",
+    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "attn_rot_embd.weight"),
+)
 
 
 def _layer(name: str) -> int:
@@ -79,6 +82,8 @@ class GgufWeights:
     def _read(self, name: str, place: Place, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         """The numbers of a tensor, or its blocks if the parameter keeps them."""
         stored, shape = self._header.tensors[place.name], parameter.shapes[name]
+        if parameter.stored.suffix == "scale":
+            return self._scale(place)
         keeps_blocks = parameter.stored.dtype == "uint8"
         blocks = self._blocks(stored)
         if place.expert is not None and blocks.dim() == len(shape) + 2 and place.expert < len(blocks):
@@ -99,6 +104,14 @@ class GgufWeights:
             return blocks
         values = numbers(blocks, stored.type, dtype).reshape(shape)
         return self._logarithms(place, values) if place.name.endswith(".ssm_a") else values
+
+    def _scale(self, place: Place) -> Tensor:
+        """The number that multiplies a whole weight, one of each expert if they are stacked."""
+        stored, expert = self._header.tensors[place.name], place.expert or 0
+        if not stored.type.is_float or expert >= math.prod(stored.shape):
+            raise self._header.error(f"tensor {place.name!r} has shape {list(stored.shape)}")
+        values = numbers(self._blocks(stored), stored.type, torch.float32).flatten()
+        return values[expert].reshape(1, 1).clone()
 
     def _logarithms(self, place: Place, values: Tensor) -> Tensor:
         """The file has -exp(A_log)."""
