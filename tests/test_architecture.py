@@ -14,7 +14,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
 LOW = {"config_keys", "errors", "events", "files", "line_files", "printable", "records", "sampling_params", "config"}
-LOW |= {"content_files", "content_keys", "memory_limit", "verdicts"}
+LOW |= {"content_files", "content_keys", "garbage", "memory_limit", "verdicts"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -24,6 +24,7 @@ ALLOWED = {
     "records": {"printable"},
     "verdicts": {"printable"},
     "interrupt": set(),
+    "garbage": set(),
     "files": {"errors", "interrupt", "line_files"},
     "line_files": {"errors"},
     "content_files": {"content_keys", "errors", "files", "printable"},

@@ -17,7 +17,8 @@ from pagedcli.show.data_files import DataFiles, data_paths, next_part
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.step_rows import StepChoice, StepRows, file_columns
+from pagedcli.views.step_choice import StepChoice
+from pagedcli.views.step_rows import StepRows, file_columns
 
 ALL = StepChoice()
 ENDINGS = ("csv", "jsonl", "parquet")

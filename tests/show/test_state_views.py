@@ -17,7 +17,8 @@ from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Moment
 from pagedcli.views.state_slots import slot_counts, slots_line, slots_of, state_slots
-from pagedcli.views.step_rows import StepChoice, StepRows
+from pagedcli.views.step_choice import StepChoice
+from pagedcli.views.step_rows import StepRows
 from pagedcli.views.words import sequence_story, with_steps
 
 SHARED = [7] * 26

@@ -16,7 +16,7 @@ from pagedcli.show.tables import Format
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
-from pagedcli.views.step_rows import StepChoice
+from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.words import describe
 
 

@@ -4,10 +4,8 @@ Used by batch.job; does not use the terminal. An invalid line becomes an error r
 waiting requests is sorted, so that those with a common prefix hit the prefix cache; the output keeps its order.
 """
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
@@ -25,30 +23,11 @@ from pagedcli.core.eviction import sees_queue
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.errors import RequestError
+from pagedcli.garbage import old_objects_left_alone
 
 if TYPE_CHECKING:
     from pagedcli.core.requests import FinishedRequest
     from pagedcli.runner.llm_engine import LLMEngine
-
-
-_NEW_OBJECTS = 20_000
-
-
-@contextmanager
-def old_objects_left_alone() -> Iterator[None]:
-    """The garbage collector does not look through what exists already: with torch's modules that takes 0.2 s each time,
-    every few seconds of a run. New ones wait until there are _NEW_OBJECTS: those of most rows go by themselves."""
-    if gc.get_freeze_count() > 1000:  # somebody has done so; Python 3.12 begins with 375
-        yield
-        return
-    threshold = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, *threshold[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*threshold)
-        gc.unfreeze()
 
 
 Waiting = TypeVar("Waiting")

@@ -35,7 +35,8 @@ from pagedcli.trace.files import TraceReader
 from pagedcli.views.explain import ExplainedLookup, explain_trace
 from pagedcli.views.moment import Replay
 from pagedcli.views.rows import values_of
-from pagedcli.views.step_rows import Row, StepChoice, StepRows, file_columns
+from pagedcli.views.step_choice import StepChoice
+from pagedcli.views.step_rows import Row, StepRows, file_columns
 
 _PART = re.compile(r"---\n(.*?)---\n\n(.*?)\n## Run\n\n(.*?)\n## Answer\n\n(.*)", re.DOTALL)
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```json\n(.*?)```", re.DOTALL)

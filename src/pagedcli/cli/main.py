@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from pagedcli import __version__, interrupt
 from pagedcli.errors import PagedcliError
+from pagedcli.garbage import nothing_to_collect
 from pagedcli.memory_limit import check_room_for_torch, shortage
 from pagedcli.show.terminal import discard, say
 
@@ -78,7 +79,8 @@ class _Commands(TyperGroup):
             return name, command, rest
         if name in _LOAD_TORCH and not {"-h", "--help"} & {*rest}:
             check_room_for_torch()
-        function = getattr(import_module(f"pagedcli.cli.{name.replace('-', '_')}"), name.replace("-", "_"))
+        with nothing_to_collect():
+            function = getattr(import_module(f"pagedcli.cli.{name.replace('-', '_')}"), name.replace("-", "_"))
         return name, _as_command(function, name), rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -141,7 +143,7 @@ class _Command(TyperCommand):
     """Help with one section per group of flags; flag names are never truncated. --dump-kv may have a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if any("--dump-kv" in parameter.opts for parameter in self.get_params(ctx)):
+        if "--dump-kv" in args and any("--dump-kv" in parameter.opts for parameter in self.get_params(ctx)):
             from pagedcli.cli.dump_kv import with_value
 
             args = with_value(args, self.make_parser(ctx))

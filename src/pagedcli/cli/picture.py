@@ -23,7 +23,7 @@ from pagedcli.trace.state import PoolState
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
-from pagedcli.views.step_rows import StepChoice
+from pagedcli.views.step_choice import StepChoice
 
 
 class Subject(StrEnum):

@@ -340,7 +340,7 @@ def has_pool(decision: "Decision | None") -> bool:
 
 def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None = None) -> _Survey | FirstAnswer:
     """What is found in the file; with --sample, of a long one only what its sample lets expect."""
-    from pagedcli.batch.run import old_objects_left_alone
+    from pagedcli.garbage import old_objects_left_alone
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
     from pagedcli.simulation.forecast import MOST_SIMULATED

@@ -30,7 +30,7 @@ from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment, Replay
 from pagedcli.views.names import NamedRequest, find_request
 from pagedcli.views.stats import pool_counts
-from pagedcli.views.step_rows import StepChoice
+from pagedcli.views.step_choice import StepChoice
 
 
 class StepFormat(StrEnum):

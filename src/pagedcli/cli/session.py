@@ -14,7 +14,6 @@ from pagedcli.batch.journal import RunRecord
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.partings import run_verdicts
 from pagedcli.cli.summary import (
     print_verdicts,
     resume_command,
@@ -26,17 +25,18 @@ from pagedcli.cli.summary import (
 )
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
+from pagedcli.garbage import nothing_to_collect
 from pagedcli.planning.step_time import TimeKey, learn, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
-from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.served import ServedRequests
 from pagedcli.verdicts import Verdict, refused_verdict
-from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
+    from pagedcli.simulation.advice import Advice
+    from pagedcli.views.whole_run import Findings
 
 # the time that advice may take at the end of a run
 ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.1, 1.0, 5.0
@@ -51,7 +51,7 @@ def run_job(
     terminal_is_taken: bool = False,
     stdout_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
-    findings_of_events: Callable[[], Findings | None] = lambda: None,
+    findings_of_events: Callable[[], "Findings | None"] = lambda: None,
     observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
@@ -68,7 +68,8 @@ def run_job(
     work = OpenJob(job)
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
-    work.load_tokenizer()
+    with nothing_to_collect():
+        work.load_tokenizer()  # imports torch and transformers
     if (record := work.finished()) is not None:
         return _say_complete(job, record)
     sink = work.open_sink(_stdout())
@@ -85,6 +86,8 @@ def run_job(
         end_time = EndTime(engine, load_step_time(key))
         served, watch = ServedRequests(engine.plan), BusyWatch()
         result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
+        from pagedcli.views.whole_run import Findings  # what only the end of a run needs delays its first row
+
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
         busy = watch.read()
@@ -167,10 +170,12 @@ def _failed(result: BatchResult) -> list[Verdict]:
     return [refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
-def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: Advice) -> list[Verdict]:
+def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: "Advice") -> list[Verdict]:
     """Where the prompts of the run part, and which settings would save; nothing if none was served."""
     if not served.drawn.num_seen:
         return []
+    from pagedcli.cli.partings import run_verdicts
+
     limits = engine.plan.limits
     block_size = limits.block_size if limits.enable_prefix_caching else None
     try:
@@ -179,8 +184,10 @@ def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: A
         return advice.verdicts()
 
 
-def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> Advice:
+def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> "Advice":
     """What to change. `key`: of the time of steps, as calibrated here and refined by this run."""
+    from pagedcli.simulation.advice import Advice
+
     run = job.loaded.config.run
     budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
     try:
@@ -228,7 +235,8 @@ def _say_resumable(sink: Sink) -> None:
 
 
 def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]) -> "LLMEngine":
-    from pagedcli.runner.llm_engine import LLMEngine
+    with nothing_to_collect():
+        from pagedcli.runner.llm_engine import LLMEngine
 
     config = job.loaded.config.engine
     engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)

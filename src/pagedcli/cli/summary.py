@@ -19,13 +19,13 @@ from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.tables import print_sentences
 from pagedcli.show.terminal import say, say_wrapped
-from pagedcli.simulation.advice import Advice
 from pagedcli.verdicts import Verdict, cut_reason, paragraph
-from pagedcli.views.whole_run import Findings, finding_lines
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
     from pagedcli.core.store import StoreFacts
+    from pagedcli.simulation.advice import Advice
+    from pagedcli.views.whole_run import Findings
 
 
 def say_model(model: str) -> None:
@@ -99,7 +99,7 @@ def say_store(facts: "StoreFacts", path: str) -> None:
 
 
 def say_summary(
-    result: BatchResult, findings: Findings | None = None, *, predicted: tuple[float, float] | None = None
+    result: BatchResult, findings: "Findings | None" = None, *, predicted: tuple[float, float] | None = None
 ) -> None:
     """Print the summary of a run; given its findings, also what they say about the cache. `predicted`: after how
     many seconds its duration was first predicted, and how long it was to be."""
@@ -154,8 +154,11 @@ def say_summary(
         _say_line(
             f"  preemptions  {facts.num_preemptions:,}, {plural(facts.num_recomputed_tokens, 'token')} recomputed"
         )
-        for label, text in [] if findings is None else finding_lines(findings):
-            _say_line(f"  {label:<12} {text}")
+        if findings is not None:
+            from pagedcli.views.whole_run import finding_lines
+
+            for label, text in finding_lines(findings):
+                _say_line(f"  {label:<12} {text}")
     for name, count in sorted(result.ignored.items()):
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
@@ -165,7 +168,7 @@ def _say_line(text: str) -> None:
     say_wrapped(text, indent=15)
 
 
-def _findings_document(findings: Findings, advice: Advice | None) -> dict[str, object]:
+def _findings_document(findings: "Findings", advice: "Advice | None") -> dict[str, object]:
     """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
     facts = findings.facts
     looked_up = facts.num_prompt_tokens
@@ -188,8 +191,8 @@ def _guesses(facts: RunFacts) -> dict[str, dict[str, int]]:
 
 def summary_document(
     result: BatchResult,
-    findings: Findings | None = None,
-    advice: Advice | None = None,
+    findings: "Findings | None" = None,
+    advice: "Advice | None" = None,
     verdicts: Sequence[Verdict] | None = None,
 ) -> dict[str, object]:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured, or not judged.
@@ -221,8 +224,8 @@ def summary_document(
 def write_summary(
     path: Path,
     result: BatchResult,
-    findings: Findings | None = None,
-    advice: Advice | None = None,
+    findings: "Findings | None" = None,
+    advice: "Advice | None" = None,
     verdicts: Sequence[Verdict] | None = None,
 ) -> None:
     """Raises: PagedcliError if the file cannot be written."""

@@ -32,7 +32,7 @@ from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.names import NamedRequest, unknown_request
-from pagedcli.views.step_rows import StepChoice
+from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
 
 _view = partial(option, panel="View")

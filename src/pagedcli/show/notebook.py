@@ -31,7 +31,8 @@ from pagedcli.views.names import find_request
 from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
 from pagedcli.views.rows import chosen, values_of
-from pagedcli.views.step_rows import TABLES, Row, StepChoice, StepRows, file_columns
+from pagedcli.views.step_choice import StepChoice
+from pagedcli.views.step_rows import TABLES, Row, StepRows, file_columns
 
 _MOST_STEPS = 2000  # longest film
 

@@ -36,7 +36,7 @@ from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.rows import LookupRow, Now, SequenceRow, ShownRow, chosen, values_of
 from pagedcli.views.state_slots import slots_line, state_slots
-from pagedcli.views.step_rows import StepChoice
+from pagedcli.views.step_choice import StepChoice
 
 _STYLES = {
     "prefill": "cyan", "decode": "green", "waiting": "yellow", "preempted": "bold red",

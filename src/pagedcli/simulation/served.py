@@ -1,15 +1,17 @@
 """The requests that a run has served, kept while it runs, so that the adviser can simulate it at its end."""
 
 from array import array
+from typing import TYPE_CHECKING
 
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import TimeKey, load_step_time
-from pagedcli.simulation.advice import Advice, advise
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.settings import Subject
+
+if TYPE_CHECKING:
+    from pagedcli.simulation.advice import Advice
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they part: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
@@ -60,9 +62,12 @@ class ServedRequests:
             for prompt in answers
         ]
 
-    def advice(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None, budget_s: float) -> Advice:
+    def advice(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None, budget_s: float) -> "Advice":
         """What to change. `key`: of the time of the run's steps. Rows of a run with --reorder prefix have come in that
         order."""
+        from pagedcli.simulation.advice import Advice, advise  # delays the first row of a run otherwise
+        from pagedcli.simulation.settings import Subject
+
         if self._why_not is not None:
             return Advice(not_tried=self._why_not)
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
