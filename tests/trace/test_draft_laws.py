@@ -8,10 +8,10 @@ from trace_harness import check_events
 
 from pagedcli.bench.oracle import Oracle
 from pagedcli.errors import TraceError
-from pagedcli.events import DraftChecked, EngineStarted, StepScheduled, TokensDrafted
+from pagedcli.events import DraftChecked, EngineStarted, StateSlotsReleased, StepScheduled, TokensDrafted
 
 
-def drafted(block_size=2):
+def drafted(block_size=2, **limits):
     """A run in which about two of three guesses are right."""
     answers = None
     for _ in range(2):
@@ -19,7 +19,7 @@ def drafted(block_size=2):
         drafter = None if answers is None else Oracle(answers, wrong=0.3, ragged=True)
         sim = Simulation(
             200, block_size, emit=events.append, trace_tokens=True, drafter=drafter, max_num_batched_tokens=60,
-            max_num_seqs=20,
+            max_num_seqs=20, **limits,
         )  # fmt: skip
         for number in range(8):
             sim.add([number % 3, 1, number % 2], 6 + number, n=1 + (number == 3), request_id=str(number))
@@ -42,6 +42,21 @@ def test_a_changed_field_is_found(kind, name):
     num_made, silent = unnoticed(EVENTS, kind, name, most=12)
     assert num_made > 5
     assert silent == []
+
+
+@pytest.mark.parametrize("num_state_slots", [30, 9])  # with 9 of them, many states see no guess
+def test_what_a_state_has_not_seen_is_found_if_it_is_changed(num_state_slots):
+    events = drafted(num_state_slots=num_state_slots)
+    assert {event.num_again for event in events if isinstance(event, DraftChecked)} >= {0, 1, 2}
+    num_made, silent = unnoticed(events, "DraftChecked", "num_again", most=30)
+    assert num_made > 10
+    assert silent == []
+    places = [place for place, event in enumerate(events) if isinstance(event, DraftChecked)]
+    released = [place for place in places if isinstance(events[place - 1], StateSlotsReleased)]
+    assert released
+    for place in released[::5]:  # a slot with a wrong state is kept
+        with pytest.raises(TraceError):
+            check_events([*events[: place - 1], *events[place:]])
 
 
 def test_a_changed_token_is_found_where_it_is_in_a_full_block():

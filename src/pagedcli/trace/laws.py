@@ -459,6 +459,8 @@ class SlotLaws(LawBook):
 
     def start(self) -> None:
         self._lookup: ev.CheckpointLookedUp | None = None  # its PrefixLookedUp comes next
+        self._drafted: tuple[int, ...] = ()  # sequences with guesses, until the step is scheduled
+        self._taken: dict[int, int] = {}  # of a sequence whose state sees its guesses the slot that it took for them
 
     def check_order(self, event: ev.Event) -> None:
         failed = (ev.StatesRecovered, ev.StepFailed)
@@ -511,6 +513,15 @@ class SlotLaws(LawBook):
             refuse(event, f"slot {event.slot_id} was taken, but the first empty one is {first}")
         if not seq.running or len(slots.held.get(seq.seq_id, ())) > 1:
             refuse(event, f"seq {seq.seq_id} ({seq.status}) holds slots {slots.held.get(seq.seq_id)}")
+        if event.seq_id in self._drafted:
+            self._taken[event.seq_id] = event.slot_id
+
+    def before_tokens_drafted(self, event: ev.TokensDrafted, state: PoolState) -> None:
+        self._drafted = event.seq_ids
+        self._taken = {}
+
+    def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self._drafted = ()
 
     def before_state_slots_released(self, event: ev.StateSlotsReleased, state: PoolState) -> None:
         held = self._slots(event, state).held.get(event.seq_id, [])
@@ -560,10 +571,17 @@ class SlotLaws(LawBook):
         self._lookup = None
 
     def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
-        has_wrong = event.num_accepted < event.num_drafted
-        unseen = () if state.slots is None else (event.num_accepted, event.num_accepted + 1 if has_wrong else 0)
-        if event.num_again not in (unseen or (0,)):
-            refuse(event, f"{event.num_again} tokens are computed once more after {event.num_accepted} right guesses")
+        taken, are_right = self._taken.pop(event.seq_id, None), event.num_accepted == event.num_drafted
+        expected = 0 if state.slots is None else event.num_accepted
+        if taken is not None:  # the slot before the guesses is kept, or the one after them
+            expected = 0 if are_right else event.num_accepted + 1
+            held = self._slots(event, state).held.get(event.seq_id, [])
+            if (taken in held) != are_right:
+                refuse(
+                    event, f"{event.num_accepted} of {event.num_drafted} guesses were right, and slots {held} are kept"
+                )
+        if event.num_again != expected:
+            refuse(event, f"{event.num_again} tokens are computed once more, but the state has not seen {expected}")
 
     def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         if state.slots is not None and state.slots.held:
