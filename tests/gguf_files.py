@@ -46,11 +46,16 @@ def random_blocks(kind, rows, columns, rng, spread=0.05):
     if kind.name == "NVFP4":
         raw[..., :4] = rng.integers(6, 14, (*raw.shape[:-1], 4))
         return raw.reshape(rows, -1)
+    if kind.name == "IQ1_M":  # a scale of 2^-7, in four halves of bytes
+        raw[..., 49::2] = raw[..., 49::2] & 15 | (np.array([0, 0, 0, 2], np.uint8) << 4)
+        return raw.reshape(rows, -1)
     # float16 scales of a block: their places, and the largest number in steps of them
     places, most = {
         "Q8_0": ((0,), 128), "Q4_0": ((0,), 8), "Q4_1": ((0, 2), 15), "Q5_0": ((0,), 16), "Q5_1": ((0, 2), 31),
         "Q2_K": ((80, 82), 45), "Q3_K": ((108,), 128), "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31),
         "Q6_K": ((208,), 128 * 32), "IQ4_NL": ((0,), 128), "IQ4_XS": ((0,), 32 * 128),
+        "IQ2_XXS": ((0,), 166), "IQ2_XS": ((0,), 166), "IQ2_S": ((0,), 166), "IQ3_XXS": ((0,), 480),
+        "IQ3_S": ((0,), 465), "IQ1_S": ((0,), 17), "TQ1_0": ((52,), 1), "TQ2_0": ((64,), 1),
     }[kind.name]  # fmt: skip
     for number, place in enumerate(places):
         scales = (rng.random(raw.shape[:-1]) + 0.5) * 3 * spread / most

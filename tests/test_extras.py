@@ -28,6 +28,18 @@ try:
 except BackendError as error:
     sys.exit(error.hint)
 """
+CODEBOOKS = """
+from pathlib import Path
+from pagedcli.errors import ModelError
+from pagedcli.models.gguf.description import quantization
+from pagedcli.models.gguf.header import Header, TensorInfo
+from pagedcli.models.gguf.types import BY_NAME
+tensor = TensorInfo("output.weight", BY_NAME["IQ2_S"], (1, 256), Path("m"), 0, 82)
+try:
+    quantization(Header(Path("m"), {}, {"output.weight": tensor}))
+except ModelError as error:
+    sys.exit(error.hint)
+"""
 COMPILER = """
 import os
 from pagedcli.errors import BackendError
@@ -50,6 +62,7 @@ CASES = [
     ("cuda", "triton", TRITON, []),
     ("encryption", "cryptography", COMMAND, ENCRYPTED),
     ("flash-attn", "flash_attn", FLASH, []),
+    ("gguf", "gguf", CODEBOOKS, []),
     ("lm-eval", "lm_eval", LM_EVAL, ["run"]),
     ("native", "ziglang", COMPILER, []),
     ("parquet", "pyarrow", COMMAND, ["generate", "in.parquet", "-o", "out.jsonl"]),

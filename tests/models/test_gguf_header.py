@@ -98,7 +98,7 @@ HOSTILE = {
     "a tensor larger than the file": (header(num_tensors=1, body=tensor(shape=(HUGE, HUGE))), "the file has"),
     "an empty tensor": (header(num_tensors=1, body=tensor(shape=(0, 32))), "should have 0 bytes"),
     "rows of half a block": (header(num_tensors=1, body=tensor(shape=(100,), kind=12)), "whole blocks of Q4_K"),
-    "a codebook": (header(num_tensors=1, body=tensor(shape=(256,), kind=16)), "is IQ2_XXS"),
+    "1-bit weights": (header(num_tensors=1, body=tensor(shape=(256,), kind=41)), "is Q1_0"),
     "an unknown type": (header(num_tensors=1, body=tensor(kind=999)), "type 999"),
     "an alignment that is none": (
         header(num_keys=1, body=text(b"general.alignment") + struct.pack("<II", 4, 3)),

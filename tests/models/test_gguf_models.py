@@ -55,6 +55,7 @@ QUANTIZED = (
     "IQ4_XS",
     "MXFP4",
     "NVFP4",
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
 

@@ -154,6 +154,7 @@ template <class F> inline void with_packing(const Linear& l, const F& f) {
         return f(ScaleHeader<F16>{}, Levels<IQ4_LEVELS, ByteSum>{});
     }
     if (l.kind == CODES8) {
+        if (steps) return f(StepsHeader<>{}, Bytes<ByteSum, 16>{});
         if (l.zero < 0) return f(TypedHeader<F32>{}, Bytes<ByteSum>{});
         return f(ScaleHeader<F16>{}, Bytes<ByteSum>{});
     }

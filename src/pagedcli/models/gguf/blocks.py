@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,6 +169,70 @@ def _iq4_xs(raw: Tensor) -> CodedWeight:
     return replace(_with_steps(raw, planes, steps, factors.to(torch.int8) - 32, zero=IQ4_ZERO), levels=IQ4)
 
 
+def _ternary(raw: Tensor, source: BlockCodes | Tensor, place: int) -> CodedWeight:
+    scales = _half(raw, place).expand(*raw.shape[:-1], 8)  # one for 256 numbers; kernels have one for 32
+    return CodedWeight(source, 4, scales, 1, 1)
+
+
+def _tq2_0(raw: Tensor) -> CodedWeight:
+    return _ternary(raw, BlockCodes(raw, (Plane(0, 64, 2, 32),)), 64)
+
+
+def _tq1_0(raw: Tensor) -> CodedWeight:
+    """A byte is a fraction, whose digits of base 3 are neighbours in steps of `width`: 5, or 4 in the last bytes."""
+
+    def digits(first: int, end: int, width: int, count: int) -> Tensor:
+        powers = torch.tensor([[3**i] for i in range(count)], dtype=torch.uint8, device=raw.device)
+        shifted = raw[..., first:end].reshape(*raw.shape[:-1], -1, 1, width) * powers  # without the digits before
+        return (shifted.int() * 3 >> 8).to(torch.uint8).flatten(-3)
+
+    codes = torch.cat((digits(0, 32, 32, 5), digits(32, 48, 16, 5), digits(48, 52, 4, 4)), -1)
+    return _ternary(raw, codes, 52)
+
+
+def _codebook(unit: float, odds: Callable[[Tensor], Tensor], kind: str, raw: Tensor) -> CodedWeight:
+    """Vectors of a codebook, which the gguf package has: their numbers are whole multiples of the block's float16 times
+    `unit` and times a factor 2 n + 1 of their group. `odds`: blocks -> n."""
+    factors = 2 * odds(raw).to(torch.int8) + 1
+    factors = factors.repeat_interleave(16 // factors.shape[-1], -1)
+    plain, place = raw.clone(), raw[..., :2]
+    if kind == "IQ1_M":  # whose float16 is the upper halves of four bytes
+        bits = ((raw[..., 49::2].int() >> 4) << _shifts(0, 4, 8, 12, like=raw)).sum(-1, keepdim=True)
+        place = bits.to(torch.int16).view(torch.uint8)
+        plain[..., 49::2] = raw[..., 49::2] & 15 | _shifts(0, 0, 12, 3, like=raw).to(torch.uint8) << 4  # 1
+    else:
+        plain[..., :2] = _shifts(0, 60, like=raw).to(torch.uint8)  # 1
+    steps = place.contiguous().view(torch.float16).float() * unit
+    whole = _numbers_by_package(plain, kind).reshape(*factors.shape, -1) / (unit * factors.unsqueeze(-1))
+    codes = (whole + 128).to(torch.uint8).flatten(-2)
+    return CodedWeight(codes, 8, steps * factors, 128, 1, steps=steps, factors=factors)
+
+
+def _shifts(*numbers: int, like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=like.device)
+
+
+def _numbers_by_package(raw: Tensor, kind: str) -> Tensor:
+    import gguf  # description.quantization checks that it is there
+
+    found = gguf.dequantize(raw.flatten(1).cpu().numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(found).to(raw.device)
+
+
+def _odds_of_iq1_m(raw: Tensor) -> Tensor:
+    words = raw[..., 48::2].int() | raw[..., 49::2].int() << 8
+    return (words.unsqueeze(-1) >> _shifts(0, 3, 6, 9, like=raw) & 7).flatten(-2)
+
+
+_CODEBOOKS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "IQ2_XXS": (1 / 8, lambda raw: raw[..., 9::8] >> 4),
+    "IQ2_XS": (1 / 8, lambda raw: bit_fields(raw[..., 66:], 4, 1)),
+    "IQ2_S": (1 / 8, lambda raw: bit_fields(raw[..., 74:], 4, 1)),
+    "IQ3_XXS": (1 / 4, lambda raw: raw[..., 69::4] >> 4),
+    "IQ3_S": (1.0, lambda raw: bit_fields(raw[..., 106:], 4, 1)),
+    "IQ1_S": (1 / 8, lambda raw: raw[..., 35::2] >> 4 & 7),
+    "IQ1_M": (1 / 8, _odds_of_iq1_m),
+}
 _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -183,4 +248,7 @@ _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    **{kind: partial(_codebook, *how, kind) for kind, how in _CODEBOOKS.items()},
 }

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from pagedcli.models.gguf.architectures import ARCHITECTURES, STILL, fields_of, rope_of
 from pagedcli.models.gguf.header import Header
 from pagedcli.models.gguf.metadata import Metadata
 from pagedcli.models.gguf.quantization import GgufQuantization
+from pagedcli.models.gguf.types import CODEBOOK
 from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
@@ -105,10 +107,23 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
     )
 
 
+def _has_gguf() -> bool:
+    try:
+        return find_spec("gguf") is not None
+    except ValueError:
+        return False
+
+
 def quantization(header: Header) -> GgufQuantization | None:
-    """The types of the file's tensors; None if all are floating point."""
+    """The types of the file's tensors; None if all are floating point. Raises: ModelError without what reads them."""
     if all(tensor.type.is_float for tensor in header.tensors.values()):
         return None
+    kinds = {tensor.type.name for tensor in header.tensors.values() if tensor.type.codes == CODEBOOK}
+    if kinds and not _has_gguf():
+        raise header.error(
+            f"{', '.join(sorted(kinds))} is read with the gguf package, which is not installed",
+            "pip install 'pagedcli[gguf]'",
+        )
     types = {name: tensor.type.name for name, tensor in header.tensors.items()}
     sizes = {name: math.prod(tensor.shape) for name, tensor in header.tensors.items()}
     return GgufQuantization(types, sizes)

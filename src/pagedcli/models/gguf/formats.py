@@ -46,6 +46,8 @@ class GgufFormat:
         if kernels == "cpu":
             widened = self.quantization.widened
             apart = f" apart from {widened}, widened to {dtype_name(dtype)}" if widened else ""
+            if spread := self.quantization.codebooks:
+                apart += f" ({spread} as 8-bit numbers)"
             unused = "; the scales of activations are not used" if self.quantization.has_input_scales else ""
             return f"weights are {self.name}, kept so{apart}; activations are rounded to 8 bits per token{unused}"
         if kernels == "torch":

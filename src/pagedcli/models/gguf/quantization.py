@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagedcli.models.gguf.names import stored_tensor
-from pagedcli.models.gguf.types import BY_NAME, GgmlType
+from pagedcli.models.gguf.types import BY_NAME, CODEBOOK, GgmlType
 from pagedcli.printable import plural
 
 # what is computed with as numbers, and the last parts of its tensors' names
@@ -88,6 +88,11 @@ class GgufQuantization:
         # Gemma 4 calls the factors of its router's weights so
         is_of_router = name.endswith("ffn_down_exps.scale") and name.replace("down_exps", "gate_inp") in self.types
         return name in self.types and not is_of_router
+
+    @property
+    def codebooks(self) -> str:
+        """The types whose codes number vectors, e.g. "IQ2_XXS, IQ3_S"; empty if there are none."""
+        return ", ".join(sorted({kind for kind in self.types.values() if BY_NAME[kind].codes == CODEBOOK}))
 
     @property
     def has_input_scales(self) -> bool:

@@ -25,6 +25,7 @@ class GgmlType:
         return self.group == 0
 
 
+CODEBOOK = "a vector of a codebook, as 8 bits with a scale"
 # By the number in the file. What is read:
 TYPES = {
     0: GgmlType("F32", 1, 4),
@@ -43,26 +44,26 @@ TYPES = {
     20: GgmlType("IQ4_NL", 32, 18, 32, 4, 144, "one of 16 levels, with a scale"),
     23: GgmlType("IQ4_XS", 256, 136, 32, 4, 140, "one of 16 levels, with a scale"),
     39: GgmlType("MXFP4", 32, 17, 32, 4, 144, "e2m1 with a power of two", 144),
+    16: GgmlType("IQ2_XXS", 256, 66, 16, 8, 276, CODEBOOK),
+    17: GgmlType("IQ2_XS", 256, 74, 16, 8, 276, CODEBOOK),
+    22: GgmlType("IQ2_S", 256, 82, 16, 8, 276, CODEBOOK),
+    18: GgmlType("IQ3_XXS", 256, 98, 16, 8, 276, CODEBOOK),
+    21: GgmlType("IQ3_S", 256, 110, 16, 8, 276, CODEBOOK),
+    19: GgmlType("IQ1_S", 256, 50, 16, 8, 276, CODEBOOK),
+    29: GgmlType("IQ1_M", 256, 56, 16, 8, 276, CODEBOOK),
+    34: GgmlType("TQ1_0", 256, 54, 32, 4, 144, "-1, 0 or 1 with a scale", 152),
+    35: GgmlType("TQ2_0", 256, 66, 32, 4, 144, "-1, 0 or 1 with a scale", 152),
     40: GgmlType("NVFP4", 64, 36, 16, 4, 148, "e2m1 with an e4m3 scale", 192),
 }
 # What is known and not read: number -> name and what it is.
 REFUSED = {
     9: ("Q8_1", "an intermediate result of llama.cpp"),
     15: ("Q8_K", "an intermediate result of llama.cpp"),
-    16: ("IQ2_XXS", "a codebook of vectors"),
-    17: ("IQ2_XS", "a codebook of vectors"),
-    18: ("IQ3_XXS", "a codebook of vectors"),
-    19: ("IQ1_S", "a codebook of vectors"),
-    21: ("IQ3_S", "a codebook of vectors"),
-    22: ("IQ2_S", "a codebook of vectors"),
     24: ("I8", "whole numbers"),
     25: ("I16", "whole numbers"),
     26: ("I32", "whole numbers"),
     27: ("I64", "whole numbers"),
     28: ("F64", "64-bit floating point"),
-    29: ("IQ1_M", "a codebook of vectors"),
-    34: ("TQ1_0", "ternary weights"),
-    35: ("TQ2_0", "ternary weights"),
     41: ("Q1_0", "1-bit weights"),
 }
 BY_NAME = {each.name: each for each in TYPES.values()}
