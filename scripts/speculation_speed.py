@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from pathlib import Path
 
 from pagedcli.bench.oracle import Oracle
 from pagedcli.bench.throughput import shape_folder
@@ -71,7 +72,9 @@ def generate(engine: LLMEngine, num_rows: int, num_tokens: int, first: int) -> t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="qwen3-0.6b", help="a built-in shape with random weights, or builtin")
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", help="a built-in shape with random weights, builtin, or a folder"
+    )
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 32], help="rows at once")
@@ -80,16 +83,18 @@ def main() -> None:
         "--speculation", choices=["auto", "ngram"], default="auto", help="ngram: every guess is checked"
     )
     parser.add_argument("--drafts", choices=["oracle", "text"], default="oracle", help="text: real guesses, no shares")
+    parser.add_argument("--num-state-slots", type=int, help="as many as rows: recurrent states see no guess")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--wall", action="store_true", help="wall time, on an idle machine")
     options = parser.parse_args()
-    is_shape = options.model != BUILTIN_MODEL
+    is_shape = options.model != BUILTIN_MODEL and not Path(options.model).is_dir()
     config = EngineConfig(
-        model=str(shape_folder(options.model)) if is_shape else BUILTIN_MODEL,
+        model=str(shape_folder(options.model)) if is_shape else options.model,
         load_format="dummy" if is_shape else "auto", quantization=options.quantization, device="cpu",
-        dtype=options.dtype, enable_prefix_caching=False, speculation="auto",
+        dtype=options.dtype, enable_prefix_caching=False, speculation=options.speculation,
         max_model_len=PROMPT_TOKENS + options.tokens, max_num_seqs=max(16, 2 * max(options.rows)),
+        num_state_slots=options.num_state_slots,
     )  # fmt: skip
     with LLMEngine(config) as engine:
         assert engine.plan.no_drafts is None, engine.plan.no_drafts
