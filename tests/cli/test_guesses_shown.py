@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import FAST, pagedcli
 
 from pagedcli.events import DRAFT_WORDS
 from pagedcli.show.panels import work_lines
@@ -33,6 +33,7 @@ def test_json_has_the_guesses_of_each_source(run):
     assert {"answers", "grammar"} <= guesses.keys()
     assert guesses["grammar"]["accepted"] == guesses["grammar"]["drafted"] > 0
     assert summary["drafted_tokens"] == sum(each["drafted"] for each in guesses.values())
+    assert summary["again_tokens"] == 0  # the model has no recurrent state
     assert summary["accepted_tokens"] == sum(each["accepted"] for each in guesses.values())
 
 
@@ -76,3 +77,10 @@ def test_the_panel_of_the_application_counts_them(run):
         fold(event)
     [line] = re.findall(r"^  speculation +(.*)$", said, re.MULTILINE)
     assert f"guesses   {line}" in work_lines(moment).plain
+
+
+def test_a_run_that_cannot_guess_says_why(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "The fox"}\n')
+    flags = ("--speculation", "auto", "--attention-backend", "sdpa")
+    said = pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST, *flags).stderr
+    assert "speculation: off, as no equal bits are promised with attention backend sdpa" in said

@@ -7,6 +7,7 @@ from cli_harness import pagedcli
 from scripted import Simulation
 from trace_harness import EventList, write
 
+from pagedcli.bench.oracle import Oracle
 from pagedcli.views.explain import explain_trace
 
 
@@ -18,6 +19,20 @@ def vetoed_events():
         sim.add([7] * 26 + [last] * 4, 1)
         sim.run()
     return events
+
+
+def test_explain_counts_what_guesses_make_a_state_compute_once_more(tmp_path):
+    """The only slot is that of the sequence, so its state sees no guess: of each eight all are right."""
+    answer, events = None, []
+    for _ in range(2):
+        events.clear()
+        drafter = None if answer is None else Oracle({("0", 0): answer})
+        sim = Simulation(64, emit=events.append, drafter=drafter, max_num_batched_tokens=64, num_state_slots=1)
+        sim.add([1, 2, 3], 20, request_id="0")
+        sim.run()
+        answer = sim.seqs[0].output_token_ids
+    told = " ".join(pagedcli("explain", write(tmp_path / "run.jsonl", events)).stdout.split())
+    assert "of 16 guesses 16 were right; 16 tokens computed once more for the recurrent state." in told
 
 
 def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():
