@@ -102,11 +102,6 @@ class EngineStarted(Event, frozen=True, gc=False):
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
     @property
-    def prefix_block_size(self) -> int | None:
-        """Tokens of a block that prefix lookups find; None: there are none."""
-        return self.block_size if self.enable_prefix_caching else None
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group, tokens; None: all are seen."""
         return tuple(group.window for group in self.groups)

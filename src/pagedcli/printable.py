@@ -5,6 +5,7 @@ Used by everything that prints. The only place that knows which characters are d
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 
 # C0 except tab and line feed, DEL and C1; bidirectional and invisible marks; line separators; lone surrogates
@@ -42,6 +43,25 @@ def printable_json(document: bytes) -> bytes:
 def _json_escape(match: re.Match[bytes]) -> bytes:
     units = match[0].decode().encode("utf-16-be")
     return b"".join(b"\\u" + units[i : i + 2].hex().encode() for i in range(0, len(units), 2))
+
+
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGT]iB)(?!\w))")
+_HARD_SPACE = "\0"  # between a number and its unit, or a label and its text: no line ends there
+
+
+def wrap_words(line: str, width: int, *, indent: str = "", first: str = "", break_long_words: bool = True) -> list[str]:
+    """The line in parts of a width, broken between words, but not between a number and its unit or within several
+    spaces. `first`, `indent`: what the first and the further parts begin with."""
+    kept = re.sub(r"(?<=\S) {2,}", lambda spaces: _HARD_SPACE * len(spaces[0]), _UNIT.sub(_HARD_SPACE, line))
+    parts = textwrap.wrap(
+        kept,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=break_long_words,
+        break_on_hyphens=False,
+    )
+    return [part.replace(_HARD_SPACE, " ") for part in parts]
 
 
 def plural(count: int, noun: str) -> str:

@@ -115,14 +115,20 @@ def test_all_commands_begin_with_the_same_verdicts(tmp_path):
     assert verdicts[0] in pagedcli("trace", path, "--no-live", *flags).stderr
 
 
-def test_without_prefix_caching_nobody_looks_where_prompts_part(tmp_path):
+def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_part(tmp_path):
     path, trace = tmp_path / "clock.jsonl", tmp_path / "run.jsonl"
     clock_chats(path, 20)
     kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
-    assert "part at token" not in pagedcli("generate", path, "--max-tokens", "1", *kept).stdout
-    assert "part at token" not in pagedcli("explain", trace).stdout
-    pagedcli("report", trace, "-o", tmp_path / "page.html")
-    assert "part at token" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+    said = pagedcli("generate", path, "--max-tokens", "1", *kept).stdout.splitlines()[0]
+    assert said.startswith("With prefix caching, which is off, 19 of 20 prompts part at token")
+    assert "; turn it on (--enable-prefix-caching) and move it behind them: hits 0.0 % -> " in said
+    assert pagedcli("explain", trace).stdout.splitlines()[0] == said
+    assert judged_recording(trace)[0] == said
+    planned = pagedcli("plan", path, "--no-calibrate", "--max-tokens", "1", "--no-enable-prefix-caching").stdout
+    assert planned.partition(" Try: ")[0] == said
+    story = pagedcli("explain", trace, "--request", "7").stdout
+    assert "without a prefix lookup, as prefix caching is off" in story
+    assert "divergence" not in story
 
 
 def test_the_first_answer_from_a_sample_begins_with_it_and_says_that_it_is_a_sample(tmp_path):

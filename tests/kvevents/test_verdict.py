@@ -6,7 +6,8 @@ from cli_harness import pagedcli
 from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
-from pagedcli.cli.partings import part_verdicts
+from pagedcli.cli.partings import find_partings, in_words
+from pagedcli.core.limits import Limits
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import LargerCache, curve
@@ -111,7 +112,7 @@ def test_the_commands_begin_with_the_verdicts(tmp_path):
 
 
 def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tmp_path):
-    """Twenty chats that begin with another number each, and are equal after it, as a server stores full blocks."""
+    """Twenty chats that begin with another number each and are equal after it, as a server stores their blocks."""
     library = list(range(100, 164))
     rows = [[7, 200 + number, *library, *[300 + number] * 14] for number in range(20)]
     paths = [tmp_path / "tokens.jsonl", tmp_path / "digests.jsonl"]
@@ -126,7 +127,7 @@ def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tm
     sample = PromptSample()
     for ids in rows:
         sample.add(ids)
-    [expected] = part_verdicts(sample, 16, None)
+    [expected] = in_words(find_partings(sample, 16, None), Limits(block_size=16))
     assert {name: with_tokens[0][name] for name in ("finding", "now", "after")} == {
         "finding": expected.finding, "now": expected.now, "after": expected.after,
     }  # fmt: skip

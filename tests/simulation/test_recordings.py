@@ -36,6 +36,18 @@ def test_blocks_that_a_server_computed_again_are_the_hits_of_a_larger_cache(reco
     assert [row["hit_rate_blocks"] for row in document["pools"]] == [0, 2 / 6]
 
 
+def test_requests_that_were_there_before_the_first_step_came_with_it(tmp_path):
+    prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": [5, 6, number], "max_tokens": 2}) + "\n" for number in range(40)))
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "2", "--record", trace)
+    [span] = [
+        row["value"]
+        for row in json.loads(pagedcli("simulate", trace, "--format", "json").stdout)["trace"]
+        if row["name"] == "span_s"
+    ]
+    assert 0 < span < 60
+
+
 def test_a_published_recording_of_vllm_is_read(capsys):
     document = json.loads(
         pagedcli("simulate", shared_data("vllm_events") / "events.jsonl", "--pool", "100%", "--format", "json").stdout

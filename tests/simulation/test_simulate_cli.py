@@ -77,7 +77,9 @@ def test_the_first_sentence_names_the_smallest_pool_within_a_point_of_no_limit(t
 def test_the_first_sentence_says_where_a_cache_has_no_benefit(tmp_path):
     alone = [{"timestamp": n, "input_length": 4, "output_length": 5, "hash_ids": [n]} for n in range(9)]
     first = simulate(write(tmp_path / "alone.jsonl", alone), "--pool", "30").stdout.splitlines()[0]
-    assert first.startswith("A prefix cache has little benefit: even without limit 0.0 % of the prompts' tokens hit")
+    assert first.startswith(
+        "As the prompts are, a prefix cache has little benefit: even without limit 0.0 % of their tokens hit"
+    )
 
 
 def test_a_file_with_salts_and_its_recording_begin_with_where_prompts_part(tmp_path):
@@ -170,7 +172,7 @@ def test_the_sentences_have_units_that_fit_their_figures(tmp_path):
     ])  # fmt: skip
     text = simulate(tiny, "--pool", "50", "-m", "builtin").stdout
     assert "(0.0 GiB)" not in text
-    assert re.search(r"with 1 \([\d.]+ KiB\) / ", text)
+    assert re.search(r"gets 99 % of that with 1 block \([\d.]+ KiB\)\.", text)
     assert "50 times" in simulate(tiny, "--pool", "50").stdout
     doubling = [answer for answer in as_json(tiny, "--pool", "50")["answers"] if answer.startswith("Doubling")]
     assert doubling == [

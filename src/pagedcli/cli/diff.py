@@ -16,7 +16,7 @@ from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
 from pagedcli.printable import plural
 from pagedcli.show.pages import write_page
-from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.tables import Format, print_sentences, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.verdicts import Verdict
 
@@ -101,7 +101,7 @@ def _compare(
     progress = ProgressLine(line_every_s=5.0)
     found = Comparison(*sides, lambda done, runs: progress.show(lambda _: f"simulated {done} of {plural(runs, 'run')}"))
     progress.close()
-    shown = [tables.causes_table(found, in_full=format_ is Format.CSV), tables.measures_table(found)]
+    shown = [tables.causes_table(found, in_full=format_ in (Format.CSV, Format.JSON)), tables.measures_table(found)]
     if found.details["prompts"] and "prompts" not in found.hidden:
         shown.append(tables.prompts_table(found, decode))
     if found.sides[1].hits is not None and "prompts" not in found.hidden:
@@ -109,7 +109,7 @@ def _compare(
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
     if format_ in (Format.TABLE, Format.MD):
-        print(tables.sentence(found) + "\n", flush=True)
+        print_sentences([tables.sentence(found), ""])
     if format_ is Format.CSV:
         shown = shown[:1]
     elif format_ is Format.JSON:  # the measures are among the facts
@@ -123,7 +123,7 @@ def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdic
     if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
         return None
     side = found.sides[1]
-    return request_verdicts(side.requests, side.limits.block_size, tokenizer)
+    return request_verdicts(side.requests, side.limits, tokenizer)
 
 
 def _kind(path: Path) -> str:

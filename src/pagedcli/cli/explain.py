@@ -101,8 +101,11 @@ def explain(
     title = "Lookups"
     if request is None and not lookups:
         chosen, title = _that_lost_most(chosen, _MOST_IN_SHORT if is_short else _MOST_LOST), "Lookups that lost most"
-    tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
-    if chosen or format_ in (Format.JSON, Format.CSV):
+    is_story = request is not None and format_ is Format.TABLE and not all_
+    tables = []
+    if request is None:
+        tables = [_totals_table(explainer, in_full=format_ is Format.CSV), _reasons_table(explainer)]
+    if (chosen and not is_story) or format_ in (Format.JSON, Format.CSV):
         found = _lookups_table(chosen, title, decode)
         tables.append(replace(found, notes=[]) if is_short else found)
     if request is None:
@@ -110,7 +113,7 @@ def explain(
     facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
     if adviser is not None:
         advice = adviser.advice(state, budget_s=ADVICE_S)
-        verdicts = run_verdicts(prompts.drawn, advice, state.started.prefix_block_size, loaded)
+        verdicts = run_verdicts(prompts.drawn, advice, state.started, loaded)
         tables.append(advice_table(advice))
         facts |= advice.document()
         shortly = [in_short(explainer, state)]
@@ -118,15 +121,26 @@ def explain(
         tables = within_lines(tables[:-1], _MOST_LINES - len(verdicts or ()) - len(shortly) - 1)
     elif format_ is Format.CSV:  # one table per file
         tables = [each for each in tables if each.key == ("lookups" if lookups or request is not None else "totals")]
-    story = [] if request is None else [lookup_story(lookup) for lookup in chosen[:_MOST_TOLD]]
+    story = [] if request is None else _story(chosen, decode)
     if named is not None and (words := _guess_words(filter(None, map(state.seq, named.seq_ids)))):
         story.append(f"{capitalized(words)}.")
+    if is_story:
+        story.append("As a table: --all.")
     print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story, in_short=shortly)
 
 
 def _that_lost_most(lookups: list[Lookup], most: int) -> list[Lookup]:
     lost = [lookup for lookup in lookups if lookup.num_lost_tokens()]
     return sorted(lost, key=Lookup.num_lost_tokens, reverse=True)[:most]
+
+
+def _story(lookups: Sequence[Lookup], decode: Decode | None) -> list[str]:
+    """What the lookups of a request found, why they ended, and where its prompt parted, in sentences."""
+    told = [lookup_story(lookup) for lookup in lookups[:_MOST_TOLD]]
+    if len(lookups) > _MOST_TOLD:
+        told.append(f"It looked up {len(lookups) - _MOST_TOLD:,} more times.")
+    parted = dict.fromkeys(ExplainedLookup(lookup, decode).divergence for lookup in lookups)
+    return [*told, *(f"{capitalized(words)}." for words in parted if words is not None)]
 
 
 def within_lines(tables: Sequence[Table], num_lines: int) -> list[Table]:
@@ -161,7 +175,10 @@ def in_short(explainer: Explainer, state: PoolState) -> str:
         "cached without a checkpoint of the recurrent state": first.vetoed,
     }
     parts = [f"{plural(count, 'token')} {words}" for words, count in lost.items() if count]
-    said = f"Hits: {hit} of {plural(first.num_tokens, 'prompt token')}, without limit {possible}"
+    tokens = plural(first.num_tokens, "prompt token")
+    said = f"Hits: {hit} of {tokens}, without limit {possible}"
+    if first.caching_off:
+        said = f"Prefix caching was off: all of {tokens} were computed"
     said += f"; lost: {', '.join(parts)}" if parts else ""
     if num_preemptions := sum(seq.num_preemptions for seq in state.all_seqs()):
         again = plural(state.num_recomputed_tokens, "token")
@@ -197,9 +214,9 @@ class _TotalsRow:
 
     part: str
     label: Annotated[str, "tokens that were"]
-    tokens: Annotated[int, "tokens, first lookups"]
+    tokens: Annotated[int, "first"]
     share: Share | None
-    own_tokens: Annotated[int, "tokens, later lookups"]
+    own_tokens: Annotated[int, "later"]
     own_share: Annotated[Share | None, "share"]
 
 
@@ -213,13 +230,14 @@ class _ReasonRow:
     meaning: Annotated[str, "because"]
 
 
-def _totals_table(explainer: Explainer) -> Table:
+def _totals_table(explainer: Explainer, *, in_full: bool) -> Table:
+    """Where the looked up tokens were. Without later lookups they have no columns, unless `in_full`."""
     first, own = explainer.totals(own=False), explainer.totals(own=True)
     labels = {
         "hit": "hit",
         "disk_hit": "hit: read from the prefix store",
-        "late_hit": "hit later: meanwhile computed by another sequence",
-        "vetoed": "lost: K and V cached, no checkpoint of the recurrent state",
+        "late_hit": "hit later: computed by another meanwhile",
+        "vetoed": "lost: no checkpoint of the recurrent state",
         "evicted": "lost: evicted before the lookup",
         "in_flight": "lost: in flight in another sequence",
         "first_seen": "seen for the first time",
@@ -230,16 +248,20 @@ def _totals_table(explainer: Explainer) -> Table:
         "caching_off": MISS_WORDS["caching_off"],
         "not_known": "unknown: the sequence ended first",
         "num_tokens": "all tokens looked up",
-        "ideal": "ceiling: unlimited cache, every block computed once",
+        "ideal": "ceiling: an unlimited cache",
     }
     rows = [_TotalsRow(key, label, *_share(first, key), *_share(own, key)) for key, label in labels.items()]
-    always = ("hit", "num_tokens", "ideal")
+    always = ("num_tokens",) if first.caching_off else ("hit", "num_tokens", "ideal")
     kept = [row for row in rows if row.tokens or row.own_tokens or row.part in always]
-    counts = f"{plural(first.num_lookups, 'first lookup')}, {own.num_lookups:,} later ones"
-    title = f"Prefix cache: {counts}, after a preemption or for n > 1"
-    return table(
-        _TotalsRow, "totals", title, kept, "label tokens share own_tokens own_share", notes=_prefix_notes(explainer)
-    )
+    title, columns = f"Prefix cache: {plural(first.num_lookups, 'lookup')}", "label tokens share"
+    headers = {"tokens": "tokens"}
+    if own.num_lookups:
+        later = f"{own.num_lookups:,} later, after a preemption or for n > 1"
+        title = f"Prefix cache: {plural(first.num_lookups, 'first lookup')}, {later} (first, later: tokens)"
+        headers = {}
+    if own.num_lookups or in_full:
+        columns += " own_tokens own_share"
+    return table(_TotalsRow, "totals", title, kept, columns, headers=headers, notes=_prefix_notes(explainer))
 
 
 def _share(totals: Totals, key: str) -> tuple[int, float | None]:
@@ -256,6 +278,7 @@ def _prefix_notes(explainer: Explainer) -> list[str]:
     lost = f"{plural(failed, 'step')} failed; the content of {plural(explainer.num_lost_blocks, 'block')} was dropped"
     return [
         *([lost] if failed else []),
+        "ceiling: hits if no block were evicted or computed twice",
         f"minimum cacheable prefix: {plural(size, 'token')} (one block)",
         f"longest shared prefix seen: {plural(longest, 'token')} = {blocks}",
     ]
@@ -268,8 +291,9 @@ def _reasons_table(explainer: Explainer) -> Table:
         for reason, words in REASON_WORDS.items()
         if first.reasons[reason] or own.reasons[reason]
     ]
-    columns = "meaning lookups own_lookups"
-    return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows, columns)
+    columns = "meaning lookups own_lookups" if own.num_lookups else "meaning lookups"
+    headers = {} if own.num_lookups else {"lookups": "lookups"}
+    return table(_ReasonRow, "reasons", "Why lookups ended where they did", rows, columns, headers=headers)
 
 
 def _tables_of_states_and_salts(explainer: Explainer) -> list[Table]:

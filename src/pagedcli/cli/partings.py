@@ -2,10 +2,10 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import RequestError, TraceError
@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 _NO_LIMIT = 2**31  # tokens of a text
 _UNSEEN = "prompts that leave no event, as they were found in whole or are shorter than a block"
 _TEXTS_AT_ONCE = 1_000  # the tokenizer takes some hundred bytes for a token, until their ids are copied
+
+
+class Caching(Protocol):
+    """What the settings of an engine or a run say of its prefix cache."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The prefix cache of a server, which publishes the blocks of one."""
+
+    block_size: int  # tokens
+    enable_prefix_caching: bool = True
 
 
 def find_partings(
@@ -57,16 +75,29 @@ def find_partings(
     return Finder(block_size, decode, encode, template, drawn.num_seen, rates_in_file).find(drawn.prompts)
 
 
-def part_verdicts(
-    drawn: PromptSample, block_size: int | None, tokenizer: "Tokenizer | None", *, change: str | None = None
+def part_verdicts(drawn: PromptSample, limits: Caching, tokenizer: "Tokenizer | None") -> list[Verdict]:
+    """The same as verdicts."""
+    return in_words(find_partings(drawn, limits.block_size, tokenizer), limits) if drawn.num_seen else []
+
+
+def in_words(
+    partings: "Sequence[Parting]", limits: Caching, *, change: str | None = None, has_all: bool = False
 ) -> list[Verdict]:
-    """The same as verdicts; none without prefix caching, where `block_size` is None. `change`: the command that writes
-    the changed prompts."""
-    if block_size is None or not drawn.num_seen:
-        return []
+    """These causes as verdicts, which without prefix caching are about a run with it. `change`, `has_all`: see
+    parting_verdict."""
     from pagedcli.planning.parting_words import parting_verdict
 
-    return [parting_verdict(found, change=change) for found in find_partings(drawn, block_size, tokenizer)]
+    found = [parting_verdict(each, change=change, has_all=has_all) for each in partings]
+    if limits.enable_prefix_caching:
+        return found
+    return [
+        replace(
+            each,
+            finding=f"with prefix caching, which is off, {each.finding}",
+            to_do=f"turn it on (--enable-prefix-caching) and {each.to_do}",
+        )
+        for each in found
+    ]
 
 
 def with_settings(parts: Sequence[Verdict], advice: Advice, not_drawn: str | None) -> list[Verdict]:
@@ -75,23 +106,20 @@ def with_settings(parts: Sequence[Verdict], advice: Advice, not_drawn: str | Non
     return [*parts, *advice.verdicts(or_nothing=not parts, not_looked_at=None if parts else not_drawn)]
 
 
-def run_verdicts(
-    drawn: PromptSample, advice: Advice, block_size: int | None, tokenizer: "Tokenizer | None"
-) -> list[Verdict]:
-    """The same of prompts that a run has served. `block_size`: None without prefix caching."""
-    not_drawn = None if block_size is None else drawn.not_drawn
-    return with_settings(part_verdicts(drawn, block_size, tokenizer), advice, not_drawn)
+def run_verdicts(drawn: PromptSample, advice: Advice, limits: Caching, tokenizer: "Tokenizer | None") -> list[Verdict]:
+    """The same of prompts that a run has served."""
+    return with_settings(part_verdicts(drawn, limits, tokenizer), advice, drawn.not_drawn)
 
 
 def request_verdicts(
-    requests: "Iterable[TraceRequest]", block_size: int, tokenizer: "Tokenizer | None"
+    requests: "Iterable[TraceRequest]", limits: Caching, tokenizer: "Tokenizer | None"
 ) -> list[Verdict]:
     """The same of simulated requests, as far as their tokens are known."""
     sample = PromptSample()
     for request in requests:
         if request.token_ids is not None:
             sample.add(request.token_ids, request.cache_salt)
-    return part_verdicts(sample, block_size, tokenizer)
+    return part_verdicts(sample, limits, tokenizer)
 
 
 def seen_verdicts(found: Lookups, tokenizer: "Tokenizer | None") -> list[Verdict] | None:
@@ -99,9 +127,9 @@ def seen_verdicts(found: Lookups, tokenizer: "Tokenizer | None") -> list[Verdict
     sample = PromptSample()
     for token_ids, salt in found.prompts():
         sample.add(token_ids, salt)
-    if not sample.num_seen:
+    if not sample.num_seen or found.block_size is None:
         return None
-    parts = part_verdicts(sample, found.block_size, tokenizer)
+    parts = in_words(find_partings(sample, found.block_size, tokenizer), _Blocks(found.block_size))
     return [
         replace(
             each,
@@ -120,5 +148,4 @@ def judged_recording(trace: Path) -> list[str]:
     except TraceError:
         return []
     advice = adviser.advice(state, budget_s=ADVICE_S)
-    size, tokenizer = state.started.prefix_block_size, recorded_tokenizer(trace, None)
-    return paragraph(run_verdicts(prompts.drawn, advice, size, tokenizer))
+    return paragraph(run_verdicts(prompts.drawn, advice, state.started, recorded_tokenizer(trace, None)))

@@ -12,13 +12,13 @@ import typer
 
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import find_partings, with_settings
+from pagedcli.cli.partings import find_partings, in_words, with_settings
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.cli.reordered import Reordered
-from pagedcli.config import LoadedConfig, load_config
+from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
@@ -210,7 +210,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     shares = None if options.workers is None else SharePlan(engine.block_size)
     survey = _survey(loaded, options, shares)
     if isinstance(survey, FirstAnswer):
-        survey.print(options.format_, engine.block_size if engine.enable_prefix_caching else None)
+        survey.print(options.format_, engine)
         return EXIT_BAD_ROWS if survey.scan.num_bad else 0
     scan, here = survey.scan, survey.here
     code = EXIT_BAD_ROWS if scan.num_bad else 0
@@ -248,9 +248,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
-    partings = _partings(scan, engine.block_size) if engine.enable_prefix_caching else []
-    not_drawn = scan.drawn.not_drawn if engine.enable_prefix_caching else None
-    verdicts = [*_refused(scan), *_verdicts(partings, advice, not_drawn, options)]
+    partings = _partings(scan, engine)
+    verdicts = [*_refused(scan), *_verdicts(partings, engine, advice, scan.drawn.not_drawn, options)]
     forecast, time = (None, None) if run is None else (run.found, run.time)
     shortly = in_short(scan, forecast, time, facts["recommended_block_size"])
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
@@ -263,10 +262,12 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     return code
 
 
-def _partings(scan: PromptScan, block_size: int) -> "list[Parting]":
-    """Where prompts part; of drawn ones with the hits of the whole file as it is."""
-    sizes = [size for size in {*BLOCK_SIZES, block_size} if size <= block_size and not size % UNIT]
-    rates = {size: scan.plan.ideal_hit_rate(size) for size in sizes}
+def _partings(scan: PromptScan, engine: EngineConfig) -> "list[Parting]":
+    """Where prompts part; of drawn ones with the hits of the whole file as it is, where it has any."""
+    block_size, rates = engine.block_size, dict[int, float]()
+    if engine.enable_prefix_caching:
+        sizes = [size for size in {*BLOCK_SIZES, block_size} if size <= block_size and not size % UNIT]
+        rates = {size: scan.plan.ideal_hit_rate(size) for size in sizes}
     return find_partings(scan.drawn, block_size, scan.tokenizer, rates_in_file=rates)
 
 
@@ -279,15 +280,17 @@ def _refused(scan: PromptScan) -> list[Verdict]:
 
 
 def _verdicts(
-    partings: "list[Parting]", advice: "Advice | None", not_drawn: str | None, options: PlanOptions
+    partings: "list[Parting]",
+    engine: EngineConfig,
+    advice: "Advice | None",
+    not_drawn: str | None,
+    options: PlanOptions,
 ) -> list[Verdict]:
     """Where prompts part, what settings would save, or that nothing is to change."""
-    from pagedcli.planning.parting_words import parting_verdict
-
     change = None
     if options.try_reordered is None and options.prompts != "-":
         change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
-    found = [parting_verdict(each, change=change, has_all=options.takes_all) for each in partings]
+    found = in_words(partings, engine, change=change, has_all=options.takes_all)
     if advice is None:
         return found
     left = not_drawn if not_drawn is None or options.takes_all else f"{not_drawn} (--all: every row)"

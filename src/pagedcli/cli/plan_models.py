@@ -1,7 +1,7 @@
 """`plan -m A -m B`: which of several models is fastest on this machine for a prompt file."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from pagedcli.printable import duration_text, expected_text
@@ -45,18 +45,17 @@ def memory_of(decision: "Decision") -> int | None:
 def print_models(rows: Sequence[ModelRow], input_name: str, format_: Format) -> None:
     """Write the table, the fastest model first."""
     ordered = sorted(rows, key=lambda row: row.order)
-    found = models_table(ordered, input_name)
+    found = models_table(ordered, input_name, in_full=format_ is Format.CSV)
     print_tables([found], format_, facts={"fastest": ordered[0].model if ordered[0].seconds else None})
 
 
-def models_table(ordered: Sequence[ModelRow], input_name: str) -> Table:
-    """The models in this order, under the answer."""
+def models_table(ordered: Sequence[ModelRow], input_name: str, *, in_full: bool = False) -> Table:
+    """The models in this order, under the answer; `in_full`: with each number in a column of its own."""
     best = ordered[0]
     if best.seconds is None:
         title = f"No time is known for {input_name} with any of these models"
     else:
-        low, high = (best.seconds if each is None else each for each in (best.seconds_low, best.seconds_high))
-        title = f"Fastest here: {best.model}, {expected_text(best.seconds, low, high)} for {input_name}"
+        title = f"Fastest here: {best.model}, {_time_text(best)} for {input_name}"
         near = [row.model for row in ordered[1:] if row.seconds_low is not None and row.seconds_low < _most_s(best)]
         if near:
             title += f"; not certain: the times of {', '.join(near)} overlap with it"
@@ -66,7 +65,21 @@ def models_table(ordered: Sequence[ModelRow], input_name: str) -> Table:
         "run: the time in the summary of generate, without loading; load: as it took for the calibration",
         "tokens/s: generated tokens per second of the run; memory: weights, KV cache, the largest step and the runtime",
     ]
-    return table(ModelRow, "models", title, [asdict(row) for row in ordered], notes=notes)
+    if in_full:
+        return table(ModelRow, "models", title, [asdict(row) for row in ordered])
+    columns = "model fits load_s seconds tokens_per_s memory_bytes"
+    columns += " num_bad_rows" if any(row.num_bad_rows for row in ordered) else ""
+    columns += " reason" if any(row.reason for row in ordered) else ""
+    found = table(ModelRow, "models", title, [asdict(row) for row in ordered], columns, notes=notes)
+    times = [{**row, "seconds": _time_text(each)} for row, each in zip(found.rows, ordered, strict=True)]
+    shown = [replace(each, show=str) if each.key == "seconds" else each for each in found.columns]
+    return replace(found, columns=shown, texts=times)
+
+
+def _time_text(row: ModelRow) -> str | None:
+    if row.seconds is None or row.seconds_low is None or row.seconds_high is None:
+        return None
+    return expected_text(row.seconds, row.seconds_low, row.seconds_high)
 
 
 def _most_s(row: ModelRow) -> float:

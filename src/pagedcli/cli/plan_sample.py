@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pagedcli.batch.line_sample import About, LineSample
 from pagedcli.cli.partings import part_verdicts
 from pagedcli.cli.prompt_scan import PromptScan, scan_prompts
-from pagedcli.config import LoadedConfig
+from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.printable import capitalized, expected_text, percent_text, plural
 from pagedcli.show.tables import Fact, Format, print_tables, table
 
@@ -63,8 +63,8 @@ class FirstAnswer:
             found[name] = None if about is None else {each.name: getattr(about, each.name) for each in fields(about)}
         return found | {"hit_rate_at_least": self.hit_rate}
 
-    def print(self, format_: Format, block_size: int | None) -> None:
-        """Write it to stdout, as all that is asked for. `block_size`: in tokens; None: no prefix is found again."""
+    def print(self, format_: Format, engine: EngineConfig) -> None:
+        """Write it to stdout, as all that is asked for."""
         rows = []
         if self.seconds is not None:
             rows.append(Fact("time", _time(self.seconds)))
@@ -83,7 +83,7 @@ class FirstAnswer:
         title = f"From {self.scan.num_rows:,} of about {_count(self.rows)} rows"
         tables = [] if format_ is Format.JSON else [table(Fact, "sample", title, rows, notes=notes)]
         drawn = replace(self.scan.drawn, num_seen=round(self.rows.value))
-        verdicts = part_verdicts(drawn, block_size, self.scan.tokenizer)
+        verdicts = part_verdicts(drawn, engine, self.scan.tokenizer)
         in_short = [f"{capitalized(self.in_words)}."]
         print_tables(tables, format_, facts={"sample": self.facts}, verdicts=verdicts, in_short=in_short)
 

@@ -210,7 +210,8 @@ def _answer(profile: "Profile") -> list[str]:
         text += f": the longest that fits has {plural(longest, 'token')}"
     if (left := _left_setting(profile)) is not None:
         most = _all_blocks(profile)
-        text += f". All that is left holds {plural(most, 'block')}, {_at_once(profile, most)}: {left}"
+        held = f"{_at_once(profile, most)}, in {plural(most, 'block')}"
+        text += f". All the memory that is left would hold {held}: {left}"
     return [f"{text}.", "", bar]
 
 

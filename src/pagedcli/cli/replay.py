@@ -18,10 +18,10 @@ from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
 from pagedcli.files import check_files, whole_file
-from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.printable import plural, printable_json
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import StepConsole, StepPrinter
-from pagedcli.show.tables import Format
+from pagedcli.show.tables import Format, print_sentences
 from pagedcli.show.terminal import TerminalJson, is_interactive, say
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.files import TraceReader
@@ -152,7 +152,7 @@ def _check(trace: Path, format_: StepFormat) -> None:
         say(f"note: {note}")
     length = f"{plural(result.num_events, 'event')} in {plural(result.num_steps, 'step')}"
     pool = f"in use {counts['in_use']:,} + cached {counts['cached']:,} + empty {counts['empty']:,}"
-    print(f"{one_line(str(trace))}: ok, {length}; at the end {pool} = {plural(counts['total'], 'block')}")
+    print_sentences([f"{trace}: ok, {length}; at the end {pool} = {plural(counts['total'], 'block')}"])
 
 
 def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:

@@ -63,7 +63,7 @@ def report(
             make_verdicts=lambda state: run_verdicts(
                 prompts.drawn,
                 adviser.advice(state, budget_s=ADVICE_S),
-                state.started.prefix_block_size,
+                state.started,
                 recorded_tokenizer(trace, tokenizer),
             ),
         )

@@ -176,10 +176,8 @@ def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: "
         return []
     from pagedcli.cli.partings import run_verdicts
 
-    limits = engine.plan.limits
-    block_size = limits.block_size if limits.enable_prefix_caching else None
     try:
-        return run_verdicts(served.drawn, advice, block_size, work.tokenizer)
+        return run_verdicts(served.drawn, advice, engine.plan.limits, work.tokenizer)
     except MemoryError:
         return advice.verdicts()
 

@@ -168,8 +168,8 @@ def _verdicts(
 ) -> list[Verdict]:
     """Where prompts with tokens part, and what is judged of pools and settings."""
     parts: list[Verdict] = []
-    if workload.hash_size is None and limits.enable_prefix_caching:
-        parts = request_verdicts(workload.requests, limits.block_size, tokenizer)[: MOST_SAID - 1]
+    if workload.hash_size is None:
+        parts = request_verdicts(workload.requests, limits, tokenizer)[: MOST_SAID - 1]
     return [*parts, *judged][:MOST_SAID]
 
 

@@ -7,7 +7,6 @@ import csv
 import io
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from rich.cells import cell_len
 
-from pagedcli.printable import one_line, printable, printable_json
+from pagedcli.printable import one_line, printable, printable_json, wrap_words
 from pagedcli.records import RIGHT, as_row, columns_of
 from pagedcli.records import Column as Column
 from pagedcli.records import count as count
@@ -169,7 +168,7 @@ def as_text(table: Table, width: int | None = None) -> str:
     number, or has no room, the columns continue on further lines of each row."""
     width = table.wrapped_at if width is None else width
     if not table.rows:
-        return "\n".join([one_line(table.title), *_lines(table.notes or ("none",), width)]) + "\n"
+        return "\n".join(_lines([table.title, *(table.notes or ("none",))], width)) + "\n"
     header, *rows = laid_out(table, width, least_room=16)
     lines = ["".join(text for text, _ in line).rstrip() for row in (header, *rows) for line in row]
     widths = column_widths(table)
@@ -180,7 +179,7 @@ def as_text(table: Table, width: int | None = None) -> str:
         before = sum(widths[:-1]) + 2 * (len(widths) - 1)
         rule = "  ".join("-" * each for each in [*widths[:-1], min(widths[-1], max(longest, width or 0) - before)])
     lines.insert(len(header), rule)
-    return "\n".join([one_line(table.title), *lines, *_lines(table.notes, width)]) + "\n"
+    return "\n".join([*_lines([table.title], width), *lines, *_lines(table.notes, width)]) + "\n"
 
 
 Piece = tuple[str, Column | None]  # a cell, or the space around it
@@ -283,4 +282,4 @@ def shown_cells(table: Table) -> list[list[str]]:
 
 
 def _wrapped(line: str, width: int | None) -> list[str]:
-    return [line] if width is None else textwrap.wrap(line, width, break_on_hyphens=False) or [""]
+    return [line] if width is None else wrap_words(line, width) or [""]

@@ -1,18 +1,14 @@
 """Messages on stderr, safe JSON on a terminal, and the clock of a run that somebody watches."""
 
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from textwrap import wrap
 from typing import BinaryIO, TextIO
 
-from pagedcli.printable import printable, printable_json
-
-_HARD_SPACE = "\0"  # between a label and its text, where no line ends
+from pagedcli.printable import printable, printable_json, wrap_words
 
 
 def is_interactive(*, with_stdout: bool = True) -> bool:
@@ -35,16 +31,7 @@ def say_wrapped(text: str, *, indent: int = 4) -> None:
         return
     text = printable(text)
     first = text[: len(text) - len(text.lstrip())]
-    kept = re.sub(r"(?<=\S) {2,}", lambda spaces: _HARD_SPACE * len(spaces[0]), text.strip())
-    lines = wrap(
-        kept,
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    say("\n".join(lines).replace(_HARD_SPACE, " "))
+    say("\n".join(wrap_words(text.strip(), width, indent=" " * indent, first=first, break_long_words=False)))
 
 
 def _terminal_width() -> int | None:

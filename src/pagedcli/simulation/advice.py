@@ -33,6 +33,7 @@ WORTH_SAYING = 0.01  # share of the computed tokens, or of the time, from which 
 _LEAST_TUNED = 0.03  # share of the time: a calibration does not tell smaller differences
 _MOST_TIMED = 2  # settings that one command times
 NOT_TIMED = "not timed here"
+_HOW_TIMED = "plan --measure times the most promising ones"
 _POOL_STEPS = 8  # the recommended pool is the smallest one to within this part of the present one
 _AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
 _MOST_ROUNDS = 6  # changes that are combined
@@ -74,6 +75,7 @@ class Advice:
     trials: tuple[Trial, ...] = ()
     by_time: bool = False
     not_tried: str | None = None  # what was left out, and why
+    is_short: bool = False  # the run takes less than LEAST_TIMED_S: runs in turns would tell nothing
 
     @property
     def best(self) -> tuple[Trial, ...]:
@@ -108,7 +110,8 @@ class Advice:
         num_untimed, is_sure = self.num_untimed, all(trial.is_certain for trial in self.trials)
         num_tried = len(self.trials) - num_untimed
         tried = f"{plural(num_tried, 'other setting')} tried in the simulator" if num_tried else "none could be tried"
-        untimed = f"{plural(num_untimed, 'setting')} {NOT_TIMED} (plan --measure)" if num_untimed else None
+        how = "this run is too short for it" if self.is_short else "plan --measure"
+        untimed = f"{plural(num_untimed, 'setting')} that only timing tells ({how})" if num_untimed else None
         return [
             Verdict(
                 finding="nothing to change" if is_sure else "no other setting is sure to be better",
@@ -165,7 +168,8 @@ class Advice:
         is_exact = any(trial.is_certain and trial.turns is None for trial in self.trials)
         num_untimed = self.num_untimed
         exact = ["pools, policies and orders: tokens, hits and preemptions are exact, by simulation"]
-        untimed = [f"{plural(num_untimed, 'setting')} {NOT_TIMED}: plan --measure times the most promising ones"]
+        how = f"a run under {LEAST_TIMED_S:.0f} s is too short" if self.is_short else _HOW_TIMED
+        untimed = [f"{plural(num_untimed, 'setting')} {NOT_TIMED}: {how}"]
         return exact * is_exact + untimed * (num_untimed > 0)
 
     def document(self) -> dict[str, Any]:
@@ -285,7 +289,8 @@ def advise(subject: Subject, *, base: Forecast | None = None, budget_s: float | 
         why = short if subject.step_time is not None else "there is no calibration"
         reasons.append(f"settings that change the time of a step, as {why}")
     search.time_the_best()
-    return Advice(search.base, tuple(search.sorted()), search.by_time, "; ".join(reasons) or None)
+    is_short = subject.step_time is not None and not search.by_time
+    return Advice(search.base, tuple(search.sorted()), search.by_time, "; ".join(reasons) or None, is_short)
 
 
 @dataclass(slots=True)

@@ -31,6 +31,9 @@ _WORDS = {
 }
 
 
+_SAME = "the same"
+
+
 def points(share: float) -> str:
     """+1.3 for a share of 0.013"""
     if not share:
@@ -117,7 +120,7 @@ def cause_rows(found: Comparison) -> list[CauseRow]:
         if cause in found.hidden:
             rows.append(_cause_row(cause, f"not visible: {found.hidden[cause]}", None, found))
         else:
-            rows.append(_cause_row(cause, found.details[cause] or "the same", found.parts.get(cause, none), found))
+            rows.append(_cause_row(cause, found.details[cause] or _SAME, found.parts.get(cause, none), found))
     return [*rows, _cause_row(UNEXPLAINED, "recorded, less simulated", found.unexplained, found)]
 
 
@@ -132,11 +135,15 @@ def _cause_row(cause: str, detail: str, part: Measures | None, found: Comparison
 
 
 def causes_table(found: Comparison, *, in_full: bool = False) -> Table:
-    """Every cause. Measures that none of them changed are left out, unless `in_full`."""
+    """Every cause. Those that are none here, and measures that nothing changed, are left out, unless `in_full`."""
     rows = cause_rows(found)
+    same = [] if in_full else [row for row in rows if row.detail == _SAME]
+    rows = [row for row in rows if row not in same]
     averaged = len(found.differing) <= MOST_AVERAGED
     how = "means over all orders of swapping them" if averaged else "in this order, one after the other"
     notes = [f"each part: one thing swapped at a time in the simulator, {how}; the parts add up to the change"]
+    if same:
+        notes.append(f"not the cause: {', '.join(CAUSES[row.cause] for row in same)}")
     measures = [name for name in _WORDS if name != "hit_rate" and (in_full or any(getattr(row, name) for row in rows))]
     columns = " ".join(["cause", "change", *measures, "detail"])
     title = "Why it changed"
@@ -209,11 +216,10 @@ def losses_table(found: Comparison, why: Mapping[str, tuple[str, str | None]]) -
         rows.append(LossRow(one_line(request.label), request.num_prompt_tokens, hits[0], hits[1], hits[0] - hits[1],
                             words, parted))  # fmt: skip
     rows.sort(key=lambda row: -row.lost)
-    title = "Prompts that lost most" if rows else "Prompts: none found fewer tokens than before"
     rows = rows[:MOST_LISTED]
     notes = [f"{row.label}: {row.parted}" for row in rows[:5] if row.parted is not UNSET and row.parted is not None]
     columns = "label num_prompt_tokens hit_before hit_after lost why"
-    return table(LossRow, "requests", title, rows, columns, notes=notes, wrapped_at=140)
+    return table(LossRow, "requests", "Prompts that lost most", rows, columns, notes=notes, wrapped_at=140)
 
 
 def facts(found: Comparison) -> dict[str, Any]:

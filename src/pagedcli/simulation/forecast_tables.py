@@ -90,14 +90,15 @@ def forecast_table(
         ),
         Quantity(
             "preemptions", "preemptions", found.num_preemptions, "sequences",
-            f"{found.num_preemptions:,}, {plural(again, 'token')} computed again", {"recomputed_tokens": again},
+            f"{found.num_preemptions:,}" + (f", {plural(again, 'token')} computed again" if again else ""),
+            {"recomputed_tokens": again},
         ),
     ]  # fmt: skip
     notes = ["the real scheduler with the settings that generate uses here, without the model", *notes]
     notes.append(
         f"time: {source}"
         if found.seconds is None
-        else f"time: {source}; that of the summary of generate, without loading"
+        else f"time: without loading, as in the summary of generate; {source}"
     )
     if step_time is not None and step_time.disturbed:
         taken = percent_text(step_time.disturbed)

@@ -71,7 +71,7 @@ class RecordedRequests(View[PoolState]):
         self._outputs: dict[int, array[int]] = {}  # seq_id -> tokens
         # request id -> sample -> tokens of finished sequences, and whether they stopped by themselves
         self._samples: dict[str, dict[int, tuple[array[int], bool]]] = {}
-        self._now_ns = 0
+        self._now_ns = 0  # 0: no step has started, and requests come with the first one
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
         if event.part > 1:
@@ -79,6 +79,9 @@ class RecordedRequests(View[PoolState]):
             self._part = f" of part {event.part}"
 
     def on_step_started(self, event: StepStarted, state: PoolState) -> None:
+        if not self._now_ns:
+            for request in self.workload.requests:
+                request.arrival_s = event.time_ns / 1e9
         self._now_ns = event.time_ns
 
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:

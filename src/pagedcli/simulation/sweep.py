@@ -241,7 +241,8 @@ def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | 
     if not is_served:
         finding, certainty = _refused(points)[0], "exact by simulation"
     elif unlimited <= NEARLY:
-        finding = f"a prefix cache has little benefit: even without limit {of_all} of the prompts' tokens hit"
+        benefit = "as the prompts are, a prefix cache has little benefit"
+        finding = f"{benefit}: even without limit {of_all} of their tokens hit"
         certainty = "exact for this trace"
     elif sweep.has_windows:  # there is no curve in one pass
         near = sorted(point.num_blocks for point in points if point.hit_rate >= unlimited - NEARLY)
@@ -281,6 +282,10 @@ def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:
         return without_limit
     sizes = [curve.size_for(share) or 0 for share in SHARES]
     texts = [f"{size:,}" if block_bytes is None else f"{size:,} ({byte_text(size * block_bytes)})" for size in sizes]
+    if len(set(sizes)) == 1:
+        memory = "" if block_bytes is None else f" ({byte_text(sizes[0] * block_bytes)})"
+        enough = f"{100 * SHARES[-1]:.0f} % of that with {plural(sizes[0], 'block')}{memory}"
+        return f"{without_limit} LRU without running requests gets {enough}."
     shares = " / ".join(f"{100 * share:.0f}" for share in SHARES)
     blocks = "block" if sizes[-1] == 1 else "blocks"
     return f"{without_limit} LRU without running requests gets {shares} % of that with {' / '.join(texts)} {blocks}."

@@ -270,7 +270,8 @@ class ExplainedLookup(LookupRow):
     def __init__(self, lookup: Lookup, decode: Decode | None) -> None:
         ShownRow.__init__(self, lookup, lookup.event)
         self.lookup = lookup
-        self.divergence = None if lookup.divergence is None else divergence_text(lookup.divergence, decode)
+        split = None if lookup.reason == "caching_off" else lookup.divergence  # which costs nothing then
+        self.divergence = None if split is None else divergence_text(split, decode)
 
 
 _CONTEXT = 8  # tokens kept on each side of a divergence
@@ -639,6 +640,10 @@ def lookup_story(lookup: Lookup) -> str:
     """What a lookup found and why it ended there, in sentences."""
     event, size = lookup.event, lookup.block_size
     when = "" if lookup.step is None else f" at step {lookup.step:,}"
+    if lookup.reason == "caching_off":
+        were_computed = f"its {plural(event.num_tokens, 'token')} {'was' if event.num_tokens == 1 else 'were'} computed"
+        began = f"Request {lookup.label} (seq {lookup.seq_id}) began{when} without a prefix lookup"
+        return f"{began}, as prefix caching is off: {were_computed}."
     whose = "looked up again what it had" if lookup.own else "looked up its prompt"
     share = percent_text(lookup.tokens_hit / event.num_tokens) if event.num_tokens else "nothing"
     said = (
