@@ -131,6 +131,15 @@ def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_part(tm
     assert "divergence" not in story
 
 
+def test_the_first_lines_name_one_block_size(tmp_path):
+    path = tmp_path / "short.jsonl"
+    rows = ({"prompt": [*range(10, 20), *[30 + number] * 10], "max_tokens": 2} for number in range(20))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = pagedcli("plan", path, "--no-calibrate").stdout
+    assert "use --block-size 8: hits 0.0 % -> " in shown.splitlines()[0]
+    assert "Best block size known" not in shown
+
+
 def test_the_first_answer_from_a_sample_begins_with_it_and_says_that_it_is_a_sample(tmp_path):
     path = tmp_path / "long.jsonl"
     clock_chats(path, 12_000)

@@ -251,7 +251,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     partings = _partings(scan, engine)
     verdicts = [*_refused(scan), *_verdicts(partings, engine, advice, scan.drawn.not_drawn, options)]
     forecast, time = (None, None) if run is None else (run.found, run.time)
-    shortly = in_short(scan, forecast, time, facts["recommended_block_size"])
+    names_size = any(each.action == "block size" for each in partings)  # The verdict has another one then.
+    shortly = in_short(scan, forecast, time, None if names_size else facts["recommended_block_size"])
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)

@@ -60,12 +60,13 @@ def short_tables(
 
 def in_short(scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None) -> list[str]:
     """How long the run takes, the best block size and the prompts that share most, in a line. `time`: with its range;
-    None: there is no calibration. `block_size`: the best one, where there is a run."""
+    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it."""
     survey, parts = scan.plan, []
     if run is not None:
         tokens = f"{plural(run.num_prompt_tokens, 'prompt token')} and {run.num_generated_tokens:,} to generate"
         parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}")
-        parts.append(f"Best block size known: {block_size}")
+        if block_size is not None:
+            parts.append(f"Best block size known: {block_size}")
     for shared in survey.shared_prompts()[:1]:
         more = shared.num_prompts - len(shared.rows)
         lines = ", ".join(map(str, dict.fromkeys(shared.rows))) + (f" and {more:,} more" if more else "")
