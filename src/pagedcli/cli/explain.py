@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +37,7 @@ from pagedcli.views.explain import (
     hits_by_salt,
     lookup_story,
 )
-from pagedcli.views.names import find_request
+from pagedcli.views.names import NamedRequest, find_request
 from pagedcli.views.rows import chosen, values_of
 from pagedcli.views.words import accepted_words, again_words
 
@@ -90,11 +91,7 @@ def explain(
     explainer, state = explain_trace(reader, prompts, *([] if adviser is None else [adviser]))
     for note in reader.notes:
         say(f"note: {note}")
-    chosen = list(explainer.lookups)
-    if named is not None:
-        chosen = [lookup for lookup in chosen if lookup.seq_id in named.seq_ids]
-        if not chosen:
-            raise UsageError(f"request {request!r} of {trace} was never admitted: it has no prefix lookup")
+    chosen = list(explainer.lookups) if named is None else _lookups_of(named, explainer, trace)
     loaded = recorded_tokenizer(trace, tokenizer)
     decode = None if loaded is None else loaded.decode
     is_short = adviser is not None and format_ is Format.TABLE and not all_
@@ -121,9 +118,7 @@ def explain(
         tables = within_lines(tables[:-1], _MOST_LINES - len(verdicts or ()) - len(shortly) - 1)
     elif format_ is Format.CSV:  # one table per file
         tables = [each for each in tables if each.key == ("lookups" if lookups or request is not None else "totals")]
-    story = [] if request is None else _story(chosen, decode)
-    if named is not None and (words := _guess_words(filter(None, map(state.seq, named.seq_ids)))):
-        story.append(f"{capitalized(words)}.")
+    story = [] if named is None else _story(chosen, decode, filter(None, map(state.seq, named.seq_ids)))
     if is_story:
         story.append("As a table: --all.")
     print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story, in_short=shortly)
@@ -134,13 +129,23 @@ def _that_lost_most(lookups: list[Lookup], most: int) -> list[Lookup]:
     return sorted(lost, key=Lookup.num_lost_tokens, reverse=True)[:most]
 
 
-def _story(lookups: Sequence[Lookup], decode: Decode | None) -> list[str]:
-    """What the lookups of a request found, why they ended, and where its prompt parted, in sentences."""
+def _lookups_of(named: NamedRequest, explainer: Explainer, trace: Path) -> list[Lookup]:
+    """The lookups of a request. Raises: UsageError if there is none."""
+    found = [lookup for lookup in explainer.lookups if lookup.seq_id in named.seq_ids]
+    if not found:
+        raise UsageError(f"request {named.name!r} of {trace} was never admitted: it has no prefix lookup")
+    return found
+
+
+def _story(lookups: Sequence[Lookup], decode: Decode | None, seqs: Iterable[SeqState]) -> list[str]:
+    """What the lookups of a request found, why they ended, where its prompt parted, and how its guesses were, in
+    sentences."""
     told = [lookup_story(lookup) for lookup in lookups[:_MOST_TOLD]]
     if len(lookups) > _MOST_TOLD:
         told.append(f"It looked up {len(lookups) - _MOST_TOLD:,} more times.")
     parted = dict.fromkeys(ExplainedLookup(lookup, decode).divergence for lookup in lookups)
-    return [*told, *(f"{capitalized(words)}." for words in parted if words is not None)]
+    words = [*parted, _guess_words(seqs)]
+    return [*told, *(f"{capitalized(each)}." for each in words if each is not None)]
 
 
 def within_lines(tables: Sequence[Table], num_lines: int) -> list[Table]:
@@ -276,9 +281,10 @@ def _prefix_notes(explainer: Explainer) -> list[str]:
     blocks = ", ".join(f"{plural(longest // s, 'block')} at block {s}" for s in sizes)
     failed = explainer.num_failed_steps
     lost = f"{plural(failed, 'step')} failed; the content of {plural(explainer.num_lost_blocks, 'block')} was dropped"
+    has_ceiling = not explainer.totals(own=False).caching_off
     return [
         *([lost] if failed else []),
-        "ceiling: hits if no block were evicted or computed twice",
+        *(["ceiling: hits if no block were evicted or computed twice"] if has_ceiling else []),
         f"minimum cacheable prefix: {plural(size, 'token')} (one block)",
         f"longest shared prefix seen: {plural(longest, 'token')} = {blocks}",
     ]

@@ -224,6 +224,8 @@ def _waiting_text(findings: Findings) -> str:
     total = findings.waiting_s
     reasons = _largest_first(facts.waiting_s)
     why = ", ".join(f"{percent_text(part / total)} {ev.WAITING_WORDS[reason]}" for reason, part in reasons)
+    if len(reasons) == 1:
+        why = ev.WAITING_WORDS[reasons[0][0]]
     mean = seconds_text(total / max(1, facts.num_sequences))
     return f"mean {mean} a sequence, {seconds_text(total)} in all: {why}"
 
