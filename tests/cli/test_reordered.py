@@ -103,8 +103,8 @@ def test_all_commands_begin_with_the_same_verdicts(tmp_path):
     assert first_lines("explain", trace) == verdicts
     assert judged_recording(trace) == verdicts, "the application"
     pagedcli("report", trace, "-o", page)
-    story = json.loads(re.search(r'"story":(\[.*?\]),"', page.read_text(encoding="utf-8"))[1])
-    assert story[: len(verdicts)] == verdicts
+    said = json.loads(re.search(r'"verdicts":(\[.*?\]),"', page.read_text(encoding="utf-8"))[1])
+    assert said[: len(verdicts)] == verdicts
     planned = first_lines("plan", path, "--no-calibrate", *flags)
     assert [line.partition(" Try: ")[0] for line in planned] == verdicts
     first, second, *_ = pagedcli("simulate", trace).stdout.splitlines()

@@ -133,7 +133,7 @@ def seen_verdicts(found: Lookups, tokenizer: "Tokenizer | None") -> list[Verdict
     return [
         replace(
             each,
-            certainty=f"{each.certainty}, by their full blocks",
+            certainty=f"{each.certainty}; counted in full blocks",
             not_looked_at="; ".join(filter(None, [each.not_looked_at, _UNSEEN])),
         )
         for each in parts

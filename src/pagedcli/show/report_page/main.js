@@ -107,19 +107,21 @@ document.addEventListener("keydown", event => {
 /* ---- the head of the page */
 const goTo = id => $(id).scrollIntoView({ block: "center" });
 const peak = columns.used.reduce((best, used, i) => used > columns.used[best] ? i : best, 0);
-const sources = [  // of the sentences at the top
+const sources = [  // of the sentences of the story
   ["the step of the peak", () => { setFrame(peak); goTo("h-map"); }],
   ["its rows", () => goTo("totals")],
-  ["the lookups", () => goTo("h-explain")],
 ];
 function drawHead() {
   $("title").textContent = "KV cache of " + data.file;
-  $("story").replaceChildren(...data.story.map((sentence, i) => {
+  const lineOf = (sentence, source) => {
     const line = element("p");  // --flags are not broken after their dashes
     line.append(...sentence.split(/(--[\w-]+)/).map((part, at) => at % 2 ? element("span", part, "flag") : part));
-    if (sources[i]) line.append(" ", linkTo(...sources[i]));
+    if (source) line.append(" ", linkTo(...source));
     return line;
-  }));
+  };
+  const verdicts = data.verdicts.map((sentence, i) => lineOf(sentence, i ? null : ["the lookups", () => goTo("h-explain")]));
+  verdicts.forEach(line => line.classList.add("verdict"));
+  $("story").replaceChildren(...verdicts, ...data.story.map((sentence, i) => lineOf(sentence, sources[i])));
   $("engine").textContent = `${engine.model} on ${engine.device}, ${engine.dtype}, attention ${engine.backend}; ${plural(numBlocks, "block")} of ${plural(engine.block_size, "token")} (${bytes(numBlocks * engine.block_bytes)})${numGroups > 1 ? ` for ${numGroups} groups of layers` : ""}; at most ${show(engine.max_num_seqs)} sequences and ${show(engine.max_num_batched_tokens)} tokens per step; prefix caching ${engine.enable_prefix_caching ? "on" : "off"}, eviction ${engine.eviction}`;
   const notes = [...data.notes];
   if (data.group > 1) notes.push(`the run is long: each point stands for ${data.group} steps`);
