@@ -47,6 +47,7 @@ _ALL_HELP = "Show every table in full: also the settings that were tried, checkp
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 _MOST_IN_SHORT = 3  # without --all
+_IN_SHORT = ("step", "label", "num_tokens", "tokens_hit", "lost_tokens", "why")  # columns of these
 _MOST_LINES = 30  # without --all, in a pipe
 _MOST_CHECKPOINTS = 20
 _MOST_TOLD = 4  # lookups of a request that are told in sentences
@@ -103,8 +104,7 @@ def explain(
     if request is None:
         tables = [_totals_table(explainer, in_full=format_ is Format.CSV), _reasons_table(explainer)]
     if (chosen and not is_story) or format_ in (Format.JSON, Format.CSV):
-        found = _lookups_table(chosen, title, decode)
-        tables.append(replace(found, notes=[]) if is_short else found)
+        tables.append(_lookups_table(chosen, title, decode, is_short=is_short))
     if request is None:
         tables += _tables_of_states_and_salts(explainer)
     facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
@@ -327,7 +327,11 @@ def _salts_table(salts: list[SaltRow]) -> Table:
     return Table("salts", title, chosen(SaltRow, "table"), rows, notes, max_shown=_MOST_SALTS)
 
 
-def _lookups_table(lookups: list[Lookup], title: str, decode: Decode | None) -> Table:
+def _lookups_table(lookups: list[Lookup], title: str, decode: Decode | None, *, is_short: bool) -> Table:
+    """`is_short`: what was found, what was lost and why, in so many columns as a terminal has room for."""
     rows = [values_of(ExplainedLookup(lookup, decode), "json") for lookup in lookups]
+    if is_short:
+        columns = [each for each in chosen(ExplainedLookup, "table") if each.key in _IN_SHORT]
+        return Table("lookups", title, columns, rows)
     notes = [f"seq {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
     return Table("lookups", title, chosen(ExplainedLookup, "table"), rows, notes)
