@@ -4,6 +4,7 @@ logits and on the built-in model's look-ups; refused, with a way out, where it c
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def test_rounding_costs_less_than_one_percent(library, shape):
     print(f"int8 KV cache: relative error of attention {error:.4f}")
     assert 0.001 < error < 0.01
     assert (result - twin).norm() < 0.01 * (twin - exact).norm(), "it is the twin's error: that of K and V"
+
+
+def test_rounding_of_latents_costs_what_the_docs_state(library):
+    case = Case(RAGGED, 16, 16, 1, 576, F32, kv_dtype=I8, value_dim=512)
+    result, exact = run(backend_for(case), case).double(), case.expected()
+    case.k = case.v = rounded(case.k)
+    twin = case.expected()
+    error = float((result - exact).norm() / exact.norm())
+    document = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    stated = re.search(r"attention over random latents of 512 \+ 64 is\s+then off by (\S+) %", document)
+    assert stated is not None
+    assert f"{100 * error:.1f}" == stated[1]
+    assert (result - twin).norm() < 0.01 * (twin - exact).norm(), "it is the twin's error: that of the latents"
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from model_zoo import cached_model
 from typer.testing import CliRunner
 
-from pagedcli.bench.kernels import nearer_limit
+from pagedcli.bench.kernels import AttentionShape, nearer_limit
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
 from pagedcli.bench.throughput import run_workload, shape_folder, workload_config
@@ -177,6 +179,29 @@ def test_kernels_state_their_share_of_the_limit():
     whole, windowed = (row for row in document["kernels"] if row["size"].startswith("8 x 1 after 16383"))
     assert windowed["size"].endswith("window 512")
     assert windowed["ms"] < whole["ms"] / 4
+
+
+@pytest.mark.slow
+def test_kernels_of_latent_attention_read_each_latent_once(tmp_path_factory):
+    path = cached_model("deepseek_v3", tmp_path_factory)
+    flags = ("--tokens", "4", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--format", "json")
+    document = json.loads(bench("kernels", "-m", str(path), *flags))
+    names = [row["kernel"] for row in document["kernels"]]
+    sizes = {row["kernel"]: row["size"] for row in document["kernels"]}
+    assert {"linear latents", "linear queries", "linear out"} <= set(names)
+    # latents of 40 and rotary keys of 8, queries of 24, heads of 12 + 8 and 20
+    found = [sizes[f"linear {each}"] for each in ("latents", "queries", "out")]
+    assert found == ["4 x 64 -> 72", "4 x 24 -> 80", "4 x 80 -> 64"]
+    assert names.count("attention, latents of 48") == 12  # 6 sizes over both caches
+    assert "linear qkv" not in names
+
+
+def test_latents_are_counted_once_and_multiplied_by_their_own_sizes():
+    dtypes = (torch.bfloat16, torch.bfloat16)
+    latents = AttentionShape(2, 100, 1, 0, None, 16, 1, 576, *dtypes, 512)
+    assert (latents.kv_bytes, latents.flops) == (2 * 100 * 576 * 2, 2 * 2 * 100 * 16 * (576 + 512))
+    plain = AttentionShape(2, 100, 1, 0, None, 16, 4, 128, *dtypes)
+    assert (plain.kv_bytes, plain.flops) == (2 * 2 * 100 * 4 * 128 * 2, 4 * 2 * 100 * 16 * 128)
 
 
 def test_nearer_of_two_limits_is_named():

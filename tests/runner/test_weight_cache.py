@@ -52,9 +52,10 @@ def outcome(path, **config):
     return [each.top for each in outputs[0].samples[0].logprobs], notes, engine.plan.weight_bytes
 
 
-def gguf(tmp_path):
-    types = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_q": "Q5_K", "output": "Q8_0"}
+USUAL = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_q": "Q5_K", "output": "Q8_0"}
 
+
+def gguf(tmp_path, types=USUAL):
     def type_of(name):
         return next((kind for part, kind in types.items() if part in name), "Q4_K")
 
@@ -73,6 +74,8 @@ KINDS = {
     "biases": (lambda tmp_path: tiny_model("qwen2", tmp_path / "model"), {}),
     "experts": (lambda tmp_path: tiny_model("qwen3-moe", tmp_path / "model"), {"quantization": "int4"}),
     "latents": (lambda tmp_path: tiny_model("deepseek_v3", tmp_path / "model"), {"quantization": "int8"}),
+    "a bias of the output": (lambda tmp_path: tiny_model("phimoe", tmp_path / "model"), {"quantization": "int8"}),
+    "a codebook": (lambda tmp_path: gguf(tmp_path, {"attn_q": "IQ2_XS", "attn_output": "NVFP4"}), {}),
     "gguf": (gguf, {}),
     "gptq": (gptq, {}),
 }

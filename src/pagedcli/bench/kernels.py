@@ -21,6 +21,8 @@ from pagedcli.errors import BackendError
 from pagedcli.layers.basic import rms_norm
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.models.formats import AS_STORED, FORMATS
+from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES
@@ -46,6 +48,7 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype  # type of the cache
+    value_dim: int | None = None  # see AttentionLayer
     block_size: int = 16
 
     @property
@@ -58,13 +61,14 @@ class AttentionShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one call must read."""
-        return block_bytes(
+        both = block_bytes(
             num_layers=1,
             block_size=self.num_seen_tokens,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             kv_dtype=dtype_name(self.kv_dtype),
         )
+        return both if self.value_dim is None else both // 2
 
     @property
     def flops(self) -> int:
@@ -72,7 +76,8 @@ class AttentionShape:
         seen = self.new * (2 * self.context - self.new + 1) // 2
         if self.window is not None:
             seen = min(self.window, self.context)
-        return 4 * self.num_sequences * seen * self.num_heads * self.head_dim
+        sizes = self.head_dim + (self.value_dim or self.head_dim)
+        return 2 * self.num_sequences * seen * self.num_heads * sizes
 
 
 def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, layer: AttentionLayer) -> Spread:
@@ -80,9 +85,10 @@ def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, layer: Att
     batch, num_blocks = _batch(shape)
     cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     num_layers = max(1, blocks_for(STREAM_BYTES, replace(shape, window=None).kv_bytes))
-    cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.kv_dtype)
+    num_kept = 2 if shape.value_dim is None else 1
+    cache = torch.empty((num_layers, num_kept, *cache_shape), dtype=shape.kv_dtype)
     ask_for_huge_pages(cache)  # as the engine does
-    caches = [tuple(pair) for pair in cache]
+    caches = [(of_layer[0], of_layer[-1]) for of_layer in cache]
     num_slots = num_blocks * shape.block_size
     filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
     slots = torch.arange(num_slots, dtype=torch.int32)
@@ -191,8 +197,8 @@ def kernel_rows(
     computes in, if `limits` are those of quantized linear layers.
     """
     width, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
-    sizes = {"qkv": (qkv, width), "out": (width, spec.num_heads * head_dim), "gate_up": (2 * inner, width)}
+    value_dim = spec.attention_layers[0].value_dim
+    sizes = _attention_sizes(spec.attentions[0], width) | {"gate_up": (2 * inner, width)}
     sizes |= {"down": (width, inner), "lm_head": (spec.vocab_size, width)}
     whole: list[tuple[int, int, int, int, int | None]] = [(*size, None) for size in _ATTENTION_SIZES]
     decoding = [(*_WINDOW_SIZE, window) for window in (None, *windows)] if windows else []
@@ -206,7 +212,7 @@ def kernel_rows(
     calls += [
         partial(
             _attention_row,
-            AttentionShape(*length, spec.num_heads, spec.num_kv_heads, head_dim, dtype, cache_dtype),
+            AttentionShape(*length, spec.num_heads, spec.num_kv_heads, head_dim, dtype, cache_dtype, value_dim),
             attention_limits,
         )
         for length in [*whole, *decoding]
@@ -216,8 +222,19 @@ def kernel_rows(
         yield place / len(calls), call()
 
 
+def _attention_sizes(mixer: Attention, width: int) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers around attention."""
+    match mixer:
+        case LatentAttention(query_rank=rank):
+            latents = {"latents": ((rank or mixer.query_size) + mixer.head_dim, width)}
+            queries = {} if rank is None else {"queries": (mixer.query_size, rank)}
+            return latents | queries | {"out": (width, mixer.num_heads * mixer.value_dim)}
+    qkv = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+    return {"qkv": (qkv, width), "out": (width, mixer.num_heads * mixer.head_dim)}
+
+
 def _attention_row(shape: AttentionShape, limits: Roofline) -> KernelRow:
-    layer = AttentionLayer(scale=shape.head_dim**-0.5, window=shape.window)
+    layer = AttentionLayer(scale=shape.head_dim**-0.5, window=shape.window, value_dim=shape.value_dim)
     backend = select_backend(
         "auto",
         device=torch.device("cpu"),
@@ -233,9 +250,10 @@ def _attention_row(shape: AttentionShape, limits: Roofline) -> KernelRow:
     size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
     size += f", {shape.shared} of them shared" if shape.shared else ""
     size += f", window {shape.window}" if shape.window else ""
+    kernel = "attention" if shape.value_dim is None else f"attention, latents of {shape.head_dim}"
     name = backend.name + ("" if shape.kv_dtype == shape.dtype else f", {dtype_name(shape.kv_dtype)} KV")
     library_s = _library_attention_seconds(shape, seconds.min)
-    return _row("attention", size, name, seconds, shape.kv_bytes, shape.flops, limits, library_s)
+    return _row(kernel, size, name, seconds, shape.kv_bytes, shape.flops, limits, library_s)
 
 
 def _linear_row(
@@ -283,8 +301,8 @@ def _norm_row(width: int, tokens: int, limits: Roofline, dtype: torch.dtype) -> 
 
 
 def _library_attention_seconds(shape: AttentionShape, own_seconds: float) -> float | None:
-    """None for other steps than those of whole prompts, for which torch has a causal kernel."""
-    if shape.new < shape.context or shape.shared or shape.kv_dtype != shape.dtype:
+    """None for latents, and other steps than those of whole prompts, for which torch has a causal kernel."""
+    if shape.new < shape.context or shape.shared or shape.value_dim is not None or shape.kv_dtype != shape.dtype:
         return None
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     q, k, v = (torch.randn(shape.num_sequences, h, shape.new, shape.head_dim).to(shape.dtype) for h in heads)
