@@ -182,7 +182,8 @@ def test_kernels_state_their_share_of_the_limit():
 
 
 @pytest.mark.slow
-def test_kernels_of_latent_attention_read_each_latent_once(tmp_path_factory):
+def test_kernels_of_latent_attention_are_those_of_its_layers(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("pagedcli.bench.kernels.STREAM_BYTES", 1 << 20)  # a tiny model would have 1,000 layers
     path = cached_model("deepseek_v3", tmp_path_factory)
     flags = ("--tokens", "4", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--format", "json")
     document = json.loads(bench("kernels", "-m", str(path), *flags))
