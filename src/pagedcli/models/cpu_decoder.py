@@ -4,6 +4,7 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 """
 
 import ctypes
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -90,6 +91,8 @@ class CpuDecoder:
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
         self._groups = layer_groups(self.attention_layers)
+        self._cache: weakref.ref[Tensor] | None = None  # of the last step
+        self._layer_bytes: list[int] = []  # from one layer's cache to the next one's, in each group
         self._backends = [request.backend.of(self.attention_layers[group.layers[0]]) for group in self._groups]
         self._functions = bind(load_library().functions)
         build = _Builder(request, tensors, formats)
@@ -136,9 +139,15 @@ class CpuDecoder:
         self, batch: PagedBatch, late: LateTokens | None, kv_cache: Tensor
     ) -> tuple[ctypes.Array[GroupStepStruct], list[object]]:
         """The step as each group of layers sees it, and what that points into. Changes: batch, which is prepared."""
+        if self._cache is None or self._cache() is not kv_cache:
+            self._layer_bytes = [
+                self._bytes_in(kv_cache, *each) for each in zip(self._groups, self._backends, strict=True)
+            ]
+            self._cache = weakref.ref(kv_cache)
         structs, kept = [], []
-        for group, backend, of_all in zip(self._groups, self._backends, (batch, *batch.others), strict=True):
-            layer_bytes, slots = self._layer_bytes(kv_cache, group, backend), of_all.slots.contiguous()
+        of_groups = zip(self._groups, self._backends, self._layer_bytes, (batch, *batch.others), strict=True)
+        for group, backend, layer_bytes, of_all in of_groups:
+            slots = of_all.slots.contiguous()
             of_all.window = group.window
             of_late = of_all if late is None else replace(of_all, cu_q=late.cu_q)
             backend.prepare(of_all)
@@ -149,7 +158,7 @@ class CpuDecoder:
             kept += [slots, of_late.work]
         return (GroupStepStruct * len(structs))(*structs), kept
 
-    def _layer_bytes(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
+    def _bytes_in(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
         """Bytes from one layer's cache to the next one's of its group. Raises: BackendError for another cache."""
         caches = self._backend.layer_caches(kv_cache, min(2, len(group.layers)), group.heads)
         backend.check_cache(caches[0])

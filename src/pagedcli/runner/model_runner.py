@@ -63,9 +63,8 @@ class ModelRunner:
         self._use_device()
         logits, scores = self._logits(step, None, plain=False)
         assert logits is not None, "no graph samples it"
-        return partial(self._sample, logits, scores)
+        return partial(torch.inference_mode()(self._sample), logits, scores)
 
-    @torch.inference_mode()
     def _sample(self, logits: Tensor, scores: PromptScores | None, sampling: SamplingInput) -> SampledTokens:
         sampled = sample_tokens(logits, sampling, self.state.upload, self._kept_tokens)
         sampled.prompt_scores = scores
@@ -97,7 +96,7 @@ class ModelRunner:
             [sampled] = self.state.upload([rows.sampled])
             return self.model.compute_logits(hidden.index_select(0, sampled)), scores
         if self.graphs is None or not self.graphs.serves(step):
-            return self.forward(step), None
+            return self.model.compute_logits(self._hidden(step)), None
         # anything else, such as several samples from one row, is sampled outside the graph
         hidden = self.graphs.run(step, sampling if plain else None)
         return (None if plain else self.model.compute_logits(hidden)), None
