@@ -30,7 +30,7 @@ from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.tensor_parallel import COLLECTIVE_TIMEOUT, WorkerFailure
 from pagedcli.sampling_params import SamplingParams
 
-SPLIT = ("qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel", "deepseek_v3")
+SPLIT = ("qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel", "deepseek_v3", "phimoe", "apertus")
 
 
 @pytest.fixture(scope="module")
