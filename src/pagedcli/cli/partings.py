@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import RequestError, TraceError
-from pagedcli.kvevents.lookups import Lookups
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.simulation.advice import ADVICE_S, Advice, Adviser
 from pagedcli.trace.files import TraceReader
@@ -19,6 +18,7 @@ from pagedcli.views.explain import PromptsSeen
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.kvevents.lookups import Lookups
     from pagedcli.planning.parting import Parting
     from pagedcli.simulation.requests import TraceRequest
 
@@ -122,7 +122,7 @@ def request_verdicts(
     return part_verdicts(sample, limits, tokenizer)
 
 
-def seen_verdicts(found: Lookups, tokenizer: "Tokenizer | None") -> list[Verdict] | None:
+def seen_verdicts(found: "Lookups", tokenizer: "Tokenizer | None") -> list[Verdict] | None:
     """The same of the prompts that the KV events of a server show; None if they show no tokens."""
     sample = PromptSample()
     for token_ids, salt in found.prompts():

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagedcli.cli.partings import seen_verdicts
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
@@ -84,6 +83,8 @@ def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bo
 
 def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple[KVState, list[Verdict], list[Table]]:
     """The state at the end of a recording, the verdicts on it and its tables."""
+    from pagedcli.cli.partings import seen_verdicts  # loads numpy, without which a server is watched
+
     state, watchers = fold_with_curve(reader)
     tokenizer = None if model is None else _tokenizer_of(model)
     lookups = read_lookups(CaptureReader(reader.path), keep_tokens=reader.has_tokens)
