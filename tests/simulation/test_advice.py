@@ -383,8 +383,8 @@ def test_all_commands_give_the_same_answer(runs):
     explained = pagedcli("explain", folder / "run.jsonl", columns=1000).stdout
     assert explained.splitlines()[: len(first_lines)] == first_lines
     pagedcli("report", folder / "run.jsonl", "-o", folder / "page.html")
-    story = json.loads(re.search(r'"story":(\[.*?\]),"', (folder / "page.html").read_text())[1])
-    assert story[: len(first_lines)] == first_lines
+    said = json.loads(re.search(r'"verdicts":(\[.*?\]),"', (folder / "page.html").read_text())[1])
+    assert said[: len(first_lines)] == first_lines
 
 
 def test_a_run_with_the_advised_flags_does_what_was_promised(runs):
