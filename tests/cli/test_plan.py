@@ -266,6 +266,15 @@ def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
     assert "needs a CUDA GPU" in refusal
 
 
+def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
+    reason = "an NVIDIA driver (470.82.01) is loaded, but it is too old for this torch"
+    monkeypatch.setattr("pagedcli.planning.machine.unseen_gpu", lambda: reason)
+    told = f"not used: GPU: {reason}"
+    arguments = ("-", "--no-calibrate", "--max-tokens", "4")
+    assert told in plan(*arguments, stdin='{"prompt": "Once"}\n').stderr
+    assert told not in plan(*arguments, "--device", "cpu", stdin='{"prompt": "Once"}\n').stderr
+
+
 def test_a_pool_that_is_too_small_is_told():
     row = json.dumps({"prompt": [5] * 40, "max_tokens": 60})
     found = as_json("-", "--num-gpu-blocks-override", 3, stdin=row, expect=3)

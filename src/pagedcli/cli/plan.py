@@ -18,6 +18,7 @@ from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.cli.reordered import Reordered
+from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
@@ -355,6 +356,7 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
     try:
         if spec is not None:
             decision = decide(loaded.config.engine, spec, this_machine(free_memory=True))
+            say_refused(decision.plan)
     except BackendError as error:  # the rest of the plan is still useful
         refusal = error.message
     outputs = None if options.outputs is None else read_outputs(options.outputs)

@@ -33,12 +33,17 @@ def say_model(model: str) -> None:
     say(f"pagedcli {__version__}, model: {shown}")
 
 
+def say_refused(plan: "Plan") -> None:
+    """Print why nothing faster is used."""
+    for reason in plan.refused:
+        say(f"  not used: {reason}")
+
+
 def say_plan(plan: "Plan", config: EngineConfig) -> None:
     """Print the plan of a configuration, and why nothing faster is used."""
     length = plan.limits.max_model_len
     say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {length:,} tokens per request")
-    for reason in plan.refused:
-        say(f"  not used: {reason}")
+    say_refused(plan)
     if plan.graph_sizes:
         say(f"CUDA graphs: decode steps of up to {plan.graph_sizes[-1]:,} sequences")
     elif plan.device != "cpu":
