@@ -2,11 +2,19 @@
 
 import re
 import subprocess
+from types import SimpleNamespace
 
 import torch
 
 # Shared memory that one program may use, in bytes, by compute capability: what the card reports as its opt-in limit.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+# Shared memory in bytes, and threads, of a multiprocessor.
+MULTIPROCESSORS = {
+    number: SimpleNamespace(
+        shared_memory_per_multiprocessor=limit + 1024, max_threads_per_multi_processor=2048 if limit > 2**17 else 1536
+    )
+    for number, limit in SHARED_LIMIT.items()
+}
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -35,6 +43,7 @@ class Compiled:
         options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx, self.ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+        self.metadata = compiled.metadata
         self.shared_bytes = compiled.metadata.shared
         ptx_file = tmp_path / "kernel.ptx"
         ptx_file.write_text(self.ptx)
@@ -42,7 +51,13 @@ class Compiled:
         command += ["-o", str(tmp_path / "kernel.cubin")]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         self.spilled_bytes = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
-        self.registers = int(re.search(r"Used (\d+) registers", report)[1])
+        self.n_regs = int(re.search(r"Used (\d+) registers", report)[1])
+
+    def warps_side_by_side(self, capability):
+        """Warps of the kernel that a multiprocessor holds at a time."""
+        from pagedcli.attention.triton_launch import programs_per_processor
+
+        return self.metadata.num_warps * programs_per_processor(self, MULTIPROCESSORS[capability])
 
     def copy_widths(self):
         """Bytes of each asynchronous copy to shared memory."""

@@ -86,14 +86,14 @@ def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *, w
         # ptxas spills a few values of some float32 kernels and of heads of 8, which only toys have, although two
         # thirds of the registers are left
         spared = 96 if head_dim < 32 else 16 if dtype == torch.float32 else 0
-        assert kernel.spilled_bytes <= spared, f"{kernel.registers} registers"
+        assert kernel.spilled_bytes <= spared, f"{kernel.n_regs} registers"
         assert kernel.shared_bytes <= SHARED_LIMIT[capability]
     # Decode lives from loads in flight: programs must fit a multiprocessor side by side, K and V must come by wide
     # asynchronous copies, and no table look-up may be among them.
     programs = 2 if capability == 80 or head_dim > 128 else 3
     if dtype != torch.float32:
         assert programs * (decode.shared_bytes + 1024) <= SHARED_LIMIT[capability] + 1024
-        assert programs * -(-decode.registers // 8) * 8 * 128 <= 65536
+        assert programs * -(-decode.n_regs // 8) * 8 * 128 <= 65536
     assert decode.copy_widths()
     assert set(decode.copy_widths()) == {16}
     # Prefill looks up its pages one tile ahead: no look-up among the copies, and all stages hold tiles of K and V.
@@ -141,7 +141,7 @@ def test_kernels_of_latents_compile_within_the_limits(capability, sizes, tmp_pat
     head_dim, value_dim, group = sizes
     kernels = compile_kernels(torch.bfloat16, head_dim, group, 16, capability, tmp_path, value_dim=value_dim)
     for name, kernel in zip(("decode", "prefill"), kernels, strict=True):
-        print(name, capability, sizes, kernel.shared_bytes, kernel.spilled_bytes, kernel.registers)
+        print(name, capability, sizes, kernel.shared_bytes, kernel.spilled_bytes, kernel.n_regs)
         assert kernel.shared_bytes <= SHARED_LIMIT[capability], name
         assert kernel.spilled_bytes <= (24 if name == "prefill" else 0), name  # a few values of 20 heads
 

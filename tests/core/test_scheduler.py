@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation
 
+from pagedcli.sampling_params import SamplingParams
+
 pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
 
 requests = st.lists(
@@ -120,3 +122,12 @@ def test_law_of_hits(num_requests, shared, block_size):
     sim.run()
     hits = sum(seq.num_cached_prompt_tokens for seq in seqs)
     assert hits == (num_requests - 1) * (shared // block_size) * block_size
+
+
+def test_beams_without_room_leave_the_whole_budget_to_the_queue_and_no_more():
+    sim = Simulation(5, 4, max_num_batched_tokens=4)
+    sim.add(range(8), 7)
+    sim.add([50, 51], params=SamplingParams(max_tokens=6, beam_width=2, temperature=0))
+    sim.add(range(100, 104), 3)
+    sim.run()
+    assert max(sum(new) for new in sim.executor.steps) == 4

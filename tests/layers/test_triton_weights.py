@@ -183,7 +183,7 @@ def check_compiled(dtype, capability, form, group_size, tmp_path, token_counts):
             assert (3 if capability in (86, 89, 120) else 4) * kernel.shared_bytes <= SHARED_LIMIT[
                 capability
             ] + 8 * 1024
-            assert 4 * 128 * kernel.registers <= 65536
+            assert 4 * 128 * kernel.n_regs <= 65536
     constants = {**weight.constants, "BLOCK_N": 64, "BLOCK_K": 64}
     kernel = Compiled(products.unpack_kernel, {**weight_types, "out_ptr": data}, constants, capability, 4, tmp_path)
     assert kernel.spilled_bytes == 0

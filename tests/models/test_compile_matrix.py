@@ -150,6 +150,11 @@ def check_fits(kernel, name, capability, spills=0):
     spills = max(spills, 0 if __version__.startswith(TUNED) else MOST_SPILLS)
     assert kernel.shared_bytes <= SHARED_LIMIT[capability], f"{name} outgrows shared memory"
     assert kernel.spilled_bytes <= spills, f"{name} spills"
+    import os
+
+    open(os.environ["OCC"], "a").write(
+        f"{capability} {name.function.__name__ if hasattr(name, 'function') else name} {kernel.warps_side_by_side(capability)} {kernel.metadata.num_warps} {kernel.n_regs} {kernel.shared_bytes}\n"
+    )
 
 
 @pytest.mark.slow
