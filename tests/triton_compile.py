@@ -43,7 +43,7 @@ class Compiled:
         options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx, self.ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
-        self.metadata = compiled.metadata
+        self.name, self.metadata = function.__name__, compiled.metadata
         self.shared_bytes = compiled.metadata.shared
         ptx_file = tmp_path / "kernel.ptx"
         ptx_file.write_text(self.ptx)

@@ -190,17 +190,19 @@ def _input(x_row, channel, mask, C: tl.constexpr, HEADS: tl.constexpr):
     if HEADS is None:
         b = tl.load(x_row + channel, mask=mask, other=0.0)
         x = tl.load(x_row + 2 * C + channel, mask=mask, other=0.0)
-        return (b.to(tl.float32) * x.to(tl.float32)).to(x.dtype)
-    column = channel
-    if HEADS.interleaved:  # per key head: q, k, its values, their z
+        value = (b.to(tl.float32) * x.to(tl.float32)).to(x.dtype)
+    elif HEADS.interleaved:  # per key head: q, k, its values, their z
         G: tl.constexpr = HEADS.num_key_heads
         N: tl.constexpr = HEADS.key_dim
         VALUES: tl.constexpr = HEADS.values_per_key
         ROW: tl.constexpr = 2 * N + 2 * VALUES
-        value = channel - 2 * G * N
+        place = channel - 2 * G * N
         of_key = channel // N % G * ROW + channel // N // G * N + channel % N
-        column = tl.where(value < 0, of_key, value // VALUES * ROW + 2 * N + value % VALUES)
-    return tl.load(x_row + column, mask=mask, other=0.0)
+        column = tl.where(place < 0, of_key, place // VALUES * ROW + 2 * N + place % VALUES)
+        value = tl.load(x_row + column, mask=mask, other=0.0)
+    else:
+        value = tl.load(x_row + channel, mask=mask, other=0.0)
+    return value
 
 
 @triton.jit
