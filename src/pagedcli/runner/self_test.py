@@ -8,7 +8,6 @@ block shows as a wrong code. Works on token ids only.
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,6 +19,7 @@ from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import blocks_for
 from pagedcli.errors import PagedcliError
+from pagedcli.native.system import one_thread
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -87,7 +87,7 @@ def _timed(check: str, run: Callable[[], str]) -> CheckResult:
 
 def _answer(engine: LLMEngine, lookups: list[LookUp], *, num_extra: int = 0) -> str:
     """Run all look-ups at once; says how many are right. Raises: _Failure if one is wrong."""
-    with _one_thread():
+    with one_thread():  # with the tiny built-in model others would mostly wait; the attention checks use all
         answers = _generate(engine, lookups, num_extra)
     wrong = [
         place
@@ -97,17 +97,6 @@ def _answer(engine: LLMEngine, lookups: list[LookUp], *, num_extra: int = 0) -> 
     if wrong:
         raise _Failure(f"{len(wrong)} of {len(lookups)} answers are wrong, the first is number {wrong[0] + 1}")
     return f"{len(lookups)} of {len(lookups)} right"
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run on one thread: with the tiny built-in model others would mostly wait. The attention checks use all."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _generate(engine: LLMEngine, lookups: list[LookUp], num_extra: int) -> dict[str, list[int]]:
