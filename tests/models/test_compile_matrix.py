@@ -201,8 +201,8 @@ def check(name, capability, tmp_path, monkeypatch, **options):
     launches = launches_of(config, tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
     number = capability[0] * 10 + capability[1]
     for launch in launches:
-        # windows with soft caps in one tile, and groups of 8, cost ptxas a few values of a prefill kernel; a scale for all
-        # inputs costs two of a product's on 10.0, in tiles of 128 rows, and FP8 two of the experts' on 9.0
+        # windows with soft caps in one tile, and groups of 8, cost ptxas a few values of a prefill kernel; a scale for
+        # all inputs costs two of a product's on 10.0, in tiles of 128 rows, and FP8 two of the experts' on 9.0
         known = {"prefill_kernel": 96, "linear_kernel": 8 * (number == 100), "experts_kernel": 8 * (number == 90)}
         spills = known.get(launch.function.__name__, 0)
         check_fits(launch.compiled(number, tmp_path), launch, number, spills)

@@ -53,7 +53,7 @@ def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():
 def test_explain_shows_it(tmp_path):
     trace = write(tmp_path / "run.jsonl", vetoed_events())
     result = pagedcli("explain", trace, columns=200)
-    assert "lost: K and V cached, no checkpoint of the recurrent state" in result.stdout
+    assert "lost: no checkpoint of the recurrent state" in result.stdout
     assert "but no checkpoint of the recurrent state" in result.stdout
     pagedcli("replay", trace, "--check")
 

@@ -42,16 +42,15 @@ def verdict(
     parts: Sequence[Verdict] | None = None,
 ) -> list[Verdict]:
     """Which prompts part where, and what was stored again; what can be changed comes first. points: what larger caches
-    would have kept, if known. parts: where prompts part, as all commands say it; None: tokens are not known, and the
-    blocks tell of places within a block."""
+    would have kept, if known. parts: where prompts part, as all commands say it; without any the blocks tell where most
+    do, and if tokens are not known (None) also of places within a block."""
     num_stored = state.total("num_stored")
     if not num_stored:
         return [_said("no block was stored, so there is nothing to judge")]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
     again = _again(num_stored, evicted, state.num_alone["evicted"], points)
-    if parts is not None:
-        return sorted([*parts, again], key=lambda each: each.to_do is None)
-    return sorted([again, _parting(state, decode, shapes or Shapes())], key=lambda each: each.to_do is None)
+    found = [*parts, again] if parts else [again, _parting(state, decode, shapes or Shapes(), of_twins=parts is None)]
+    return sorted(found, key=lambda each: each.to_do is None)
 
 
 def _said(finding: str, to_do: str | None = None, not_looked_at: str | None = None) -> Verdict:
@@ -78,11 +77,12 @@ def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoin
     return _said(f"{counts} had been evicted before{kept}{answers}", to_do, _LARGER if points is None else None)
 
 
-def _parting(state: KVState, decode: Decode | None, shape_of: Shapes) -> Verdict:
-    """Where prompts part."""
+def _parting(state: KVState, decode: Decode | None, shape_of: Shapes, *, of_twins: bool) -> Verdict:
+    """Where prompts part, if they may also within a block: `of_twins`."""
     trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
     shapes = [shape_of(tree, with_gone=True) for tree in trees]
-    twins = max((twin for shape in shapes for twin in near_twins(shape, 1)), key=_weight, default=None)
+    found = (twin for shape in shapes for twin in near_twins(shape, 1)) if of_twins else ()
+    twins = max(found, key=_weight, default=None)
     if twins is None:
         return _said(_of_forks(shapes, decode))
     return _said(
