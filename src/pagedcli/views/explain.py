@@ -270,7 +270,7 @@ class ExplainedLookup(LookupRow):
     def __init__(self, lookup: Lookup, decode: Decode | None) -> None:
         ShownRow.__init__(self, lookup, lookup.event)
         self.lookup = lookup
-        split = None if lookup.reason == "caching_off" else lookup.divergence  # which costs nothing then
+        split = None if lookup.reason == "caching_off" else lookup.divergence  # None where it costs nothing
         self.divergence = None if split is None else divergence_text(split, decode)
 
 

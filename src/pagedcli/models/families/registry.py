@@ -15,14 +15,14 @@ class Family:
     """A native family."""
 
     architecture: str
-    reader: str | type[Llama]  # what reads its config.json: a class, by its module in this folder and its name
+    reader: str | type[Llama]  # the class for its config.json, or "module.Name" of it in this folder
     # usual model_type of the language model that is a part, `text_config`, of one that sees images: its tensors lie in
     # `model.language_model`
     text: str | None = None
 
     @property
     def config(self) -> type[Llama]:
-        """What reads its config.json; importing all of them takes a tenth of a second."""
+        """The class for its config.json; importing all of them takes a tenth of a second."""
         if not isinstance(self.reader, str):
             return self.reader
         module, _, name = self.reader.partition(".")

@@ -196,7 +196,7 @@ def _codebook(unit: float, odds: Callable[[Tensor], Tensor], kind: str, raw: Ten
     factors = 2 * odds(raw).to(torch.int8) + 1
     factors = factors.repeat_interleave(16 // factors.shape[-1], -1)
     plain, place = raw.clone(), raw[..., :2]
-    if kind == "IQ1_M":  # whose float16 is the upper halves of four bytes
+    if kind == "IQ1_M":  # its float16 lies in the upper halves of four bytes
         bits = ((raw[..., 49::2].int() >> 4) << _shifts(0, 4, 8, 12, like=raw)).sum(-1, keepdim=True)
         place = bits.to(torch.int16).view(torch.uint8)
         plain[..., 49::2] = raw[..., 49::2] & 15 | _shifts(0, 0, 12, 3, like=raw).to(torch.uint8) << 4  # 1

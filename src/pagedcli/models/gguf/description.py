@@ -107,19 +107,12 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
     )
 
 
-def _has_gguf() -> bool:
-    try:
-        return find_spec("gguf") is not None
-    except ValueError:
-        return False
-
-
 def quantization(header: Header) -> GgufQuantization | None:
     """The types of the file's tensors; None if all are floating point. Raises: ModelError without what reads them."""
     if all(tensor.type.is_float for tensor in header.tensors.values()):
         return None
     kinds = {tensor.type.name for tensor in header.tensors.values() if tensor.type.codes == CODEBOOK}
-    if kinds and not _has_gguf():
+    if kinds and find_spec("gguf") is None:
         raise header.error(
             f"{', '.join(sorted(kinds))} is read with the gguf package, which is not installed",
             "pip install 'pagedcli[gguf]'",
