@@ -10,7 +10,7 @@ from ray_harness import rows, table_rows
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
-from pagedcli.batch.journal import journal_path
+from pagedcli.batch.journal import Journal, journal_path
 from pagedcli.batch.prompts import Prompts, batch_options, open_source
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import load_config
@@ -140,6 +140,20 @@ def test_a_part_is_resumed_from_a_torn_journal(single, parts, tmp_path, num_byte
     assert not folder.is_done(2)
     assert Worker(folder.path, loaded).run_part(2)
     assert rows(part) == expected
+
+
+def test_a_worker_killed_between_the_part_and_the_removal_of_its_journal_is_replaced(single, parts, tmp_path):
+    folder, loaded = parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Worker(folder.path, loaded).run_part(0)
+    assert folder.part(0).exists()
+    assert not folder.is_done(0)
+    again = Worker(folder.path, loaded)
+    assert all(again.run_part(number) for number in folder.missing())
+    merge_parts(folder.path, tmp_path / "merged.jsonl")
+    assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
 
 
 def test_a_part_that_is_not_as_it_was_written_is_not_merged(parts, tmp_path):

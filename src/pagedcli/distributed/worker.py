@@ -97,7 +97,8 @@ class Worker:
         while True:
             try:
                 path = self._folder.part(number)
-                journal = open_journal(path, fingerprint, resume=True, overwrite=False)
+                # A worker may have been killed after it had written the part and before it removed the journal.
+                journal = open_journal(path, fingerprint, resume=True, overwrite=True)
             except UsageError as error:
                 if "another run" not in error.message or time.monotonic() > deadline_s:
                     raise
