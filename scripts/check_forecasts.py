@@ -7,7 +7,8 @@ first. Jobs have short and long prompts, shared prefixes, sampled tokens, severa
 preemptions; the number of rows is chosen so that a job takes about --seconds. Prints both times, how far they are
 apart, and whether steps, hits, preemptions and peak blocks are equal. Exit code 1 if counts differ, or if the median
 error is 10 % or more, or the largest 25 % or more (with --around, of the second prediction), or if more than one job in
-20 is outside of its likely range.
+20 is outside of its likely range. Jobs that other work on the machine disturbed are marked "busy" and count for nothing
+but their counts.
 
 --around also predicts each job by calibrations right before and after it: on a machine that is shared with others, and
 whose speed changes within minutes, this tells errors of the model of a step from those changes.
@@ -200,9 +201,10 @@ def measured(job: Job, model: Model, path: Path, clock_ns) -> tuple[float, dict[
 
 def check(
     job: Job, model: Model, folder: Path, options: argparse.Namespace, clock_ns
-) -> tuple[list[float], bool, bool]:
+) -> tuple[list[float], bool, bool | None]:
     """Predict and run a job. Returns how far the prediction was off, then that of the calibrations right before and
-    after the job if they are wanted, whether the counts were equal, and whether the time was in the likely range."""
+    after the job if they are wanted, whether the counts were equal, and whether the time was in the likely range; None:
+    other work disturbed the run."""
     path, spec = folder / "rows.jsonl", read_spec(model_folder(model.config))
     write_rows(job, 8, path, spec.vocab_size)
     each = (predicted(job, model, path).seconds or 1.0) / 8
@@ -226,7 +228,8 @@ def check(
         times_s.append(statistics.mean(predicted(job, each, path).seconds or 0.0 for each in around))
     errors = [each_s / took_s - 1 for each_s in times_s]
     shown = "  ".join(f"{error:+7.1%}" for error in errors)
-    others = f", busy: {busy.others:.0%}" if busy is not None and busy.disturbs else ""
+    is_disturbed = busy is not None and busy.disturbs
+    others = f", busy: {busy.others:.0%}" if is_disturbed else ""
     equal = "; ".join(wrong) or "counts equal"
     low_s, high_s = model.time.likely(found.seconds)
     is_likely = low_s <= took_s <= high_s
@@ -236,7 +239,7 @@ def check(
         f"{'' if is_likely else f', not within {low_s:.2f} to {high_s:.2f} s'}",
         flush=True,
     )
-    return [abs(error) for error in errors], not wrong, is_likely
+    return [abs(error) for error in errors], not wrong, None if is_disturbed else is_likely
 
 
 def main() -> int:
@@ -253,7 +256,7 @@ def main() -> int:
         clock_ns = time.process_time_ns
     jobs = [job for job in JOBS if options.only is None or job.name in options.only.split(",")]
     errors: list[list[float]] = []
-    all_equal, num_unlikely = True, 0
+    all_equal, likely = True, list[bool]()
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stderr(io.StringIO()):
         for name in options.models.split(","):
             folder = Path(scratch) / name
@@ -261,15 +264,18 @@ def main() -> int:
             model = calibrated(model_config(name, folder), clock_ns)
             for job in (job for job in jobs if job.model == name):
                 off, is_equal, is_likely = check(job, model, folder, options, clock_ns)
-                num_unlikely += not is_likely
-                errors.append(off)
                 all_equal &= is_equal
+                if is_likely is not None:
+                    likely.append(is_likely)
+                    errors.append(off)
     counts, good = "equal" if all_equal else "different", False
     for off, calibration in zip(zip(*errors, strict=True), ("of its model", "before and after each job"), strict=False):
         median, largest = statistics.median(off), max(off)
-        good = all_equal and median < 0.10 and largest < 0.25 and num_unlikely <= len(off) / 20
-        print(f"{len(off)} jobs, calibration {calibration}: median error {median:.1%}, largest {largest:.1%}")
-    print(f"counts {counts}; {num_unlikely} of {len(errors)} outside of their range")
+        good = all_equal and median < 0.10 and largest < 0.25 and likely.count(False) <= len(off) / 20
+        print(
+            f"{len(off)} undisturbed jobs, calibration {calibration}: median error {median:.1%}, largest {largest:.1%}"
+        )
+    print(f"counts {counts}; {likely.count(False)} of {len(likely)} undisturbed jobs outside of their range")
     return 0 if good else 1
 
 

@@ -1,9 +1,11 @@
 """A calibration: which prompts it is made of, and what it finds on a clock of its own."""
 
+from dataclasses import replace
+
 import pytest
 
 from pagedcli.batch.prompts import open_tokenizer
-from pagedcli.bench.calibration import _Measurement, _Prompts, _usual, calibrate, calibration_config
+from pagedcli.bench.calibration import _confirmed, _Measurement, _Prompts, _usual, calibrate, calibration_config
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig
 from pagedcli.models.reading import read_spec
@@ -86,3 +88,14 @@ def test_without_words_nothing_is_tokenized(engine):
     builtin = open_tokenizer(Config(), model_folder(EngineConfig(model=BUILTIN_MODEL)))
     without, found = (calibrate(engine, tokenizer, budget_s=0.2) for tokenizer in (no_words, builtin))
     assert without.text_token_s == 0 < found.text_token_s
+
+
+def test_a_short_run_confirms_quick_steps_within_bounds(engine):
+    tokenizer = open_tokenizer(Config(), model_folder(EngineConfig(model=BUILTIN_MODEL)))
+    found = calibrate(engine, budget_s=0.2)
+    hundredth = _confirmed(engine, tokenizer, found.scaled(0.01), 0.001)
+    assert hundredth.decodes == found.scaled(0.01).scaled(1.5).decodes
+    flat = replace(found, decodes=((1, 0.004), (2, 1.0)), prompts=((1, 1.0), (2, 1.0)))
+    assert _confirmed(engine, tokenizer, flat, 200.0).prompts[0][1] == pytest.approx(1 / 1.5)
+    slow = replace(found, decodes=((1, 0.006), (2, 0.006)))
+    assert _confirmed(engine, tokenizer, slow, 1.0) is slow

@@ -147,7 +147,7 @@ def test_a_step_has_ten_measured_numbers():
 
 def test_the_likely_range_widens_with_past_errors_and_with_other_work():
     low, high = TRUE.likely(10.0)
-    assert (low, high) == pytest.approx((10 / 1.25 - 0.1, 12.6))
+    assert (low, high) == pytest.approx((10 / 1.3 - 0.1, 13.1))
     wrong = replace(TRUE, error=0.4).likely(10.0)
     assert wrong == pytest.approx((10 / 2 - 0.1, 20.1))
     assert TRUE.likely(0.05)[0] == 0.0
@@ -159,7 +159,7 @@ def test_a_calibration_among_other_work_may_be_slower_than_a_quiet_run_by_what_t
     low, high = replace(TRUE, disturbed=0.3).likely(5.8)
     assert low < 3.3 < 5.8 < high == TRUE.likely(5.8)[1]
     most = replace(TRUE, disturbed=0.75).likely(10.0)  # three programs on each core next to ours
-    assert most[0] == pytest.approx(10 / 1.25 / 4 - 0.1)
+    assert most[0] == pytest.approx(10 / 1.3 / 4 - 0.1)
 
 
 def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkeypatch):

@@ -56,6 +56,9 @@ _FEW, _MANY, _QUICK_S = 4, 20, 0.005  # tokens that are generated: many, as in a
 _NUM_ROWS, _ROW_TEXT = 32, "It was a bright cold day in April, and the clocks were striking thirteen. "
 _MOST_STEPS, _STEPS_S = 32, 0.3  # tokens of each row, and seconds of its steps, in a run that measures rows
 _MANY_IDS, _ID = 512, 7  # tokens of a row of token ids, and each of them
+_MOST_IDS = 64  # tokens of prompts and of answers of a run that confirms the measurement
+_SHARE_OF_RUN = 0.1  # share of the budget for that run
+_MOST_SCALED = 1.5  # times the measured times, at most, in that run
 _TIMES = 5  # repetitions of what is done outside of steps
 _LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
 _SHARE_OF_ONE = 0.05  # share of the budget for decodes of one sequence
@@ -130,13 +133,16 @@ def calibrate(
     """Measure an idle engine, by its clock. `tokenizer`: also measure what rows take outside of steps. `on_progress`
     receives the share of the budget that is used."""
     watch = BusyWatch()
-    measurement = _Measurement(engine, BUDGET_S if budget_s is None else budget_s, on_progress)
+    budget_s = BUDGET_S if budget_s is None else budget_s
+    measurement = _Measurement(engine, budget_s, on_progress)
     measurement.run_steps()
     found = made_of(measurement.typical(), attended_layers(engine.plan.limits.groups))
     found = replace(found, first_use_s=measurement.first_use_s)
     if tokenizer is not None:
         found = _with_host_time(engine, tokenizer, found)
     found = replace(found, row_s=found.row_s + measurement.end_s)
+    if tokenizer is not None:
+        found = _confirmed(engine, tokenizer, found, _SHARE_OF_RUN * budget_s)
     busy = watch.read()
     if busy is None or not busy.disturbs:
         return found
@@ -377,12 +383,9 @@ def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) ->
     text = _ROW_TEXT * 8
     ids = tokenizer.encode(text)
     encode_s = _typical_s(lambda: tokenizer.encode(text), engine.clock_ns)
-    num_ids = min(_MANY_IDS, engine.limits.max_model_len - 2)
-    submit = partial(_submit, engine, tokenizer)
-    one_s, many_s = (_typical_s(partial(submit, number), engine.clock_ns) for number in (1, num_ids))
     found = replace(
         found,
-        prompt_token_s=max(0.0, many_s - one_s) / max(1, num_ids - 1),
+        prompt_token_s=_prompt_token_s(engine, tokenizer, found),
         text_token_s=encode_s / len(ids) if ids else 0.0,  # a tokenizer of no words has none
     )
     most = min(_MOST_STEPS, max(4, int(_STEPS_S / found.decodes[0][1])), engine.limits.max_model_len // 2)
@@ -395,14 +398,58 @@ def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) ->
     return replace(found, output_token_s=token_s, row_s=max(0.0, rows_s - most * token_s))
 
 
-def _submit(engine: LLMEngine, tokenizer: Tokenizer, num_ids: int) -> None:
-    """Read a row of so many token ids, and submit it; nothing is computed."""
-    line = Line(0, 1, json.dumps({"prompt": [_ID] * num_ids}).encode(), 0)
+def _prompt_token_s(engine: LLMEngine, tokenizer: Tokenizer, known: StepTime) -> float:
+    """Seconds to read, submit and look up a token of a prompt whose tokens are in the cache, but for the last one."""
+    size, most = engine.limits.block_size, min(_MANY_IDS, engine.limits.max_model_len - 2)
+    num_ids = 1 + max(0, most - 1) // size * size
+    serve = partial(_serve, engine, tokenizer)
+    serve(num_ids)
+    one_s, many_s = (_typical_s(partial(serve, number), engine.clock_ns) for number in (1, num_ids))
+    attention_s = known.split(StepWork(1, 1, attended_by_decodes=num_ids, distinct=num_ids))["attention"]
+    return max(0.0, many_s - one_s - attention_s) / max(1, num_ids - 1)
+
+
+def _serve(engine: LLMEngine, tokenizer: Tokenizer, num_ids: int) -> None:
+    """Read a row of so many token ids, and generate a token for it."""
+    lines = [_line(0, {"prompt": [_ID] * num_ids})]
     options = BatchOptions(Config(sampling=SamplingParams(max_tokens=1, temperature=0)))
-    for row in Prompts([line], tokenizer, options, engine.limits):
+    for row in Prompts(lines, tokenizer, options, engine.limits):
         assert row is not None, "lines do not wait"
         engine.add_request("calibration", row.prompts[0].token_ids, row.prompts[0].params)
-        engine.abort("calibration")
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def _line(index: int, row: dict[str, object]) -> Line:
+    return Line(index, index + 1, json.dumps(row).encode(), index)
+
+
+def _confirmed(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime, seconds: float) -> StepTime:
+    """The same times scaled to a short batch run, in which sequences start, end and sample in the same steps and rows
+    are read and written between them: what that takes is much only next to quick steps."""
+    if found.decodes[0][1] > _QUICK_S:
+        return found
+    draw, vocab_size = random.Random(0), engine.spec.vocab_size
+    most = min(_MOST_IDS, engine.limits.max_model_len // 2)
+    largest, steps_s = found.decodes[-1]
+    each_s = most * (found.prompts[-1][1] / found.prompts[-1][0] + steps_s / largest)
+    rows = [
+        {
+            "prompt": [draw.randrange(vocab_size) for _ in range(draw.randint(1, most))],
+            "max_tokens": draw.randint(1, most),
+            "temperature": index % 2,
+        }
+        for index in range(max(1, int(2 * seconds / each_s)))
+    ]
+    lines = [_line(index, row) for index, row in enumerate(rows)]
+    works = list[StepWork]()
+    engine.observe_work = lambda work: works.append(StepWork.of(work, engine.scheduler, found.layers))
+    before, run_s = copy.copy(engine.stats), _batch_run_s(engine, tokenizer, lines, most)
+    engine.observe_work = None
+    num_prompt = engine.stats.num_prompt_tokens - before.num_prompt_tokens
+    num_output = engine.stats.num_generated_tokens - before.num_generated_tokens
+    predicted_s = sum(map(found.seconds, works)) + found.host_s(len(lines), num_prompt, num_output)
+    return found.scaled(min(max(run_s / predicted_s, 1 / _MOST_SCALED), _MOST_SCALED))
 
 
 def _typical_s(call: Callable[[], object], clock_ns: Callable[[], int]) -> float:
@@ -419,13 +466,18 @@ def _outside_of_steps(
     engine: LLMEngine, tokenizer: Tokenizer, known: StepTime, texts: Items[str], num_tokens: int
 ) -> float:
     """Seconds of a batch run without those of its steps, and without what is known of the rest."""
-    lines = [Line(index, index + 1, json.dumps({"prompt": text}).encode(), index) for index, text in enumerate(texts)]
-    options = BatchOptions(Config(sampling=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)))
-    sink = StreamSink(io.BytesIO(), order="completion")
-    run = BatchRun(engine, tokenizer, lines, sink, RowWriter(tokenizer, "model", "calibration", 0), options)
+    lines = [_line(index, {"prompt": text}) for index, text in enumerate(texts)]
     before = copy.copy(engine.stats)
+    elapsed_s = _batch_run_s(engine, tokenizer, lines, num_tokens)
+    num_prompt = engine.stats.num_prompt_tokens - before.num_prompt_tokens
+    steps_s = 1e-9 * (engine.stats.steps_ns - before.steps_ns)
+    return elapsed_s - steps_s - num_prompt * (known.prompt_token_s + known.text_token_s)
+
+
+def _batch_run_s(engine: LLMEngine, tokenizer: Tokenizer, lines: list[Line], max_tokens: int) -> float:
+    options = BatchOptions(Config(sampling=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)))
+    rows = RowWriter(tokenizer, "model", "calibration", 0)
+    run = BatchRun(engine, tokenizer, lines, StreamSink(io.BytesIO(), order="completion"), rows, options)
     started_ns = engine.clock_ns()
     run.run()
-    elapsed_s = 1e-9 * (engine.clock_ns() - started_ns - engine.stats.steps_ns + before.steps_ns)
-    num_tokens = engine.stats.num_prompt_tokens - before.num_prompt_tokens
-    return elapsed_s - num_tokens * (known.prompt_token_s + known.text_token_s)
+    return 1e-9 * (engine.clock_ns() - started_ns)

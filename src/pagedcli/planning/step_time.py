@@ -20,12 +20,12 @@ from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import cache_home, is_stream, read_own, whole_file
 
-FORM = 6  # version of what a calibration measures: other records are not read
+FORM = 7  # version of what a calibration measures: other records are not read
 FIRST_ERROR = 0.1  # mean share of the time, until a run has confirmed a calibration
 MOST_ROW_COST = 1.25  # times a step of one sequence, of a step of three: where it takes longer, `auto` does not guess
 _LEAST_ERROR = 0.03
 _IN_RANGE = 2.5  # means of an error within which 19 of 20 are
-_LEAST_RANGE, _LEAST_RANGE_S = 0.25, 0.1  # share of the time, and seconds: runs that are unlike those before
+_LEAST_RANGE, _LEAST_RANGE_S = 0.3, 0.1  # share of the time, and seconds: runs that are unlike those before
 _NEWEST = 0.5  # weight of the newest run in what runs have shown
 _KNOTS = ("prompts", "decodes", "distincts")  # fields of StepTime that are PiecewiseLinear; others in _s are seconds
 
@@ -150,9 +150,9 @@ class StepTime:
     )  # more by the number of different tokens of these, which are read: the
     # first ones from the processor's caches
     first_use_s: float = 0.0  # for each block that is used for the first time
-    row_s: float = 0.0  # reading, submitting and writing a row outside of steps, and the end of its sequence in one
+    row_s: float = 0.0  # a row besides the work of its steps: reading, submitting, starting, ending, writing
     # outside of steps:
-    prompt_token_s: float = 0.0  # to read and submit each token of a prompt
+    prompt_token_s: float = 0.0  # to read, submit and look up each token of a prompt
     text_token_s: float = 0.0  # to tokenize each token of a prompt that is given as text
     output_token_s: float = 0.0  # to hand on and write each generated token
     layers: tuple[AttendedLayers, ...] = EVERYTHING
