@@ -46,13 +46,18 @@ def _json_escape(match: re.Match[bytes]) -> bytes:
 
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGT]iB)(?!\w))")
-_HARD_SPACE = "\0"  # between a number and its unit, or a label and its text: no line ends there
+HARD_SPACE = "\ue000"  # between a number and its unit, or a label and its text: no line ends there
+
+
+def with_hard_spaces(line: str) -> str:
+    """The line with hard spaces between numbers and their units."""
+    return _UNIT.sub(HARD_SPACE, line)
 
 
 def wrap_words(line: str, width: int, *, indent: str = "", first: str = "", break_long_words: bool = True) -> list[str]:
     """The line in parts of a width, broken between words, but not between a number and its unit or within several
     spaces. `first`, `indent`: what the first and the further parts begin with."""
-    kept = re.sub(r"(?<=\S) {2,}", lambda spaces: _HARD_SPACE * len(spaces[0]), _UNIT.sub(_HARD_SPACE, line))
+    kept = re.sub(r"(?<=\S) {2,}", lambda spaces: HARD_SPACE * len(spaces[0]), with_hard_spaces(line))
     parts = textwrap.wrap(
         kept,
         width,
@@ -61,7 +66,7 @@ def wrap_words(line: str, width: int, *, indent: str = "", first: str = "", brea
         break_long_words=break_long_words,
         break_on_hyphens=False,
     )
-    return [part.replace(_HARD_SPACE, " ") for part in parts]
+    return [part.replace(HARD_SPACE, " ") for part in parts]
 
 
 def plural(count: int, noun: str) -> str:

@@ -60,6 +60,12 @@ def test_the_verdicts_on_the_run_are_on_the_first_page(events, size):
     assert "─verdict─" not in shown(app_of(events), size=size)
 
 
+def test_no_line_of_a_verdict_ends_between_a_number_and_its_unit(events):
+    said = [f"{'x' * num_before} 91.0 % with 漢字" for num_before in (73, 74)]
+    text = shown(PoolApp(ReplayPlayer(Replay(EventList(events))), "replay", judge=lambda: said), size=(80, 60))
+    assert text.count("91.0 %") == len(said)
+
+
 def test_the_keys_step_jump_and_go_to(events):
     app = app_of(events)
     replay = app.player.replay

@@ -22,7 +22,7 @@ from pagedcli.app.base import PlayerApp
 from pagedcli.app.commands import Command
 from pagedcli.app.pages import Ask, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
-from pagedcli.app.rows import Painted, Rows
+from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import CacheRow, ChurnRow, LoraRow, cache_rows, churn_rows, facts, limits, lora_rows
 from pagedcli.kvevents.tree import Branch, Decode, Shapes, branch_label, hash_text, largest_branches, token_ids
@@ -259,7 +259,7 @@ class KVApp(PlayerApp):
         self._shown: dict[int, Branch] = {}  # by row
         self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
-        self._verdict = Static(id="verdict")
+        self._verdict = Lines(id="verdict")
         self._notes = Rows(id="notes")
 
     def compose(self) -> ComposeResult:
@@ -315,7 +315,7 @@ class KVApp(PlayerApp):
     def show_moment(self) -> None:
         self._show_tree()
         self._figures.update(Group(*self._all_figures()))
-        self._verdict.update(Text("\n".join(map(one_line, self._snapshot.verdict))))
+        self._verdict.show(*map(Text, map(one_line, self._snapshot.verdict)))
         self._notes.show_lines(map(one_line, self._snapshot.notes), "dim")
 
     def _show_tree(self) -> None:

@@ -21,6 +21,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from pagedcli.app.colours import MUTED
+from pagedcli.printable import HARD_SPACE, with_hard_spaces
 
 Line = list[Segment]
 
@@ -105,7 +106,11 @@ class Lines(Painted):
             if line.no_wrap or line.cell_len <= width:
                 yield line
             else:
-                yield from line.wrap(self.app.console, width)
+                held = line.copy()
+                held.plain = with_hard_spaces(line.plain)
+                for part in held.wrap(self.app.console, width):
+                    part.plain = part.plain.replace(HARD_SPACE, " ")
+                    yield part
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return len(self._wrap(width))

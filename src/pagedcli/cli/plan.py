@@ -27,7 +27,7 @@ from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import expected_text, percent_text, plural
 from pagedcli.show.tables import Format, Table, print_tables
-from pagedcli.show.terminal import ProgressLine, say, say_wrapped
+from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
@@ -230,13 +230,14 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         if survey.requests.work + survey.requests.left_out > MOST_IN_FULL:
             workload, left_out = survey.requests.part(SAMPLED)
             subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
-        advice = advise(subject, base=base, budget_s=budget_s)
-        enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
+        with working("trying other settings"):
+            advice = advise(subject, base=base, budget_s=budget_s)
+        with working("looking for the smallest pool that is enough"):
+            enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
         run_tables = [*run.tables, advice_table(advice)]
         if options.all_ and options.format_ is Format.TABLE:
             run_tables += _curve_tables(run.subject)
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
-        facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
     elif options.tune:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
     is_short = options.format_ is Format.TABLE and not options.all_
@@ -252,8 +253,12 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     partings = _partings(scan, engine)
     verdicts = [*_refused(scan), *_verdicts(partings, engine, advice, scan.drawn.not_drawn, options)]
     forecast, time = (None, None) if run is None else (run.found, run.time)
-    names_size = any(each.action == "block size" for each in partings)  # The verdict has another one then.
-    shortly = in_short(scan, forecast, time, None if names_size else facts["recommended_block_size"])
+    sizes = [each.block_size for each in partings if each.action == "block size"]  # The verdicts name them.
+    if sizes:
+        facts["recommended_block_size"] = sizes[0]
+    elif advice is not None:
+        facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
+    shortly = in_short(scan, forecast, time, None if sizes else facts["recommended_block_size"])
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)

@@ -119,7 +119,7 @@ def survey_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") ->
         "num_prompt_tokens": scan.plan.prompt_tokens,
         "num_output_tokens": scan.plan.output_tokens,
         "longest_shared_prefix_tokens": scan.plan.longest_shared_tokens(),
-        "recommended_block_size": None,  # the adviser's, where there is an engine to simulate
+        "recommended_block_size": None,  # the verdict's, or the adviser's, where there is an engine to simulate
         "recommended_num_blocks": None,
     }
     if here is not None and here.pool is not None:

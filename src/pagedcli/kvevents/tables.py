@@ -272,8 +272,8 @@ def summary(
         _unknown_table(state),
     ]  # fmt: skip
     tables = [each for each in tables if each.rows]
-    if in_full:
-        tables.append(_curve_table(points or [], state))
+    if in_full and points:
+        tables.append(_curve_table(points, state))
     return verdict(state, points, decode, shapes, parts=parts), tables
 
 

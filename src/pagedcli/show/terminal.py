@@ -71,18 +71,27 @@ class ProgressLine:
             return
         self._shown_s = now_s
         line = text(now_s - self._start_s)
+        (self.show_now if self._is_live else say)(line)
+
+    def show_now(self, text: str) -> None:
+        """Show the text on a terminal, however recent the last one is."""
         if self._is_live:
-            self._write(line)
-        else:
-            say(line)
+            _print(f"\r{text}\x1b[K")
 
     def close(self) -> None:
         """Remove the line."""
-        if self._is_live:
-            self._write("")
+        self.show_now("")
 
-    def _write(self, text: str) -> None:
-        _print(f"\r{text}\x1b[K")
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show what takes some seconds while it does, on a terminal."""
+    line = ProgressLine(line_every_s=float("inf"))
+    line.show_now(text)
+    try:
+        yield
+    finally:
+        line.close()
 
 
 class TerminalJson:
