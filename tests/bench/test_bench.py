@@ -287,7 +287,7 @@ def test_a_busy_machine_and_an_impossible_share_are_said():
     row = SimpleNamespace(busy=Busy(others=0.5, steal=0.01), **values)
     *_, busy, share = bench_notes(plan, [row])
     assert "other processes used 50% of its processor time, the hypervisor withheld 1%" in busy
-    assert "'of the floor' is left out" in share
+    assert "'of floor' is left out" in share
     assert len(bench_notes(plan, [SimpleNamespace(busy=None, **values | {"share_of_floor": 0.9})])) == 2
 
 

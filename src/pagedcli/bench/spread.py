@@ -110,7 +110,7 @@ _OF_FIGURE = Means("", "that of the figure, in its name")
 @dataclass(frozen=True, slots=True)
 class _Figure:
     workload: str
-    batch_size: Annotated[int, "requests at once"] | UnsetType
+    batch_size: Annotated[int, "requests"] | UnsetType
     figure: Annotated[str, lambda key: FIGURES[key][0], RIGHT]
 
 

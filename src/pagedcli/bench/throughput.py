@@ -205,14 +205,14 @@ def generate(
 class WorkloadRow:
     """The figures of a workload's passes: the median of each."""
 
-    batch_size: Annotated[int, "requests at once"] | UnsetType = UNSET  # simultaneous requests, for latency
+    batch_size: Annotated[int, "requests"] | UnsetType = UNSET  # simultaneous requests, for latency
     workload: str
     wall_s: Annotated[float, "s"]
     output_tokens_per_s: Annotated[float, "out tok/s", count]
     ttft_ms: Annotated[float, "TTFT ms", count]
     tpot_ms: Annotated[float | None, "TPOT ms"]
     overhead_ms: Annotated[float, "engine ms/step"]
-    share_of_floor: Annotated[Share | None, "of the floor"]
+    share_of_floor: Annotated[Share | None, "of floor"]
     all_wall_s: list[float]
     total_tokens_per_s: Annotated[float, "all tok/s", count]
     steps: int

@@ -13,6 +13,7 @@ from pagedcli.models.footprint import Footprint
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import Roofline
 from pagedcli.planning.floors import StepFloor
+from pagedcli.printable import plural
 
 FIRST_ID, LAST_ID = 10, 10000  # token ids are drawn from [FIRST_ID, LAST_ID)
 
@@ -109,7 +110,7 @@ def random_draw(
     if not 0 < range_ratio <= 1:
         raise UsageError(f"--range-ratio is {range_ratio}, allowed: above 0 and at most 1")
     low_in, low_out = (max(1, round(range_ratio * n)) for n in (input_len, output_len))
-    about = f"{num_prompts} requests, {low_in}-{input_len} in, {low_out}-{output_len} out"
+    about = f"{plural(num_prompts, 'request')}, {low_in}-{input_len} in, {low_out}-{output_len} out"
     about += f", {prefix_len} shared" if prefix_len else ""
     return Draw(about, num_prompts, (low_in, input_len), (low_out, output_len), prefix_len, seed=seed)
 

@@ -16,6 +16,7 @@ from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
 from pagedcli.line_files import NOT_JSON
+from pagedcli.printable import duration_text
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -77,7 +78,7 @@ def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
         )
     notes += _busy_warning(worst(row.busy for row in rows))
     if machines and any(row.share_of_floor is None for row in rows):
-        notes.append("'of the floor' is left out: passes were faster than the limits measured around them.")
+        notes.append("'of floor' is left out: passes were faster than the limits measured around them.")
     return notes
 
 
@@ -216,7 +217,7 @@ def _bench_passes(
         rows.append(throughput_row(result, first, **names))
         plan = result.engine.plan
     columns += "" if plan.speculation == "off" else " drafted_tokens accepted_tokens"
-    title = f"{key.capitalize()}: medians of the passes"
+    title = f"{key.capitalize()}{' by requests at once' if key == 'latency' else ''}: medians of the passes"
     tables = [table(WorkloadRow, key, title, rows, columns, notes=bench_notes(plan, rows))]
     name = columns.partition(" ")[0]
     if len(rows[0].all_wall_s) > 1:
@@ -379,7 +380,7 @@ def _run_all(
             progress.close()
             tpot = "-" if run.tpot_s is None else f"{1000 * run.tpot_s:,.1f} ms"
             rate = first.num_output_tokens / run.wall_s
-            say(f"  {run.wall_s:,.1f} s, {rate:,.0f} out tok/s, TTFT {1000 * run.ttft_s:,.0f} ms, TPOT {tpot}")
+            say(f"  {duration_text(run.wall_s)}, {rate:,.0f} out tok/s, TTFT {1000 * run.ttft_s:,.0f} ms, TPOT {tpot}")
 
         try:
             result = run_workload(
