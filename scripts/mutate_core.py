@@ -2,29 +2,32 @@
 
     python scripts/mutate_core.py FOLDER [--mutants 500] [--seed 0] [--limit 60] [--again]
 
-Mutants are drawn by seed from all comparisons, operators, numbers, conditions and calls of src/pagedcli/core. Each runs
-in a process of its own with a limit of processor time, and ends at the first test that fails; the tests that have found
-most per second run first. What is known is in FOLDER/results.jsonl: a run that was stopped continues there. `--again`
-runs those that survived once more, after new tests.
+Mutants are drawn by seed from all comparisons, operators, numbers, conditions and calls of src/pagedcli/core; where the
+code changes, those of other functions stay the same. Each runs the tests that reach its line, in a process of its own
+that ends at the first test that fails; tests that have found most per second run first. A test that takes several times
+its usual processor time, or all of them the limit, ends the process, too: the mutant is out of time, as good as found.
+What is known is in FOLDER/results.jsonl: a run that was stopped continues there. `--again` runs those that survived
+once more, after new tests.
 """
 
 import argparse
 import ast
 import copy
+import hashlib
 import json
 import os
-import random
 import resource
 import shutil
 import signal
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "pagedcli" / "core"
 TESTS = ROOT / "tests" / "core"
 MOST_WAITING = 10  # times the limit: a test that waits uses no processor
+TIMES_USUAL, MORE_S = 5, 3  # a test may take so many times what it takes without a mutant, and so many seconds
+MEASURING_S = 600  # of processor time, for all tests while their lines are recorded
 MOST_BYTES = 16 * 2**30  # of addresses: a mutant may never stop to allocate
 
 COMPARISONS = {
@@ -42,7 +47,7 @@ OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
 }  # fmt: skip
-Key = tuple[str, int, int, str, str]
+Key = tuple[str, str, str, str, int]
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -51,12 +56,19 @@ class Mutant:
     """A change of one place."""
 
     module: str
-    line: int
-    column: int
+    function: str  # qualified name; of code outside of functions that of its class, or none
     before: str
     after: str
+    number: int  # among equal changes in this function
+    line: int
+    lines: tuple[int, int] | None  # of the statement; None: it runs as the module is imported
     place: int  # of the changed node among all nodes of the module, and which of its changes
     which: int
+
+    @property
+    def key(self) -> Key:
+        """What stays as it is where other code changes."""
+        return self.module, self.function, self.before, self.after, self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,8 @@ def _skipped(node: ast.AST) -> list[ast.AST]:
         case ast.ClassDef():
             is_protocol = any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
             return [*node.decorator_list, *node.keywords, *(node.body if is_protocol else [])]
+        case ast.Call(func=ast.Name(id="zip")):  # strict=True: lists of one length
+            return list(node.keywords)
         case ast.arg(annotation=annotation) | ast.AnnAssign(annotation=annotation):
             return [annotation] if annotation else []
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
@@ -130,25 +144,58 @@ def _skipped(node: ast.AST) -> list[ast.AST]:
     return []
 
 
-def places(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes of a module, always in the same order, without those that are skipped."""
-    stack: list[ast.AST] = [tree]
+class Place(NamedTuple):
+    """A node of a module, and where it is: as in Mutant."""
+
+    node: ast.AST
+    function: str
+    lines: tuple[int, int] | None
+
+
+def places(tree: ast.Module) -> Iterator[Place]:
+    """All of a module, always in the same order, without those that are skipped."""
+    stack = [(Place(tree, "", None), False)]
     while stack:
-        node = stack.pop()
-        yield node
+        place, in_function = stack.pop()
+        yield place
+        node, function, lines = place
         skipped = {id(each) for each in _skipped(node)}
-        stack += [each for each in ast.iter_child_nodes(node) if id(each) not in skipped]
+        body = node.body if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        for child in ast.iter_child_nodes(node):
+            if id(child) in skipped:
+                continue
+            is_inside = in_function or (isinstance(node, ast.FunctionDef) and child in body)
+            name = f"{function}.{node.name}".strip(".") if child in body else function
+            is_statement = is_inside and isinstance(child, ast.stmt)
+            place = Place(child, name, (child.lineno, _last_line(child)) if is_statement else lines)
+            stack.append((place, is_inside))
 
 
-def mutants() -> Iterator[Mutant]:
+def _last_line(node: ast.stmt) -> int:
+    """Of a statement, without those in it."""
+    body = getattr(node, "body", None)
+    return max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+
+
+def mutants() -> list[Mutant]:
     """All there are."""
+    found: list[Mutant] = []
+    numbers: Counter[tuple[str, str, str, str]] = Counter()
     for path in sorted(CORE.glob("*.py")):
-        for place, node in enumerate(places(ast.parse(path.read_text()))):
+        for number, (node, function, lines) in enumerate(places(ast.parse(path.read_text()))):
             for which, changed in enumerate(changes(node)):
                 before, after = (
                     ast.unparse(ast.fix_missing_locations(each)).splitlines()[0] for each in (node, changed)
                 )
-                yield Mutant(path.name, node.lineno, node.col_offset, before, after, place, which)
+                name = path.name, function, before, after
+                found.append(Mutant(*name, numbers[name], node.lineno, lines, number, which))
+                numbers[name] += 1
+    return found
+
+
+def drawn(everything: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """So many of them, in an order that depends on nothing but the seed and what each changes."""
+    return sorted(everything, key=lambda each: hashlib.sha256(repr((seed, each.key)).encode()).digest())[:count]
 
 
 class _Replace(ast.NodeTransformer):
@@ -162,7 +209,7 @@ class _Replace(ast.NodeTransformer):
 def source(mutant: Mutant) -> str:
     """The changed module."""
     tree = ast.parse((CORE / mutant.module).read_text())
-    node = next(node for place, node in enumerate(places(tree)) if place == mutant.place)
+    node = next(each.node for number, each in enumerate(places(tree)) if number == mutant.place)
     changed = _Replace(node, changes(node)[mutant.which]).visit(tree)
     return ast.unparse(ast.fix_missing_locations(changed))
 
@@ -172,15 +219,23 @@ def source(mutant: Mutant) -> str:
 
 
 class Watch:
-    """A plugin of pytest: the order of the tests, their times, and the one that has failed."""
+    """A plugin of pytest: runs some tests in this order, and notes their times and the one that has failed."""
 
-    def __init__(self, scores: dict[str, float]) -> None:
-        self.scores, self.failed = scores, None
+    def __init__(self, tests: list[str], usual_s: dict[str, float], limit_s: int) -> None:
+        self.places = {name: place for place, name in enumerate(tests)}  # none: all run
+        self.usual_s, self.limit_s, self.failed = usual_s, limit_s, None
         self.seconds: Counter[str] = Counter()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items.sort(key=lambda item: -self.scores.get(item.nodeid, 0.0))
+        if self.places:
+            chosen = [item for item in items if item.nodeid in self.places]
+            items[:] = sorted(chosen, key=lambda item: self.places[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if nodeid in self.usual_s:
+            end_s = _used_s(resource.RUSAGE_SELF) + TIMES_USUAL * self.usual_s[nodeid] + MORE_S
+            resource.setrlimit(resource.RLIMIT_CPU, (min(int(end_s) + 1, self.limit_s), self.limit_s + 1))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -190,6 +245,33 @@ class Watch:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed and self.failed is None:
             self.failed = report.nodeid
+
+
+class Lines:
+    """A plugin of pytest: the lines of core that each test reaches."""
+
+    def __init__(self, core: Path) -> None:
+        self.core = f"{core}{os.sep}"
+        self.tests: defaultdict[str, list[str]] = defaultdict(list)  # "module:line" -> names
+        self.found: set[tuple[str, int]] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Any:
+        self.found = set()
+        sys.settrace(self.call)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            for name, line in self.found:
+                self.tests[f"{name.removeprefix(self.core)}:{line}"].append(item.nodeid)
+
+    def call(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self.line if frame.f_code.co_filename.startswith(self.core) else None
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Any:
+        self.found.add((frame.f_code.co_filename, frame.f_lineno))
+        return self.line
 
 
 class Runs:
@@ -206,38 +288,42 @@ class Runs:
         for path in CORE.glob("*.py"):
             shutil.copy(path, self.package / "core")
         self.kills: Counter[str] = Counter()
-        self.seconds: dict[str, float] = {}
+        self.usual_s: dict[str, float] = {}
+        self.tests: dict[str, list[str]] = {}
 
     def measure(self) -> None:
-        """Without a mutant: the time of each test, all of which pass."""
-        verdict, watch = self._run()
-        assert verdict == "survived", f"without a mutant: {verdict}, {watch['failed']}"
-        self.seconds = watch["seconds"]
+        """Without a mutant: the time of each test and its lines. All pass."""
+        verdict, found = self._run([], MEASURING_S, Lines(self.package / "core"))
+        assert verdict == "survived", f"without a mutant: {verdict}, {found['failed']}"
+        self.usual_s, self.tests = found["seconds"], found["tests"]
 
     def outcome(self, mutant: Mutant) -> Outcome:
         path = self.package / "core" / mutant.module
         path.write_text(source(mutant))
-        before_s = _children_s()
+        before_s = _used_s(resource.RUSAGE_CHILDREN)
         try:
-            verdict, watch = self._run()
+            verdict, found = self._run(self.of(mutant), self.limit_s)
         finally:
             shutil.copy(CORE / mutant.module, path)
-        test = watch["failed"]
+        test = found["failed"]
         if test is not None:
             self.kills[test] += 1
-        return Outcome(mutant, verdict, test, round(_children_s() - before_s, 1))
+        return Outcome(mutant, verdict, test, round(_used_s(resource.RUSAGE_CHILDREN) - before_s, 1))
 
-    def scores(self) -> dict[str, float]:
-        """Of each test: mutants killed per second, where every test has nearly killed one."""
-        return {name: (self.kills[name] + 0.1) / (each + 0.01) for name, each in self.seconds.items()}
+    def of(self, mutant: Mutant) -> list[str]:
+        """The tests that reach its line, those first that have found most per second, where each has nearly found one.
+        All tests, if it is reached as modules are imported."""
+        first, last = mutant.lines or (0, 0)
+        names = {name for line in range(first, last + 1) for name in self.tests.get(f"{mutant.module}:{line}", ())}
+        return sorted(names or self.usual_s, key=lambda each: (self.usual_s[each] + 0.01) / (self.kills[each] + 0.1))
 
-    def _run(self) -> tuple[str, dict[str, Any]]:
+    def _run(self, tests: list[str], limit_s: int, lines: Lines | None = None) -> tuple[str, dict[str, Any]]:
         found = self.folder / "found.json"
         found.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
-            self._child(found)
-        deadline_s = time.monotonic() + MOST_WAITING * self.limit_s
+            self._child(found, tests, limit_s, lines)
+        deadline_s = time.monotonic() + MOST_WAITING * limit_s
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -251,9 +337,9 @@ class Runs:
         watch = json.loads(found.read_text())
         return "survived" if watch["failed"] is None and os.WEXITSTATUS(status) == 0 else "killed", watch
 
-    def _child(self, found: Path) -> None:
+    def _child(self, found: Path, tests: list[str], limit_s: int, lines: Lines | None) -> None:
         os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (self.limit_s, self.limit_s + 1))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         os.chdir(ROOT)
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -261,18 +347,21 @@ class Runs:
         os.dup2(quiet, 2)
         sys.path.insert(0, str(self.folder / "src"))
         sys.dont_write_bytecode = True
-        watch, code = Watch(self.scores()), 3
+        watch, code = Watch(tests, self.usual_s, limit_s), 3
         try:
-            marks = "not slow and not machine"
-            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, str(TESTS)], plugins=[watch])
-            found.with_suffix(".new").write_text(json.dumps({"failed": watch.failed, "seconds": watch.seconds}))
+            files = sorted({name.partition("::")[0] for name in tests}) or [str(TESTS)]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not machine", *files]
+            code = pytest.main(options, plugins=[watch, *([lines] if lines else [])])
+            result = {"failed": watch.failed, "seconds": watch.seconds, "tests": lines.tests if lines else {}}
+            found.with_suffix(".new").write_text(json.dumps(result))
             found.with_suffix(".new").rename(found)
         finally:
             os._exit(int(code))
 
 
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+def _used_s(whose: int) -> float:
+    """Of processor time."""
+    used = resource.getrusage(whose)
     return used.ru_utime + used.ru_stime
 
 
@@ -282,12 +371,8 @@ def known(path: Path) -> dict[Key, Outcome]:
     for line in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(line)
         outcome = Outcome(Mutant(**record.pop("mutant")), **record)
-        found[key(outcome.mutant)] = outcome
+        found[outcome.mutant.key] = outcome
     return found
-
-
-def key(mutant: Mutant) -> Key:
-    return mutant.module, mutant.line, mutant.column, mutant.before, mutant.after
 
 
 def main() -> None:
@@ -301,33 +386,33 @@ def main() -> None:
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     import_what_tests_import()
-    everything = list(mutants())
-    drawn = random.Random(given.seed).sample(everything, min(given.mutants, len(everything)))
+    everything = mutants()
+    chosen = drawn(everything, given.mutants, given.seed)
     results = folder / "results.jsonl"
     before = known(results)
     runs = Runs(folder, given.limit)
     runs.kills.update(each.test for each in before.values() if each.test is not None)
     runs.measure()
-    print(f"{len(drawn)} of {len(everything)} mutants; {len(runs.seconds)} tests, {sum(runs.seconds.values()):.0f} s")
-    for mutant in drawn:
-        earlier = before.get(key(mutant))
+    print(f"{len(chosen)} of {len(everything)} mutants; {len(runs.usual_s)} tests, {sum(runs.usual_s.values()):.0f} s")
+    for mutant in chosen:
+        earlier = before.get(mutant.key)
         if earlier is not None and not (given.again and earlier.verdict == "survived"):
             continue
-        outcome = before[key(mutant)] = runs.outcome(mutant)
+        outcome = before[mutant.key] = runs.outcome(mutant)
         with results.open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         if outcome.verdict == "survived":
             print_mutant(mutant)
-    ended = [before[key(mutant)] for mutant in drawn]
+    ended = [(each, before[each.key].verdict) for each in chosen]
     print("survived:")
-    for each in sorted((each.mutant for each in ended if each.verdict == "survived"), key=key):
-        print_mutant(each)
-    verdicts = Counter(each.verdict for each in ended)
+    for mutant in sorted((each for each, verdict in ended if verdict == "survived"), key=lambda each: each.key):
+        print_mutant(mutant)
+    verdicts = Counter(verdict for _, verdict in ended)
     print(f"{verdicts.total() - verdicts['survived']} of {verdicts.total()} found: {dict(verdicts)}")
 
 
 def print_mutant(mutant: Mutant) -> None:
-    print(f"  {mutant.module}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
+    print(f"  {mutant.module}:{mutant.line} {mutant.function}: {mutant.before}  ->  {mutant.after}", flush=True)
 
 
 def import_what_tests_import() -> None:
@@ -341,7 +426,14 @@ def import_what_tests_import() -> None:
 
     torch.set_num_threads(1)
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # no smaller example is wanted
-    hypothesis.settings.register_profile("mutants", phases=phases, database=None, derandomize=True)
+    hypothesis.settings.register_profile(
+        "mutants",
+        phases=phases,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
     hypothesis.settings.load_profile("mutants")
     warnings.simplefilter("ignore")
     found = [name for name in sys.modules if name.partition(".")[0] == "pagedcli"]

@@ -104,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         seq.num_computed_tokens += 1
         num_right = data.draw(st.integers(0, room))
         seq.token_ids += guesses[:num_right]
-        self.manager.keep_accepted(seq, room, num_right, None)
+        self.manager.keep_accepted(seq, room, num_right, None, num_again=0)
         assert seq.num_computed_tokens == len(seq.token_ids)
         assert len(seq.block_table) == self.manager.tables.num_entries(seq.num_computed_tokens)
 

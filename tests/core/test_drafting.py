@@ -7,8 +7,18 @@ import pytest
 from scripted import Simulation
 
 from pagedcli.bench.oracle import Oracle
-from pagedcli.core.drafting import EveryGuess, GuessesThatPay, Room
-from pagedcli.core.drafts import NgramDrafter
+from pagedcli.core.drafting import (
+    LEAST_CHANCE,
+    NUM_LATEST,
+    STEPS_KNOWN,
+    EveryGuess,
+    GuessesThatPay,
+    Room,
+    _Chances,
+    _class_of,
+    _StepTimes,
+)
+from pagedcli.core.drafts import Draft, NgramDrafter
 from pagedcli.core.sequence import Sequence
 from pagedcli.sampling_params import SamplingParams
 
@@ -178,3 +188,93 @@ def test_tokens_are_the_same_with_it_and_the_steps_fewer():
     assert found == every == known
     assert sim.clock_ns.now_ns < 0.66 * plain.clock_ns.now_ns
     assert sim.stats.drafted["oracle"] > sim.stats.accepted["oracle"] * 0.9 > 100
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def sequence(seq_id=0, *, num_output=1, most=20):
+    seq = Sequence(seq_id, str(seq_id), [1], SamplingParams(max_tokens=most), max_new_tokens=most)
+    seq.token_ids += [1] * num_output
+    seq.num_computed_tokens = num_output
+    return seq
+
+
+def test_numbers_of_sequences_that_are_timed_together():
+    classes = [_class_of(num_seqs) for num_seqs in range(1, 70)]
+    assert classes[:16] == list(range(1, 17))
+    assert [classes[each - 1] for each in (17, 18, 31, 32, 35, 36, 63, 64, 69)] == [16, 18, 30, 32, 32, 36, 60, 64, 64]
+
+
+def test_a_guess_leaves_room_for_the_token_of_the_step():
+    assert [Room(99, 99).most(sequence(num_output=each)) for each in (1, 11, 12, 18, 19)] == [8, 8, 7, 1, 0]
+    assert Room(99, 5).most(sequence()) == 4
+    behind = sequence()
+    behind.num_behind_tokens = 2
+    assert Room(99, 5).most(behind) == 2
+
+
+def test_every_guess_is_cut_to_the_budget_of_the_step():
+    drafting = EveryGuess(Oracle({(str(i), 0): [1] * 20 for i in range(3)}))
+    for budget, counts in [(20, [8, 8, 4]), (16, [8, 8]), (3, [3]), (0, []), (-2, [])]:
+        chosen = drafting.choose([sequence(i) for i in range(3)], Room(budget, 99))
+        assert [(place, len(draft.token_ids)) for place, draft in chosen] == list(enumerate(counts))
+
+
+def test_times_are_medians_of_the_latest_and_between_them_lines():
+    times = _StepTimes(None)
+    times.add(3, 0, 100, 1)
+    assert times.plain_ns(3) is None  # the first step is no sample
+    times.add(3, 0, 130, 2)
+    assert times.plain_ns(3) == 100
+    for step in range(3, 3 + NUM_LATEST):
+        times.add(3, 0, 110, step)
+    assert (times.plain_ns(3), times.plain_ns(4)) == (110, None)
+    assert [times.with_guesses_ns(3, each, 110) for each in (1, 2)] == [110, None]  # a single guess is tried
+    times.add(3, 1, 120, 9)
+    assert (times.is_known(3, 1), times.is_known(3, 2), times.is_known(1, 1)) == (True, False, False)
+    assert [times.with_guesses_ns(3, each, 110) for each in (1, 2, 3, 4)] == [120, 130, 140, None]
+    times.add(3, 3, 220, 10)
+    assert [times.with_guesses_ns(3, each, 110) for each in (2, 4, 7)] == [130, 230, 260]  # the least slope
+    times.add(3, 7, 200, 11)
+    assert [times.with_guesses_ns(3, each, 110) for each in (6, 15, 16)] == [220, 200, None]  # more take no less
+    times.add(3, 1, 120, 10 + STEPS_KNOWN)
+    assert times.is_known(3, 3)
+    times.add(3, 1, 120, 11 + STEPS_KNOWN)
+    assert [times.is_known(3, each) for each in (0, 1, 3, 7)] == [True, True, False, True]
+    times.add(3, 1, 120, 12 + STEPS_KNOWN)
+    assert not times.is_known(3, 7)
+
+
+def test_steps_of_long_ago_count_no_more():
+    times = _StepTimes(None)
+    for step, took_ns in [(1, 500), (2, 500), (3 + STEPS_KNOWN, 100)]:
+        times.add(1, 2, took_ns, step)
+    assert times.with_guesses_ns(1, 2, 0) == 100
+
+
+def test_what_is_known_of_the_machine_is_the_least_that_guesses_take():
+    times = _StepTimes(lambda num_tokens: 10.0 * num_tokens)
+    times.add(2, 0, 100, 1), times.add(2, 0, 100, 2)
+    assert times.with_guesses_ns(2, 1, 100) == 150
+
+
+def test_chances_are_those_of_the_run_and_of_the_sequence_and_fall_along_a_guess():
+    chances, seq, draft = _Chances(), sequence(), Draft([1] * 9, "own_text")
+    halves = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625]
+    assert chances.of(seq, draft) == halves  # below LEAST_CHANCE a guess ends
+    assert halves[-2] > LEAST_CHANCE > halves[-1]
+    chances.count(seq, "own_text", 3, 1)  # the first was right, the second wrong, the third is not known
+    first, second = 1.99 / 2.98, 0.99 / 2.98  # 0.99 * 1 + 1 and 0.99 * 1 of 0.99 * 2 + 1
+    other = chances.of(sequence(1), draft)
+    assert other[:3] == pytest.approx([first, first * second, first * second / 2])
+    own = [(1 + 2 * first) / 4, (1 + 2 * second) / 4, (1 + 2 * 0.5) / 4]  # its own two, and two of the run's average
+    assert chances.of(seq, Draft([1] * 3, "own_text")) == pytest.approx(
+        [own[0], own[0] * own[1], own[0] * own[1] * own[2]]
+    )
+    assert chances.of(seq, Draft([1], "answers")) == [0.5]
+    chances.count(seq, "own_text", 2, 2)
+    ratio = (0.9 * 1 + 2 + 2 * (0.99 * 1.99 + 1) / (0.99 * 2.98 + 1)) / (0.9 * 2 + 2 + 2)
+    assert chances.of(seq, Draft([1], "own_text")) == pytest.approx([ratio])
+    chances.forget(seq)
+    assert chances.of(seq, draft) == chances.of(sequence(1), draft)

@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, consumes, rule, run_state_machine_as_tes
 from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.eviction import POLICIES
+from pagedcli.core.eviction import POLICIES, sees_queue
 from pagedcli.core.prefixes import hash_block
 
 
@@ -41,6 +41,10 @@ class Pool:
         """The last token of each cached chain."""
         blocks = self.manager.blocks
         return "".join(sorted(chr(block.token_ids[0]) for block in blocks if block.prefix is not None))
+
+
+def test_only_next_use_sees_the_queue():
+    assert [name for name in (*POLICIES, "unknown") if sees_queue(name)] == ["next-use"]
 
 
 def test_lru_evicts_what_was_used_longest_ago():

@@ -3,7 +3,9 @@
 import pytest
 from scripted import Simulation
 
+from pagedcli.core.engine_core import FORWARD, SAMPLE, SCHEDULE, StepClock, _TimedEmit
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.limits import Limits
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.sampling_params import SamplingParams
 
@@ -85,6 +87,37 @@ def test_parts_of_a_run_are_added(same_pool):
     assert facts.undrafted == {"a grammar": 2}
     facts.add(RunFacts(), same_pool=same_pool)  # of an engine that has not started: it has no limits
     assert (facts.block_size, facts.max_num_seqs, facts.prefix_caching) == (4, 3, True)
+
+
+def test_facts_of_an_engine_begin_with_its_limits():
+    facts = RunFacts.of(Limits(block_size=4, num_blocks=9, max_num_seqs=3, num_state_slots=5))
+    assert (facts.block_size, facts.num_blocks, facts.max_num_seqs, facts.num_state_slots) == (4, 9, 3, 5)
+    assert facts.prefix_caching
+    facts = RunFacts.of(Limits(enable_prefix_caching=False))
+    assert (facts.num_blocks, facts.num_state_slots, facts.prefix_caching) == (0, 0, False)
+
+
+def test_time_of_a_step_is_that_of_its_phases_without_observers():
+    now_ns = 5
+
+    def pass_ns(num_ns):
+        nonlocal now_ns
+        now_ns += num_ns
+
+    observers = _TimedEmit(pass_ns, lambda: now_ns)
+    observers(1000)  # before the step
+    clock = StepClock(lambda: now_ns, observers)
+    for phase, num_ns in [(SCHEDULE, 10), (FORWARD, 20), (SAMPLE, 40), (FORWARD, 80)]:
+        pass_ns(7)
+        observers(300)
+        with clock.phase(phase):
+            pass_ns(num_ns)
+            observers(100)
+    assert (clock.phases_ns, clock.observer_ns) == ([10, 100, 40], 4 * 400)
+    unobserved = StepClock(lambda: now_ns, None)
+    with unobserved.phase(SAMPLE):
+        pass_ns(30)
+    assert (unobserved.phases_ns, unobserved.observer_ns) == ([0, 0, 30], 0)
 
 
 def finished(sim) -> dict[str, FinishedRequest]:

@@ -2,10 +2,13 @@
 
 import random
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import BLOCK_SIZES, DigestSet, PrefixRows, num_equal
+from pagedcli.core.prefixes import BLOCK_SIZES, DigestSet, PrefixRows, SeenPrefixes, num_equal
 
 
 def test_a_set_of_digests_has_each_once():
@@ -44,6 +47,33 @@ def test_rows_of_prefixes_keep_the_row_that_was_added(monkeypatch):
     assert known.num_known(digests[:3]) == 3
 
 
+@settings(max_examples=60, deadline=None)
+@given(seqs=st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from([None, "a"])), max_size=40))
+def test_what_was_seen_is_found_to_the_token_and_as_long_as_it_is_new(seqs):
+    seen, known = SeenPrefixes(), []  # known: salt, tokens, how many tokens were new up to here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 20)
+        for tokens, salt in seqs:
+            found = seen.add(tokens, salt)
+            num_new = known[-1][2] if known else 0
+            lengths = [
+                [num_equal(tokens, other) for own, other, end in known if own == salt and num_new - end < window]
+                for window in (20, num_new + 1)
+            ]
+            assert max(lengths[0], default=0) <= found <= max(lengths[1], default=0)
+            known.append((salt, tokens, num_new + len(tokens)))
+            assert seen.has_forgotten or found == max(lengths[1], default=0)
+
+
+def test_of_two_trees_the_older_one_is_forgotten(monkeypatch):
+    monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 4)
+    seen = SeenPrefixes()
+    assert (seen.add([1, 2]), seen.add([1, 2, 3]), seen.has_forgotten) == (0, 2, False)
+    assert (seen.add([5, 6]), seen.add([1, 2, 3, 4], look_back=False), seen.add([1, 2, 9])) == (0, 0, 2)
+    assert (seen.add([1, 2, 3, 4]), seen.has_forgotten) == (4, True)
+    assert (seen.add([5, 6, 7]), seen.add([7, 7]), seen.add([7, 7, 7])) == (0, 0, 2)
+
+
 def test_reports_compare_powers_of_two():
     assert list(BLOCK_SIZES) == [8, 16, 32, 64, 128, 256]
 
@@ -71,3 +101,18 @@ def test_entries_of_a_store_end_where_all_kinds_continue_and_where_blocks_can_be
     assert small.missing_entries(seq, {0, 1, 2}) == ([0], 1)
     assert small.missing_entries(seq, {0, 1, 2}, {1, 3}) == ([0], 1)
     assert small.missing_entries(seq, {0, 1, 2}, {2, 3}) == ([], 0)
+    groups = BlockManager(3, 2, windows=(None, None))
+    other = make_seq([1, 2, 3, 4, 5, 6, 7])
+    groups.lookup(other)
+    assert groups.missing_entries(other, range(6)) == ([0, 1], 1)
+
+
+@pytest.mark.parametrize(("eviction", "num_taken"), [("lru", 3), ("fifo", 1), ("prefix-lru", 1)])
+def test_cached_blocks_make_room_for_what_is_read_where_it_is_known_which_goes(eviction, num_taken):
+    manager = BlockManager(3, 2, eviction=eviction)
+    old = make_seq([8, 9, 8, 9])
+    prefill(manager, old)
+    manager.deallocate(old)
+    seq = make_seq([1, 2, 3, 4, 5, 6, 7], 1)
+    manager.lookup(seq)
+    assert manager.missing_entries(seq, {0, 1, 2}) == (list(range(num_taken)), num_taken)

@@ -77,7 +77,12 @@ def test_log_probabilities_are_asked_for_by_row():
     assert (row, count) == (0, 50)
     [(_, few)] = SamplingInput.of([sequence(temperature=0, beam_width=2)]).scored
     assert few < 50
-    assert not SamplingInput.of([sequence(temperature=0, beam_width=2)]).rows.temperature.any()
+    for likeliest in ({"temperature": 1, "beam_width": 2}, {"temperature": 0, "logprobs": 1, "top_k": 3}):
+        found = SamplingInput.of([sequence(**likeliest)])
+        assert [each.tolist() for each in found.rows] == [[0], [0], [0], [1], [0]]
+        assert not found.has_limits
+        assert not found.is_plain
+    assert not SamplingInput.of([sequence(temperature=0)], [0]).is_plain
 
 
 def test_changes_of_logits_name_their_rows_places_and_tokens():

@@ -39,6 +39,8 @@ def test_every_request_finishes_within_the_limits(
         preemption_policy=policy,
         min_prefill_tokens=least,
     )
+    num_first_used = []
+    sim.observe_work = lambda work: num_first_used.append(work.num_first_used)
     for tokens, max_new, n in requests:
         sim.add(tokens, max_new, n=n)
     while sim.has_unfinished_requests():
@@ -47,7 +49,8 @@ def test_every_request_finishes_within_the_limits(
         assert len(sim.scheduler.running) <= max_num_seqs
     assert all(0 < sum(new) <= budget for new in sim.executor.steps)
     assert all(max(new) <= (chunk or budget) for new in sim.executor.steps)
-    assert len(sim.seqs) == sum(n for _, _, n in requests)
+    assert sum(num_first_used) == sim.block_manager.pool.num_touched
+    assert [seq.seq_id for seq in sim.seqs] == list(range(sum(n for _, _, n in requests)))
     assert all(seq.num_output_tokens == seq.max_new_tokens for seq in sim.seqs)
     assert sim.block_manager.num_free_blocks == num_blocks
     assert sorted(sim.scheduler._free_rows) == list(range(max_num_seqs))
@@ -124,6 +127,17 @@ def test_law_of_hits(num_requests, shared, block_size):
     assert hits == (num_requests - 1) * (shared // block_size) * block_size
 
 
+def test_a_chunk_takes_what_is_free_before_it_waits():
+    sim = Simulation(9, max_num_batched_tokens=16, chunked_prefill_size=4, enable_prefix_caching=False)
+    sim.add([1, 1], 3), sim.add([2, 2], 3)
+    sim.add([3] * 12, 1)
+    for _ in range(3):
+        sim.step()
+    assert sim.executor.steps == [[2, 2, 4], [1, 1, 4], [1, 1, 2]]  # one block is left, two would be needed
+    sim.run()
+    assert sim.stats.num_preemptions == 0
+
+
 def test_beams_without_room_leave_the_whole_budget_to_the_queue_and_no_more():
     sim = Simulation(5, 4, max_num_batched_tokens=4)
     sim.add(range(8), 7)
@@ -131,3 +145,13 @@ def test_beams_without_room_leave_the_whole_budget_to_the_queue_and_no_more():
     sim.add(range(100, 104), 3)
     sim.run()
     assert max(sum(new) for new in sim.executor.steps) == 4
+
+
+def test_beams_take_a_token_each_of_the_budget_and_leave_the_rest():
+    sim = Simulation(40, max_num_batched_tokens=6)
+    sim.add([1, 2], params=SamplingParams(max_tokens=6, beam_width=2, temperature=0))
+    sim.step()
+    sim.add([3] * 12, 1)
+    for _ in range(3):
+        sim.step()
+    assert sim.executor.steps == [[2], [1, 1, 4], [1, 1, 4], [1, 1, 4]]

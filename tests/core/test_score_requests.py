@@ -151,6 +151,8 @@ class ScoreMachine(RuleBasedStateMachine):
             steps += 1
             assert steps < 500, "the scheduler makes no progress"
         assert not self.open
+        num_recomputed = self.checker.state.num_recomputed_tokens
+        assert self.engine.stats.num_recomputed_tokens == num_recomputed or self.engine.runs_ahead
         assert self.engine.block_manager.num_free_blocks == 7
         assert not self.engine.scheduler.contexts
 

@@ -14,8 +14,10 @@ from test_core import alone, drafts, happenings, limits, oracle, plain, play, re
 from trace_harness import EventList
 
 from pagedcli.bench.oracle import Oracle
+from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache import make_cache
 from pagedcli.core.limits import Limits
+from pagedcli.core.states import CheckpointPlan, CheckpointPolicy
 from pagedcli.errors import ConfigError, RequestError
 from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, DraftChecked, RequestWaiting
 from pagedcli.sampling_params import SamplingParams
@@ -380,3 +382,63 @@ def test_checkpoints_that_are_made_dropped_and_read_are_counted():
     assert facts.num_checkpoints == len(num_made) > 5
     assert facts.num_dropped_checkpoints == len(num_dropped) > 2
     assert facts.num_checkpoint_hits == sum(event.checkpoint_tokens > 0 for event in lookups) > 0
+
+
+def prompt(letters, seq_id=0, *, num_context=None, num_groups=1):
+    """A sequence of blocks of two equal tokens, and one token more."""
+    seq = make_seq([ord(letter) for letter in letters for _ in range(2)] + [0], seq_id)
+    seq.num_prompt_tokens, seq.num_context_tokens = len(seq.token_ids), num_context
+    BlockManager(9, 2, windows=(None,) * num_groups).extend_prefixes(seq)
+    return seq
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_prompts_branch_where_those_that_wait_leave_them(num_groups):
+    plan = CheckpointPlan(CheckpointPolicy.named("branches"), 2, num_groups)
+    first, *others = (
+        prompt(letters, seq_id, num_groups=num_groups) for seq_id, letters in enumerate(("ABC", "ABD", "AE"))
+    )
+    assert plan.stops(first, 0) == []
+    for waiting in (first, *others):
+        plan.expect(waiting)
+    assert [plan.stops(first, begin) for begin in range(4)] == [[1, 2], [2], [], []]
+    assert [plan.is_expected(plan.prefix(first, span).hash) for span in (1, 2, 3)] == [True] * 3
+    plan.forget(first)
+    assert [plan.is_expected(plan.prefix(first, span).hash) for span in (1, 2, 3)] == [True, True, False]
+    assert plan.stops(first, 0) == [1, 2]
+    plan.announce(first, [1, 2])
+    assert [[plan.is_coming(each, begin) for begin in (0, 1, 2)] for each in others] == [
+        [True, True, False], [True, False, False],
+    ]  # fmt: skip
+    assert [plan.is_stop(first, span) for span in (1, 2, 3)] == [True, True, False]
+    plan.passed(first, 1)
+    assert [plan.is_coming(each, 0) for each in others] == [True, False]
+    plan.announce(others[1], [1])
+    plan.withdraw(first)
+    assert [plan.is_coming(each, 0) for each in others] == [True, True]
+    plan.passed(others[1], 1)
+    assert not plan._coming
+    for waiting in others:
+        plan.forget(waiting)
+    assert not plan._num_waiting
+    again = prompt("ABCD", 7, num_groups=num_groups)
+    plan.expect(again)
+    assert plan.stops(first, 0) == [3]  # all of its blocks
+
+
+def test_checkpoints_at_the_end_and_at_intervals_are_before_the_last_token():
+    end, every = (CheckpointPlan(CheckpointPolicy.named(name), 2, 1) for name in ("end", "3"))
+    seq, context = prompt("ABCDE"), prompt("ABCDE", num_context=7)
+    assert [end.stops(seq, first) for first in (0, 4, 5)] == [[5], [5], []]
+    assert [every.stops(seq, first) for first in (0, 1, 3, 4)] == [
+        [1, 3, 4],
+        [3, 4],
+        [4],
+        [],
+    ]  # after 3, 6 and 9 tokens
+    assert [end.stops(context, 0), every.stops(context, 0)] == [[3], [1, 3]]
+    assert [end.last_readable(each) for each in (seq, context, prompt("", num_context=3))] == [5, 3, 1]
+    seq.token_ids.pop()
+    assert end.last_readable(seq) == 4  # the last token is computed
+    policies = [CheckpointPolicy.named(name) for name in ("branches", "end", "3")]
+    assert [each.reason for each in policies] == ["branch", "end", "interval"]

@@ -210,3 +210,9 @@ def test_a_prompt_of_which_nothing_is_there_is_not_left(tmp_path):
     seq = make_seq(range(6))
     assert cache.restore(seq, cache.lookup(seq)).num_disk_tokens == 0
     assert store.facts.num_left == 0
+
+
+def test_a_block_larger_than_a_file_has_one_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.core.store.FILE_BYTES", 1)
+    written(tmp_path, chained(range(6)))
+    assert [len(file.head.sizes) for file in ContentFolder(tmp_path).files()[0]] == [1, 1, 1]

@@ -158,7 +158,7 @@ class FoldMachine(RuleBasedStateMachine):
         num_right = data.draw(st.integers(0, room))
         user.token_ids += [1] * num_right
         if room:
-            self.manager.keep_accepted(user, room, num_right, None)
+            self.manager.keep_accepted(user, room, num_right, None, num_again=0)
         self.emit(TokensSampled((user.seq_id,)))
         user.token_ids.append(0)
 

@@ -36,7 +36,7 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
         num_prompt + max_new_tokens - 1,
         width,
         chunk=limits.chunk_size,
-        shares_prompt=width > 1 and _shares_prompts(limits),
+        shares_prompt=_shares_prompts(limits),
     )
     if limits.num_blocks is not None and needed > limits.num_blocks:
         raise RequestError(
@@ -85,7 +85,7 @@ def room_for(limits: Limits, num_prompt: int, width: int) -> int:
     room = limits.max_model_len - num_prompt
     if limits.num_blocks is not None:
         tables = limits.tables
-        shared = tables.prompt_blocks(num_prompt) if width > 1 and _shares_prompts(limits) else 0
+        shared = tables.prompt_blocks(num_prompt) if _shares_prompts(limits) else 0
         own = (limits.num_blocks - shared) // width
         # the last generated token is never written to the cache
         room = min(room, tables.longest(shared + own, limits.chunk_size, limits.max_model_len) - num_prompt + 1)

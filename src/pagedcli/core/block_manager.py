@@ -309,7 +309,7 @@ class BlockManager:
         num_accepted: int,
         token_ids: tuple[int, ...] | None,
         *,
-        num_again: int = 0,
+        num_again: int,
     ) -> None:
         """A step has computed guessed tokens after the computed ones, and so many of them were right: count these as
         computed, release the blocks of the others, and mark the blocks full that the right ones fill. `token_ids`: of
@@ -519,7 +519,7 @@ class BlockManager:
     def _leading_blocks(self, seq: CacheUser, first: int) -> list[int | None]:
         """The cached blocks equal to the sequence's full spans from number `first` on, up to the first miss."""
         block_ids: list[int | None] = []
-        for index in range(first * self.num_groups, min(len(seq.prefixes), self._num_asked(seq) * self.num_groups)):
+        for index in range(first * self.num_groups, self._num_asked(seq) * self.num_groups):
             block_id = self._cached_block_id(seq, index)
             if block_id is None:
                 break
@@ -541,8 +541,8 @@ class BlockManager:
         groups, most = range(self.num_groups), len(seq.token_ids) - 1
         found: list[int | None] = []  # entries of the table, None: not cached
         in_a_row = [0] * self.num_groups
-        num_spans, first_seen = 0, [0] * self.num_groups  # the hit so far
-        for span in range(min(len(seq.prefixes) // self.num_groups, self._num_asked(seq))):
+        num_spans, first_seen = 0, list[int]()  # the hit so far
+        for span in range(self._num_asked(seq)):
             found += [self._cached_block_id(seq, span * self.num_groups + group) for group in groups]
             in_a_row = [0 if found[span * self.num_groups + group] is None else in_a_row[group] + 1 for group in groups]
             num_computed = min((span + 1) * self.block_size, most)

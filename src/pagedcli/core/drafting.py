@@ -299,7 +299,7 @@ class _StepTimes:
 def _class_of(num_seqs: int) -> int:
     """Numbers of sequences whose steps are timed together: up to 16 each alone, then eight between powers of two."""
     shift = max(0, num_seqs.bit_length() - 4)
-    return num_seqs >> shift << shift if num_seqs > 16 else num_seqs
+    return num_seqs >> shift << shift
 
 
 class _Chances:

@@ -132,7 +132,7 @@ class EngineCore:
             max_new_tokens, params, targets = 0, SCORING, Targets.of_context(len(token_ids), continuations)
             token_ids += [] if targets.together else continuations[0][:-1]
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
-            cache_salt = f"{cache_salt or ''} prompt_logprobs {self._next_seq_id}"
+            cache_salt = f" prompt_logprobs {self._next_seq_id}"
         request = Request(make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes)
         request.continuations = continuations
         seq = self._new_sequence(
@@ -593,8 +593,8 @@ class StepClock:
         self.phases_ns = [0, 0, 0]
         self._clock_ns = clock_ns
         self._emit = emit
-        self._observed_ns = 0 if emit is None else emit.num_ns  # observer time up to this step
-        self._phase = self._since_ns = 0
+        self._observed_ns = 0
+        self._observed_ns = self.observer_ns  # up to this step
 
     @property
     def observer_ns(self) -> int:

@@ -114,9 +114,7 @@ class TableShape:
         """Most blocks that a sequence holds in a group at once while it grows to so many tokens, at most `chunk` per
         step."""
         whole, window = blocks_for(num_tokens, self.block_size), self.windows[group]
-        if window is None:
-            return whole
-        return min(whole, (self._reach(window) + chunk - 3) // self.block_size + 2)
+        return whole if window is None else min(whole, self._most_in_window(window, chunk))
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """most_in_group of all groups together."""
@@ -126,18 +124,15 @@ class TableShape:
 
     def most_in_windows(self, chunk: int) -> int:
         """Most blocks that a sequence of any length holds at once in the groups with a window."""
-        groups = (group for group, window in enumerate(self.windows) if window is not None)
-        return sum(self.most_in_group(group, 2**62, chunk) for group in groups)
+        return sum(self._most_in_window(window, chunk) for window in self.windows if window is not None)
 
     def blocks_of_request(
         self, num_prompt: int, num_tokens: int, num_seqs: int, *, chunk: int, shares_prompt: bool = True
     ) -> int:
         """Most blocks that the sequences of a request hold at once while each grows to num_tokens. Several sequences
         share the full blocks of their prompt, to their end in layers without a window, if prefixes are cached."""
-        most = self.most_blocks(num_tokens, chunk)
-        if num_seqs == 1:
-            return most
-        return num_seqs * most - (num_seqs - 1) * self.prompt_blocks(num_prompt) * shares_prompt
+        num_shared = self.prompt_blocks(num_prompt) if shares_prompt else 0
+        return num_seqs * self.most_blocks(num_tokens, chunk) - (num_seqs - 1) * num_shared
 
     def prompt_blocks(self, num_prompt: int) -> int:
         """Full blocks of a prompt in layers without a window."""
@@ -165,6 +160,9 @@ class TableShape:
     def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
         """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
         return _longest(self, num_blocks, chunk, limit)
+
+    def _most_in_window(self, window: int, chunk: int) -> int:
+        return (self._reach(window) + chunk - 3) // self.block_size + 2
 
     def _reach(self, window: int) -> int:
         """Tokens before and including the current one whose blocks are kept."""

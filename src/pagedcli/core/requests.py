@@ -71,10 +71,7 @@ class Request:
         """Whether all its sequences have ended, those not yet started included; of a context, whether it is scored."""
         if self.continuations is None:
             return not self.num_unfinished
-        if self.error is not None:
-            return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
-        context, *forks = self.targets
-        return len(forks) == len(context.of_forks(self.continuations)) and all(each.is_done for each in self.targets)
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
 
     @property
     def targets(self) -> list[Targets]:
@@ -118,11 +115,12 @@ class Request:
 
     def _metrics(self) -> RequestMetrics:
         first = self.seqs[0]
-        finished_s = first.finished_s if first.finished_s is not None else first.arrived_s
+        admitted_s, first_token_s, finished_s = first.admitted_s, first.first_token_s, first.finished_s
+        assert admitted_s is not None, "it has run"
+        assert first_token_s is not None, "its prompt was computed"
+        assert finished_s is not None, "it has ended"
         if self.continuations is not None:
-            finished_s = max(seq.finished_s or finished_s for seq in self.seqs)
-        first_token_s = first.first_token_s if first.first_token_s is not None else finished_s
-        admitted_s = first.admitted_s if first.admitted_s is not None else finished_s
+            finished_s = max(seq.finished_s for seq in self.seqs if seq.finished_s is not None)
         later_tokens = first.num_output_tokens - 1
         return RequestMetrics(
             queued_s=admitted_s - first.arrived_s,
@@ -205,13 +203,17 @@ class Forks:
                 self.forget(request)
 
     def recover(self) -> None:
-        """The steps in flight have failed: contexts without scores are computed again."""
-        self._computed = [seq for seq in self._computed if seq.targets is not None and seq.targets.is_done]
+        """The steps in flight have failed: contexts without scores are computed again. Those of which the continuations
+        were being queued end, as these are queued by now."""
+        scored = [seq for seq in self._computed if seq.targets is not None and seq.targets.is_done]
+        self._computed = [seq for seq in scored if not seq.forks]
 
     def advance_beams(self, request: Request, now_s: float, new_sequence: NewSequence) -> list[Sequence]:
         """Continue the beams of a request, which all have candidates, with the tokens that its search chooses.
         Returns them, best first, with a finish reason if the search has ended."""
         search = request.search = request.search or BeamSearch(request.seqs[0])
+        finished, num_seqs = search.finished.copy(), len(request.seqs)
+        prefixes = [(beam, beam.prefixes) for beam in search.beams]
 
         def start(parent: Sequence) -> Sequence:
             beam = _new_sample(request, new_sequence)
@@ -221,7 +223,14 @@ class Forks:
             assert forked, "a beam search starts only with room for all its beams"
             return beam
 
-        return search.step(now_s, start=start, replace=self._scheduler.replace)
+        try:
+            return search.step(now_s, start=start, replace=self._scheduler.replace)
+        except BaseException:  # the beams are as they were: once they are computed again, the same step follows
+            search.finished, search.ended = finished, None
+            del request.seqs[num_seqs:]
+            for beam, own in prefixes:  # perhaps another's, whose tokens it would have got
+                beam.prefixes = own
+            raise
 
 
 def _new_fork(request: Request, targets: Targets, new_sequence: NewSequence) -> Sequence:

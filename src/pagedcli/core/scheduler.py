@@ -168,8 +168,8 @@ class Scheduler:
                 work.num_behind += seq.num_behind_tokens
             num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
             num_left = len(seq.token_ids) + num_pending - num_computed
-            if not num_left or (num_pending and seq.ends_when_read):
-                pass
+            if not num_left or (num_pending and seq.num_tokens >= seq.max_num_tokens):
+                pass  # nothing is left, or a pending token is the last one
             elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.group is None:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
                     if manager.has_windows:
@@ -184,7 +184,7 @@ class Scheduler:
                 self._append(seq, num_new, work)
                 budget -= num_new
             elif work.waits_for_tokens:
-                return 0  # this one and the younger ones skip a step: none has a pending token then
+                break  # this one and the younger ones skip a step: none has a pending token then
         return budget
 
     def _add_drafts(self, work: ScheduledStep, drafting: Drafting) -> None:
@@ -301,17 +301,15 @@ class Scheduler:
         num_reused = self.cache.reuse_more(seq)
         if num_reused:
             seq.synced_blocks = min(seq.synced_blocks, num_synced)
-            if not seq.num_preemptions:
+            if not (seq.num_preemptions or seq.sample_index):
                 seq.num_cached_prompt_tokens += num_reused
-                if not seq.sample_index:
-                    self._facts.num_cached_tokens += num_reused
+                self._facts.num_cached_tokens += num_reused
         return num_reused
 
     def _num_fitting_tokens(self, seq: Sequence) -> int:
-        """Tokens that fit into the sequence's own blocks and the free ones."""
+        """Tokens that fit into the sequence's own blocks and the free ones, less a copy of its last one if it needs it.
+        Not above 0: none."""
         manager = self.block_manager
-        if manager.num_append_blocks(seq, 0) > manager.num_free_blocks:  # needs a copy first
-            return 0
         num_blocks = len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)
         room = num_blocks // manager.num_groups * manager.block_size
         return min(room, seq.num_tokens) - seq.num_computed_tokens
@@ -353,7 +351,7 @@ class Scheduler:
     def _admit_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
         """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
         manager = self.block_manager
-        num_rows = self._num_rows if self.waiting else 0
+        num_rows = self._num_rows
         while self.waiting:
             if work.num_preempted or work.waits_for_tokens:
                 return "preemption"  # it would take the blocks that were just freed
@@ -426,13 +424,12 @@ class Scheduler:
             in_memory = hit.num_memory_tokens(self.limits.block_size)
             shared = max(self._seen.add(seq.token_ids, seq.cache_salt), in_memory)
         self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared)
-        if not seq.num_preemptions:
-            seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
-        if is_first and self.cache.store is not None and not seq.is_private:
-            self._facts.num_disk_tokens += hit.num_disk_tokens or 0
-            self.cache.offer(seq, hit)
         if is_first:
+            seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
             self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
+            if not seq.is_private:
+                self._facts.num_disk_tokens += hit.num_disk_tokens or 0
+                self.cache.offer(seq, hit)
 
     def _next_waiting(self) -> Sequence:
         """The first in the queue, but groups before all others where some of them run and wait for the rest. So only
@@ -504,8 +501,6 @@ class Scheduler:
         """Start a continuation from its context. Returns how many of its tokens this step computes."""
         self.waiting.remove(seq)
         self.cache.fork(context, seq)
-        if not seq.num_preemptions:
-            seq.num_cached_prompt_tokens = context.num_tokens
         self._start(seq)
         if not _num_waiting_forks(context):
             self._drop_context(context)
@@ -525,7 +520,6 @@ class Scheduler:
             self.cache.expect(child, first=True)
             return False
         self.cache.fork(parent, child)
-        child.num_cached_prompt_tokens = parent.num_prompt_tokens
         self._start(child)
         return True
 
@@ -569,8 +563,8 @@ class Scheduler:
             seq.drop_computed()
             seq.block_table, seq.row = [], None
             seq.state_read = seq.state_write = None
-        for context in self.contexts:
-            context.drop_forks()
+        for seq in seqs:
+            seq.drop_forks()
         self.running, self.contexts = [], []
         self._num_grouped = self._num_scoring = 0
         self.waiting.extendleft(reversed(requeued))

@@ -99,7 +99,7 @@ class Sequence:
     # the next step computes them once more. Their K and V are in the cache
     num_behind_tokens: int = 0
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
-    num_cached_prompt_tokens: int = 0  # prompt tokens cached at the first admission
+    num_cached_prompt_tokens: int = 0  # of the first of a request, prompt tokens cached at its first admission
     num_disk_tokens: int | None = None  # the part read from the prefix store; None: it uses none
     num_writable_tokens: int = 0  # see core.block_manager.CacheUser
     state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
@@ -147,11 +147,6 @@ class Sequence:
     def num_rows(self) -> int:
         """Sequences that may run because this one does: a group needs room for all of it at once."""
         return self.params.beam_width or 1 if self.group is None else 1
-
-    @property
-    def ends_when_read(self) -> bool:
-        """Whether a pending token reaches the sequence's length limit."""
-        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_num_tokens
 
     @property
     def is_unread(self) -> bool:
