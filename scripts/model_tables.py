@@ -79,10 +79,10 @@ def native() -> str:
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
         state = next((layer.recurrent.name for layer in spec.layers if layer.recurrent is not None), "none")
-        facts = (on_cpu, family.config.windows, state, _split(spec))
+        facts = (on_cpu, family.config.windows, state, "no" if spec.head is None else "read", _split(spec))
         rows.append((f"`{model_type}`", family.architecture, *facts))
-    head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
-    return _table(head, rows)
+    kept = ("sliding windows", "layers with a state", "MTP head")
+    return _table(("model_type", "architecture", "on a CPU", *kept, "tensor parallel"), rows)
 
 
 # Of checkpoints with recurrent layers: the fields that decide their sizes

@@ -14,8 +14,9 @@ OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
-Speculation = Literal["off", "ngram", "auto"]
-DraftSource = Literal["own_text", "answers", "grammar", "oracle"]  # of guessed tokens; oracle: a benchmark that knows
+Speculation = Literal["off", "ngram", "mtp", "auto"]
+# of guessed tokens; oracle: a benchmark that knows
+DraftSource = Literal["own_text", "answers", "grammar", "mtp", "oracle"]
 FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
@@ -32,6 +33,7 @@ DRAFT_WORDS: dict[DraftSource, str] = {
     "own_text": "their own text",
     "answers": "finished answers",
     "grammar": "their grammar",
+    "mtp": "the model's MTP head",
     "oracle": "one who knows",
 }
 WAITING_WORDS: dict[str, str] = {  # by WaitingReason

@@ -29,6 +29,8 @@ def guess_note(
     from pagedcli.planning.step_time import why_rows_are_dear
 
     asked = decision.config.speculation
+    if decision.plan.speculation == "mtp":
+        return "speculation: mtp; how many of its guesses are right shows only the run: counted as if there were none"
     guessing = decide(
         msgspec.structs.replace(decision.config, speculation="auto"), decision.spec, decision.machine
     ).plan

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
-from pagedcli.core.drafts import Draft, Drafter, NgramDrafter, draft_of
+from pagedcli.core.drafts import Draft, Drafter, HeadDrafter, NgramDrafter, draft_of
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
 from pagedcli.events import DraftSource, Speculation
@@ -51,6 +51,7 @@ class Drafting(Protocol):
     """Decides what steps check."""
 
     drafter: Drafter
+    head: HeadDrafter | None  # the drafter, if it needs the model's head
 
     def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
         """The places of sequences of a step, and what it guesses of each."""
@@ -75,6 +76,7 @@ class EveryGuess:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.head = drafter if isinstance(drafter, HeadDrafter) else None
 
     def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
         chosen: list[tuple[int, Draft]] = []
@@ -110,6 +112,8 @@ class GuessesThatPay:
     pay what they save, and wrong ones, looking for guesses and trying again are paid from it. While it is empty,
     nothing is guessed: so a run loses no more than that share, however wrong the guesses are.
     """
+
+    head: HeadDrafter | None = None
 
     def __init__(
         self, drafter: Drafter, *, clock_ns: Callable[[], int], least_ns: Callable[[int], float] | None = None
@@ -349,5 +353,7 @@ def make_drafting(
             return None
         case "ngram":
             return EveryGuess(NgramDrafter())
+        case "mtp":
+            return EveryGuess(HeadDrafter())
         case "auto":
             return GuessesThatPay(NgramDrafter(one_more=False), clock_ns=clock_ns, least_ns=least_ns)

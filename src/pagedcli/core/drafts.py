@@ -1,5 +1,5 @@
-"""Drafts: guesses of a sequence's next tokens, from its own text, from the answers of sequences that have finished, and
-from its grammar.
+"""Drafts: guesses of a sequence's next tokens, from its own text, from the answers of sequences that have finished, by
+the model's head, and from its grammar.
 
 Used by the scheduler, which has them checked in an ordinary step; needs no torch. A wrong guess costs time and nothing
 else: what a sequence generates does not depend on its drafts.
@@ -9,6 +9,7 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Guide, Sequence, TokenMask
 from pagedcli.events import DraftSource
 
@@ -134,6 +135,31 @@ class NgramDrafter:
             self._newer.extend(token_ids)
             num_read += len(token_ids)
         self._num_unread -= num_read
+
+
+class HeadDrafter:
+    """Drafts what the model's head guessed when the last token was sampled (Sequence.ahead): one token more than was
+    right of the last draft."""
+
+    def __init__(self) -> None:
+        self._num_right: dict[int, int] = {}  # by seq_id, of the last draft
+
+    def num_ahead(self, seq: Sequence) -> int:
+        """Tokens to guess after the one that is sampled next."""
+        if seq.no_drafts is not None:
+            return 0
+        num_left = seq.max_num_tokens - seq.num_tokens - 2  # the step that checks them adds one in any case
+        return min(MOST_DRAFTED, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1, num_left)
+
+    def draft(self, seq: Sequence, most: int) -> Draft | None:
+        token_ids = list(seq.ahead[:most])
+        return Draft(token_ids, "mtp") if token_ids else None
+
+    def checked(self, seq: Sequence, num_accepted: int) -> None:
+        self._num_right[seq.seq_id] = num_accepted
+
+    def ended(self, seq: Sequence) -> None:
+        self._num_right.pop(seq.seq_id, None)
 
 
 # ---------------------------------------------------------------------- grammars

@@ -352,7 +352,7 @@ class EngineCore:
 
     def _append(self, step: "LaunchedStep", tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
-        now_s, logprobs = self._now_s(), tokens.logprobs
+        now_s, logprobs, guesses = self._now_s(), tokens.logprobs, tokens.guesses
         searches: dict[str, Request] = {}  # requests with new candidates for their beams
         for row, seq, token_id in step.rows_that_count(tokens.token_ids):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
@@ -370,6 +370,8 @@ class EngineCore:
                 continue
             if logprobs and row in logprobs:
                 seq.logprobs.append(logprobs[row])
+            if guesses is not None:
+                seq.ahead = guesses.get(row, ())
             if not sampled or sampled[-1] is not seq:
                 sampled.append(seq)
             try:

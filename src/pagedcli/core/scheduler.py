@@ -12,6 +12,7 @@ import pagedcli.events as ev
 from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
 from pagedcli.core.drafting import Drafting, Room
+from pagedcli.core.drafts import HeadDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import SeenPrefixes
@@ -38,6 +39,8 @@ class ScheduledStep:
     scores_targets: bool = False  # sequences with targets run
     drafted: list[Sequence] = field(default_factory=list)  # sequences whose draft it checks
     num_behind: int = 0  # further tokens, which it computes once more: see Sequence.num_behind_tokens
+    # most tokens that the model's head guesses of each sequence, after what the step samples; None: it does not run
+    num_ahead: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -214,6 +217,19 @@ class Scheduler:
                 self._emit(ev.TokensDrafted(*zip(*of_each, strict=True)))
             for seq in work.drafted:
                 self.cache.add_draft(seq)
+        if drafting.head is not None:
+            work.num_ahead = self._num_ahead(work, drafting.head)
+
+    def _num_ahead(self, work: ScheduledStep, head: HeadDrafter) -> list[int]:
+        """See ScheduledStep. As many as the next step can check, if it computes the sequences that run now."""
+        room = min(self.limits.max_num_batched_tokens, self.limits.most_sampled) - len(self.running)
+        found = []
+        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+            is_sampled = seq.targets is None and seq.num_logits(seq.num_computed_tokens + num_new) > 0
+            most = min(room, self.chunk_size - 1, head.num_ahead(seq)) if is_sampled else 0
+            found.append(max(0, most))
+            room -= found[-1]
+        return found
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""

@@ -59,6 +59,14 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadInput:
+    """What the model's head needs to guess tokens."""
+
+    next_ids: Ints  # [T] int64, the token after each of the step's; -1: the step samples it, or nothing follows
+    num_guesses: Ints  # [B] int64, most tokens to guess of each sequence, after those that the step samples
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step: T new tokens of B sequences, of which R rows get logits."""
 
@@ -81,6 +89,7 @@ class StepInput:
     state_writes: Ints | None = None  # [B] int32, slot of its state after the step; no other sequence uses it then
     # [B] int32, number of rows up to the last one of each sequence that its state sees: no guess. None: all of them
     state_ends: Ints | None = None
+    head: HeadInput | None = None  # None: nothing is guessed by it
 
     @property
     def num_seqs(self) -> int:
@@ -285,6 +294,7 @@ class StepTokens:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by row, where requested, and of all beams
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
+    guesses: Mapping[int, list[int]] | None = None  # by row, of the model's head; None: it did not run
 
 
 class TokensToRead(Protocol):
@@ -343,6 +353,7 @@ class StepBuilder:
             "copies": tuple(work.copies),
             "state_reads": state_reads,
             "state_writes": state_writes,
+            "head": None if work.num_ahead is None else HeadInput(_next_ids(work), _integers(work.num_ahead)),
         }
         if work.is_decode:
             return self._decode(seqs, source_rows, of_seqs), seqs
@@ -463,6 +474,16 @@ def _input_ids(work: ScheduledStep) -> Ints:
         first = seq.num_computed_tokens
         chunk = seq.token_ids[first - seq.num_behind_tokens : first + num_new]
         ids += [*chunk, *seq.draft] or [0]  # only the single token of a decode can be pending
+    return np.array(ids, dtype=np.int64)
+
+
+def _next_ids(work: ScheduledStep) -> Ints:
+    """See HeadInput."""
+    ids: list[int] = []
+    for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+        first, end = seq.num_computed_tokens - seq.num_behind_tokens, seq.num_computed_tokens + num_new
+        known = seq.token_ids[first + 1 : end + 1]
+        ids += known + [-1] * (end - first - len(known))
     return np.array(ids, dtype=np.int64)
 
 

@@ -4,9 +4,13 @@ Free of torch."""
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pagedcli.errors import ModelError
+from pagedcli.models.config_json import read_json
 
 # How names began before transformers 4.52 in models that see images, which their publishers still write
 _RENAMED = {
@@ -59,12 +63,32 @@ class _Stored:
         return True
 
 
+def has_tensors(folder: Path, begin: str, body: str) -> bool:
+    """Whether tensors with names that begin so are stored, or nothing is known of any, as the files are not there.
+    `body`: see todays_name."""
+    names = _stored_names(folder)
+    return not names or any(todays_name(name, body).startswith(begin) for name in names)
+
+
+def _stored_names(folder: Path) -> list[str]:
+    """By the index, where there is one and not all is in one file: files may be many, or not there yet."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        with suppress(ModelError):  # loading the weights is refused with the reason
+            found = read_json(index).get("weight_map")
+            return list(found) if isinstance(found, dict) else []
+    return [name for file in _files(folder) for name, _ in _tensors(file)]
+
+
+def _files(folder: Path) -> list[Path]:
+    file = folder / "model.safetensors"
+    return [file] if file.is_file() else sorted(each for each in folder.glob("*.safetensors") if each.is_file())
+
+
 def has_own_head(folder: Path) -> bool:
     """Whether the output layer is stored with other numbers than the embedding table: transformers then ties neither,
     whatever config.json says. False for files that cannot be read: loading them is refused with the reason."""
-    file = folder / "model.safetensors"
-    files = [file] if file.is_file() else sorted(each for each in folder.glob("*.safetensors") if each.is_file())
-    stored = {todays_name(name): tensor for file in files for name, tensor in _tensors(file)}
+    stored = {todays_name(name): tensor for file in _files(folder) for name, tensor in _tensors(file)}
     heads = [tensor for name, tensor in stored.items() if _HEAD.fullmatch(name)]
     tables = [tensor for name, tensor in stored.items() if _TABLE.fullmatch(name) and not _HEAD.fullmatch(name)]
     return bool(tables) and any(not any(map(head.equals, tables)) for head in heads)

@@ -7,6 +7,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -18,7 +19,9 @@ from pagedcli.events import CacheGroup
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.packed_layers import PackedLayer
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
+from pagedcli.models.blocks import DraftHead
+from pagedcli.models.decoder import Builder as TorchBuilder
+from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits, vector_bytes
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.latent_blocks import NORM_EPS
 from pagedcli.models.mixers.attention import Attention
@@ -31,7 +34,7 @@ from pagedcli.models.parameters import decoder_parameters, unread_tensors
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import LayerSpec, layer_groups
 from pagedcli.models.stacking import UnreadTensors
-from pagedcli.models.tensors import linear_formats
+from pagedcli.models.tensors import Parameter, linear_formats
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import (
@@ -81,8 +84,8 @@ _NORMS = (
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
-    def __init__(self, request: DecoderRequest, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]) -> None:
-        """Packs the weights and removes each from `tensors`. `formats`: see parameters.linear_formats."""
+    def __init__(self, request: DecoderRequest, tensors: UnreadTensors, parameters: Mapping[str, Parameter]) -> None:
+        """Packs the weights and removes each from `tensors`."""
         spec = request.spec
         self.spec = spec
         note = request.weight_format.note(request.dtype, "cpu")
@@ -95,19 +98,27 @@ class CpuDecoder:
         self._layer_bytes: list[int] = []  # from one layer's cache to the next one's, in each group
         self._backends = [request.backend.of(self.attention_layers[group.layers[0]]) for group in self._groups]
         self._functions = bind(load_library().functions)
+        formats = linear_formats(parameters)
         build = _Builder(request, tensors, formats)
         self._embedding, self._lm_head = build.tables()
         self._model = build.model()
         self._kept = build.kept
         self.weight_bytes = build.weight_bytes  # all weights as stored in memory, shared ones counted once
+        self.head: DraftHead | None = None
+        if spec.uses_head:
+            of_head = TorchBuilder(request, spec, tensors, formats)
+            of_head.tables_of = build.tables_of
+            self.head = of_head.head(partial(_embed, self._embedding, self._lm_head))
+            first = f"layers.{spec.num_layers}."
+            own = {key: each for key, each in parameters.items() if key.startswith(("head.", first))}
+            self.weight_bytes += of_head.linear_bytes + vector_bytes(own, request.dtype)
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
-        late, embedding = batch.late, self._embedding
+        late = batch.late
         groups, _kept = self._group_steps(batch, late, kv_cache)
-        residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
-        residual = scaled_embedding(residual, self.spec)
+        residual = scaled_embedding(_embed(self._embedding, self._lm_head, input_ids), self.spec)
         out = residual if late is None else torch.empty((late.wanted.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
         late_positions = positions if late is None else positions.index_select(0, late.tokens)
@@ -169,6 +180,11 @@ class CpuDecoder:
         return scaled_logits(self._lm_head(hidden), self.spec)
 
 
+def _embed(embedding: Tensor | None, lm_head: NativeLinear, token_ids: Tensor) -> Tensor:
+    """Rows [T, E] of the embedding; None: it is read from the output layer."""
+    return lm_head.weight_rows(token_ids) if embedding is None else embedding.index_select(0, token_ids)
+
+
 class _Builder(Parts):
     """Builds the structs."""
 
@@ -210,8 +226,9 @@ class _Builder(Parts):
         attending = [i for i, layer in enumerate(spec.layers) if layer.mixer.attends]
         for number, group in enumerate(layer_groups(spec.attention_layers)):
             for place, index in enumerate(group.layers):
-                layers[attending[index]].group, layers[attending[index]].place = number, place
-        for index, mixer in zip(attending, spec.attentions, strict=True):
+                if index < len(attending):  # the head's layer is not among them
+                    layers[attending[index]].group, layers[attending[index]].place = number, place
+        for index, mixer in zip(attending, spec.attentions, strict=False):
             if mixer.source is not None:
                 source = layers[attending[mixer.source]]
                 layers[index].group, layers[index].place = source.group, source.place
@@ -508,6 +525,6 @@ def load(request: DecoderRequest) -> CpuDecoder:
     source = open_weights(request.path, request.load_format, request.seed, spec)
     parameters = decoder_parameters(spec, request.weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
-    decoder = CpuDecoder(request, tensors, linear_formats(parameters))
+    decoder = CpuDecoder(request, tensors, parameters)
     decoder.notes += source.notes
     return decoder

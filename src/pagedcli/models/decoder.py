@@ -27,6 +27,7 @@ from pagedcli.models.blocks import (
     BesideState,
     Body,
     Branch,
+    DraftHead,
     Experts,
     ExpertsBesideMlp,
     GatedMlp,
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 class Decoder:
     """A native CausalLM (see models.base)."""
 
+    head: DraftHead | None = None  # nothing is guessed here
+
     __slots__ = (
         "_backend",
         "_branches",
@@ -85,17 +88,12 @@ class Decoder:
         parameters: Mapping[str, Parameter],
     ) -> None:
         """`spec`, `tensors` and `parameters` are those of this rank; `tensors` is emptied."""
-        build = _Builder(request, spec, tensors, linear_formats(parameters))
+        build = Builder(request, spec, tensors, linear_formats(parameters))
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
         if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
             self.notes += (note,)
         self.notes += rope_notes(spec.rope, request.max_model_len)
-        vectors = sum(
-            math.prod(parameter.shape) * (kept_dtype(parameter, request.dtype) or request.dtype).itemsize
-            for key, parameter in parameters.items()
-            if parameter.stored is VECTOR
-        )
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
@@ -104,7 +102,7 @@ class Decoder:
         num_early = build.num_early_branches
         self._branches, self._late_branches = branches[:num_early], branches[num_early:]
         self._first_late = sum(layer.mixer.attends for layer in spec.layers[: spec.last_keeper])
-        self.weight_bytes = vectors + table_bytes + build.linear_bytes
+        self.weight_bytes = vector_bytes(parameters, request.dtype) + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
@@ -132,6 +130,12 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
         return scaled_logits(self._lm_head(hidden), self.spec)
+
+
+def vector_bytes(parameters: Mapping[str, Parameter], dtype: torch.dtype) -> int:
+    """Bytes of norms and biases in a model of `dtype`."""
+    vectors = (each for each in parameters.values() if each.stored is VECTOR)
+    return sum(math.prod(each.shape) * (kept_dtype(each, dtype) or dtype).itemsize for each in vectors)
 
 
 def scaled_embedding(rows: Tensor, spec: ModelSpec) -> Tensor:
@@ -163,7 +167,7 @@ class Parts:
         formats: Mapping[str, LayerFormat],
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
-        self._tables: dict[tuple[RopeSpec, int], Tensor] = {}
+        self.tables_of: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding and head size -> rope_table
         self._query_scales: dict[RopeSpec, Tensor | None] = {}
 
     def norm(self, key: str) -> Tensor | None:
@@ -254,11 +258,11 @@ class Parts:
 
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """The table of a rotary embedding, one for all layers that have it."""
-        if (rope, head_dim) not in self._tables:
+        if (rope, head_dim) not in self.tables_of:
             request = self._request
             table = rope_table(rope, head_dim, request.max_model_len, dtype=request.dtype)
-            self._tables[rope, head_dim] = table.to(request.device)
-        return self._tables[rope, head_dim]
+            self.tables_of[rope, head_dim] = table.to(request.device)
+        return self.tables_of[rope, head_dim]
 
     def query_scales(self, rope: RopeSpec) -> Tensor | None:
         """What queries are multiplied by at each position, one tensor for all layers; None: by 1."""
@@ -269,7 +273,10 @@ class Parts:
         return self._query_scales[rope]
 
 
-class _Builder(Parts):
+_HEAD_NORMS = ("head.embedding_norm", "head.hidden_norm")
+
+
+class Builder(Parts):
     """Builds the layers in torch."""
 
     def __init__(
@@ -324,20 +331,9 @@ class _Builder(Parts):
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
         spec, norm_after, factor = self._spec, None, 1.0
         branches: list[Branch] = []
-        for index, layer in enumerate(spec.layers):
+        for index in range(spec.num_layers):
             key = f"layers.{index}"
-            mixer = self._mixer(layer.mixer, self._place(index), key)
-            if layer.beside is not None:
-                place = sum(each.recurrent is not None for each in spec.layers[:index])
-                mixer = BesideState(self._place(index), mixer, self._mixer(layer.beside, place, f"{key}.beside"))
-            bodies: dict[str, Body] = {"input_norm": mixer}
-            if layer.mlp is not None:
-                bodies["mlp_norm"] = self._mlp(layer.mlp, key)
-            if layer.norms == "shared":
-                bodies = {"input_norm": BesideMlp(self._place(index), *bodies.values())}
-            if spec.layer_inputs is not None:
-                bodies["layer_input"] = self._layer_input(index, key, ACTIVATIONS[spec.layer_inputs.activation])
-            for name, body in bodies.items():
+            for name, body in self._bodies(index).items():
                 norm = f"{key}.{name}"
                 branches.append(Branch(self._join(norm_after, factor, norm), body))
                 if index == spec.last_keeper and name == "input_norm":
@@ -347,9 +343,47 @@ class _Builder(Parts):
                 factor = scalar.item()
         return branches, self._join(norm_after, factor, "final_norm")
 
+    def head(self, embed: Callable[[Tensor], Tensor]) -> DraftHead:
+        """What guesses tokens. `embed`: token ids [T] -> the rows of the model's embedding [T, E]."""
+        index, embedding_norm, hidden_norm = self._spec.num_layers, *map(self.norm, _HEAD_NORMS)
+        assert embedding_norm is not None, "every head norms what it sees"
+        assert hidden_norm is not None, "every head norms what it sees"
+        branches, norm_after = list[Branch](), None
+        for name, body in self._bodies(index).items():
+            norm = f"layers.{index}.{name}"
+            branches.append(Branch(self._join(norm_after, 1.0, norm), body))
+            norm_after = self.norm(f"{norm}_after")
+        return DraftHead(
+            embed=embed,
+            embedding_norm=embedding_norm,
+            hidden_norm=hidden_norm,
+            eps=self._spec.norm.eps,
+            projection=self.linear("head.projection"),
+            branches=branches,
+            last=self._join(norm_after, 1.0, "head.norm"),
+            backend=self._request.backend,
+            attention_layers=self._spec.attention_layers,
+        )
+
+    def _bodies(self, index: int) -> dict[str, Body]:
+        """What each branch of a layer computes, by the norm before it."""
+        spec, layer, key = self._spec, self._spec.loaded_layers[index], f"layers.{index}"
+        mixer = self._mixer(layer.mixer, self._place(index), key)
+        if layer.beside is not None:
+            place = sum(each.recurrent is not None for each in spec.layers[:index])
+            mixer = BesideState(self._place(index), mixer, self._mixer(layer.beside, place, f"{key}.beside"))
+        bodies: dict[str, Body] = {"input_norm": mixer}
+        if layer.mlp is not None:
+            bodies["mlp_norm"] = self._mlp(layer.mlp, key)
+        if layer.norms == "shared":
+            bodies = {"input_norm": BesideMlp(self._place(index), *bodies.values())}
+        if spec.layer_inputs is not None:
+            bodies["layer_input"] = self._layer_input(index, key, ACTIVATIONS[spec.layer_inputs.activation])
+        return bodies
+
     def _place(self, index: int) -> int:
         """The number of a layer among those that attend, or among those that keep a state, as it does."""
-        attends = [layer.mixer.attends for layer in self._spec.layers[: index + 1]]
+        attends = [layer.mixer.attends for layer in self._spec.loaded_layers[: index + 1]]
         return attends.count(attends[-1]) - 1
 
     def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> LayerInput:

@@ -16,7 +16,7 @@ from pagedcli.models.config_json import Ids, Size
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec, read_rope_spec
-from pagedcli.models.spec import LayerInputs, LayerSpec, Mixer, NormPlaces, Recurrent, Scales
+from pagedcli.models.spec import DraftHead, LayerInputs, LayerSpec, Mixer, NormPlaces, Recurrent, Scales
 from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
 ATTENDS = frozenset({"full_attention", "attention"})  # entries of layer_types, new and old name
@@ -174,6 +174,15 @@ class Llama:
                 layer = replace(layer, mixer=replace(layer.attention, rope=ropes[i], window=windows[i]))
             found.append(layer)
         return tuple(found)
+
+    def head(self, names: TensorNames) -> DraftHead | None:
+        """What guesses tokens, if the checkpoint has it. `names`: those of the model's tensors."""
+        return None
+
+    def head_layer(self, number: int) -> LayerSpec:
+        """The layer of such a head: one that attends."""
+        mixer = replace(self.attention(number), rope=self.rope())
+        return LayerSpec(mixer=mixer, mlp=self.mlp(number), norms=self.norm_places, number=number)
 
     def mixer(self, i: int) -> Mixer:
         """What mixes the tokens of a layer."""

@@ -36,9 +36,10 @@ def decoder_parameters(
     if spec.head_bias:
         parameters["lm_head.bias"] = Parameter({"lm_head.bias": (spec.vocab_size,)}, stored=VECTOR)
     parameters |= _layer_inputs(spec, make)
-    for i in range(spec.num_layers) if layers is None else layers:
-        parameters |= _layer(spec, spec.layers[i], make, f"layers.{i}", num_experts)
-    return parameters
+    loaded = spec.loaded_layers
+    for i in range(len(loaded)) if layers is None else layers:
+        parameters |= _layer(spec, loaded[i], make, f"layers.{i}", num_experts)
+    return parameters | _head(spec, make)
 
 
 def unread_tensors(spec: ModelSpec, weight_format: WeightFormat) -> frozenset[str]:
@@ -56,8 +57,19 @@ def _name(spec: ModelSpec, number: int) -> str:
     return f"{spec.names.body}.layers.{number}"
 
 
+def _head(spec: ModelSpec, make: Tensors) -> dict[str, Parameter]:
+    """What a head that is used has besides its layer."""
+    if spec.head is None or not spec.uses_head:
+        return {}
+    head = spec.head
+    norms = {"embedding_norm": head.embedding_norm, "hidden_norm": head.hidden_norm, "norm": head.norm}
+    found = {key: each for part, name in norms.items() for key, each in make.layer_norm(f"head.{part}", name).items()}
+    return found | make.linear("head.projection", {head.projection: make.width}, 2 * make.width)
+
+
 def _layer(spec: ModelSpec, layer: LayerSpec, make: Tensors, key: str, num_experts: int | None) -> dict[str, Parameter]:
-    name = _name(spec, layer.number)
+    is_head = spec.head is not None and layer is spec.head.layer
+    name = spec.head.name if spec.head is not None and is_head else _name(spec, layer.number)
     mlp_name = name if layer.mlp_number is None else _name(spec, layer.mlp_number)
     norms, found = _NORMS[layer.norms], dict[str, Parameter]()
     if spec.names.branch_norms is not None:

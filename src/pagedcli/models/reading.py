@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import has_own_head
+from pagedcli.models.checkpoint_files import has_own_head, has_tensors
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
@@ -27,7 +27,9 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     if is_gguf(path):
         return _gguf_spec(path)
     spec = _folder_spec(path, trust_remote_code)
-    return replace(spec, tie_word_embeddings=spec.tie_word_embeddings and not has_own_head(path))
+    has_head = spec.head is not None and has_tensors(path, f"{spec.head.projection}.", spec.names.body)
+    is_tied = spec.tie_word_embeddings and not has_own_head(path)
+    return replace(spec, tie_word_embeddings=is_tied, head=spec.head if has_head else None)
 
 
 def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
@@ -97,6 +99,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         layers = fields.layers()
     except ModelError as error:
         raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
+    names = nested_names(fields.tensor_names) if family.text is not None else fields.tensor_names
     return ModelSpec(
         model_type=model_type,
         architecture=family.architecture,
@@ -107,7 +110,8 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         norm=fields.norm,
         scales=fields.scales,
         layer_inputs=fields.layer_inputs,
-        names=nested_names(fields.tensor_names) if family.text is not None else fields.tensor_names,
+        names=names,
+        head=fields.head(names),
         tie_word_embeddings=fields.tie_word_embeddings,
         head_bias=fields.head_bias,
         max_position_embeddings=max(fields.max_position_embeddings, _stretched_length(layers)),

@@ -58,7 +58,7 @@ def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> We
     if load_format == "dummy":
         return DummyWeights(seed)
     alternating = spec.experts is not None and spec.experts.alternating
-    return CheckpointWeights(path, spec.names, alternating=alternating)
+    return CheckpointWeights(path, replace(spec.names, skipped=spec.skipped), alternating=alternating)
 
 
 class DummyWeights:

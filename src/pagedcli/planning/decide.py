@@ -51,6 +51,24 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
 
     Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
+    decision = _decide(config, _with_head(config, spec), machine, rank)
+    if decision.spec.uses_head and decision.plan.speculation == "off":  # the head is not loaded
+        return _decide(config, replace(spec, uses_head=False), machine, rank)
+    return decision
+
+
+def _with_head(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """The spec with its head, if that is to guess. Raises: ConfigError if there is none."""
+    if config.speculation == "mtp" and spec.head is None:
+        raise ConfigError(
+            f"speculation is mtp, but {config.model} has no MTP head that pagedcli knows",
+            hint="use --speculation auto, which guesses from texts",
+        )
+    return replace(spec, uses_head=config.speculation == "mtp" and config.tensor_parallel_size == 1)
+
+
+def _decide(config: EngineConfig, spec: ModelSpec, machine: Machine, rank: int) -> Decision:
+    """See decide. `spec` says whether the head is used."""
     max_model_len = resolve_max_model_len(config, spec)
     check_length(spec, max_model_len)
     whole = spec.within(max_model_len)

@@ -232,6 +232,9 @@ def activation_bytes(
     if spec.experts is not None:
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
         workspace += rows * itemsize * (spec.experts.each.width + spec.hidden_size)
+    if spec.uses_head:  # in torch: both inputs and their norms, side by side and projected; then q, k and v, twice
+        inputs = 6 * itemsize + 2 * ITEMSIZE["float32"]
+        workspace += step.num_tokens * (inputs * spec.hidden_size + 2 * itemsize * widest.qkv_size)
     return workspace + max(hidden, sampling)
 
 

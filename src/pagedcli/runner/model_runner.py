@@ -16,6 +16,7 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.core.step_input import SamplingInput, StepBuilder, StepInput
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState, RunnerSpec
+from pagedcli.runner.guesser import Guesser, Seen
 from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
 
 
@@ -28,6 +29,8 @@ class ModelRunner:
         self.limits = spec.limits
         self.state = DeviceState.allocate(spec)
         self.graphs: DecodeGraphs | None = None
+        head = spec.model.head
+        self._guesser = None if head is None else Guesser(spec.model, head, self.state, self.limits)
         self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
 
     @property
@@ -55,7 +58,10 @@ class ModelRunner:
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
             return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
-        return self._sample(logits, scores, sampling)
+        sampled = self._sample(logits, scores, sampling)
+        if self._guesser is not None and step.head is not None:
+            sampled.guesses = self._guesser.guess(step, step.head, sampled.token_ids, sampling.logits_rows)
+        return sampled
 
     @torch.inference_mode()
     def launch_model(self, step: StepInput) -> Callable[[SamplingInput], SampledTokens]:
@@ -117,6 +123,8 @@ class ModelRunner:
         input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self.state.upload([*arrays, *optional])
         if step.source_rows is not None:
             input_ids = self.state.resolve_ids(input_ids, rest.pop(0))
+        # the head needs the hidden states of all tokens
+        late = None if step.head is not None else LateTokens.of(step.cu_q, step.logits_rows, self.state.upload)
         batch = self.state.batch(
             table_rows,
             slots,
@@ -126,12 +134,17 @@ class ModelRunner:
             max_new=step.max_new,
             cu_q_host=step.cu_q.tolist(),
             num_tokens_host=step.num_tokens.tolist(),
-            late=LateTokens.of(step.cu_q, step.logits_rows, self.state.upload),
+            late=late,
             state_reads=rest.pop(0) if step.state_reads is not None else None,
             state_writes=rest.pop(0) if step.state_writes is not None else None,
             state_ends=rest.pop(0) if step.state_ends is not None else None,
         )
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
+        if self._guesser is not None and step.head is not None:
+            self._guesser.seen = Seen(batch, positions, hidden)
+            if step.logits_rows is not None:
+                [rows] = self.state.upload([step.logits_rows])
+                hidden = hidden.index_select(0, rows)
         if batch.late is not None and hidden.shape[0] != batch.late.wanted.shape[0]:
             hidden = hidden.index_select(0, batch.late.rows)
         return hidden

@@ -70,6 +70,7 @@ class SampledTokens:
         self._scored = sampling.scored
         self._download = Download([token_ids, *logprobs])
         self.prompt_scores: PromptScores | None = None  # scores of the prompts in the same step
+        self.guesses: dict[int, list[int]] | None = None  # see StepTokens
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +94,8 @@ class SampledTokens:
                     tokens[row] = None
         if kernels.INVALID in tokens:
             tokens = [None if token_id == kernels.INVALID else token_id for token_id in tokens]
-        return StepTokens(tokens, found, *(() if self.prompt_scores is None else self.prompt_scores.read()))
+        prompts, targets = ([], []) if self.prompt_scores is None else self.prompt_scores.read()
+        return StepTokens(tokens, found, prompts, targets, self.guesses)
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens") -> SampledTokens:

@@ -17,7 +17,7 @@ from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import LayerSpec, NormPlaces, Scales
+from pagedcli.models.spec import DraftHead, LayerSpec, NormPlaces, Scales
 from pagedcli.models.tensors import TensorNames
 
 StepLimit = float | dict[str, str]  # {"__float__": "Infinity"} is transformers' infinity
@@ -33,12 +33,28 @@ class Qwen3_5(Hybrid):
     linear_value_head_dim: Size = 128
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
+    mtp_num_hidden_layers: int = 1
+    mtp_use_dedicated_embeddings: bool = False
 
     biases = ATTENTION_BIAS
     partial_rope = True
     qk_norm = "heads"
     norm_style = OFFSET_NORMS
     names = TensorNames(skipped=("mtp.",))
+
+    def head(self, names: TensorNames) -> DraftHead | None:
+        count = self.mtp_num_hidden_layers
+        if count < 1 or self.mtp_use_dedicated_embeddings:
+            return None
+        return DraftHead(
+            layer=self.head_layer(0),
+            name="mtp.layers.0",
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            projection="mtp.fc",
+            norm="mtp.norm",
+            unread=("mtp.embed_tokens.", "mtp.lm_head.", *(f"mtp.layers.{i}." for i in range(1, count))),
+        )
 
     def attending(self) -> Sequence[int]:
         interval = max(1, self.full_attention_interval)

@@ -68,9 +68,10 @@ class GgufWeights:
         return UnreadTensors({key: partial(read, parameter) for key, parameter in parameters.items()})
 
     def _check_names(self, expected: set[str], allowed: set[str]) -> None:
-        """Layers after the last one only predict further tokens."""
+        """Layers after the last one only predict further tokens: of these, only what is expected is read."""
         layers, tensors = self._orders.num_layers, self._header.tensors
         found = {name for name in tensors if not name.startswith("blk.") or _layer(name) < layers}
+        found |= expected & tensors.keys()
         if missing := sorted(expected - found):
             others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise self._header.error(f"tensor {missing[0]!r} is missing{others}", "download the file again")

@@ -1,0 +1,211 @@
+"""Tokens guessed by a model's MTP head: what it computes, that guesses of a head that knows are right, and that none
+changes a bit."""
+
+import pytest
+import torch
+from bit_settings import by_default
+from engine_harness import make_engine, ragged_prompts
+from gguf_conversions import converted
+from model_zoo import cached_model
+from mtp_models import HEAD_FAMILIES, ReferenceHead, model_with_head
+from quick import slow_but
+from safetensors.torch import load_file
+
+from pagedcli.cli.plan_guesses import guess_note
+from pagedcli.config import EngineConfig
+from pagedcli.errors import ConfigError
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.check import TraceChecker
+from pagedcli.trace.state import PoolState
+from pagedcli.views.whole_run import guess_words
+
+ROOMY = {"max_model_len": 128, "num_gpu_blocks_override": 200, "max_num_seqs": 64}
+TINY = {"max_model_len": 96, "num_gpu_blocks_override": 9, "chunked_prefill_size": 7, "max_num_seqs": 24}
+PROMPTS = ragged_prompts(6, vocab_size=100)
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20, logprobs=3),
+    SamplingParams(temperature=0.5, seed=1, max_tokens=20, logprobs=4, top_k=30, n=3),
+    SamplingParams(temperature=0.3, seed=2, max_tokens=18, logprobs=1, prompt_logprobs=2),
+    SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2, logprobs=2, ignore_eos=True),
+    SamplingParams(beam_width=2, n=2, max_tokens=6),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes models of a family, each once."""
+
+    def make(family, branches=None):
+        path = tmp_path_factory.getbasetemp() / "mtp" / f"{family}-{branches}"
+        return path if path.is_dir() else model_with_head(family, path, branches=branches)
+
+    return make
+
+
+def outcome(path, *, speculation="mtp", params=KINDS, **config):
+    """Tokens, ends and log-probabilities of every sample, and the engine."""
+    checker, rebuilt = TraceChecker(), PoolState()
+
+    def emit(event):
+        checker.apply(event)
+        rebuilt.apply(event)
+
+    engine = make_engine(path, emit=emit, trace_tokens=True, speculation=speculation, seed=5, **config)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, params[i % len(params)])
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        running = engine.scheduler.running
+        engine.cache.check(running)
+        assert {seq.seq_id: seq.block_table for seq in running} == {
+            seq.seq_id: seq.block_table for seq in rebuilt.seqs.values() if seq.block_table
+        }
+    checker.result(())
+    found = {
+        (each.request_id, sample.index): (
+            sample.token_ids, sample.finish_reason, [(one.logprob, one.top) for one in sample.logprobs or ()]
+        )
+        for each in outputs.values()
+        for sample in each.samples
+    }  # fmt: skip
+    return found, engine
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
+def test_guesses_are_those_of_the_published_formula(family, folder):
+    path = folder(family)
+    reference, prompt = ReferenceHead(path), PROMPTS[3]
+    engine = make_engine(path, speculation="mtp", chunked_prefill_size=7, **ROOMY)
+    computed, compute = [], engine.model.compute_logits
+    engine.model.compute_logits = lambda hidden: computed.append(compute(hidden)) or computed[-1]
+    engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    num_guesses, [seq] = [], engine.scheduler.waiting
+    while engine.has_unfinished_requests():
+        del computed[:]
+        engine.step()
+        if seq.ahead and seq.finish_reason is None:
+            expected = reference.logits(seq.token_ids, len(seq.ahead))
+            assert list(seq.ahead) == [each.argmax().item() for each in expected]
+            assert torch.allclose(torch.cat(computed[1:]), torch.stack(expected), atol=1e-4)
+            num_guesses.append(len(seq.ahead))
+    assert len(num_guesses) > 4
+    assert max(num_guesses) > 1
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
+def test_a_head_that_knows_what_follows_a_token_guesses_it(family, folder):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected, without = outcome(folder(family, 0.0), speculation="off", params=[params], **ROOMY)
+    found, engine = outcome(folder(family, 0.0), params=[params], **ROOMY)
+    assert found == expected
+    stats = engine.stats
+    assert stats.drafted["mtp"] == stats.accepted["mtp"] > 100
+    assert stats.num_steps < without.stats.num_steps / 2
+    assert guess_words(stats).endswith("from the model's MTP head")
+
+
+def same_as_without(path, limits, **config):
+    expected, _ = outcome(path, speculation="off", **ROOMY, **config)
+    found, engine = outcome(path, **{**limits, **config})
+    assert found == expected
+    stats = engine.stats
+    assert by_default(0 < stats.accepted["mtp"] < stats.drafted["mtp"])
+    assert by_default(limits is ROOMY or stats.num_preemptions > 0)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("limits", [pytest.param(ROOMY, marks=pytest.mark.slow), TINY], ids=["roomy", "tiny"])
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
+def test_tokens_and_log_probabilities_are_the_same_bits(family, limits, folder):
+    same_as_without(folder(family, 0.1), limits)
+
+
+SETTINGS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "blocks of 1": {"block_size": 1, "num_gpu_blocks_override": 2000},
+    "blocks of 64": {"block_size": 64},
+    "no prefixes": {"enable_prefix_caching": False},
+    "few at once": {"max_num_seqs": 2},
+}
+
+
+@pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_every_setting_keeps_its_bits(family, setting, folder):
+    if (family, setting) == ("deepseek_v3", "int8 cache"):
+        pytest.skip("latents are not kept as int8")
+    path, limits = folder(family, 0.1), {**ROOMY, **SETTINGS[setting]}
+    expected, _ = outcome(path, speculation="off", **limits)
+    found, engine = outcome(path, **limits)
+    assert found == expected
+    assert by_default(engine.stats.accepted["mtp"] > 0)
+
+
+def decision(path, **config):
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32", max_num_seqs=4, max_model_len=64, **config)
+    return decide(config, read_spec(path), this_machine())
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
+def test_the_head_counts_in_the_plan_only_where_it_guesses(family, folder):
+    path = folder(family)
+    off, mtp = (decision(path, speculation=each) for each in ("off", "mtp"))
+    assert decision(path, speculation="ngram").footprint == off.footprint
+    names = load_file(path / "model.safetensors")
+    own = [name for name in names if name.startswith(("mtp.", f"model.layers.{off.spec.num_layers}."))]
+    tables = ("embed_tokens.weight", "shared_head.head.weight")
+    count = sum(names[name].numel() for name in own if not name.endswith(tables))
+    assert mtp.footprint.parameters - off.footprint.parameters == count
+    assert mtp.plan.block_bytes > off.plan.block_bytes
+    assert LLMEngine(mtp.config).plan.weight_bytes == mtp.footprint.num_bytes
+    note = guess_note(mtp, None, None, knows_answers=True, forecast=None)
+    assert note is not None
+    assert note.startswith("speculation: mtp; how many of its guesses are right shows only the run")
+
+
+def test_a_model_without_a_head_is_refused_by_name(tmp_path_factory):
+    path = cached_model("qwen3_5", tmp_path_factory)
+    with pytest.raises(ConfigError, match="has no MTP head") as caught:
+        decision(path, speculation="mtp")
+    assert "--speculation auto" in str(caught.value.hint)
+
+
+def test_where_nothing_can_be_guessed_the_head_is_not_loaded(folder):
+    path = folder("qwen3_5")
+    plan = decision(path, speculation="mtp", attention_backend="sdpa").plan
+    assert plan.speculation == "off"
+    assert "attention backend sdpa" in plan.no_drafts
+    assert plan.block_bytes == decision(path, attention_backend="sdpa").plan.block_bytes
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], ["qwen3_5", "glm4-moe"]))
+def test_the_head_of_a_gguf_file_guesses_as_that_of_its_folder(family, folder, tmp_path):
+    path = folder(family, 0.1)
+    spec, stored = read_spec(path), load_file(path / "model.safetensors")
+    head, shift = spec.head, float(family.startswith("qwen"))  # which files have added to norms
+    names = {"enorm": head.embedding_norm, "hnorm": head.hidden_norm, "shared_head_norm": head.norm}
+
+    def with_head(tensors, writer):
+        writer.add_nextn_predict_layers(1)
+        begin = f"blk.{spec.num_layers}.nextn"
+        tensors[f"{begin}.eh_proj.weight"] = stored[f"{head.projection}.weight"].numpy()
+        tensors |= {f"{begin}.{part}.weight": stored[f"{name}.weight"].numpy() + shift for part, name in names.items()}
+
+    file = converted(path / "deep", tmp_path / "model.gguf", change=with_head)
+    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
+    expected, engine = outcome(path, params=params, **ROOMY)
+    found, of_file = outcome(file, params=params, **ROOMY)
+    assert {key: each[0] for key, each in found.items()} == {key: each[0] for key, each in expected.items()}
+    assert of_file.stats.drafted == engine.stats.drafted
+    assert of_file.stats.accepted == engine.stats.accepted
+    assert engine.stats.accepted["mtp"] > 0
