@@ -58,10 +58,6 @@ _SMALL = {
 # Where published checkpoints differ from their class's defaults in what decides whether they run
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "bitnet": {"quantization_config": {"quant_method": "bitnet"}},  # microsoft/bitnet-b1.58-2B-4T
-    "laguna": {  # poolside/Laguna-XS-2.1
-        "layer_types": 10 * ["full_attention", *3 * ["sliding_attention"]],
-        "num_attention_heads_per_layer": 10 * [48, 64, 64, 64],
-    },
     "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},  # LiquidAI/LFM2-1.2B
     "minimax_m3_vl_text": {  # MiniMaxAI/MiniMax-M3, whose sparse layers have an index of their own
         "num_hidden_layers": 4,

@@ -46,7 +46,7 @@ Layer layer_at(int64_t place, int64_t positions) {
     layer.rope_table = numbers(positions * HEAD), layer.rotated = HEAD, layer.place = place;
     layer.qkv = linear((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), layer.attention_out = linear(HIDDEN, HEADS * HEAD);
     layer.gate_up = linear(2 * INNER, HIDDEN, true), layer.down = linear(HIDDEN, INNER);
-    layer.num_kv_heads = KV_HEADS, layer.head_dim = HEAD, layer.scalar = 1;
+    layer.num_heads = HEADS, layer.num_kv_heads = KV_HEADS, layer.head_dim = HEAD, layer.scalar = 1;
     return layer;
 }
 
@@ -70,7 +70,7 @@ int main(int count, char** words) {
     std::vector<Layer> layers;
     for (int64_t i = 0; i < LAYERS; i++) layers.push_back(layer_at(i, context));
     Model model = {};
-    model.dtype = BFLOAT16, model.num_layers = LAYERS, model.hidden_size = HIDDEN, model.num_heads = HEADS;
+    model.dtype = BFLOAT16, model.num_layers = LAYERS, model.hidden_size = HIDDEN;
     model.inner_size = INNER, model.gate = GATE_SILU, model.last_keeper = LAYERS - 1;
     model.eps = 1e-6, model.attention_scale = 0.088, model.residual_multiplier = 1;
     model.layers = layers.data(), model.final_norm = numbers(HIDDEN);

@@ -342,6 +342,22 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),
+    "laguna": (
+        "LagunaConfig",
+        {
+            **_EXPERTS,
+            **_WINDOWED,
+            **_SHARED,
+            **{"num_hidden_layers": 4, "head_dim": 16, "num_attention_heads_per_layer": [4, 8, 6, 8]},
+            "layer_types": ["full_attention", *3 * ["sliding_attention"]],
+            "moe_routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": _DEFAULT_ROPE,
+            },
+        },
+    ),
+    "laguna-elements": ("LagunaConfig", {**_EXPERTS, **_SHARED, "head_dim": 16, "gating": "per-element"}),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
@@ -421,6 +437,7 @@ DATA_FAMILIES = (
     *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "apertus", "ernie4_5-moe", "glm4-moe"),
     *LATENT_FAMILIES[2:],
     *("cohere2_moe", "cohere2_moe-rms", "solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe", "phimoe"),
+    *("laguna", "laguna-elements"),
     *("hunyuan", "starcoder2", "starcoder2-plain", "nemotron", "stablelm", "stablelm-parallel", "cohere", "cohere2"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)

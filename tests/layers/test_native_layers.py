@@ -12,8 +12,7 @@ from paged_harness import PagedHarness, paged_logits, ragged_sequences, transfor
 from quantized_zoo import gptq, quantized_twins
 
 from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.cpu import load as load_cpu
-from pagedcli.attention.select import select_backend
+from pagedcli.attention.select import load_backend, select_backend
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
 from pagedcli.models.cpu_decoder import CpuDecoder
 from pagedcli.models.formats import FORMATS
@@ -32,7 +31,7 @@ def _library():
 def load(path, *, dtype=torch.float32, block_size=16, **options):
     spec = read_spec(path)
     layers, heads = frozenset(spec.attention_layers), (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    backend = load_cpu(AttentionSpec(CPU, dtype, block_size, *heads, layers=layers))
+    backend = load_backend("cpu", AttentionSpec(CPU, dtype, block_size, *heads, layers=layers))
     options = {"max_model_len": 256, **options}
     return load_model(path, spec, backend=backend, dtype=dtype, device=CPU, **options), backend
 

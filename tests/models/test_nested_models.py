@@ -13,8 +13,8 @@ from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.attention.select import load_backend
 from pagedcli.errors import ModelError
 from pagedcli.models.blocks import query_scales
 from pagedcli.models.reading import read_spec
@@ -30,7 +30,7 @@ def loaded(path, backend_name):
     native_library()
     layers = frozenset(spec.attention_layers)
     attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim, layers=layers)
-    backend = load_cpu(attention) if backend_name == "cpu" else ReferenceAttention()
+    backend = load_backend("cpu", attention) if backend_name == "cpu" else ReferenceAttention()
     model = load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU, max_model_len=128)
     return model, backend
 

@@ -78,6 +78,8 @@ COMPOSED = [
         *LATENT_FAMILIES,
         "cohere2_moe",
         "cohere2_moe-rms",
+        "laguna",
+        "laguna-elements",
     )
 ]
 
@@ -116,6 +118,7 @@ def test_gemma_3_as_published_leaves_out_what_equals_a_default(tmp_path):
 
 BIASES = ("attention_bias", "attention_out_bias", "use_qkv_bias", "mlp_bias", "use_bias")
 BIASED = [*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *DATA_FAMILIES, "nemotron_h", "granite-hybrid", "lfm2"]
+BIASED = [family for family in BIASED if "laguna" not in family]  # with biases it is refused
 
 
 def biases(names):
@@ -145,6 +148,22 @@ def test_groups_of_experts_that_do_not_fit_are_refused(num_groups, num_kept, tmp
     config = json.loads((cached_model("deepseek_v3", tmp_path_factory) / "config.json").read_text())
     write(tmp_path, {**config, "n_group": num_groups, "topk_group": num_kept})
     with pytest.raises(ModelError, match=f"n_group is {num_groups} and topk_group {num_kept}, which do not fit"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_attention_heads_per_layer": [4, 8, 6]}, "num_attention_heads_per_layer is [4, 8, 6], not a multiple of"),
+        ({"num_attention_heads_per_layer": [4, 8, 5, 8]}, "num_key_value_heads 2 for each of 4 layers"),
+        ({"attention_bias": True}, "attention_bias is True, which is not supported"),
+        ({"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping is 30.0"),
+    ],
+)
+def test_laguna_with_what_its_layers_cannot_have_is_refused(fields, reason, tmp_path, tmp_path_factory):
+    config = json.loads((cached_model("laguna", tmp_path_factory) / "config.json").read_text())
+    write(tmp_path, config | fields)
+    with pytest.raises(ModelError, match=re.escape(reason)):
         read_spec(tmp_path)
 
 

@@ -56,6 +56,15 @@ def test_layers_with_a_window_count_what_is_in_it(floor):
         assert pairs(window) == pytest.approx(sum(seen))
 
 
+def test_each_layer_counts_its_own_query_heads(floor):
+    spec, counts = read_spec(shape_folder("qwen3-small")), iter(range(1, 100))
+    varied = spec.with_mixers(lambda mixer: replace(mixer, num_heads=next(counts) * mixer.num_kv_heads))
+    numbers = [StepFloor.of(each, floor.weights, MACHINE, kv_dtype="bfloat16").layers[0][2] for each in (varied, spec)]
+    heads = [sum(mixer.num_heads for mixer in each.attentions) for each in (varied, spec)]
+    assert numbers[0] * heads[1] == numbers[1] * heads[0]
+    assert heads[0] != heads[1]
+
+
 def test_tokens_that_several_sequences_read_count_once_but_never_less_than_those_of_one(floor):
     bytes_only = replace(floor, roofline=Roofline(1.0, 1e30))
     [(_, token_bytes, _)] = floor.layers

@@ -123,7 +123,7 @@ def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     assert (rope["full_attention"]["partial_rotary_factor"], rope["full_attention"]["rope_theta"]) == (0.25, 1e6)
     spec = read_spec(path)
-    assert {head_dim for _, head_dim in (mixer.heads for mixer in spec.attentions)} == {256, 512}
+    assert {mixer.head_dim for mixer in spec.attentions} == {256, 512}
     sequences, num_prompt = ragged_sequences()
     options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 32}
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
@@ -231,7 +231,7 @@ def test_on_cuda_it_runs_on_triton_and_backends_that_cannot_run_it_say_so(models
     gpu = described_gpu(80 * 2**30, capability=(9, 0))
     plan = decide(EngineConfig(model=str(path), device="cuda", dtype="bfloat16"), spec, gpu).plan
     assert (plan.backend, plan.refused, plan.no_graphs) == ("triton", (), None)
-    refusals = {"flash": "layers that differ in their key/value heads (1 of 64, 2 of 32)"}
+    refusals = {"flash": "layers that differ in their heads (4 over 1 of 64, 4 over 2 of 32)"}
     for name, reason in refusals.items():
         config = EngineConfig(model=str(path), device="cuda", dtype="bfloat16", attention_backend=name, block_size=256)
         with pytest.raises(BackendError, match=re.escape(reason)):

@@ -1,4 +1,5 @@
-"""Gemma 4 as on a GPU: Triton attention over blocks that lie apart, fused layers and grouped experts, in graphs."""
+"""Models whose layers differ in their heads as on a GPU: Triton attention over blocks that lie apart, fused layers and
+grouped experts, in graphs."""
 
 import pytest
 from engine_harness import run
@@ -15,6 +16,11 @@ WINDOW = 12
 KINDS = ["sliding_attention", "full_attention"]
 SIZES = {family: {"num_hidden_layers": 2, "layer_types": KINDS} for family in GEMMA4_FAMILIES}
 SIZES["gemma4-e2b"] = {"num_hidden_layers": 3, "layer_types": [*KINDS, "full_attention"], "num_kv_shared_layers": 1}
+SIZES["laguna"] = {
+    "num_hidden_layers": 3,
+    "layer_types": [*KINDS, KINDS[0]],
+    "num_attention_heads_per_layer": [8, 4, 6],
+}
 # the second begins as the first does; both pass the window
 PROMPTS = [[5 + i % 300 for i in range(length)] for length in (15, 18)]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -28,7 +34,7 @@ def make_engine(path, device, **config):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("family", GEMMA4_FAMILIES)
+@pytest.mark.parametrize("family", SIZES)
 def test_the_tokens_are_those_of_the_reference(family, tmp_path, gpu):
     path = tiny_model(family, tmp_path / "model", sliding_window=WINDOW, **SIZES[family])
     expected = run(make_engine(path, "cpu", attention_backend="reference"), PROMPTS, PARAMS)

@@ -79,7 +79,7 @@ def test_the_groups_of_a_trace_are_those_of_the_model(traced):
     kept = [number for number, layer in enumerate(spec.attention_layers) if layer.source is None]
     assert sorted(layer for group in state.started.groups for layer in group.layers) == kept
     for group in state.started.groups:
-        assert {spec.attentions[layer].heads for layer in group.layers} == {group.heads}
+        assert {spec.attentions[layer].heads.kept for layer in group.layers} == {group.heads}
         assert {spec.attentions[layer].window for layer in group.layers} == {group.window}
     assert len({group.heads for group in state.started.groups}) > 1
 

@@ -25,11 +25,13 @@ FAMILIES += (
     "mixtral",
     "olmoe",
     *GEMMA4_FAMILIES,
+    "laguna",
 )
 HYBRIDS = ("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "lfm2-moe", "bamba", "granite-hybrid")
 # windows shorter than the prompts, several groups of layers
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES = {"gemma2": WINDOWS, "gemma3": WINDOWS}
+SIZES["laguna"] = {**WINDOWS, "num_hidden_layers": 2, "num_attention_heads_per_layer": [8, 4]}
 SIZES |= {family: {**WINDOWS, "num_hidden_layers": 2} for family in GEMMA4_FAMILIES}
 SIZES["gemma4-e2b"] = {
     **WINDOWS, "num_hidden_layers": 3, "layer_types": [*WINDOWS["layer_types"], "full_attention"],

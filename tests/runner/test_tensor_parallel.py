@@ -30,7 +30,17 @@ from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.tensor_parallel import COLLECTIVE_TIMEOUT, WorkerFailure
 from pagedcli.sampling_params import SamplingParams
 
-SPLIT = ("qwen2-moe", "gemma3", "gpt_oss", "nemotron", "stablelm-parallel", "deepseek_v3", "phimoe", "apertus")
+SPLIT = (
+    "qwen2-moe",
+    "gemma3",
+    "gpt_oss",
+    "nemotron",
+    "stablelm-parallel",
+    "deepseek_v3",
+    "phimoe",
+    "apertus",
+    "laguna",
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +174,7 @@ def test_impossible_numbers_of_ranks_are_refused_with_the_reason(model, tmp_path
         shard_spec(read_spec(model), ParallelContext(0, 3))
     spec = read_spec(tiny_model("gemma4-26b", tmp_path))
     part = shard_spec(spec, ParallelContext(1, 4))
-    assert [mixer.heads for mixer in part.attentions] == [(1, 32), (1, 32), (1, 64)] * 2
+    assert [mixer.heads for mixer in part.attentions] == [(1, 1, 32), (1, 1, 32), (1, 1, 64)] * 2
     counts = iter((3, 2, 5) * 2)
     with pytest.raises(ConfigError, match="does not divide the model's 3 key/value heads, 5 key/value heads"):
         shard_spec(spec.with_mixers(lambda mixer: replace(mixer, num_kv_heads=next(counts))), ParallelContext(0, 2))

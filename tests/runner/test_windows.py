@@ -32,6 +32,7 @@ MODELS = {
     "starcoder2": ("starcoder2", {}),
     "cohere2": ("cohere2", {}),
     "vaultgemma": ("vaultgemma", {"num_hidden_layers": 4}),
+    "laguna": ("laguna", {}),
 }
 HARD = {"chunked_prefill_size": 7, "block_size": 4, "max_model_len": 160}
 SMALL_POOLS = {1: 20, 2: 50, 3: 70, 4: 90}  # by the number of groups of layers: too small for all sequences at once

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.layer import AttentionLayer, Heads
+from pagedcli.attention.layer import AttentionLayer, Heads, KvHeads
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -82,7 +82,7 @@ class PagedBatch:
     slots: Tensor  # [T] int32, where K and V of each new token go; -1: already there, do not write
     max_new: int  # largest number of new tokens of a sequence, on the host
     max_total: int  # largest num_tokens, on the host
-    window: int | None = None  # AttentionLayer.window of all layers that attend with this batch
+    window: int | None = None  # AttentionLayer.window of all layers that attend with this batch, which have equal heads
     others: "tuple[PagedBatch, ...]" = ()  # the same step in the model's other groups of layers (core.groups)
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
@@ -128,19 +128,22 @@ class AttentionSpec:
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
 
     @property
+    def heads(self) -> Heads:
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
     def value_dim(self) -> int | None:
         """AttentionLayer.value_dim, which all layers have in common."""
         return next((layer.value_dim for layer in self.layers), None)
 
     @property
     def parts(self) -> "tuple[AttentionSpec, ...]":
-        """One spec for each kind of key/value heads, where layers differ in them; otherwise only this one."""
+        """One spec for each kind of heads, where layers differ in them; otherwise only this one."""
         kinds = sorted({layer.heads for layer in self.layers if layer.heads is not None})
         return tuple(
             replace(
                 self,
-                num_kv_heads=heads[0],
-                head_dim=heads[1],
+                **heads._asdict(),
                 layers=frozenset(replace(layer, heads=None) for layer in self.layers if layer.heads == heads),
             )
             for heads in kinds
@@ -183,18 +186,18 @@ class AttentionBackend(Protocol):
         with S * G * D elements per block."""
 
     def of(self, layer: AttentionLayer) -> "AttentionBackend":
-        """The backend of a layer, where layers differ in their key/value heads; of all others this one."""
+        """The backend of a layer, where layers differ in their heads; of all others this one."""
         return self
 
-    def cache_shape(self, groups: Sequence[tuple[int, Heads]], num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def cache_shape(self, groups: Sequence[tuple[int, KvHeads]], num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of a model's cache, [2, P, N, ...]: K and V of as many layers as have a block in common. `groups`: how
         many those are in each group, and their heads."""
         [heads] = {heads for _, heads in groups}
         return (2, max(count for count, _ in groups), *self.kv_shape(num_blocks, block_size, *heads))
 
-    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[LayerKV]:
+    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: KvHeads | None) -> list[LayerKV]:
         """K and V cache of each layer of a group: views of cache_shape's tensor, whose first dimension is 1 where V is
-        a part of K. `heads`: AttentionLayer.heads."""
+        a part of K. `heads`: of the group, if it names any."""
         return list(zip(kv_cache[0, :num_layers].unbind(0), kv_cache[-1, :num_layers].unbind(0), strict=True))
 
     def check_cache(self, kv: LayerKV) -> None:

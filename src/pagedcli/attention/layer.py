@@ -1,8 +1,22 @@
 """What one layer requires of an attention backend. Free of torch: a ModelSpec also lists its layers for the planner."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-Heads = tuple[int, int]  # G key/value heads of a layer, D elements each
+KvHeads = tuple[int, int]  # G key/value heads of a layer, D elements each
+
+
+class Heads(NamedTuple):
+    """The heads of a layer."""
+
+    num_heads: int  # H, of queries
+    num_kv_heads: int  # G
+    head_dim: int  # D
+
+    @property
+    def kept(self) -> KvHeads:
+        """Those that the cache has."""
+        return self.num_kv_heads, self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +29,6 @@ class AttentionLayer:
     sinks: bool = False  # a learned logit per query head joins the softmax and adds nothing to its result
     k_scale: float = 1.0  # scale of K in an fp8 cache; 1 for every other cache
     v_scale: float = 1.0  # the same for V
-    heads: Heads | None = None  # key/value heads and their size, where layers differ; None: those of the AttentionSpec
+    heads: Heads | None = None  # where layers differ in them; None: those of the AttentionSpec
     value_dim: int | None = None  # V is the first so many elements of K, which alone is kept; None: V is kept, too
     source: int | None = None  # the layer, counted among those that attend, whose K and V it reads; None: its own

@@ -21,7 +21,7 @@ from pagedcli.attention.base import (
     Sinks,
     dtype_name,
 )
-from pagedcli.attention.layer import AttentionLayer, Heads
+from pagedcli.attention.layer import AttentionLayer, Heads, KvHeads
 from pagedcli.errors import BackendError
 
 
@@ -126,7 +126,7 @@ def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     entry = next(entry for entry in REGISTRY if entry.name == name)
     if spec.parts == (spec,):
         return _load(entry, spec)
-    backends = {(part.num_kv_heads, part.head_dim): _load(entry, part) for part in spec.parts}
+    backends = {part.heads: _load(entry, part) for part in spec.parts}
     return BackendsByHeads(backends, spec.block_size)
 
 
@@ -150,8 +150,8 @@ def _probe(entry: Entry, spec: AttentionSpec, is_here: bool, missing: Mapping[st
     for part in parts:
         kind = type(_load(entry, part)) if is_here else _check(entry, part)
     if parts != (spec,) and not kind.capabilities.strided_blocks:
-        sizes = ", ".join(f"{part.num_kv_heads} of {part.head_dim}" for part in parts)
-        raise BackendError(f"does not support layers that differ in their key/value heads ({sizes})")
+        heads = ", ".join("{} over {} of {}".format(*part.heads) for part in parts)
+        raise BackendError(f"does not support layers that differ in their heads ({heads})")
     return kind
 
 
@@ -213,7 +213,7 @@ def layer_refusal(able: Capabilities, layer: AttentionLayer) -> str | None:
 
 
 class BackendsByHeads(AttentionBackend):
-    """The same backend for each kind of layer, in models whose layers differ in their key/value heads.
+    """The same backend for each kind of layer, in models whose layers differ in their heads.
 
     The cache is [2, 1, N, U]: a block has U elements of K and as many of V, in which the layers of its group lie one
     after another. To a layer's backend it looks like a cache of its own whose blocks lie apart.
@@ -223,6 +223,7 @@ class BackendsByHeads(AttentionBackend):
         first = next(iter(backends.values()))
         self.name, self.capabilities = first.name, first.capabilities
         self._backends, self._block_size = dict(backends), block_size
+        self._by_cache = {heads.kept: backend for heads, backend in backends.items()}
 
     def of(self, layer: AttentionLayer) -> AttentionBackend:
         assert layer.heads is not None, "every layer says which heads it has"
@@ -230,13 +231,13 @@ class BackendsByHeads(AttentionBackend):
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         heads = num_kv_heads, head_dim
-        return self._backends[heads].kv_shape(num_blocks, block_size, *heads)
+        return self._by_cache[heads].kv_shape(num_blocks, block_size, *heads)
 
-    def cache_shape(self, groups: Sequence[tuple[int, Heads]], num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def cache_shape(self, groups: Sequence[tuple[int, KvHeads]], num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2, 1, num_blocks, max(count * math.prod(self._layer_shape(heads)) for count, heads in groups))
 
-    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[LayerKV]:
-        assert heads is not None, "every layer says which heads it has"
+    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: KvHeads | None) -> list[LayerKV]:
+        assert heads is not None, "every group says which heads it has"
         shape = self._layer_shape(heads)
         layers = kv_cache[:, 0, :, : num_layers * math.prod(shape)].view(2, -1, num_layers, *shape)
         return [(keys, values) for keys, values in layers.unbind(2)]
@@ -251,6 +252,6 @@ class BackendsByHeads(AttentionBackend):
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
         return self.of(layer).attend(q, kv, batch, layer, sinks)
 
-    def _layer_shape(self, heads: Heads) -> tuple[int, ...]:
+    def _layer_shape(self, heads: KvHeads) -> tuple[int, ...]:
         """What a block holds of a layer's K."""
         return self.kv_shape(1, self._block_size, *heads)[1:]

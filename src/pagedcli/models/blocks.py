@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
-from pagedcli.attention.layer import AttentionLayer
+from pagedcli.attention.layer import AttentionLayer, Heads
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
     add_rms_norm,
@@ -84,11 +85,14 @@ def layer_steps(
     None: all attend for all tokens."""
     steps: dict[int, LayerStep] = {}
     for group, of_group in zip(layer_groups(layers), (batch, *batch.others), strict=True):
-        prepared = replace(of_group, window=group.window)
-        backend.of(layers[group.layers[0]]).prepare(prepared)
+        prepared: dict[Heads | None, PagedBatch] = {}
         caches = backend.layer_caches(kv_cache, len(group.layers), group.heads)
         for index, (k_cache, v_cache) in zip(group.layers, caches, strict=True):
-            steps[index] = LayerStep(layers[index], prepared, prepared.slots, k_cache, v_cache)
+            layer = layers[index]
+            if layer.heads not in prepared:
+                prepared[layer.heads] = replace(of_group, window=group.window)
+                backend.of(layer).prepare(prepared[layer.heads])
+            steps[index] = LayerStep(layer, prepared[layer.heads], of_group.slots, k_cache, v_cache)
     for index, layer in enumerate(layers):
         if layer.source is not None:
             steps[index] = replace(steps[layer.source], layer=layer)
@@ -321,7 +325,8 @@ class Attention:
             layer.write(self.backend, k, v)
         out = layer.attend(self.backend, q, self.sinks).flatten(1)
         if gate is not None:
-            shares = layer.attending(gate).sigmoid()
+            gate, softplus = layer.attending(gate), self.gate is not None and self.gate.softplus
+            shares = F.softplus(gate.float()).to(gate.dtype) if softplus else gate.sigmoid()
             out.view(*shares.shape, out.shape[1] // shares.shape[1]).mul_(shares[..., None])
         return self.out(out) if out.shape[0] else out
 

@@ -5,7 +5,7 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 from pagedcli.events import CacheGroup
 from pagedcli.layers.native_linear import NativeLinear
@@ -93,10 +94,9 @@ class CpuDecoder:
         self.notes += rope_notes(spec.rope, request.max_model_len)
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
-        self._groups = layer_groups(self.attention_layers)
+        self._works = _works(request.backend, self.attention_layers)
         self._cache: weakref.ref[Tensor] | None = None  # of the last step
-        self._layer_bytes: list[int] = []  # from one layer's cache to the next one's, in each group
-        self._backends = [request.backend.of(self.attention_layers[group.layers[0]]) for group in self._groups]
+        self._layer_bytes: list[int] = []  # from one layer's cache to the next one's, for each list of work
         self._functions = bind(load_library().functions)
         formats = linear_formats(parameters)
         build = _Builder(request, tensors, formats)
@@ -151,13 +151,11 @@ class CpuDecoder:
     ) -> tuple[ctypes.Array[GroupStepStruct], list[object]]:
         """The step as each group of layers sees it, and what that points into. Changes: batch, which is prepared."""
         if self._cache is None or self._cache() is not kv_cache:
-            self._layer_bytes = [
-                self._bytes_in(kv_cache, *each) for each in zip(self._groups, self._backends, strict=True)
-            ]
+            self._layer_bytes = [self._bytes_in(kv_cache, group, backend) for _, group, backend in self._works]
             self._cache = weakref.ref(kv_cache)
-        structs, kept = [], []
-        of_groups = zip(self._groups, self._backends, self._layer_bytes, (batch, *batch.others), strict=True)
-        for group, backend, layer_bytes, of_all in of_groups:
+        structs, kept, batches = [], [], (batch, *batch.others)
+        for (number, group, backend), layer_bytes in zip(self._works, self._layer_bytes, strict=True):
+            of_all = batches[number]
             slots = of_all.slots.contiguous()
             of_all.window = group.window
             of_late = of_all if late is None else replace(of_all, cu_q=late.cu_q)
@@ -166,7 +164,7 @@ class CpuDecoder:
                 backend.prepare(of_late)
             works = of_all.work.address, of_late.work.address
             structs.append(GroupStepStruct(slots.data_ptr(), *works, backend.geometry_address, layer_bytes))
-            kept += [slots, of_late.work]
+            kept += [slots, of_all.work, of_late.work]
         return (GroupStepStruct * len(structs))(*structs), kept
 
     def _bytes_in(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
@@ -224,10 +222,11 @@ class _Builder(Parts):
         made = [self._layer(layer, f"layers.{i}") for i, layer in enumerate(spec.layers)]
         layers = (LayerStruct * spec.num_layers)(*made)
         attending = [i for i, layer in enumerate(spec.layers) if layer.mixer.attends]
-        for number, group in enumerate(layer_groups(spec.attention_layers)):
+        for work, (_, group, backend) in enumerate(_works(self._request.backend, spec.attention_layers)):
             for place, index in enumerate(group.layers):
-                if index < len(attending):  # the head's layer is not among them
-                    layers[attending[index]].group, layers[attending[index]].place = number, place
+                own = self._request.backend.of(spec.attention_layers[index]) is backend
+                if own and index < len(attending):  # the head's layer is not among them
+                    layers[attending[index]].group, layers[attending[index]].place = work, place
         for index, mixer in zip(attending, spec.attentions, strict=False):
             if mixer.source is not None:
                 source = layers[attending[mixer.source]]
@@ -241,10 +240,9 @@ class _Builder(Parts):
             dtype=DTYPE_CODES[self._request.dtype],
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
-            num_heads=spec.num_heads,
             last_keeper=spec.last_keeper,
             qkv_size=spec.widest_attention.qkv_size,
-            head_size=spec.num_heads * max(mixer.head_dim for mixer in spec.attentions),
+            head_size=max(mixer.num_heads * mixer.head_dim for mixer in spec.attentions),
             inner_size=max(spec.widest_mlp, shared, *(mixer.inner for mixer in mixers)),
             output_gate=attention.output_gate is not None and attention.output_gate.module is None,
             norms_heads=attention.qk_norm == "all",
@@ -281,7 +279,7 @@ class _Builder(Parts):
             setattr(layer, name, self._norm(f"{key}.{name}"))
         match spec.mixer:
             case LatentAttention() as mixer:
-                layer.num_kv_heads, layer.head_dim = mixer.heads
+                layer.num_heads, layer.num_kv_heads, layer.head_dim = mixer.heads
                 self._rotary(layer, mixer)
                 layer.qkv = self._linear(f"{key}.latents").struct
                 layer.attention_out = self._linear(f"{key}.out").struct
@@ -310,11 +308,12 @@ class _Builder(Parts):
     def _attention(self, layer: LayerStruct, mixer: Attention, key: str) -> None:
         """Changes: layer."""
         layer.reads, layer.keys_as_values = not mixer.keeps, mixer.keys_as_values
-        layer.num_kv_heads, layer.head_dim = mixer.heads
+        layer.num_heads, layer.num_kv_heads, layer.head_dim = mixer.heads
         layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
         layer.sinks = self._taken(f"{key}.sinks")
         if mixer.output_gate is not None and mixer.output_gate.module is not None:
             layer.gates_per_head = mixer.num_gates // mixer.num_heads
+            layer.softplus_gates = mixer.output_gate.softplus
         if (both := self.head_norms(mixer, key)) is not None:
             self.weight_bytes -= both.nbytes if mixer.qk_norm == "unweighted" else 0
             layer.q_norm, *of_keys = (self._address(weight) for weight in both.unbind(0))
@@ -465,6 +464,17 @@ class _Builder(Parts):
         self.kept.append(weight)
         self.weight_bytes += weight.nbytes
         return weight.data_ptr()
+
+
+def _works(
+    backend: AttentionBackend, layers: Sequence[AttentionLayer]
+) -> list[tuple[int, CacheGroup, AttentionBackend]]:
+    """The lists of work of a step: one for those layers of a group that have equal heads, with their own backend."""
+    return [
+        (number, group, own)
+        for number, group in enumerate(layer_groups(layers))
+        for own in dict.fromkeys(backend.of(layers[index]) for index in group.layers)
+    ]
 
 
 class _StateArguments:

@@ -287,8 +287,9 @@ class RotatesByWindow(Alternating):
         full = {"rope_theta": theta, **_part(self.rope_scaling, "rope_scaling")}
         full |= _part(nested.get("full_attention"), "full_attention")
         sliding = {"rope_theta": local_theta, **_part(nested.get("sliding_attention"), "sliding_attention")}
-        positions = self.max_position_embeddings
-        of_all, local = (read_rope_spec({"rope_parameters": form}, positions) for form in (full, sliding))
+        positions, partial = self.max_position_embeddings, self.partial_rope
+        forms = ({"rope_parameters": form} for form in (full, sliding))
+        of_all, local = (read_rope_spec(form, positions, may_be_partial=partial) for form in forms)
         return [local if each else of_all for each in self.slides()]
 
 

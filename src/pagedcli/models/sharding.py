@@ -51,7 +51,7 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
 
 def _divided(spec: ModelSpec) -> Iterator[tuple[int, str]]:
     """The numbers that all ranks have equal parts of, in words."""
-    yield spec.num_heads, "query heads"
+    yield from ((mixer.num_heads, "query heads") for mixer in spec.attentions)
     yield spec.intermediate_size, "MLP columns"
     if (experts := spec.experts) is not None:
         yield experts.each.width, "columns of an expert"
@@ -86,7 +86,7 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
     out_dim, out_per = stored.out_dim, stored.out_per
     in_dim, in_per = stored.in_dim, stored.in_per
     if key.endswith(".sinks"):
-        return {name: Part(0, *parallel.part_of(spec.num_heads)) for name in parameter.shapes}
+        return {name: Part(0, *parallel.part_of(num_heads)) for name, (num_heads,) in parameter.shapes.items()}
     if layer == "qkv" and out_dim is not None and out_per is not None:
         mixer = spec.layers[int(key.split(".")[1])].attention
         assert mixer is not None, "others are not split"

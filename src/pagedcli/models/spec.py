@@ -163,7 +163,7 @@ class ModelSpec:
 
     @property
     def num_heads(self) -> int:
-        """Query heads, of every layer that attends."""
+        """Query heads of the first layer that attends."""
         return self.attentions[0].num_heads
 
     @property
@@ -249,7 +249,7 @@ class ModelSpec:
 
 def layer_groups(layers: Sequence[AttentionLayer]) -> tuple[CacheGroup, ...]:
     """The groups of layers that share blocks. Layers that read another's K and V are in none."""
-    windows, heads = [layer.window for layer in layers], [layer.heads for layer in layers]
+    windows, heads = [layer.window for layer in layers], [layer.heads and layer.heads.kept for layer in layers]
     groups = cache_groups(windows, heads, [layer.source is None for layer in layers])
     return tuple(structs.replace(group, value_dim=layers[group.layers[0]].value_dim) for group in groups)
 

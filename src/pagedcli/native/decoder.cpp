@@ -26,7 +26,7 @@ template <class T> struct Forward {
     using E = typename T::Elem;
     const Model& m;
     const Step& step;
-    int64_t tokens, E_, H, Q;  // Q: heads of queries and of their gates
+    int64_t tokens, E_;
     const int64_t* positions;
     int threads;
     bool late = false;  // whether only the late tokens are left
@@ -35,7 +35,7 @@ template <class T> struct Forward {
     E *routed, *mixed;             // [T][E] each, of experts or attention besides an MLP
 
     Forward(const Model& m, const Step& step, Arena& arena)
-        : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), H(m.num_heads), Q(m.output_gate ? 2 * H : H),
+        : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size),
           positions(step.positions), threads((int)step.threads), residual((E*)step.residual) {
         const int64_t widest = std::max({m.head_size, m.inner_size, E_, m.input_size}), rows = Matrix<E>::size(tokens, 1);
         const int64_t all_inputs = m.num_layers * m.input_size, besides = m.layers[0].router_norm ? E_ : 0;
@@ -74,7 +74,8 @@ template <class T> struct Forward {
     // that does not exist.
     bool attend(const Layer& layer, bool ends, Order& order) {
         const GroupStep& group = step.groups[layer.group];
-        const int64_t D = layer.head_dim, G = layer.num_kv_heads, width = qkv_width(m, layer), head_stride = Q / H * D;
+        const int64_t D = layer.head_dim, H = layer.num_heads, G = layer.num_kv_heads, width = qkv_width(m, layer);
+        const int64_t Q = m.output_gate ? 2 * H : H, head_stride = Q / H * D;  // Q: heads of queries and of their gates
         char* k_cache = (char*)step.k_cache + layer.place * group.layer_bytes;
         char* v_cache = (char*)step.v_cache + layer.place * group.layer_bytes;
         const Matrix<const E> from = normed(layer.input_norm, order_for(layer.qkv));
@@ -101,8 +102,10 @@ template <class T> struct Forward {
                          (float)m.attention_scale, (float)m.soft_cap, layer.sinks, order))
             return false;
         const int64_t gates = layer.gates_per_head;
-        if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv + D, width, 2 * D, D, tokens, H, D, threads);
-        if (gates) gate_heads<T>({wide, H * D, order}, qkv + width - H * gates, width, gates, gates, tokens, H, D, threads);
+        if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv + D, width, 2 * D, D, false, tokens, H, D, threads);
+        if (gates)
+            gate_heads<T>({wide, H * D, order}, qkv + width - H * gates, width, gates, gates, layer.softplus_gates, tokens, H, D,
+                          threads);
         return true;
     }
 
@@ -111,7 +114,7 @@ template <class T> struct Forward {
         const Latent& l = *layer.latent;
         const GroupStep& group = step.groups[layer.group];
         char* cache = (char*)step.k_cache + layer.place * group.layer_bytes;
-        const int64_t D = layer.head_dim, R = layer.rotated, size = l.nope_dim + R, all = H * size;
+        const int64_t D = layer.head_dim, H = layer.num_heads, R = layer.rotated, size = l.nope_dim + R, all = H * size;
         const int64_t width = (l.query_rank ? l.query_rank : all) + D;
         E *queries = qkv + tokens * width, *absorbed = queries + (l.query_rank ? tokens * all : 0);
         E* attended = absorbed + tokens * H * D;
@@ -136,7 +139,7 @@ template <class T> struct Forward {
         const int64_t stride = l.query_rank ? all : width;
         if (ends) keep_late(q, stride);
         if (!tokens) return true;
-        by_heads(l.key_up, q, stride, size, absorbed, H * D, D);
+        by_heads(l.key_up, H, q, stride, size, absorbed, H * D, D);
         for_rows(threads, tokens, all, 4, [&](int64_t t) {
             for (int64_t h = 0; h < H; h++) {
                 E* rotary = q + t * stride + h * size + l.nope_dim;
@@ -147,12 +150,12 @@ template <class T> struct Forward {
         if (paged_attend((int)m.dtype, group.geometry, late ? group.late_work : group.work, absorbed, H * D, D, cache, cache,
                          attended, (float)m.attention_scale, (float)m.soft_cap, nullptr, BY_ROWS))
             return false;
-        by_heads(l.value_up, attended, H * l.rank, l.rank, wide, H * l.value_dim, l.value_dim);
+        by_heads(l.value_up, H, attended, H * l.rank, l.rank, wide, H * l.value_dim, l.value_dim);
         return true;
     }
 
     // A linear layer for each head. Strides in elements, of rows and from head to head.
-    void by_heads(const Linear* linears, const E* x, int64_t x_stride, int64_t x_head, E* out, int64_t out_stride,
+    void by_heads(const Linear* linears, int64_t H, const E* x, int64_t x_stride, int64_t x_head, E* out, int64_t out_stride,
                   int64_t out_head) const {
         constexpr int64_t ROWS = 256;  // of a piece of work
         const int64_t parts = (tokens + ROWS - 1) / ROWS, columns = linears[0].columns;

@@ -25,12 +25,13 @@ struct Layer {
     const void* query_scales;     // [P], of queries after they are rotated; or null
     int64_t rotated;              // elements of a head that are rotated, its first
     int64_t interleaved;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
-    int64_t group, place;         // of layers that share blocks; among that group's layers
+    int64_t group, place;         // its GroupStep; among the layers that share blocks with it
     int64_t state_place;          // among the layers with a state
-    int64_t num_kv_heads, head_dim;
+    int64_t num_heads, num_kv_heads, head_dim;
     int64_t reads;                // it attends over the K and V at its group and place, and has none of its own
     int64_t keys_as_values;       // qkv has no V: K, before it is normed and rotated, is V
     int64_t gates_per_head;       // numbers at the end of qkv that gate the result of a head: D, 1, or 0
+    int64_t softplus_gates;       // their softplus does, instead of their sigmoid
     Linear qkv, attention_out;
     Linear gate_up, down;    // not read in a layer with experts alone; without weights: the layer has no MLP
     const float* xielu;      // [4] numbers of xielu_of, in place of Model::gate; or null
@@ -45,7 +46,7 @@ struct Layer {
 };
 
 struct Model {
-    int64_t dtype, num_layers, hidden_size, num_heads;
+    int64_t dtype, num_layers, hidden_size;
     int64_t last_keeper;          // the last layer with K and V of its own or a state: see Step::late
     // The largest widths of a layer's qkv, with what lies between it and the result of a layer with latents, and of all its
     // query heads.
@@ -74,11 +75,11 @@ struct Model {
 // Elements of a token's row of qkv.
 inline int64_t qkv_width(const Model& m, const Layer& layer) {
     const int64_t kept = layer.reads ? 0 : layer.keys_as_values ? 1 : 2;  // K, or K and V
-    return ((m.output_gate ? 2 : 1) * m.num_heads + kept * layer.num_kv_heads) * layer.head_dim +
-           layer.gates_per_head * m.num_heads;
+    return ((m.output_gate ? 2 : 1) * layer.num_heads + kept * layer.num_kv_heads) * layer.head_dim +
+           layer.gates_per_head * layer.num_heads;
 }
 
-// A step as the layers of one group see it.
+// A step as those layers of a group see it that have as many query heads.
 struct GroupStep {
     const int32_t* slots;
     const StepWork *work, *late_work;  // of all tokens, of Step::late alone

@@ -136,7 +136,7 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, int6
                                         typename T::Elem* qkv, int threads) {
     using E = typename T::Elem;
     if (!layer.q_norm && !layer.rope_table) return;
-    const int64_t D = layer.head_dim, H = m.num_heads, G = layer.reads ? 0 : layer.num_kv_heads, each = m.output_gate ? 2 : 1;
+    const int64_t D = layer.head_dim, H = layer.num_heads, G = layer.reads ? 0 : layer.num_kv_heads, each = m.output_gate ? 2 : 1;
     const int64_t width = qkv_width(m, layer);
     auto norm = [&](E* x, const void* weight, int64_t size) {
         rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps);
@@ -159,17 +159,18 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, int6
     });
 }
 
-// Multiplies the result [T][H][D] of each head by the sigmoids of its gates, D numbers or one. Strides in elements, from token
-// to token and from head to head.
+// Multiplies the result [T][H][D] of each head by the sigmoid or softplus of its gates, D numbers or one. Strides in elements,
+// from token to token and from head to head.
 template <class T> void gate_heads(const Matrix<typename T::Elem>& out, const typename T::Elem* gates, int64_t token_stride,
-                                   int64_t head_stride, int64_t size, int64_t num_tokens, int64_t H, int64_t D, int threads) {
+                                   int64_t head_stride, int64_t size, bool is_softplus, int64_t num_tokens, int64_t H, int64_t D,
+                                   int threads) {
     for_rows(threads, num_tokens, H * D, 4, [&](int64_t t) {
         for (int64_t h = 0; h < H; h++) {
             const auto* gate = gates + t * token_stride + h * head_stride;
             for (int64_t i = 0; i < D; i += VL) {
                 auto* head = out.at(t, h * D + i);
                 const vf raw = size == 1 ? splat(Rows<T>::load_one(gate)) : load_some<T>(gate + i, D - i);
-                const vf share = Rows<T>::round(sigmoid_of(raw));
+                const vf share = Rows<T>::round(is_softplus ? softplus_of(raw) : sigmoid_of(raw));
                 store_some<T>(head, load_some<T>(head, D - i) * share, D - i);
             }
         }

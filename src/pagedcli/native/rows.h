@@ -92,6 +92,13 @@ static inline vf sigmoid_of(vf x) {
     return select_of(x >= 0, splat(1.f), e) / (1.f + e);
 }
 
+// ln(1 + e^x): what is positive of x plus ln(1 + e^-|x|), which is a series of an area hyperbolic tangent
+static inline vf softplus_of(vf x) {
+    const vf e = exp2_of((vf)((vi)x & 0x7fffffff) * -LOG2E), z = e / (2.f + e), w = z * z;
+    const vf rest = w * (1.f / 7 + w * (1.f / 9 + w * (1.f / 11 + w * (1.f / 13 + w * (1.f / 15)))));
+    return select_of(x > vf{}, x, vf{}) + 2.f * z * (1.f + w * (1.f / 3 + w * (1.f / 5 + rest)));
+}
+
 // x * sigmoid(x)
 static inline vf silu_of(vf x) {
     vf magnitude = (vf)((vi)x & 0x7fffffff);

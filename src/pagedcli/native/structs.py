@@ -79,8 +79,8 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
         *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table", "query_scales")),
         *((name, _int64) for name in ("rotated", "interleaved", "group", "place", "state_place")),
-        *((name, _int64) for name in ("num_kv_heads", "head_dim")),
-        *((name, _int64) for name in ("reads", "keys_as_values", "gates_per_head")),
+        *((name, _int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        *((name, _int64) for name in ("reads", "keys_as_values", "gates_per_head", "softplus_gates")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
         ("xielu", _pointer),
         *((name, _pointer) for name in ("experts", "router_norm", "experts_norm", "experts_norm_after")),
@@ -123,7 +123,7 @@ class ModelStruct(ctypes.Structure):
     """struct Model"""
 
     _fields_ = [
-        *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "last_keeper")),
+        *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "last_keeper")),
         *((name, _int64) for name in ("qkv_size", "head_size")),
         *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
         *((name, _int64) for name in ("layer_norm", "side_by_side", "norms_last")),

@@ -29,14 +29,14 @@ class StepFloor:
     @classmethod
     def of(cls, spec: ModelSpec, weights: Footprint, roofline: Roofline, *, kv_dtype: str) -> "StepFloor":
         """`spec`: the sizes of the rank whose `weights` these are."""
-        own = spec.num_kv_heads, spec.head_dim
+        own = spec.attentions[0].heads
         totals: dict[int | None, tuple[int, int]] = {}
         for layer in spec.attention_layers:
-            num_heads, size = layer.heads or own
+            num_heads, num_kv_heads, size = layer.heads or own
             num_bytes, num_flops = totals.get(layer.window, (0, 0))
             num_kept = 0 if layer.source is not None else 2 if layer.value_dim is None else 1
-            num_bytes += num_kept * num_heads * head_bytes(size, kv_dtype)
-            totals[layer.window] = num_bytes, num_flops + 2 * spec.num_heads * (size + (layer.value_dim or size))
+            num_bytes += num_kept * num_kv_heads * head_bytes(size, kv_dtype)
+            totals[layer.window] = num_bytes, num_flops + 2 * num_heads * (size + (layer.value_dim or size))
         return cls(roofline, weights, tuple((AttendedLayers(window, 1.0), *each) for window, each in totals.items()))
 
     def seconds(self, queries: Items[tuple[int, int]], num_sampled: int, *, num_repeated: int = 0) -> float:

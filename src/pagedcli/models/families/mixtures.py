@@ -12,13 +12,14 @@ from pagedcli.models.family import (
     UNBIASED,
     Alternating,
     Biases,
+    Llama,
     Mixture,
     QkNorm,
     RotatesByTheta,
     RotatesByWindow,
     Windowed,
 )
-from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import DraftHead
@@ -83,6 +84,54 @@ class Mellum(RotatesByWindow, QwenMixture):
     local_theta = 1e4
     qk_norm = "heads"
     names = TensorNames(skipped=("mtp.",))
+
+
+class Laguna(RotatesByWindow, QwenMixture):
+    """Layers differ in their query heads, and the softplus of a projection gates the results of heads."""
+
+    sliding_window = 512
+    sliding_window_pattern = 1
+    norm_topk_prob = True
+    num_attention_heads_per_layer: list[int] | None = None
+    gating: bool | str = True  # one gate for each head; "per-element": for each of its elements
+    moe_routed_scaling_factor: float = 1.0
+
+    unsupported = Llama.unsupported | dict.fromkeys(
+        ("attention_bias", "moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), ()
+    )
+    partial_rope = True
+    default_rope = {
+        "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    biases = UNBIASED
+    qk_norm = "heads"
+    expert_names = ExpertNames(router_bias="experts.e_score_correction_bias")
+
+    @property
+    def all_heads(self) -> list[int]:
+        """Query heads of each layer."""
+        return self.num_attention_heads_per_layer or [self.num_attention_heads] * self.num_hidden_layers
+
+    def check(self) -> None:
+        super().check()
+        heads, groups = self.all_heads, self.num_kv_heads
+        if len(heads) != self.num_hidden_layers or any(each < 1 or each % groups for each in heads):
+            raise ModelError(
+                f"num_attention_heads_per_layer is {heads}, not a multiple of num_key_value_heads {groups} for each of"
+                f" {self.num_hidden_layers} layers"
+            )
+
+    def attention(self, i: int) -> Attention:
+        gate = OutputGate(module="g_proj", per_head=self.gating in (True, "per-head"), softplus=True)
+        return replace(super().attention(i), num_heads=self.all_heads[i], output_gate=gate)
+
+    def is_dense(self, i: int) -> bool:
+        return i == 0 if self.mlp_layer_types is None else super().is_dense(i)
+
+    def experts(self) -> Experts:
+        scale = self.moe_routed_scaling_factor
+        return replace(super().experts(), gates_shared=False, sigmoid=True, has_router_bias=True, scale=scale)
 
 
 class Mixtral(Windowed, Mixture):

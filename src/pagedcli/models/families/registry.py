@@ -92,6 +92,7 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", "mixtures.Qwen3Moe"),
     "mellum": Family("MellumForCausalLM", "mixtures.Mellum"),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", "mixtures.Qwen2Moe"),
+    "laguna": Family("LagunaForCausalLM", "mixtures.Laguna"),
     "mixtral": Family("MixtralForCausalLM", "mixtures.Mixtral"),
     "phimoe": Family("PhimoeForCausalLM", "mixtures.PhiMoe"),
     "olmoe": Family("OlmoeForCausalLM", "mixtures.Olmoe"),

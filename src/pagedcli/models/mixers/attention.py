@@ -11,11 +11,12 @@ from pagedcli.models.tensors import Parameter, Tensors, exact
 
 @dataclass(frozen=True, slots=True)
 class OutputGate:
-    """Sigmoids that the result of attention is multiplied by."""
+    """Shares that the result of attention is multiplied by."""
 
     # their projection in the checkpoint; None: q_proj lists them after the query of each head
     module: str | None = None
     per_head: bool = False  # one for each head instead of one for each element
+    softplus: bool = False  # they are softplus of its results instead of their sigmoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,7 @@ class Attention:
 
     @property
     def heads(self) -> Heads:
-        """Key/value heads and their size."""
-        return self.num_kv_heads, self.head_dim
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def rotary_dim(self) -> int:
