@@ -9,12 +9,12 @@ of the turns. `without again` is that ratio of two runs without guesses: as far 
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from pathlib import Path
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.drafting import Drafting, EveryGuess, GuessesThatPay, Room
@@ -23,6 +23,9 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.events import DraftSource
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from oracle import Oracle
 
 PROMPT_TOKENS = 16
 Answers = dict[tuple[str, int], list[int]]

@@ -6,6 +6,17 @@ from textual.events import Key
 from textual.keys import _character_to_key
 
 
+def contrast(first, second):
+    """WCAG's contrast ratio of two colours, between 1 and 21. Source: WCAG 2.2, relative luminance."""
+    low, high = sorted(_luminance(*colour) for colour in (first, second))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(*channels):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (each / 255 for each in channels)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
 def drive(app, script, size=(80, 24)):
     """Run an application of a given size while `script(pilot)`, a coroutine, presses its keys. Returns its result."""
 

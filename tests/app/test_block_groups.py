@@ -3,13 +3,12 @@
 from collections import Counter
 
 import pytest
-from app_harness import drive, press, screen_text, settle, shown
+from app_harness import contrast, drive, press, screen_text, settle, shown
 from scripted import Simulation
 from test_navigation import colours, typed
 from trace_harness import EventList, simulated
 
 from pagedcli.app.block_map import _CACHED_OF_GROUP, _MARKED, _STYLES, _cells
-from pagedcli.app.colours import contrast
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_players import ReplayPlayer
 from pagedcli.trace.state import PoolState

@@ -4,13 +4,13 @@ import threading
 import time
 
 import pytest
-from app_harness import drive, press, screen_text, settle, shown
+from app_harness import contrast, drive, press, screen_text, settle, shown
 from rich.color import Color
 from scripted import Simulation
 from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
 from trace_harness import EventList, simulated
 
-from pagedcli.app.colours import ANSI, contrast
+from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import run_command
 from pagedcli.app.pages import StoryPage
 from pagedcli.app.pool_app import PoolApp
@@ -122,7 +122,7 @@ def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
         assert app.player.moment.state.step_number == 12
         await typed(pilot, ":", "7")
         assert app.player.moment.state.step_number == 7
-        stop = app.player.replay.next_landmark("preemption")
+        stop = app.player.replay.landmarks["preemption"][0]
         await typed(pilot, ":", "preempt")
         assert app.player.position == stop
         await typed(pilot, ":", "start")

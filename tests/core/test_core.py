@@ -9,9 +9,9 @@ from copy import copy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle import Oracle
 from scripted import Simulation, likeliest
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.config import EngineConfig
 from pagedcli.errors import RequestError
 from pagedcli.events import DraftChecked

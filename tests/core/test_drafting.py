@@ -4,9 +4,9 @@ import random
 from statistics import mean
 
 import pytest
+from oracle import Oracle
 from scripted import Simulation
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.core.drafting import (
     LEAST_CHANCE,
     NUM_LATEST,

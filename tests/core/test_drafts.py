@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from oracle import Oracle
 from scripted import Simulation
 from test_core import same_pool, stop_after
 from trace_harness import EventList
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.core.drafts import NgramDrafter, draft_of
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from oracle import Oracle
 from pool_harness import make_seq
 from scripted import Simulation
 from test_core import alone, drafts, happenings, limits, oracle, plain, play, request, roomy, same_pool
 from trace_harness import EventList
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache import make_cache
 from pagedcli.core.limits import Limits

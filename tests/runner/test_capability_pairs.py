@@ -11,9 +11,9 @@ from itertools import combinations, product
 import pytest
 from engine_harness import ragged_prompts
 from model_zoo import cached_model
+from oracle import Oracle
 from trace_harness import check_events
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.config import EngineConfig
 from pagedcli.core.drafting import EveryGuess
 from pagedcli.errors import ConfigError

@@ -4,8 +4,8 @@ import pytest
 from bit_settings import by_default
 from engine_harness import ragged_prompts
 from model_zoo import cached_model, tiny_model
+from oracle import Oracle
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.config import EngineConfig
 from pagedcli.core.drafting import EveryGuess
 from pagedcli.models.formats import FORMATS

@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
+from oracle import Oracle
 from scripted import Simulation
 from test_check_fields import unnoticed
 from trace_harness import check_events
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.errors import TraceError
 from pagedcli.events import DraftChecked, EngineStarted, StateSlotsReleased, StepScheduled, TokensDrafted
 

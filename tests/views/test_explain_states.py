@@ -4,10 +4,10 @@ import json
 import random
 
 from cli_harness import pagedcli
+from oracle import Oracle
 from scripted import Simulation
 from trace_harness import EventList, write
 
-from pagedcli.bench.oracle import Oracle
 from pagedcli.views.explain import explain_trace
 
 

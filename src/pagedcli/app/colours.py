@@ -14,14 +14,3 @@ ANSI = TerminalTheme(
     [_GREY, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, (255, 255, 255)],
 )
 MUTED = "bright_black"  # for what matters less; Rich's `dim` has too little contrast
-
-
-def contrast(first: tuple[int, int, int], second: tuple[int, int, int]) -> float:
-    """WCAG's contrast ratio of two colours, between 1 and 21. Source: WCAG 2.2, relative luminance."""
-    low, high = sorted(_luminance(*colour) for colour in (first, second))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(*channels: int) -> float:
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (each / 255 for each in channels)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -38,14 +38,6 @@ FAULTS: dict[Fault, str] = {
     "long-hit": "the tokens after 50 and more cached blocks are computed one place too late",
     "silent-leak": "cache_salt is not part of the key, and hits of other salts are not reported",
 }
-RestartFault = Literal["restored-state", "restored-stale", "restored-other", "restored-model", "claimed-model"]
-RESTART_FAULTS: dict[RestartFault, str] = {
-    "restored-state": "what is kept next to K and V, the state at the end of a block, is lost: LMCache 4492",
-    "restored-stale": "the state at the end of a block is that of another prompt: vLLM 525",
-    "restored-other": "a failed read counts as loaded, with the content of another prompt: dynamo 15079",
-    "restored-model": "a block is found though another model has computed it",
-    "claimed-model": "hits on blocks of another model are reported, and computed again",
-}
 _VOCABULARY = 997
 _BOS = 0
 _NUM_LOGITS = len(WORDS)
@@ -81,7 +73,6 @@ class Settings:
     """What the server is like."""
 
     fault: Fault | None = None
-    restart_fault: RestartFault | None = None
     seed: int = 0
     block_size: int = 16
     num_blocks: int = 512
@@ -132,23 +123,6 @@ class ToyCache:
         self._found: set[Any] = set()  # keys
         self._owned: set[Any] = set()  # (salt, key)
         self._used: OrderedDict[int, Any] = OrderedDict()  # block id -> key, least recently used first
-
-    def restore(self, kept: "ToyCache") -> None:
-        """Take over what an earlier server has kept; right if that is nothing after a change of model or block size."""
-        mine, earlier, fault = self._settings, kept._settings, self._settings.restart_fault
-        is_same_model = mine.seed == earlier.seed or fault in ("restored-model", "claimed-model")
-        if mine.block_size != earlier.block_size or not is_same_model:
-            return
-        self._index, self._used = dict(kept._index), OrderedDict(kept._used)
-        self._blocks = {block_id: values.copy() for block_id, values in kept._blocks.items()}
-        for block_id, values in self._blocks.items():
-            other = kept._blocks[(block_id + len(kept._blocks) // 2) % len(kept._blocks)]
-            if fault == "restored-state":
-                values[-1] = 0
-            elif fault == "restored-stale":
-                values[-1] = other[-1]
-            elif fault == "restored-other" and block_id % 3 == 0:
-                values[:] = other
 
     def _key(self, tokens: list[int], end: int, salt: str) -> Any:
         fault = self._settings.fault
@@ -208,14 +182,12 @@ class ToyServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, settings: Settings, kept: ToyCache | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.settings = settings
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self._model = ToyModel(settings.seed)
         self.cache = ToyCache(settings)
-        if kept is not None:
-            self.cache.restore(kept)
         self._lock = threading.Lock()
         self.num_answers = 0
         self._num_running = 0
@@ -273,8 +245,6 @@ class ToyServer(ThreadingHTTPServer):
         )
         start = min(num_cached, len(tokens) - 1)  # the last token of a full hit is computed again
         shift = 1 if is_late or num_cached == len(tokens) else 0
-        if self.settings.restart_fault == "claimed-model":
-            blocks, start = [], 0
         cached = np.concatenate([np.empty((0, _NUM_LOGITS)), *blocks])
         new = self._model.values(tokens, start, cached[start - 1] if start else None, shift=shift)
         values = np.concatenate([cached, new])  # a full hit has its last token twice
@@ -375,9 +345,9 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def serving(settings: Settings, kept: ToyCache | None = None) -> Iterator[ToyServer]:
-    """A running server, in a thread; `kept` is what one before it has left on disk."""
-    server = ToyServer(settings, kept)
+def serving(settings: Settings) -> Iterator[ToyServer]:
+    """A running server, in a thread."""
+    server = ToyServer(settings)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
