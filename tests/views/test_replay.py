@@ -35,7 +35,7 @@ from pagedcli.show.perfetto import export_perfetto
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import fold, pool_fold
-from pagedcli.views.moment import Moment, Replay
+from pagedcli.views.moment import Moment, Replay, next_place
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.stats import StepSeries
 
@@ -229,13 +229,13 @@ def test_landmarks_are_the_steps_where_it_happened(tmp_path, events):
     expected = [moment.step for moment in all_steps(events) if moment.preemptions]
     found = []
     replay.go(0)
-    while (stop := replay.next_landmark("preemption")) is not None:
+    while (stop := next_place(replay.landmarks["preemption"], replay.position, backward=False)) is not None:
         replay.go(stop)
         found.append(replay.steps[stop])
     if all_steps(events)[0].preemptions:
         found.insert(0, replay.steps[0])
     assert found == expected
-    back = replay.next_landmark("preemption", backward=True)
+    back = next_place(replay.landmarks["preemption"], replay.position, backward=True)
     assert back is not None
     assert replay.steps[back] == expected[-2]
     assert replay.stop_of_step(3) is not None

@@ -4,15 +4,12 @@ the thread that does the work under the screen.
 The only module that starts Textual.
 """
 
-import signal
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 from rich.text import Text
@@ -25,6 +22,7 @@ from pagedcli.app.commands import Command, completed, help_lines, hint, number, 
 from pagedcli.app.pages import Ask, HelpPage
 from pagedcli.app.player import Player, RunningPlayer
 from pagedcli.app.rows import Lines, Painted
+from pagedcli.interrupt import on_signals
 from pagedcli.printable import byte_text, one_line, plural
 
 T = TypeVar("T")
@@ -32,6 +30,17 @@ _KEY_TICK_S = 0.025  # after a key, which a running engine obeys when its step h
 _AT_ONCE_S = 0.05  # what takes longer is shown later
 _MOST_CLIPBOARD_BYTES = 70_000  # terminals ignore longer sequences; xterm from 75 kB on in base64
 
+LIST_BINDINGS: tuple[BindingType, ...] = (
+    Binding("slash", "search", "search"),
+    Binding("n", "next_hit(1)", show=False),
+    Binding("N", "next_hit(-1)", show=False),
+    Binding("f", "filter", "filter"),
+    Binding("s", "sort", "sort", show=False),
+    Binding("e", "jump('eviction', False)", show=False),
+    Binding("E", "jump('eviction', True)", show=False),
+    Binding("m", "jump('miss', False)", show=False),
+    Binding("M", "jump('miss', True)", show=False),
+)
 KEYS = """\
  q  Ctrl-C     quit; a run stops after its step, the second time at once
  ?             this page
@@ -358,24 +367,6 @@ class PlayerApp(App[None]):
 
     def _note_signal(self) -> None:
         self._num_signals += 1
-
-
-@contextmanager
-def on_signals(act: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM only call `act` within this context."""
-    if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
-        yield
-        return
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        act()
-
-    before = [(number, signal.signal(number, on_signal)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 _WAIT_S = 0.1

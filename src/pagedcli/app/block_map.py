@@ -86,7 +86,6 @@ class BlockMap(Painted):
         self._shown: Sequence[int] = ()
         self._cells: list[Cell] = []
         self._cursor = 0
-        self._shown_title = ""
 
     def show(self, moment: Moment, marked: set[int]) -> None:
         """Draw a moment with some blocks marked."""
@@ -143,7 +142,7 @@ class BlockMap(Painted):
             rows.append("\t".join(map(str, [*cells, *["" if group is None else group] * has_groups, held])))
         return "\n".join(rows) + "\n"
 
-    def _title(self) -> str:
+    def _which_blocks(self) -> str:
         per_cell = self._per_cell
         if self._within is not None:
             which = f"blocks {self._within[0]:,} to {self._within[-1]:,}"
@@ -175,8 +174,7 @@ class BlockMap(Painted):
             self._shown = self._within or range(state.num_blocks)
         self._cells = _cells(state, self._shown, self._per_cell, self._marked, by_group=self._draws_groups)
         self._cursor = max(0, min(self._cursor, len(self._cells) - 1))
-        if self._title() != self._shown_title:
-            self._shown_title = self.border_title = self._title()
+        self.show_title(self._which_blocks())
         self.refresh_changed()
 
     def on_resize(self) -> None:

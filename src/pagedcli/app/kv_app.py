@@ -4,7 +4,6 @@ Its players show snapshots of a server's prefix trees, live or recorded.
 """
 
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -14,11 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Static
 
-from pagedcli.app.base import PlayerApp
+from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
 from pagedcli.app.pages import Ask, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
@@ -171,17 +170,7 @@ class CapturePlayer(Recording[Snapshot]):
     def go_to(self, number: int) -> str:
         return f"there is no message {number:,}" if number > self.last else self.move_to(number)
 
-    def jump(self, name: str, *, backward: bool) -> str:
-        places = self._found(name)
-        if backward:
-            index = bisect_left(places, self._position) - 1
-        else:
-            index = bisect_right(places, self._position)
-        if 0 <= index < len(places):
-            return self.move_to(places[index])
-        return f"no {'earlier' if backward else 'later'} {name}"
-
-    def _found(self, name: str) -> list[int]:
+    def landmarks(self, name: str) -> list[int]:
         """The places right after a message with an eviction, or with blocks that were stored again."""
         if not self._places:
             state, before = KVState(self._sources), dict.fromkeys(_COUNTS, 0)
@@ -227,17 +216,7 @@ class KVApp(PlayerApp):
     Screen.-wide #notes { height: 1fr; }
     """
     )
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "search"),
-        Binding("n", "next_hit(1)", show=False),
-        Binding("N", "next_hit(-1)", show=False),
-        Binding("f", "filter", "filter"),
-        Binding("s", "sort", "sort", show=False),
-        Binding("e", "jump('eviction', False)", show=False),
-        Binding("E", "jump('eviction', True)", show=False),
-        Binding("m", "jump('miss', False)", show=False),
-        Binding("M", "jump('miss', True)", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*LIST_BINDINGS]
     MORE_KEYS = """\
  e  m          to the next eviction, block stored again (recordings)
  E  M          to the previous one

@@ -6,7 +6,10 @@ Nothing here draws.
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
+
+from pagedcli.views.moment import next_place
 
 M = TypeVar("M")
 
@@ -153,6 +156,14 @@ class Recording(Player[M]):
         self._target = max(0, min(position, self.last))
         at_end = "this is the end" if position > self.last else "this is the beginning" if position < 0 else ""
         return at_end
+
+    @abstractmethod
+    def landmarks(self, name: str) -> Sequence[int]:
+        """The places of a kind, rising."""
+
+    def jump(self, name: str, *, backward: bool) -> str:
+        place = next_place(self.landmarks(name), self.position, backward=backward)
+        return f"no {'earlier' if backward else 'later'} {name}" if place is None else self.move_to(place)
 
     def step(self, count: int) -> str:
         return self.move_to(int(self._target) + count)

@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer
 
-from pagedcli.app.base import PlayerApp
+from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.block_map import ONE_GROUP, BlockMap
 from pagedcli.app.colours import MUTED
 from pagedcli.app.commands import Command, number
@@ -84,21 +84,13 @@ class PoolApp(PlayerApp):
     """
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "search"),
-        Binding("n", "next_hit(1)", show=False),
-        Binding("N", "next_hit(-1)", show=False),
-        Binding("f", "filter", "filter"),
-        Binding("s", "sort", "sort", show=False),
+        *LIST_BINDINGS,
         Binding("c", "columns", "columns", show=False),
         Binding("a", "show_all", show=False),
         Binding("z", "zoom", "zoom", show=False),
         Binding("G", "groups", show=False),
         Binding("p", "jump('preemption', False)", "preemption", show=False),
         Binding("P", "jump('preemption', True)", show=False),
-        Binding("e", "jump('eviction', False)", show=False),
-        Binding("E", "jump('eviction', True)", show=False),
-        Binding("m", "jump('miss', False)", show=False),
-        Binding("M", "jump('miss', True)", show=False),
     ]
     MORE_KEYS = """\
  p  e  m       to the next preemption, eviction, prefix miss

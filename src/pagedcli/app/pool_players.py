@@ -102,9 +102,8 @@ class ReplayPlayer(Recording[Moment], PoolPlayer):
         stop = self.replay.stop_of_step(number)
         return f"there is no step {number:,}" if stop is None else self.move_to(stop)
 
-    def jump(self, name: str, *, backward: bool) -> str:
-        stop = self.replay.next_landmark(cast(Landmark, name), backward=backward)
-        return f"no {'earlier' if backward else 'later'} {name}" if stop is None else self.move_to(stop)
+    def landmarks(self, name: str) -> list[int]:
+        return self.replay.landmarks[cast(Landmark, name)]
 
 
 class KeptEvents:

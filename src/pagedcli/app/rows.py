@@ -47,6 +47,7 @@ class Painted(Widget):
         super().__init__(*children, **options)
         self._painted: dict[int, Line] = {}
         self._base = Style()  # the widget's style, looked up once per paint
+        self._title = ""
 
     @abstractmethod
     def line(self, y: int, width: int) -> Line:
@@ -55,6 +56,11 @@ class Painted(Widget):
     @abstractmethod
     def as_text(self) -> str:
         """The whole panel as lines of text, cells separated by tabs, to copy."""
+
+    def show_title(self, title: str) -> None:
+        """A title that may contain anything: brackets are no markup."""
+        if title != self._title:
+            self._title, self.border_title = title, Content(title)
 
     def refresh_changed(self) -> None:
         """Paint the lines again that have changed."""
@@ -203,11 +209,6 @@ class Rows(ScrollView, Painted):
         if at is not None:
             self._follow_cursor()
         self.refresh_changed()
-
-    def show_title(self, title: str) -> None:
-        """A title that may contain anything: brackets are no markup."""
-        if title != self._title:
-            self._title, self.border_title = title, Content(title)
 
     def show_lines(self, lines: Iterable[str], style: str = "") -> None:
         """Show lines of text, the long ones wrapped."""

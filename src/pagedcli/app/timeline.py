@@ -59,7 +59,6 @@ class TimeLine(Painted):
         self._columns: list[list[Cell]] = []  # lines from the top, the marks last
         self._drawn: tuple[object, ...] = ()  # what `_columns` were made for
         self._is_dragged = False
-        self._shown_title = ""
 
     def show(self, series: StepSeries, num_blocks: int, step: int | None) -> None:
         """Show a series with the cursor on a step; None: before the first."""
@@ -95,8 +94,7 @@ class TimeLine(Painted):
             drawn = (len(self._series), self.shown_range, self._num_blocks, width, height, id(self._series))
             if drawn != self._drawn:
                 self._drawn, self._columns = drawn, self._all_columns(height)
-            if self._title() != self._shown_title:
-                self._shown_title = self.border_title = self._title()
+            self.show_title(self._which_steps())
             self.refresh_changed()
 
     def _all_columns(self, height: int) -> list[list[Cell]]:
@@ -121,7 +119,7 @@ class TimeLine(Painted):
         mark = next((glyph for name, glyph in _MARKS.items() if any(columns[name][start:end])), _BLANK)
         return [*_bar(most, cached, self._num_blocks, height - 1), mark]
 
-    def _title(self) -> str:
+    def _which_steps(self) -> str:
         first, after = self.shown_range
         per_column, first_step = -(-(after - first) // max(1, self.size.width)), self._series.first_step
         each = "" if per_column == 1 else f", {per_column:,} per column"

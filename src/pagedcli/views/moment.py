@@ -5,7 +5,7 @@ Shared by the application and the printed tables, so they cannot disagree. Indep
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
@@ -206,6 +206,12 @@ def landmark(event: ev.Event) -> Landmark | None:
     return None
 
 
+def next_place(places: Sequence[int], position: int, *, backward: bool) -> int | None:
+    """The first of some places, which rise, after a position, or the last one before it."""
+    index = bisect_left(places, position) - 1 if backward else bisect_right(places, position)
+    return places[index] if 0 <= index < len(places) else None
+
+
 class Replay:
     """All stops of a trace. The events stay encoded; snapshots of the fold make stepping back cheap.
 
@@ -219,7 +225,7 @@ class Replay:
         self._encode = msgspec.json.Encoder().encode
         self._decoder: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
         self._chunks: list[bytes] = []  # per stop the events that lead to it from the one before
-        self._landmarks: dict[Landmark, list[int]] = {name: [] for name in get_args(Landmark)}  # stops, rising
+        self.landmarks: dict[Landmark, list[int]] = {name: [] for name in get_args(Landmark)}  # stops, rising
         self._position = -1
         self._moment = Moment(follow=follow)
         self.series = StepSeries()
@@ -244,6 +250,8 @@ class Replay:
         else:
             self._add_stop(None, lines)
         self.seqs = self._moment.state.all_seqs()
+        for stops in self.landmarks.values():
+            del stops[bisect_right(stops, self.last_stop) :]  # what leads to no stop, as it is damaged
         if self.damage is not None:
             self._position, self._moment = -1, self._snapshots[-1].copy()
 
@@ -264,7 +272,7 @@ class Replay:
         name = landmark(event)
         if name is None:
             return
-        stops = self._landmarks[name]
+        stops = self.landmarks[name]
         if not stops or stops[-1] != len(self.steps):
             stops.append(len(self.steps))
 
@@ -303,23 +311,13 @@ class Replay:
         stop = step - first if first is not None else -1  # steps are numbered without gaps
         return stop if 0 <= stop < len(self.steps) and self.steps[stop] == step else None
 
-    def next_landmark(self, name: Landmark, *, backward: bool = False) -> int | None:
-        """The next (or previous) stop of a kind."""
-        stops = self._landmarks[name]
-        if backward:
-            place = bisect_left(stops, self._position) - 1
-            return stops[place] if place >= 0 else None
-        place = bisect_right(stops, self._position)
-        return stops[place] if place < len(stops) and stops[place] <= self.last_stop else None
-
-    def events(self, containing: bytes = b"") -> StepEvents:
-        """All events of the trace, or of the stops whose encoded events contain some bytes."""
+    def events(self) -> StepEvents:
+        """All events of the trace."""
         step: int | None = None
-        for stop, chunk in enumerate(self._chunks):
-            if containing in chunk:
-                for line in chunk.splitlines():
-                    event = self._decoder.decode(line)
-                    if isinstance(event, ev.StepStarted):
-                        step = event.step
-                    yield step, event
-            step = self.steps[stop]
+        for stop, chunk in zip(self.steps, self._chunks, strict=True):
+            for line in chunk.splitlines():
+                event = self._decoder.decode(line)
+                if isinstance(event, ev.StepStarted):
+                    step = event.step
+                yield step, event
+            step = stop
