@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-import pagedcli.events as ev
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
@@ -16,10 +15,8 @@ from pagedcli.simulation.causes import Measures
 from pagedcli.simulation.difference import Restart, Side
 from pagedcli.simulation.requests import Chains, TraceRequest, Workload
 from pagedcli.simulation.sources import RecordedRequests
-from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
-from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import Decode, Explainer, divergence_text
 from pagedcli.views.stats import RunStats
 
@@ -27,33 +24,11 @@ _REQUESTS = ("prompts", "outputs", "order")  # causes that comparing prompts sho
 _NO_ENGINE = "KV events show no scheduler"
 
 
-class Evictions(View[PoolState]):
-    """Whose request took the block that a lookup missed."""
-
-    def __init__(self) -> None:
-        self.takers: dict[str, str] = {}  # request whose lookup missed evicted content -> request that took the block
-        self._evicted: dict[int, int] = {}  # block -> hash, until it is allocated
-        self._taken: dict[int, str] = {}  # hash -> request that took its block, the last time
-
-    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
-        self._evicted[event.block_id] = event.hash
-
-    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
-        for block_id in self._evicted.keys() & set(event.block_ids):
-            self._taken[self._evicted.pop(block_id)] = state.seqs[event.seq_id].label
-
-    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
-        seq = state.seqs[event.seq_id]
-        if event.missing_hash is not None and not seq.repeats and (taker := self._taken.get(event.missing_hash)):
-            self.takers.setdefault(seq.request_id, taker)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """Why the lookups of a recorded run ended where they did."""
 
     explainer: Explainer
-    evictions: Evictions
 
     def of_requests(self, decode: Decode | None) -> dict[str, tuple[str, str | None]]:
         """For each request why it found no more, and where it parted from the most similar earlier prompt."""
@@ -61,9 +36,9 @@ class Outcomes:
         for lookup in self.explainer.lookups:
             if lookup.own:
                 continue
-            words, taker = lookup.why(), self.evictions.takers.get(lookup.request_id)
-            if lookup.reason == "evicted" and taker is not None:
-                words += f"; its block went to request {taker}"
+            words = lookup.why()
+            if lookup.evicted_for is not None:
+                words += f"; its block went to request {lookup.evicted_for}"
             split = None if lookup.divergence is None else divergence_text(lookup.divergence, decode)
             found[lookup.request_id] = words, split
         return found
@@ -103,8 +78,8 @@ def _compare_by_hashes(before: Side, after: Side) -> None:
 
 def _recorded_side(path: Path, chains: Chains) -> tuple[Side, Outcomes]:
     reader, view, stats = TraceReader(path), RecordedRequests(chains), RunStats()
-    explainer, evictions = Explainer(), Evictions()
-    state = fold(reader, view, stats, explainer, evictions)
+    explainer = Explainer()
+    state = fold(reader, view, stats, explainer)
     explainer.finish()
     workload, facts = view.finish(), stats.facts
     workload.notes += reader.notes
@@ -128,7 +103,7 @@ def _recorded_side(path: Path, chains: Chains) -> tuple[Side, Outcomes]:
     side.hits = {
         place: hits[each.request_id] for place, each in enumerate(workload.requests) if each.request_id in hits
     }
-    return side, Outcomes(explainer, evictions)
+    return side, Outcomes(explainer)
 
 
 def captured_sides(paths: tuple[Path, Path]) -> tuple[Side, Side]:
