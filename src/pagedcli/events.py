@@ -425,6 +425,19 @@ AnyEvent = (
 Emit = Callable[[Event], None]
 
 
+def to_all(*observers: Emit | None) -> Emit | None:
+    """An observer that passes each event on to all of these, in their order; None: there is none."""
+    present = [observer for observer in observers if observer is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+
+    def emit(event: Event) -> None:
+        for observer in present:
+            observer(event)
+
+    return emit
+
+
 def only_wanted(emit: Emit, *, tokens: bool, row_ids: bool) -> Emit:
     """An observer that passes the events on to `emit`, without the private fields that are not wanted."""
     unwanted = tuple(name for name, wanted in (("token_ids", tokens), ("row_id", row_ids)) if not wanted)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from pagedcli.errors import UsageError
+from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.interrupt import as_exceptions
 
 _STREAM_FOLDERS = ("/dev/fd/", "/proc/")
@@ -249,6 +249,15 @@ class PendingFile:
         if self.temporary is not None and not self._is_direct:
             with suppress(FileNotFoundError):
                 self.temporary.unlink()
+
+
+@contextmanager
+def writing(what: object, error_type: type[PagedcliError] = UsageError, *, hint: str | None = None) -> Iterator[None]:
+    """Within this context an OSError becomes an error that says what cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"cannot write {what}: {error.strerror}", hint=hint) from error
 
 
 @contextmanager

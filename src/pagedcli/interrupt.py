@@ -7,7 +7,7 @@ Used by __main__, cli.main, and whoever opens a screen or a temporary file; impo
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -32,6 +32,20 @@ def as_exceptions() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a run has set its own since then
             signal.signal(signal.SIGINT, _stop_at_once)
+
+
+@contextmanager
+def on_signals(act: Callable[[], None], numbers: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> Iterator[None]:
+    """Signals only call `act` within this context."""
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
+        yield
+        return
+    before = [(number, signal.signal(number, lambda *_: act())) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _stop_at_once(number: int, frame: FrameType | None) -> None:

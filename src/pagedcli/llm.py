@@ -20,7 +20,7 @@ from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import SampleOutput, TokenLogprobs
 from pagedcli.errors import ConfigError, UsageError
-from pagedcli.events import Emit, Event
+from pagedcli.events import Emit, to_all
 from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
 from pagedcli.models.config_json import read_json
 from pagedcli.models.hub import resolve_model
@@ -128,7 +128,7 @@ class LLM:
     ) -> None:
         config = engine_config(str(model), engine_options)
         self._recorded = EventList() if record else None
-        self.llm_engine = LLMEngine(config, emit=_both(emit, self._recorded), trace_tokens=record, with_store=True)
+        self.llm_engine = LLMEngine(config, emit=to_all(self._recorded, emit), trace_tokens=record, with_store=True)
         self._tokenizer_name = tokenizer
         self._num_resets = 0  # resets of the prefix cache
         self._process = secrets.token_hex(8)
@@ -438,18 +438,6 @@ class LLM:
         }
         sampled = position.token_id
         return {sampled: Logprob(position.logprob, None, text_of(sampled))} | found
-
-
-def _both(emit: Emit | None, recorded: EventList | None) -> Emit | None:
-    """An observer that passes each event on and records it; None: nobody is interested."""
-    if emit is None or recorded is None:
-        return emit if recorded is None else recorded
-
-    def emit_both(event: Event) -> None:
-        recorded(event)
-        emit(event)
-
-    return emit_both
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

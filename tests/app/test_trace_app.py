@@ -16,9 +16,8 @@ from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_players import LivePlayer
 from pagedcli.batch.job import Job
 from pagedcli.cli.session import run_job
-from pagedcli.cli.trace import both
 from pagedcli.config import load_config
-from pagedcli.events import StepFinished, StepScheduled, StepStarted
+from pagedcli.events import StepFinished, StepScheduled, StepStarted, to_all
 from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.files import TraceReader, TraceWriter
 
@@ -287,7 +286,7 @@ def test_paused_time_is_no_time_of_the_run(tmp_path):
 
     def work():
         with TraceWriter(trace) as writer:
-            emit = both(writer, emit_step)
+            emit = to_all(writer, emit_step)
             results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=player.clock_ns))
         player.finish()
 
@@ -367,7 +366,7 @@ def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
 
     def work():
         with TraceWriter(trace) as writer:
-            emit = both(writer, player.on_event)
+            emit = to_all(writer, player.on_event)
             results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=player.clock_ns))
         player.finish()
 

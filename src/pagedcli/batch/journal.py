@@ -26,7 +26,7 @@ import xxhash
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
 from pagedcli.batch.lines import InputDigest, InputScan, LineSource
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.files import JOURNAL, RUN_RECORD, check_new, lock, read_own, sync_folder, whole_file
+from pagedcli.files import JOURNAL, RUN_RECORD, check_new, lock, read_own, sync_folder, whole_file, writing
 from pagedcli.printable import plural
 
 SCHEMA_VERSION = 1
@@ -138,19 +138,16 @@ class Journal:
         """
         data = b"".join(self._buffer)
         self._check_length()
+        hint = "free some space, then run the same command with --resume"
         try:
-            while data:
-                num_written = os.write(self._fd, data)
-                self._end += num_written
-                data = data[num_written:]
-            if sync or time.monotonic() - self._synced_s > _SYNC_EVERY_S:
-                os.fsync(self._fd)
-                self._synced_s = time.monotonic()
-        except OSError as error:
-            raise PagedcliError(
-                f"cannot write {self.path}: {error.strerror}",
-                hint="free some space, then run the same command with --resume",
-            ) from error
+            with writing(self.path, PagedcliError, hint=hint):
+                while data:
+                    num_written = os.write(self._fd, data)
+                    self._end += num_written
+                    data = data[num_written:]
+                if sync or time.monotonic() - self._synced_s > _SYNC_EVERY_S:
+                    os.fsync(self._fd)
+                    self._synced_s = time.monotonic()
         finally:
             self._buffer, self._buffered_bytes = [], 0
 
@@ -243,10 +240,8 @@ def has_rows(path: Path) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    try:
+    with writing(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise UsageError(f"{path} is a pipe or a device, not the journal of a run", hint="move it away")

@@ -16,6 +16,7 @@ from pagedcli.batch.rows import RowStatus
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import writing
 from pagedcli.printable import plural
 
 _MAX_NAMED = 5  # names in a message
@@ -42,19 +43,16 @@ def merge_shards(
     """
     shards = _read_shards(paths)
     merged = Merged(in_input_order=all(shard.order == "input" for _, shard in shards))
-    try:
-        with ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
-            readers = [CheckedRows(path, shard, stack) for path, shard in shards]
-            seen = SeenIds()
-            for row in _rows(readers, in_input_order=merged.in_input_order):
-                _count(merged, row, seen)
-                file.write(row)
-            for reader in readers:
-                reader.check_end()
-            if merged.num_duplicate_ids and not allow_duplicate_ids:
-                raise _duplicates(merged)
-    except OSError as error:
-        raise PagedcliError(f"cannot write {output}: {error.strerror}") from error
+    with writing(output, PagedcliError), ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
+        readers = [CheckedRows(path, shard, stack) for path, shard in shards]
+        seen = SeenIds()
+        for row in _rows(readers, in_input_order=merged.in_input_order):
+            _count(merged, row, seen)
+            file.write(row)
+        for reader in readers:
+            reader.check_end()
+        if merged.num_duplicate_ids and not allow_duplicate_ids:
+            raise _duplicates(merged)
     return merged
 
 

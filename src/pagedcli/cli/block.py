@@ -11,7 +11,7 @@ from pagedcli.events import StepScheduled
 from pagedcli.printable import one_line, plural
 from pagedcli.records import RIGHT, hash_text
 from pagedcli.show.tables import Format, Table, print_tables, table
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import say_notes
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
@@ -120,8 +120,7 @@ def _lived(trace: Path, block_id: int, step: int | None) -> tuple[BlockLife, Poo
             raise UsageError(f"there is no block {block_id}: {trace} has blocks 0 to {state.num_blocks - 1}")
         if isinstance(event, StepScheduled) and event.step == step:
             return life, state
-    for note in reader.notes:
-        say(f"note: {note}")
+    say_notes(reader.notes)
     if step is not None:
         raise UsageError(f"{trace} has no step {step}: the last one is {folding.state.step_number}")
     return life, folding.state

@@ -19,7 +19,7 @@ from pagedcli.events import MISS_WORDS
 from pagedcli.printable import capitalized, percent_text, plural
 from pagedcli.records import Share
 from pagedcli.show.tables import Format, Table, as_text, print_tables, table
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import say_notes
 from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.simulation.tables import advice_table
 from pagedcli.trace.files import TraceReader
@@ -90,8 +90,7 @@ def explain(
     adviser = Adviser() if request is None and not lookups and format_ is not Format.CSV else None
     prompts = PromptsSeen()
     explainer, state = explain_trace(reader, prompts, *([] if adviser is None else [adviser]))
-    for note in reader.notes:
-        say(f"note: {note}")
+    say_notes(reader.notes)
     chosen = list(explainer.lookups) if named is None else _lookups_of(named, explainer, trace)
     loaded = recorded_tokenizer(trace, tokenizer)
     decode = None if loaded is None else loaded.decode

@@ -1,7 +1,6 @@
 """`pagedcli generate`: a JSONL file of prompts in, one JSON row per prompt out."""
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.events import Emit, Event, only_wanted
+from pagedcli.events import Emit, only_wanted, to_all
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import say
 
@@ -99,7 +98,7 @@ def _run_job(
     job.check_files()
     with ExitStack() as stack:
         printer = _step_printer(dump, tables_format, rows_on_stdout=job.output is None) if dump.as_tables else None
-        emit = _to_all(_observers(stack, options, dump_files, printer))
+        emit = to_all(*_observers(stack, options, dump_files, printer))
         tokens = options.record_tokens or options.kv_events is not None
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
         return run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
@@ -178,18 +177,6 @@ def _observers(
     if options.kv_events is not None:
         observers.append(_publisher(stack, options.kv_events))
     return observers
-
-
-def _to_all(observers: Sequence[Emit]) -> Emit | None:
-    """An observer that passes each event on to all; None: there is none."""
-    if not observers:
-        return None
-
-    def emit(event: Event) -> None:
-        for observer in observers:
-            observer(event)
-
-    return emit
 
 
 def _publisher(stack: ExitStack, endpoint: str) -> Emit:

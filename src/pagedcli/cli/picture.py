@@ -9,14 +9,14 @@ from typing import Annotated
 from pagedcli.cli.options import option
 from pagedcli.errors import UsageError
 from pagedcli.events import StepScheduled
-from pagedcli.files import check_files, whole_file
+from pagedcli.files import check_files, whole_file, writing
 from pagedcli.printable import plural
 from pagedcli.show.drawing import Picture, Shape, Theme
 from pagedcli.show.pool_picture import PrefixLetters, pool_picture
 from pagedcli.show.raster import check_ending, write_picture
 from pagedcli.show.run_pictures import life_picture, tree_picture, waste_picture
 from pagedcli.show.tables import size
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import say, say_notes
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold, pool_fold
 from pagedcli.trace.state import PoolState
@@ -106,19 +106,15 @@ def draw_run(
     reader = TraceReader(trace)
     frames = _of_steps(reader, options, steps, follow) if of_step else iter([_of_run(reader, options, follow)])
     write_file(options, frames, overwrite=overwrite)
-    for note in reader.notes:
-        say(f"note: {note}")
+    say_notes(reader.notes)
 
 
 def write_file(options: PictureOptions, frames: Iterator[Picture], *, overwrite: bool) -> None:
     """Write the picture, or the frames of a film. Raises: UsageError."""
     path = options.file
-    try:
-        with whole_file(path, overwrite=overwrite) as file:
-            num_frames = write_picture(file, path.suffix, frames, options.theme)
-            num_bytes = file.tell()
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with writing(path), whole_file(path, overwrite=overwrite) as file:
+        num_frames = write_picture(file, path.suffix, frames, options.theme)
+        num_bytes = file.tell()
     steps = f"{plural(num_frames, 'step')}, " if path.suffix == ".gif" else ""
     say(f"{path}: {steps}{size(num_bytes)}")
 

@@ -17,7 +17,7 @@ from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
-from pagedcli.show.terminal import is_interactive, say
+from pagedcli.show.terminal import is_interactive, say_notes
 from pagedcli.verdicts import Verdict, paragraph
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def fold_capture(reader: CaptureReader, watch: Callable[[], Watcher] | None = No
     state = KVState(reader.sources, keep_tokens=True, watch=watch)
     for frames, time_s, source in reader:
         state.take(frames, time_s, source)
-    for note in reader.notes:
-        say(f"note: {note}")
+    say_notes(reader.notes)
     return state
 
 
@@ -128,8 +127,7 @@ def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: b
     else:
         for row in _rows(reader):
             print(_line(row))
-    for note in reader.notes:
-        say(f"note: {note}")
+    say_notes(reader.notes)
 
 
 def _play(reader: CaptureReader) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pagedcli.errors import PagedcliError
-from pagedcli.files import whole_file
+from pagedcli.files import whole_file, writing
 
 if TYPE_CHECKING:
     from pagedcli.batch.lines import Line
@@ -54,13 +54,9 @@ class Reordered:
             changed = rewritten(content, olds, news, without_salt=without_salt)
             num_changed, num_left = num_changed + (changed is not None), num_left + (changed is None)
             written[index] = changed or content
-        try:
-            with whole_file(path, overwrite=False) as file:
-                file.writelines(content + b"\n" for content in written if content is not None)
-        except OSError as error:
-            raise PagedcliError(
-                f"cannot write the changed prompts {path}: {error.strerror}", hint="name a new file"
-            ) from error
+        named = writing(f"the changed prompts {path}", PagedcliError, hint="name a new file")
+        with named, whole_file(path, overwrite=False) as file:
+            file.writelines(content + b"\n" for content in written if content is not None)
         return num_changed, num_left
 
 

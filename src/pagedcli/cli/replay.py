@@ -17,12 +17,12 @@ from pagedcli.cli.picture import PictureFlags, PictureOptions, draw_run
 from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
-from pagedcli.files import check_files, whole_file
+from pagedcli.files import check_files, whole_file, writing
 from pagedcli.printable import plural, printable_json
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format, print_sentences
-from pagedcli.show.terminal import TerminalJson, is_interactive, say
+from pagedcli.show.terminal import TerminalJson, is_interactive, say, say_notes
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
@@ -148,8 +148,7 @@ def _check(trace: Path, format_: StepFormat) -> None:
         }  # fmt: skip
         print(printable_json(msgspec.json.encode(facts)).decode())
         return
-    for note in result.notes:
-        say(f"note: {note}")
+    say_notes(result.notes)
     length = f"{plural(result.num_events, 'event')} in {plural(result.num_steps, 'step')}"
     pool = f"in use {counts['in_use']:,} + cached {counts['cached']:,} + empty {counts['empty']:,}"
     print_sentences([f"{trace}: ok, {length}; at the end {pool} = {plural(counts['total'], 'block')}"])
@@ -163,13 +162,10 @@ def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
     else:
         path = Path(str(output_file))
         check_files({"the trace": trace}, {"the export": path}, overwrite=overwrite)
-        try:
-            with whole_file(path, overwrite=overwrite) as file:
-                export_perfetto(reader, file)
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        with writing(path), whole_file(path, overwrite=overwrite) as file:
+            export_perfetto(reader, file)
         say(f"{path}: open it at https://ui.perfetto.dev")
-    _say_notes(reader.notes)
+    say_notes(reader.notes)
 
 
 def _print_steps(trace: Path, chosen: StepChoice, follow: NamedRequest | None, format_: StepFormat) -> None:
@@ -179,7 +175,7 @@ def _print_steps(trace: Path, chosen: StepChoice, follow: NamedRequest | None, f
         printer.show(event)
         if isinstance(event, StepScheduled) and chosen.is_over(event.step):
             return
-    _say_notes(reader.notes)
+    say_notes(reader.notes)
     if chosen.first and not printer.num_printed:
         raise no_such_step(chosen, str(trace), printer.moment.state)
 
@@ -198,7 +194,7 @@ def _write_tables(trace: Path, dump: Dump, *, overwrite: bool) -> None:
         for event in folding.steps(reader):
             if isinstance(event, StepScheduled) and dump.chosen.is_over(event.step):
                 break
-    _say_notes(reader.notes)
+    say_notes(reader.notes)
 
 
 def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
@@ -210,7 +206,7 @@ def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
             print(line)
         if isinstance(event, StepFinished):
             print(moment.line())
-    _say_notes(reader.notes)
+    say_notes(reader.notes)
 
 
 def _play(trace: Path, follow: NamedRequest | None) -> None:
@@ -223,11 +219,6 @@ def _play(trace: Path, follow: NamedRequest | None) -> None:
     past = Replay(reader, follow=follow)
     judge = partial(judged_recording, trace)
     PoolApp(ReplayPlayer(past), f"pagedcli replay {trace.name}", judge=judge).show()
-    _say_notes(reader.notes)
+    say_notes(reader.notes)
     if past.damage is not None:
         raise TraceError(past.damage)
-
-
-def _say_notes(notes: list[str]) -> None:
-    for note in notes:
-        say(f"note: {note}")

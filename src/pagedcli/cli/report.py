@@ -10,11 +10,10 @@ from pagedcli.cli.options import option
 from pagedcli.cli.partings import run_verdicts
 from pagedcli.cli.recording import capture_page, is_recording
 from pagedcli.cli.replay import TraceFile
-from pagedcli.errors import UsageError
-from pagedcli.files import check_files, whole_file
+from pagedcli.files import check_files, whole_file, writing
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import say, say_notes
 from pagedcli.simulation.advice import ADVICE_S, Adviser
 from pagedcli.trace.files import TraceReader
 from pagedcli.views.explain import PromptsSeen
@@ -67,11 +66,7 @@ def report(
                 recorded_tokenizer(trace, tokenizer),
             ),
         )
-        for note in reader.notes:
-            say(f"note: {note}")
-    try:
-        with whole_file(path, overwrite=overwrite) as file:
-            file.write(page)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        say_notes(reader.notes)
+    with writing(path), whole_file(path, overwrite=overwrite) as file:
+        file.write(page)
     say(f"{path}: {size(len(page))}, open it in a browser")

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +25,11 @@ from pagedcli.cli.summary import (
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
 from pagedcli.garbage import nothing_to_collect
+from pagedcli.interrupt import on_signals
 from pagedcli.planning.step_time import TimeKey, learn, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
-from pagedcli.show.terminal import TerminalJson, say
+from pagedcli.show.terminal import TerminalJson, say, say_notes
 from pagedcli.simulation.served import ServedRequests
 from pagedcli.verdicts import Verdict, refused_verdict
 
@@ -239,8 +239,7 @@ def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: C
     config = job.loaded.config.engine
     engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
     say_plan(engine.plan, config)
-    for note in engine.plan.notes:
-        say(f"note: {note}")
+    say_notes(engine.plan.notes)
     return engine
 
 
@@ -261,20 +260,13 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
-            yield
-            return
         signals = [signal.SIGINT, signal.SIGTERM]
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
             signals.append(signal.SIGHUP)  # the terminal was closed
-        before = [signal.signal(number, self._on_signal) for number in signals]
-        try:
+        with on_signals(self._on_signal, signals):
             yield
-        finally:
-            for number, handler in zip(signals, before, strict=True):
-                signal.signal(number, handler)
 
-    def _on_signal(self, number: int, _frame: object) -> None:
+    def _on_signal(self) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

@@ -15,7 +15,7 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import PagedcliError
-from pagedcli.files import whole_file
+from pagedcli.files import whole_file, writing
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.tables import print_sentences
 from pagedcli.show.terminal import say, say_wrapped
@@ -234,12 +234,9 @@ def write_summary(
     verdicts: Sequence[Verdict] | None = None,
 ) -> None:
     """Raises: PagedcliError if the file cannot be written."""
-    try:
-        with whole_file(path, overwrite=True) as file:
-            document = summary_document(result, findings, advice, verdicts)
-            file.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
-    except OSError as error:
-        raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
+    document = summary_document(result, findings, advice, verdicts)
+    with writing(f"the summary {path}", PagedcliError), whole_file(path, overwrite=True) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 
 
 def resume_command(arguments: Iterable[str]) -> str:

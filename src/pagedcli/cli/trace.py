@@ -23,7 +23,7 @@ from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resum
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
-from pagedcli.events import Emit, Event, only_wanted
+from pagedcli.events import Emit, Event, only_wanted, to_all
 from pagedcli.show.panels import PlainView, print_ending
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
@@ -171,16 +171,6 @@ class EventView(Protocol):
         ...
 
 
-def both(first: Emit, second: Emit) -> Emit:
-    """An observer that passes each event on to both."""
-
-    def emit(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return emit
-
-
 def _run(
     job: Job,
     whole_run: WholeRun,
@@ -196,14 +186,14 @@ def _run(
 ) -> int:
     """Generate with a view, which folds the events into `whole_run`, too, and record a trace if the job names a file.
     Returns the exit code."""
-    emit: Emit = view.on_event
+    emit: Emit | None = view.on_event
     with ExitStack() as stack:
         writer = None
         if job.record is not None:
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
-            emit = both(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
+            emit = to_all(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
         if dump_files is not None:
-            emit = both(stack.enter_context(dump_files.written()), emit)
+            emit = to_all(stack.enter_context(dump_files.written()), emit)
 
         def findings() -> Findings | None:
             state = view.settled()

@@ -13,6 +13,7 @@ from pagedcli.batch.parquet import is_parquet, require_pyarrow
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import writing
 
 _TABLE_ROWS = 16_384  # per row group of a merged table
 _PIECE_ROWS = 1024  # rows of one part in memory at once
@@ -41,14 +42,11 @@ def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
     for number, record in zip(numbers, records, strict=True):
         if record.shard != folder.manifest.shard(number) or record.num_rows != folder.manifest.num_rows[number]:
             raise UsageError(f"{folder.part(number)} does not belong to the run that {path} describes")
-    try:
-        with ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
-            if is_parquet(output):
-                _merge_tables(folder, records, stack, file)
-            else:
-                file.writelines(_lines(folder, records, stack))
-    except OSError as error:
-        raise PagedcliError(f"cannot write {output}: {error.strerror}") from error
+    with writing(output, PagedcliError), ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
+        if is_parquet(output):
+            _merge_tables(folder, records, stack, file)
+        else:
+            file.writelines(_lines(folder, records, stack))
     return Merged(
         num_rows=sum(record.num_rows for record in records),
         num_failed=sum(record.num_failed_rows for record in records),

@@ -10,8 +10,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from pagedcli.errors import UsageError
-from pagedcli.files import whole_file
+from pagedcli.files import whole_file, writing
 from pagedcli.printable import one_line
 from pagedcli.show.tables import Table, shown_cells
 from pagedcli.show.terminal import say
@@ -204,9 +203,6 @@ def write_page(path: Path, page: bytes) -> None:
 
     Raises: UsageError if it cannot be written.
     """
-    try:
-        with whole_file(path, overwrite=True) as file:
-            file.write(page)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with writing(path), whole_file(path, overwrite=True) as file:
+        file.write(page)
     say(f"{path}: open it in a browser")

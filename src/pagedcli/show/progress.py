@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
-from pagedcli.errors import UsageError
-from pagedcli.files import whole_file
+from pagedcli.files import whole_file, writing
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -173,10 +172,8 @@ class MetricsFile:
         self._model = model
         self._next_s = 0.0
         self._failed = False
-        try:
+        with writing(f"the metrics {path}"):
             self._replace(BatchStats())
-        except OSError as error:
-            raise UsageError(f"cannot write the metrics {path}: {error.strerror}") from error
 
     def update(self, stats: BatchStats, *, now: bool = False) -> None:
         if self._failed or (time.monotonic() < self._next_s and not now):

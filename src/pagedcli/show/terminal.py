@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, TextIO
 
@@ -21,6 +21,12 @@ def is_interactive(*, with_stdout: bool = True) -> bool:
 def say(text: str = "") -> None:
     """Print a line on stderr, where everything but data goes. If that is closed or full, the run continues without."""
     _print(printable(text) + "\n")
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Print the harmless anomalies of what was read, a line each."""
+    for note in notes:
+        say(f"note: {note}")
 
 
 def say_wrapped(text: str, *, indent: int = 4) -> None:
