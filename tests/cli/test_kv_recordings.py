@@ -91,7 +91,7 @@ def test_what_a_recording_does_not_have_is_refused(recording, tmp_path):
 
 def test_a_simulation_can_take_the_computed_blocks_as_work(recording):
     runs = list(stored_runs(CaptureReader(recording)))
-    assert [(run.time_s, run.parent, run.hashes) for run in runs] == [
+    assert [(time_s, run.parent, run.hashes) for run, time_s, _ in runs] == [
         (0.0, None, [1, 2, 3]), (2.0, 1, [2]), (2.0, 2, [3]), (4.0, None, [1]),
     ]  # fmt: skip
-    assert list(runs[1].token_ids) == [2, 2]
+    assert list(runs[1][0].token_ids) == [2, 2]

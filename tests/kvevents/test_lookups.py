@@ -176,7 +176,7 @@ def seen_requests(recording):
     reader = CaptureReader(recording)
     found = read_lookups(reader)
     tokens = {}
-    for run in stored_runs(CaptureReader(recording)):
+    for run, _, _ in stored_runs(CaptureReader(recording)):
         for start in range(0, len(run.token_ids), run.block_size):
             block = run.token_ids[start : start + run.block_size]
             tokens[xxhash.xxh64_intdigest(block.tobytes())] = block.tolist()

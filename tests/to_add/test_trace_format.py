@@ -5,7 +5,6 @@ The fake format here is registered there, and nowhere else.
 
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import typer
@@ -17,25 +16,11 @@ from pagedcli.simulation import formats
 DOCS = Path(__file__).parents[2] / "docs" / "simulate.md"
 
 
-class Fake(formats.Plain):
+class Fake(formats.TraceRow, rename={"input_length": "length", "hash_ids": "words"}):
     """{"words", "length"}: 4 tokens per hash, no output lengths, no times."""
 
-    keys: ClassVar[frozenset[str]] = frozenset(("words", "length"))
-    default_hash_size: ClassVar[int | None] = 4
-    words: list[int | str]
-    length: int
-
-    def lengths(self):
-        return self.length, None
-
-    def hash_list(self):
-        return self.words
-
-    def hash_size(self):
-        return None
-
-    def time_s(self):
-        return None
+    keys = frozenset(("words", "length"))
+    default_hash_size = 4
 
 
 @pytest.fixture

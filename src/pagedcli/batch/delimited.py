@@ -185,7 +185,7 @@ class CsvLines:
         writer.writerow(header)
         for index, content in rows():
             row = Row.of(content, self.columns.answer, index)
-            writer.writerows([_cell(cells.get(name)) for name in header] for cells in self._cells(row))
+            writer.writerows([csv_cell(cells.get(name)) for name in header] for cells in self._cells(row))
             yield text.getvalue().encode()
             text.seek(0)
             text.truncate()
@@ -222,7 +222,7 @@ class CsvLines:
         ]
 
 
-def _cell(value: Any) -> Any:
+def csv_cell(value: Any) -> Any:
     """Text and numbers unchanged, everything else as JSON."""
     is_plain = value is None or (isinstance(value, str | int | float) and not isinstance(value, bool))
     return value if is_plain else msgspec.json.encode(value).decode()

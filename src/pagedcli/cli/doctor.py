@@ -2,7 +2,6 @@
 
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +10,13 @@ import typer
 
 from pagedcli import __version__
 from pagedcli.cli.options import FormatOption
+from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import BackendError, UsageError
 from pagedcli.records import RIGHT, Bytes, count, size
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.attention.base import AttentionSpec
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.runner.self_test import CheckResult, LookUp
@@ -67,17 +66,12 @@ def doctor(
     if model is not None:
         _judge(model, device, format_)
         return
-    from pagedcli.config import EngineConfig
-    from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import decide, model_folder
-    from pagedcli.planning.machine import this_machine
+    from pagedcli.attention.select import available_backends
     from pagedcli.runner.self_test import CheckResult
 
-    config = EngineConfig(device=device)
-    machine = this_machine()
-    decision = decide(config, read_spec(model_folder(config)), machine)
+    decision = _decided(device)
     chosen = str(decision.attention.device)
-    backends = _backends(decision.attention, machine.missing)
+    backends = [Backend(name, reason is None, reason) for name, reason in available_backends(decision.attention)]
     results = _self_test(chosen, [each.backend for each in backends if each.available])
     tables = [
         _versions_table(),
@@ -99,15 +93,19 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _judge(model: str, device: str, format_: Format) -> None:
-    """Says whether and how a model runs here, of which only config.json is read."""
-    from pagedcli.config import EngineConfig
+def _decided(device: str, model: str = BUILTIN_MODEL) -> "Decision":
+    """How a model runs here, of which only config.json is read."""
     from pagedcli.models.reading import read_spec
     from pagedcli.planning.decide import decide, model_folder
     from pagedcli.planning.machine import this_machine
 
     config = EngineConfig(model=model, device=device)
-    decision = decide(config, read_spec(model_folder(config, weights=False)), this_machine())
+    return decide(config, read_spec(model_folder(config, weights=False)), this_machine())
+
+
+def _judge(model: str, device: str, format_: Format) -> None:
+    """Says whether and how a model runs here."""
+    decision = _decided(device, model)
     pool = decision.pool
     fits = pool is None or pool.num_blocks > 0
     found = _model_facts(decision)
@@ -330,15 +328,8 @@ def _why_no_gpu() -> str:
     return "no NVIDIA driver is loaded"
 
 
-def _backends(spec: "AttentionSpec", missing: Mapping[str, str]) -> list[Backend]:
-    from pagedcli.attention.select import available_backends
-
-    return [Backend(name, reason is None, reason) for name, reason in available_backends(spec, missing)]
-
-
 def _engine_table(device: str) -> Table:
     """How the engine runs the built-in model."""
-    from pagedcli.config import EngineConfig
     from pagedcli.runner.llm_engine import LLMEngine
 
     try:
@@ -380,7 +371,6 @@ def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
 
 def _lookups() -> "list[LookUp]":
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.config import EngineConfig
     from pagedcli.planning.decide import model_folder
     from pagedcli.runner.self_test import LookUp, look_up_texts
 

@@ -90,11 +90,14 @@ def profile_memory(
         tables = _short_tables(profile, lengths, shared)
     else:
         tables = _full_tables(profile, lengths, shared)
-    if target_concurrency is not None:
-        tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
     story = _answer(profile) if is_short else []
-    if is_short and target_concurrency is not None:
-        story.insert(0, _need(profile, target_concurrency, lengths, shared or 0))
+    if target_concurrency is not None:
+        needs = _needs(profile, target_concurrency, lengths, shared or 0)
+        title = f"What {target_concurrency:,} concurrent requests need"
+        columns = "at num_blocks kv_cache_bytes device_bytes utilization fits"
+        tables.append(table(ServedNeed, "target", title, needs, columns))
+        if is_short:
+            story.insert(0, _need(profile, target_concurrency, needs[-1]))
     print_tables(tables, format_, facts=_facts(profile, shared), story=story)
     if not profile.pool.num_blocks:
         missing = missing_memory(profile.terms, profile.plan.block_bytes, profile.holders)
@@ -215,9 +218,8 @@ def _answer(profile: "Profile") -> list[str]:
     return [f"{text}.", "", bar]
 
 
-def _need(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> str:
+def _need(profile: "Profile", num_requests: int, need: "ServedNeed") -> str:
     """What so many of the longest requests need at once, in a sentence."""
-    need = list(_target_rows(profile, num_requests, lengths, shared))[-1]
     whole, cache, weights, total = map(
         size, (need.device_bytes, need.kv_cache_bytes, profile.terms.weights, profile.terms.total)
     )
@@ -526,25 +528,10 @@ def target_rows(
         yield ServedNeed(name, num_tokens, num_blocks, kv_bytes, device_bytes, device_bytes / terms.total, fits)
 
 
-def _target_rows(
-    profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int
-) -> Iterator[ServedNeed]:
-    limits = profile.plan.limits
-    return target_rows(
-        num_requests,
-        lengths,
-        terms=profile.terms,
-        tables=limits.tables,
-        block_bytes=profile.plan.block_bytes,
-        shared_tokens=shared,
-        state_bytes=limits.state_bytes,
-    )
-
-
-def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
-    rows = _target_rows(profile, num_requests, lengths, shared)
-    columns = "at num_blocks kv_cache_bytes device_bytes utilization fits"
-    return table(ServedNeed, "target", f"What {num_requests:,} concurrent requests need", rows, columns)
+def _needs(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> list[ServedNeed]:
+    limits, block_bytes = profile.plan.limits, profile.plan.block_bytes
+    each = {"block_bytes": block_bytes, "shared_tokens": shared, "state_bytes": limits.state_bytes}
+    return list(target_rows(num_requests, lengths, terms=profile.terms, tables=limits.tables, **each))
 
 
 # ---------------------------------------------------------------------- what else could be chosen

@@ -8,9 +8,7 @@ import base64
 import binascii
 import math
 import time
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +18,7 @@ from pagedcli import __version__
 from pagedcli.errors import TraceError
 from pagedcli.kvevents.formats import FORMATS, decode_batch
 from pagedcli.kvevents.redact import Redactor
-from pagedcli.kvevents.wire import BlockHash, Stored, WireError, split_frames
+from pagedcli.kvevents.wire import Stored, WireError, split_frames
 from pagedcli.line_files import NOT_JSON, LineReader, LineWriter
 
 FORMAT_VERSION = 1
@@ -160,22 +158,9 @@ class CaptureReader:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """Computed blocks of one chain, as input for a simulation. Hits leave no event."""
-
-    time_s: float | None  # since the recording began
-    source: int
-    group: str | None
-    lora: str | None
-    parent: BlockHash | None  # parent of the first block
-    hashes: list[BlockHash]
-    block_size: int  # tokens
-    token_ids: "array[int] | None"  # digests that preserve equality, unless tokens were recorded
-
-
-def stored_runs(reader: CaptureReader) -> Iterator[StoredRun]:
-    """Everything that was stored, in order. Unreadable messages are skipped."""
+def stored_runs(reader: CaptureReader) -> Iterator[tuple[Stored, float | None, int]]:
+    """Everything that was stored, in order, with its seconds since the recording began or None, and its source: the
+    blocks that were computed, as hits leave no event. Unreadable messages are skipped."""
     for frames, time_s, source in reader:
         try:
             events = decode_batch(split_frames(frames).payload).events
@@ -183,8 +168,7 @@ def stored_runs(reader: CaptureReader) -> Iterator[StoredRun]:
             continue
         for event in events:
             if isinstance(event, Stored):
-                yield StoredRun(time_s, source, event.group, event.lora, event.parent, event.hashes, event.block_size,
-                                event.token_ids)  # fmt: skip
+                yield event, time_s, source
 
 
 def is_capture_line(line: bytes) -> bool:

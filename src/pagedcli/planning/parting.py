@@ -62,7 +62,6 @@ class Parting:
     rate: float  # hits as it is
     new_rate: float  # hits after the change, with the changes before
     margin: float  # half the 95 % interval of a sample's rate; a lower bound for the file is the rate less this
-    lost_share: float  # share of all prompt tokens, computed because of it
     block_size: int  # block size of the rates; for the action `block size` the one to use
     others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
     change: "Change | None" = None
@@ -368,7 +367,6 @@ class Finder:
             rate=state.rate(),
             new_rate=float(hits.sum()) / max(1, num_tokens),
             margin=self._margin(ids, hits),
-            lost_share=float((hits - state.hits).sum()) / max(1, sum(map(len, state.ids))),
             block_size=block_size or self.block_size,
             others=others,
             change=change,

@@ -7,10 +7,11 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
 
+from pagedcli.batch.delimited import csv_cell
 from pagedcli.batch.parquet import require_pyarrow
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import FileKind, PendingFile
@@ -56,14 +57,7 @@ def next_part(path: Path) -> Path:
     return part
 
 
-class DataRowWriter(Protocol):
-    """Writes the rows of one table to an open file. Raises: OSError, in every method."""
-
-    def write(self, rows: Iterable[Row]) -> None: ...
-
-    def close(self) -> None:
-        """Write what is left. The file stays open."""
-        ...
+# Each writes the rows of one table to an open file, which stays open, and raises OSError in every method.
 
 
 class CsvRows:
@@ -75,16 +69,10 @@ class CsvRows:
         self._rows.writerow([column.key for column in columns])
 
     def write(self, rows: Iterable[Row]) -> None:
-        self._rows.writerows([_csv_cell(value) for value in row] for row in rows)
+        self._rows.writerows([csv_cell(value) for value in row] for row in rows)
 
     def close(self) -> None:
         self._text.detach()  # flushes
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return msgspec.json.encode(value).decode()
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else value
 
 
 class JsonRows:
@@ -152,7 +140,7 @@ class DataFiles:
         self._path = path
         self._overwrite = overwrite
         self._files: dict[str, PendingFile] = {}
-        self._rows: dict[str, DataRowWriter] = {}  # empty before the first rows, and after a problem
+        self._rows: dict[str, CsvRows | JsonRows | ParquetData] = {}  # empty before the first rows, and after a problem
         self._problem: OSError | None = None
 
     @property

@@ -6,7 +6,7 @@ A line that is not a request of the format is counted, with its place and the re
 import gzip
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
@@ -47,91 +47,49 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do not name
 
 
-class TraceRow(Protocol):
-    """A decoded line of one format. A new format is a struct with these members and its entry in FORMATS."""
+class TraceRow(msgspec.Struct, kw_only=True):
+    """A decoded line of one format. The fields are Mooncake's; a new format is a struct that says with `rename` what
+    its lines call them, and its entry in FORMATS."""
 
     keys: ClassVar[frozenset[str]]  # a line with these is of this format
-    default_hash_size: ClassVar[int | None]  # tokens per hash; None: the lines say
+    default_hash_size: ClassVar[int | None] = None  # tokens per hash; None: the lines say
+    ticks_per_s: ClassVar[int] = 1000
+    input_length: PromptLength
+    hash_ids: Hashes
+    output_length: Length | None = None
+    block_size: HashSize | None = None  # tokens per hash
+    timestamp: Seconds | None = None
 
     @classmethod
     def record(cls, document: dict[str, Any]) -> dict[str, Any]:
         """The record in a line, which may be wrapped."""
-        ...
-
-    @classmethod
-    def is_request(cls, record: dict[str, Any]) -> bool:
-        """Whether a record is a request; others are skipped."""
-        ...
-
-    def lengths(self) -> tuple[int, int | None]:
-        """Tokens of prompt and output; None: not known."""
-        ...
-
-    def hash_list(self) -> Hashes: ...
-
-    def hash_size(self) -> int | None:
-        """Tokens per hash; None: the line does not say."""
-        ...
-
-    def time_s(self) -> float | None: ...
-
-
-class Plain(msgspec.Struct):
-    """Base of formats whose lines are all requests."""
-
-    @classmethod
-    def record(cls, document: dict[str, Any]) -> dict[str, Any]:
         return document
 
     @classmethod
-    def is_request(cls, record: dict[str, Any]) -> bool:
-        return True
+    def of(cls, record: dict[str, Any]) -> Self | None:
+        """None: the record is no request, and is skipped."""
+        return msgspec.convert(record, cls)
 
 
-class _Lengths(Plain):
-    """What Mooncake's format and those derived from it share."""
-
-    input_length: PromptLength
-    hash_ids: Hashes
-    output_length: Length | None = None
-    block_size: HashSize | None = None
-    timestamp: Seconds | None = None
-
-    def lengths(self) -> tuple[int, int | None]:
-        return self.input_length, self.output_length
-
-    def hash_list(self) -> Hashes:
-        return self.hash_ids
-
-    def hash_size(self) -> int | None:
-        return self.block_size
-
-    def time_s(self) -> float | None:
-        return None if self.timestamp is None else self.timestamp / 1000
-
-
-class Mooncake(_Lengths):
+class Mooncake(TraceRow):
     """{"timestamp": ms, "input_length", "output_length", "hash_ids"}; also Dynamo's and AIPerf's files of this kind."""
 
-    keys: ClassVar[frozenset[str]] = frozenset(("input_length", "hash_ids", "output_length"))
-    default_hash_size: ClassVar[int | None] = MOONCAKE_TOKENS
+    keys = frozenset(("input_length", "hash_ids", "output_length"))
+    default_hash_size = MOONCAKE_TOKENS
 
 
-class Bailian(_Lengths):
+class Bailian(TraceRow):
     """Mooncake's keys and {"chat_id", "parent_chat_id", "turn"}; times are in seconds."""
 
-    keys: ClassVar[frozenset[str]] = frozenset(("input_length", "hash_ids", "chat_id"))
-    default_hash_size: ClassVar[int | None] = BAILIAN_TOKENS
-
-    def time_s(self) -> float | None:
-        return self.timestamp
+    keys = frozenset(("input_length", "hash_ids", "chat_id"))
+    default_hash_size = BAILIAN_TOKENS
+    ticks_per_s = 1
 
 
-class KVCacheSimulator(_Lengths):
+class KVCacheSimulator(TraceRow):
     """{"block_size", "hash_ids", "input_length"}, the format of kvcache-simulator."""
 
-    keys: ClassVar[frozenset[str]] = frozenset(("input_length", "hash_ids"))
-    default_hash_size: ClassVar[int | None] = None
+    keys = frozenset(("input_length", "hash_ids"))
 
 
 class _Replay(msgspec.Struct):
@@ -146,12 +104,14 @@ class _DynamoRequest(msgspec.Struct):
     request_received_ms: Seconds | None = None
 
 
-class Dynamo(msgspec.Struct):
+class _DynamoRecord(msgspec.Struct):
+    request: _DynamoRequest
+
+
+class Dynamo(TraceRow):
     """A request_end record of dynamo.request.trace.v1; other records of the stream are skipped."""
 
-    keys: ClassVar[frozenset[str]] = frozenset(("schema", "event_type"))
-    default_hash_size: ClassVar[int | None] = None
-    request: _DynamoRequest
+    keys = frozenset(("schema", "event_type"))
 
     @classmethod
     def record(cls, document: dict[str, Any]) -> dict[str, Any]:
@@ -159,44 +119,28 @@ class Dynamo(msgspec.Struct):
         return inner if isinstance(inner, dict) and "schema" in inner else document
 
     @classmethod
-    def is_request(cls, record: dict[str, Any]) -> bool:
-        return record.get("event_type") == "request_end"
-
-    def lengths(self) -> tuple[int, int | None]:
-        return self.request.replay.input_length, self.request.output_tokens
-
-    def hash_list(self) -> Hashes:
-        return self.request.replay.input_sequence_hashes
-
-    def hash_size(self) -> int | None:
-        return self.request.replay.trace_block_size
-
-    def time_s(self) -> float | None:
-        return None if self.request.request_received_ms is None else self.request.request_received_ms / 1000
+    def of(cls, record: dict[str, Any]) -> Self | None:
+        if record.get("event_type") != "request_end":
+            return None
+        request = msgspec.convert(record, _DynamoRecord).request
+        return cls(
+            input_length=request.replay.input_length,
+            hash_ids=request.replay.input_sequence_hashes,
+            output_length=request.output_tokens,
+            block_size=request.replay.trace_block_size,
+            timestamp=request.request_received_ms,
+        )
 
 
-class LMCache(Plain):
+class LMCache(
+    TraceRow, rename={"input_length": "seq_len", "hash_ids": "chunk_hashes", "block_size": "chunk_size"}, kw_only=True
+):
     """A lookup of LMCache's lookup_hashes_*.jsonl: {"chunk_hashes", "chunk_size", "seq_len", "timestamp"}; only full
     chunks have a hash."""
 
-    keys: ClassVar[frozenset[str]] = frozenset(("chunk_hashes", "seq_len"))
-    default_hash_size: ClassVar[int | None] = None
-    seq_len: PromptLength
-    chunk_hashes: Hashes
-    chunk_size: HashSize
-    timestamp: Seconds | None = None
-
-    def lengths(self) -> tuple[int, int | None]:
-        return self.seq_len, None
-
-    def hash_list(self) -> Hashes:
-        return self.chunk_hashes
-
-    def hash_size(self) -> int | None:
-        return self.chunk_size
-
-    def time_s(self) -> float | None:
-        return self.timestamp
+    keys = frozenset(("chunk_hashes", "seq_len"))
+    ticks_per_s = 1
+    block_size: HashSize
 
 
 # the first whose keys a line has
@@ -268,17 +212,16 @@ class _Reader:
         if not isinstance(document, dict):
             raise _BadRow(f"expected an object, got {type(document).__name__}")
         kind = FORMATS[self.format_name]
-        record = kind.record(document)
-        return self._made(msgspec.convert(record, kind), kind.default_hash_size) if kind.is_request(record) else None
+        row = kind.of(kind.record(document))
+        return None if row is None else self._made(row)
 
-    def _made(self, row: TraceRow, default_hash_size: int | None) -> TraceRequest:
-        num_prompt, num_output = row.lengths()
-        size = self.given_hash_size or row.hash_size() or default_hash_size
+    def _made(self, row: TraceRow) -> TraceRequest:
+        num_prompt, hashes = row.input_length, row.hash_ids
+        size = self.given_hash_size or row.block_size or row.default_hash_size
         if size is None:
             raise _BadRow("the line does not say how many tokens a hash covers (see --hash-size)")
         if self.workload.hash_size not in (None, size):
             raise _BadRow(f"{plural(size, 'token')} per hash, earlier lines have {self.workload.hash_size}")
-        hashes = row.hash_list()
         if not num_prompt // size <= len(hashes) <= -(-num_prompt // size):
             covered = len(hashes) * size
             raise _BadRow(
@@ -287,7 +230,8 @@ class _Reader:
             )
         self.workload.hash_size = size
         index = str(len(self.workload.requests))
-        return TraceRequest(index, row.time_s(), num_prompt, num_output, self._chains.numbers(hashes))
+        time_s = None if row.timestamp is None else row.timestamp / row.ticks_per_s
+        return TraceRequest(index, time_s, num_prompt, row.output_length, self._chains.numbers(hashes))
 
     def finish(self) -> Workload:
         workload = self.workload

@@ -14,24 +14,12 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET
 
+import pagedcli.events as ev
 from pagedcli.batch.delimited import delimited_format
 from pagedcli.batch.prompts import Prompts
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import NOT_A_ROW, Row, why_not_a_row
 from pagedcli.errors import RequestError, TraceError, UsageError
-from pagedcli.events import (
-    BlocksFilled,
-    BlocksRestored,
-    BlocksReused,
-    DraftChecked,
-    EngineStarted,
-    PrefixLookedUp,
-    RequestAdded,
-    RequestFinished,
-    SequenceForked,
-    StepStarted,
-    TokensSampled,
-)
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
@@ -73,18 +61,18 @@ class RecordedRequests(View[PoolState]):
         self._samples: dict[str, dict[int, tuple[array[int], bool]]] = {}
         self._now_ns = 0  # 0: no step has started, and requests come with the first one
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         if event.part > 1:
             self.restarts.append(len(self.workload.requests))
             self._part = f" of part {event.part}"
 
-    def on_step_started(self, event: StepStarted, state: PoolState) -> None:
+    def on_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
         if not self._now_ns:
             for request in self.workload.requests:
                 request.arrival_s = event.time_ns / 1e9
         self._now_ns = event.time_ns
 
-    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         tokens = array("q", event.token_ids or ())
         is_unknown = event.salted and (event.salt is UNSET or self._is_compared)
         if event.token_ids is None or is_unknown:
@@ -119,31 +107,31 @@ class RecordedRequests(View[PoolState]):
         if event.beam_width is None:
             self.workload.requests.append(request)
 
-    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         if event.reason != "continued":
             self._ends[event.seq_id] = None
 
-    def on_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
+    def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
         if event.block_ids and (block_id := event.block_ids[-1]) is not None:
             self._ends[event.seq_id] = state.hashes[block_id]
 
-    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         self._ends[event.seq_id] = self._ends.get(event.parent_seq_id)
 
-    def on_blocks_restored(self, event: BlocksRestored, state: PoolState) -> None:
+    def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
         self._links.add(None, event.hashes)
 
-    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         self._ends[event.seq_id] = self._links.add(self._ends.get(event.seq_id), event.hashes)
 
-    def on_draft_checked(self, event: DraftChecked, state: PoolState) -> None:
+    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
         self._outputs[event.seq_id].extend(event.token_ids or ())
 
-    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
             self._outputs[seq_id].append(token_id)
 
-    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = state.seq(event.seq_id)
         if seq is None:
             return
@@ -188,7 +176,7 @@ class RecordedRequests(View[PoolState]):
         return workload
 
 
-def _continuation(event: RequestAdded) -> list[int]:
+def _continuation(event: ev.RequestAdded) -> list[int]:
     """As many tokens as the sequence scores: which ones makes no difference."""
     assert event.num_context_tokens is not UNSET, "it scores a continuation"
     return [0] * (event.num_prompt_tokens - event.num_context_tokens + 1)
@@ -228,7 +216,7 @@ def read_kv_events(path: Path) -> Workload:
     workload, chains = Workload(format="kv-events"), Chains()
     reader = CaptureReader(path)
     known: dict[tuple[int, str | None, int | str | bytes], int] = {}
-    for run in stored_runs(reader):
+    for run, time_s, source in stored_runs(reader):
         if not run.hashes:
             continue
         if workload.hash_size not in (None, run.block_size):
@@ -238,13 +226,13 @@ def read_kv_events(path: Path) -> Workload:
             continue
         workload.hash_size = run.block_size
         group = f"{run.group} {run.lora}"
-        after = -1 if run.parent is None else known.get((run.source, group, run.parent), -1)
+        after = -1 if run.parent is None else known.get((source, group, run.parent), -1)
         if after < 0:
-            after = chains.numbers([f"{run.source} {group} {run.parent!r}"])[0]
+            after = chains.numbers([f"{source} {group} {run.parent!r}"])[0]
         hashes = chains.numbers([str(each) for each in run.hashes], after=after)
-        known |= {(run.source, group, each): number for each, number in zip(run.hashes, hashes, strict=True)}
+        known |= {(source, group, each): number for each, number in zip(run.hashes, hashes, strict=True)}
         num_tokens = len(hashes) * run.block_size
-        workload.requests.append(TraceRequest(str(len(workload.requests)), run.time_s, num_tokens, 1, hashes))
+        workload.requests.append(TraceRequest(str(len(workload.requests)), time_s, num_tokens, 1, hashes))
     if not workload.requests:
         raise UsageError(f"{path}: no block was stored in this recording")
     workload.notes += reader.notes

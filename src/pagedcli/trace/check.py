@@ -521,11 +521,14 @@ class QueueLaws(LawBook):
 
     # ------------------------------------------------------------------ steps
 
-    def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
+    def _check_time(self, event: ev.StepStarted | ev.StepFinished | ev.StepFailed) -> None:
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
         self._just_sampled.clear()
+
+    def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
+        self._check_time(event)
 
     def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         engine, num_new = state.started, sum(event.num_new_tokens)
@@ -576,10 +579,7 @@ class QueueLaws(LawBook):
                 refuse(event, f"seq {seq_id} has {seq.num_output_tokens} new tokens of {seq.max_new_tokens}")
 
     def before_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
-        if event.time_ns < self._last_ns:
-            refuse(event, f"time {event.time_ns} is before {self._last_ns}")
-        self._last_ns = event.time_ns
-        self._just_sampled.clear()
+        self._check_time(event)
         step = state.step
         assert step is not None, "a step is running"
         parts_ns = event.schedule_ns + event.forward_ns + event.sample_ns + event.observer_ns
@@ -591,10 +591,7 @@ class QueueLaws(LawBook):
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
 
     def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        if event.time_ns < self._last_ns:
-            refuse(event, f"time {event.time_ns} is before {self._last_ns}")
-        self._last_ns = event.time_ns
-        self._just_sampled.clear()
+        self._check_time(event)
         self._unreleased.clear()
 
 

@@ -213,8 +213,8 @@ class SlotLedger:
         if not held:
             del self.held[seq_id]
 
-    def keep(self, event: ev.CheckpointMade, step: int | None) -> None:
-        """Make a checkpoint."""
+    def keep(self, event: ev.CheckpointMade | ev.CheckpointRestored, step: int | None) -> None:
+        """Make a checkpoint. `step`: None: any step can read it."""
         found = Checkpoint(event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, step)
         self.checkpoints[event.slot_id] = found
         self.index[event.hash] = event.slot_id
@@ -223,10 +223,7 @@ class SlotLedger:
         """Fill an empty slot with a checkpoint of an earlier run, which any step can read."""
         del self.empty[event.slot_id]
         self.idle[event.slot_id] = None
-        self.checkpoints[event.slot_id] = Checkpoint(
-            event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, None
-        )
-        self.index[event.hash] = event.slot_id
+        self.keep(event, None)
 
     def drop(self, slot_id: int) -> None:
         """Drop a checkpoint."""
