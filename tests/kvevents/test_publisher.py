@@ -15,6 +15,7 @@ from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
 from pagedcli.kvevents.tables import facts, limits
 from pagedcli.kvevents.tree import PrefixTree
+from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.fold import Fold
 from pagedcli.trace.state import PoolState
 
@@ -22,7 +23,7 @@ LOOPBACK = "tcp://127.0.0.1:*"
 
 
 def random_run(rng, send, *, num_requests=12):
-    """A simulation under pressure, and how to go through it: few blocks, shared prefixes, forks, chunks, salts."""
+    """A simulation under pressure, and how to go through it: few blocks, shared prefixes, forks, beams, chunks, salts."""
     publish = Fold(PoolState(), KVEventPublisher(send))
     sim = Simulation(
         rng.randrange(9, 20),
@@ -35,7 +36,11 @@ def random_run(rng, send, *, num_requests=12):
     )
     for index in range(num_requests):
         prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
-        sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
+        salt, num_new = "a" if index % 7 == 0 else None, rng.randrange(2, 9)
+        if index % 6 == 1:
+            sim.add(prompt, params=SamplingParams(beam_width=2, max_tokens=num_new), cache_salt=salt)
+        else:
+            sim.add(prompt, num_new, n=1 + (index % 5 == 0), cache_salt=salt)
     return sim
 
 

@@ -11,40 +11,27 @@ from typing import Any
 import msgspec
 
 import pagedcli.events as ev
-from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
+from pagedcli.trace.tokens import TokenView
 
 Send = Callable[[bytes], None]
 
 
-class KVEventPublisher(View[PoolState]):
+class KVEventPublisher(TokenView):
     """Calls `send` with the payload of each batch: [time, events as maps, data-parallel rank]."""
 
     def __init__(self, send: Send) -> None:
+        super().__init__()
         self._send = send
         self._encoder = msgspec.msgpack.Encoder()
         self._events: list[dict[str, Any]] = []
         self._published: dict[int, int] = {}  # hash -> group of layers
-        self._token_ids: dict[int, list[int]] = {}  # unfinished sequences only
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        super().on_engine_started(event, state)
         self._published.clear()
-        self._token_ids.clear()
         self._events = [{"type": "AllBlocksCleared"}]
         self._flush()
-
-    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
-        assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
-        self._token_ids[event.seq_id] = list(event.token_ids)
-
-    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
-        assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
-        self._token_ids[event.seq_id] += event.token_ids
-
-    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
-        assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
-        for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
-            self._token_ids[seq_id].append(token_id)
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         table, size = state.seqs[event.seq_id].block_table, state.block_size
@@ -69,9 +56,6 @@ class KVEventPublisher(View[PoolState]):
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.hash in self._published and event.hash not in state.hash_to_block_id:
             self._removed(event.hash)
-
-    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
-        self._token_ids.pop(event.seq_id, None)
 
     def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
         self._flush()

@@ -9,8 +9,9 @@ from typing import Annotated
 from msgspec import UNSET
 
 import pagedcli.events as ev
-from pagedcli.trace.dispatch import Handler, View
+from pagedcli.trace.dispatch import Handler
 from pagedcli.trace.state import PoolState
+from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import tokens_in_block
 from pagedcli.views.words import Story, block_words, seq_name
 
@@ -44,16 +45,16 @@ class Content:
     evicted_for: str | None = None  # for whom it was evicted, in words; empty in older traces; None: it was not
 
 
-class BlockLife(View[PoolState]):
+class BlockLife(TokenView):
     """Watches one block."""
 
     def __init__(self, block_id: int) -> None:
+        super().__init__()
         self.block_id = block_id
         self.tenures: list[Tenure] = []
         self.contents: list[Content] = []
         self.story: Story = []
         self._holders: dict[int, Tenure] = {}  # the present ones by sequence
-        self._token_ids: dict[int, list[int]] = {}  # the tokens of live sequences, if recorded
 
     def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
         moves = [self._move] if event_type in (ev.BlockCopied, ev.BlocksReleased) else []
@@ -96,24 +97,14 @@ class BlockLife(View[PoolState]):
             tenure.group = state.block_groups[self.block_id]
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        super().on_engine_started(event, state)
         self._end_all(state, "the run was cut off")
         self._drop_content(state.step_number)
-        self._token_ids.clear()
-
-    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
-        if event.token_ids is not None:
-            self._token_ids[event.seq_id] = list(event.token_ids)
 
     def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
+        super().on_draft_checked(event, state)
         if self.block_id in event.block_ids:
             self._end(event.seq_id, "taken for guesses that were wrong", state)
-        if event.seq_id in self._token_ids:
-            self._token_ids[event.seq_id] += event.token_ids or ()
-
-    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
-        for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
-            if seq_id in self._token_ids:
-                self._token_ids[seq_id].append(token_id)
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
         if self.block_id in event.block_ids:
@@ -125,8 +116,7 @@ class BlockLife(View[PoolState]):
             self.contents[-1].num_reuses += 1
 
     def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
-        if event.parent_seq_id in self._token_ids:
-            self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
+        super().on_sequence_forked(event, state)
         if self.block_id in event.block_ids:
             self._begin(event.seq_id, f"forked from seq {event.parent_seq_id}", state)
 
@@ -165,9 +155,6 @@ class BlockLife(View[PoolState]):
             if each.seq_id == event.seq_id and each.until == state.step_number and each.end == "released":
                 each.end = "preempted"
                 return
-
-    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
-        self._token_ids.pop(event.seq_id, None)
 
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._end_all(state, "the step failed")

@@ -21,6 +21,7 @@ from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
 from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import Label, LookupRow, ShownRow
 
 Reason = Literal[
@@ -337,16 +338,16 @@ def hits_by_salt(lookups: list[Lookup]) -> list[SaltRow]:
     return sorted(rows.values(), key=lambda row: -row.num_tokens) if salted else []
 
 
-class Explainer(View[PoolState]):
+class Explainer(TokenView):
     """Collects every lookup, and every checkpoint of recurrent state. Call `finish` after the last event."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lookups: list[Lookup] = []
         self.checkpoints: list[CheckpointRow] = []
         self.block_size = 0
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
-        self._token_ids: dict[int, list[int]] = {}  # the tokens of live sequences, if recorded
         self._salts: dict[int, str] = {}  # seq_id -> its salt
         self._part = ""  # part of a resumed run: each numbers its salts on its own
         self._forget_cache()
@@ -390,16 +391,16 @@ class Explainer(View[PoolState]):
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         """Another part of a resumed run: it starts with an empty cache."""
+        super().on_engine_started(event, state)
         self._part = f" of part {event.part}" if event.part > 1 else ""
         self.finish()
         self._forget_cache()
 
     def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        super().on_request_added(event, state)
         self.block_size = state.block_size
         if event.salt is not UNSET:
             self._salts[event.seq_id] = f"{event.salt}{self._part}"
-        if event.token_ids is not None:
-            self._token_ids[event.seq_id] = list(event.token_ids)
 
     def on_checkpoint_made(self, event: ev.CheckpointMade | ev.CheckpointRestored, state: PoolState) -> None:
         use = CheckpointRow(event, state.seqs[event.seq_id].label, state.step_number)
@@ -542,24 +543,16 @@ class Explainer(View[PoolState]):
             del self._first_seen[block_hash]
         self._num_copies = {block_hash: count for block_hash, count in kept.items() if block_hash is not None}
 
-    def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
-        if event.seq_id in self._token_ids:
-            self._token_ids[event.seq_id] += event.token_ids or ()
-
-    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
-        for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
-            if seq_id in self._token_ids:
-                self._token_ids[seq_id].append(token_id)
-
     def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         self._settle(event.seq_id)
         self._salts.pop(event.seq_id, None)
-        token_ids = self._token_ids.pop(event.seq_id, None)
+        token_ids = self._token_ids.get(event.seq_id)
         if token_ids is not None:
             seq = state.finished[event.seq_id]
             self._hashes[event.seq_id] = _hashes(seq.block_table, state)
             if event.num_output_tokens:
                 self._remember(token_bytes(token_ids), seq)
+        super().on_request_finished(event, state)
 
     # ------------------------------------------------------------------ parts
 
