@@ -21,15 +21,16 @@ class Key:
 
     panel: str  # heading in help texts and configuration files
     description: str  # includes the unit, no final period
-    metavar: str | None  # placeholder of the value in help texts; None: by its type
-    default: str | None  # meaning of None, for help texts
-    has_flag: bool  # False: in configuration files only
-    affects_rows: bool  # whether another value may give other rows: then it is part of a run's fingerprint
-    at_least: float | None
-    above: float | None
-    at_most: float | None
-    names_in: str | None  # MODULE:TABLE of the allowed names: those who add one need not know this key
-    reads: Literal["text", "json"] | None  # @FILE stands for the content of a file; json: which is JSON, as text is
+    metavar: str | None = None  # placeholder of the value in help texts; None: by its type
+    default: str | None = None  # meaning of None, for help texts
+    has_flag: bool = True  # False: in configuration files only
+    # whether another value may give other rows: then `--resume` refuses one, so forgetting to say False is safe
+    affects_rows: bool = True
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    names_in: str | None = None  # MODULE:TABLE of the allowed names: those who add one need not know this key
+    reads: Literal["text", "json"] | None = None  # @FILE stands for a file's content; json: which is JSON, as text is
 
     @property
     def is_bounded(self) -> bool:
@@ -64,26 +65,10 @@ class Key:
         )
 
 
-def key(
-    panel: str,
-    description: str,
-    *,
-    metavar: str | None = None,
-    default: str | None = None,
-    has_flag: bool = True,
-    affects_rows: bool = True,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    names_in: str | None = None,
-    reads: Literal["text", "json"] | None = None,
-) -> msgspec.Meta:
-    """The annotation of a struct field (see Key). The range is not left to msgspec, whose message omits the value.
-
-    A key affects rows unless it says otherwise: `--resume` then refuses another value, so forgetting is safe.
-    """
-    made = Key(panel, description, metavar, default, has_flag, affects_rows, at_least, above, at_most, names_in, reads)
-    return msgspec.Meta(description=description, extra={"key": made})
+def key(panel: str, description: str, **fields: Any) -> msgspec.Meta:
+    """The annotation of a struct field: a Key of these fields. The range is not left to msgspec, whose message omits
+    the value."""
+    return msgspec.Meta(description=description, extra={"key": Key(panel, description, **fields)})
 
 
 @functools.cache

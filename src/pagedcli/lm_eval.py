@@ -61,8 +61,7 @@ class PagedLM(TemplateLM):  # type: ignore[misc,unused-ignore]  # lm-eval has no
     @property
     def prefix_token_id(self) -> int | None:
         """What an empty context is: BOS, or EOS where there is none."""
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
+        return self.tokenizer.start_token_id
 
     @property
     def max_length(self) -> int:

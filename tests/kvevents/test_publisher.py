@@ -23,7 +23,7 @@ LOOPBACK = "tcp://127.0.0.1:*"
 
 
 def random_run(rng, send, *, num_requests=12):
-    """A simulation under pressure, and how to go through it: few blocks, shared prefixes, forks, beams, chunks, salts."""
+    """A simulation under pressure: few blocks, shared prefixes, forks, beams, chunks, salts."""
     publish = Fold(PoolState(), KVEventPublisher(send))
     sim = Simulation(
         rng.randrange(9, 20),

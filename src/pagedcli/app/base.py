@@ -74,9 +74,13 @@ class PlayerApp(App[None]):
     CSS = """
     #head { height: 1; background: $primary-background; }
     #body { height: 1fr; }
+    #left { height: 1fr; }
+    #right { height: auto; }
     .panel { border-top: solid $primary; border-title-color: $text-accent; }
     .panel:focus { border-top: heavy $accent; }
     Screen.-wide #body { layout: horizontal; }
+    Screen.-wide #left { width: 3fr; height: 100%; }
+    Screen.-wide #right { width: 2fr; height: 100%; margin-left: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help"),

@@ -202,8 +202,6 @@ class KVApp(PlayerApp):
     CSS = (
         PlayerApp.CSS
         + """
-    #left { height: 1fr; }
-    #right { height: auto; }
     #tree { height: 1fr; min-height: 4; }
     #figures { height: auto; }
     #verdict { height: auto; max-height: 3; }
@@ -211,8 +209,6 @@ class KVApp(PlayerApp):
     #notes { height: 3; }
     Screen.-tall #notes { height: 7; }
     #notes:focus { height: 10; }
-    Screen.-wide #left { width: 3fr; height: 100%; }
-    Screen.-wide #right { width: 2fr; height: 100%; margin-left: 1; }
     Screen.-wide #notes { height: 1fr; }
     """
     )

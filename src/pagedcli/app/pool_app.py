@@ -65,8 +65,6 @@ class PoolApp(PlayerApp):
     #time { height: 4; }
     Screen.-tall #time { height: 5; }
     #time:focus { height: 8; }
-    #left { height: 1fr; }
-    #right { height: auto; }
     #map { height: auto; max-height: 5; }
     Screen.-tall #map { max-height: 9; }
     #map:focus { max-height: 70%; }
@@ -76,8 +74,6 @@ class PoolApp(PlayerApp):
     #events { height: 3; }
     Screen.-tall #events { height: 5; }
     Screen.-wide #time { height: 8; }
-    Screen.-wide #left { width: 3fr; height: 100%; }
-    Screen.-wide #right { width: 2fr; height: 100%; margin-left: 1; }
     Screen.-wide #events { height: 1fr; }
     Screen.-wide #map { max-height: 50%; }
     #events:focus { height: 12; }
