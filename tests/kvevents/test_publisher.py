@@ -38,7 +38,8 @@ def random_run(rng, send, *, num_requests=12):
         prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         salt, num_new = "a" if index % 7 == 0 else None, rng.randrange(2, 9)
         if index % 6 == 1:
-            sim.add(prompt, params=SamplingParams(beam_width=2, max_tokens=num_new), cache_salt=salt)
+            params = SamplingParams(beam_width=2, max_tokens=min(4, num_new))
+            sim.add(prompt[:5], params=params, cache_salt=salt)
         else:
             sim.add(prompt, num_new, n=1 + (index % 5 == 0), cache_salt=salt)
     return sim

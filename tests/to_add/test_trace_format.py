@@ -16,11 +16,13 @@ from pagedcli.simulation import formats
 DOCS = Path(__file__).parents[2] / "docs" / "simulate.md"
 
 
-class Fake(formats.TraceRow, rename={"input_length": "length", "hash_ids": "words"}):
+class Fake(formats.TraceRow, rename={"input_length": "length", "hash_ids": "words"}, kw_only=True):
     """{"words", "length"}: 4 tokens per hash, no output lengths, no times."""
 
     keys = frozenset(("words", "length"))
     default_hash_size = 4
+    input_length: int
+    hash_ids: list[int | str]
 
 
 @pytest.fixture

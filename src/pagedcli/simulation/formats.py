@@ -48,8 +48,8 @@ MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do
 
 
 class TraceRow(msgspec.Struct, kw_only=True):
-    """A decoded line of one format. The fields are Mooncake's; a new format is a struct that says with `rename` what
-    its lines call them, and its entry in FORMATS."""
+    """A decoded line of one format. The fields are Mooncake's; a new format is a struct that declares those again which
+    its lines call otherwise, with `rename`, and its entry in FORMATS."""
 
     keys: ClassVar[frozenset[str]]  # a line with these is of this format
     default_hash_size: ClassVar[int | None] = None  # tokens per hash; None: the lines say
@@ -140,6 +140,8 @@ class LMCache(
 
     keys = frozenset(("chunk_hashes", "seq_len"))
     ticks_per_s = 1
+    input_length: PromptLength
+    hash_ids: Hashes
     block_size: HashSize
 
 
