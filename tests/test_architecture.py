@@ -48,7 +48,7 @@ ALLOWED = {
     "show": {*LOW, "core", "planning", "trace", "views", "batch"},
     "kvevents": {*LOW, "core", "trace", "views", "show", "remote"},
     "simulation": {*LOW, "core", "planning", "models", "batch", "trace", "views", "show", "kvevents"},
-    "app": {*LOW, "trace", "views", "show", "kvevents"},
+    "app": {*LOW, "interrupt", "trace", "views", "show", "kvevents"},
     "audit": {"errors", "files", "interrupt", "printable", "records", "remote", "show"},
     "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords", "trace", "show"},
     "lm_eval": {*LOW, "llm", "batch"},
