@@ -272,15 +272,15 @@ def summary(
         _unknown_table(state),
     ]  # fmt: skip
     tables = [each for each in tables if each.rows]
-    if in_full and points:
-        tables.append(_curve_table(points, state))
+    if in_full:
+        tables.append(_curve_table(points or [], state))
     return verdict(state, points, decode, shapes, parts=parts), tables
 
 
 def print_summary(verdicts: list[Verdict], tables: list[Table], state: KVState, format_: Format) -> None:
     """Print the verdicts and the tables; JSON has the figures as plain keys instead of a table."""
-    if format_ is Format.JSON:
-        tables = [each for each in tables if each.key != "figures"]
+    is_json = format_ is Format.JSON
+    tables = [each for each in tables if (each.key != "figures" if is_json else each.rows)]
     sentences = [{"verdict": each.text()} for each in verdicts]  # the form before verdicts were records
     about = {**facts(state), "limits": limits(state), "verdict": sentences}
     print_tables(tables, format_, facts=about, verdicts=verdicts)
