@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, Line, LineSource
+from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, Line, LineSource, skip_line
 
 MOST_ROWS = 2000  # about
 MOST_BYTES = 2**20  # bytes of the sampled rows: about a second to tokenize
@@ -80,19 +80,14 @@ def _rows_from(file: BinaryIO, start: int, num_bytes: int) -> list[bytes | None]
     rows: list[bytes | None] = []
     file.seek(max(0, start - 1))
     if start:
-        _skip_line(file)  # Only its end is there, which is that of the row before if a row begins at `start`.
+        skip_line(file)  # Only its end is there, which is that of the row before if a row begins at `start`.
     while (at := file.tell()) < start + num_bytes and (line := file.readline(MAX_LINE_BYTES + 2)):
         is_whole = len(line) <= MAX_LINE_BYTES or line.endswith(b"\n")
         if not is_whole:
-            _skip_line(file)
+            skip_line(file)
         if line.strip():
             rows.append((line.removeprefix(BOM) if not at else line).rstrip(b"\r\n") if is_whole else None)
     return rows
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (piece := file.readline(2**16)) and not piece.endswith(b"\n"):
-        pass
 
 
 def _line(index: int, content: bytes | None) -> Line:

@@ -210,8 +210,13 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
         if first:
             line, first = line.removeprefix(BOM), False
         if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while (piece := file.readline(2**16)) and not piece.endswith(b"\n"):
-                pass
+            skip_line(file)
             yield None
             continue
         yield line.rstrip(b"\r\n")
+
+
+def skip_line(file: BinaryIO) -> None:
+    """Read to the end of a line, which may be of any length."""
+    while (piece := file.readline(2**16)) and not piece.endswith(b"\n"):
+        pass

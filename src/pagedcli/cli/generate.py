@@ -148,8 +148,8 @@ def _tables_format(dump: Dump, format_: ShownFormat) -> Format:
     """Raises: UsageError if --dump-kv cannot print it, or its flags are given without it."""
     if dump.chooses and not dump.as_tables and dump.file is None:
         raise UsageError("--steps and --every need --dump-kv")
-    if dump.as_tables and format_ in (ShownFormat.CSV, ShownFormat.YAML):
-        hint = "--dump-kv FILE.csv writes the tables as data" if format_ is ShownFormat.CSV else "use table, json or md"
+    if dump.as_tables and format_ in ("csv", "yaml"):
+        hint = "--dump-kv FILE.csv writes the tables as data" if format_ == "csv" else "use table, json or md"
         raise UsageError(f"--dump-kv does not print --format {format_}", hint=hint)
     return Format(format_) if dump.as_tables else Format.TABLE
 
@@ -196,16 +196,16 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
     from pagedcli.cli.plan import PlanOptions, run_plan
 
-    if format_ is ShownFormat.YAML:
+    if format_ == "yaml":
         raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
     return run_plan(loaded, PlanOptions(input_name, no_calibrate=True, format_=Format(format_)))
 
 
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
-    if format_ is ShownFormat.JSON:
+    if format_ == "json":
         document = {"config": config_document(loaded), "sources": loaded.sources}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())
-    elif format_ is ShownFormat.YAML:
+    elif format_ == "yaml":
         import yaml
 
         print(yaml.safe_dump(config_document(loaded), sort_keys=False, allow_unicode=True), end="")

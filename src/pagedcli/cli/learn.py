@@ -168,7 +168,7 @@ def learn(
         raise UsageError(
             "--picture needs the number of a lesson", hint="for example pagedcli learn 3 --picture copy.svg"
         )
-    drawing = PictureOptions.of_flags(picture, None, None, None)
+    drawing = PictureOptions.of_flags(picture)
     check_files({}, {"--picture": picture}, overwrite=False)
     chosen = known if lesson is None else [known[lesson - 1]]
     teacher = _Teacher(asks=is_interactive())
@@ -236,7 +236,7 @@ class _Teacher:
             typed = input(_NEXT).strip().lower()
             if typed != "p":
                 return typed != "q"
-            options = PictureOptions.of_flags(Path(f"{Path(lesson.name).stem}.svg"), None, None, None)
+            options = PictureOptions.of_flags(Path(f"{Path(lesson.name).stem}.svg"))
             assert options is not None, "a file was named"
             draw_run(trace, options, StepChoice(lesson.step, lesson.step), None, overwrite=True)
         return True

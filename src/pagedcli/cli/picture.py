@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pagedcli.cli.options import option
 from pagedcli.errors import UsageError
@@ -25,16 +24,7 @@ from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
 from pagedcli.views.step_choice import StepChoice
 
-
-class Subject(StrEnum):
-    """The values of --of."""
-
-    POOL = "pool"
-    REQUEST = "request"
-    PREFIXES = "prefixes"
-    WASTE = "waste"
-
-
+Subject = Literal["pool", "request", "prefixes", "waste"]
 _PANEL = "Pictures"
 _PICTURE_HELP = (
     "Draw a picture: .svg or .png of --step, .gif of --steps. With --follow, the block tables of that request."
@@ -43,8 +33,6 @@ _OF_HELP = (
     "pool: blocks and block tables; request: the life of the one to --follow; prefixes: their tree with its hits;"
     " waste: contiguous against paged. Default: pool."
 )
-PictureFile = Annotated[Path | None, option("--picture", metavar="FILE", help=_PICTURE_HELP, panel=_PANEL)]
-Of = Annotated[Subject | None, option("--of", help=_OF_HELP, panel=_PANEL)]
 ShapeOption = Annotated[
     Shape | None,
     option("--shape", help="slide: 16:9; column: as wide as a column of a paper. Default: slide.", panel=_PANEL),
@@ -59,8 +47,8 @@ ThemeOption = Annotated[
 class PictureFlags:
     """The flags of a command that draws."""
 
-    picture: PictureFile = None
-    of: Of = None
+    picture: Annotated[Path | None, option("--picture", metavar="FILE", help=_PICTURE_HELP, panel=_PANEL)] = None
+    of: Annotated[Subject | None, option("--of", help=_OF_HELP, panel=_PANEL)] = None
     shape: ShapeOption = None
     theme: ThemeOption = None
 
@@ -76,7 +64,7 @@ class PictureOptions:
 
     @classmethod
     def of_flags(
-        cls, file: Path | None, of: Subject | None, shape: Shape | None, theme: Theme | None
+        cls, file: Path | None, *, of: Subject | None = None, shape: Shape | None = None, theme: Theme | None = None
     ) -> "PictureOptions | None":
         """None without --picture. Raises: UsageError."""
         if file is None:
@@ -85,7 +73,7 @@ class PictureOptions:
                     raise UsageError(f"{name} needs --picture", hint="for example --picture pool.svg")
             return None
         check_ending(file)
-        return cls(file, of or Subject.POOL, shape or Shape.SLIDE, theme or Theme.AUTO)
+        return cls(file, of or "pool", shape or Shape.SLIDE, theme or Theme.AUTO)
 
 
 def draw_run(
@@ -93,8 +81,8 @@ def draw_run(
 ) -> None:
     """Write the picture of a recorded run. Raises: UsageError for a subject without its step or request."""
     is_film = options.file.suffix == ".gif"
-    of_step = options.of in (Subject.POOL, Subject.WASTE)
-    if options.of is Subject.REQUEST and follow is None:
+    of_step = options.of in ("pool", "waste")
+    if options.of == "request" and follow is None:
         raise UsageError("--of request needs --follow", hint="for example --follow code-Mirano")
     if not of_step and (is_film or steps != StepChoice()):
         raise UsageError(
@@ -137,7 +125,7 @@ def _of_steps(
 
 
 def _of_step(state: PoolState, options: PictureOptions, letters: PrefixLetters, follow: NamedRequest | None) -> Picture:
-    if options.of is Subject.WASTE:
+    if options.of == "waste":
         return waste_picture(state, shape=options.shape)
     seq_ids = None if follow is None else follow.seq_ids
     return pool_picture(state, follow=seq_ids, shape=options.shape, letters=letters)

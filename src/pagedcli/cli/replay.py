@@ -2,10 +2,9 @@
 
 import sys
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO, cast
+from typing import Annotated, BinaryIO, Literal, cast
 
 import msgspec
 import typer
@@ -32,21 +31,7 @@ from pagedcli.views.names import NamedRequest, find_request
 from pagedcli.views.stats import pool_counts
 from pagedcli.views.step_choice import StepChoice
 
-
-class StepFormat(StrEnum):
-    """The values of --format."""
-
-    TABLE = "table"
-    JSON = "json"
-    MD = "md"
-
-
-class Export(StrEnum):
-    """The values of --export."""
-
-    PERFETTO = "perfetto"
-
-
+StepFormat = Literal["table", "json", "md"]
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events written by --record.")]
 _BLOCK_HELP = "Print who holds block N, what it contains, and its story, at --step or at the end."
 _FOLLOW_HELP = (
@@ -67,21 +52,21 @@ class ReplayFlags:
     steps: Steps = None
     every: Every = 1
     check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False
-    export: Annotated[Export | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None
+    export: Annotated[Literal["perfetto"] | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None
     output_file: Annotated[
         str | None, option("-o", "--output-file", help="Output file of --export. Default: stdout.")
     ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False
-    format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = StepFormat.TABLE
+    format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = "table"
 
     def check_together(self, picture: PictureOptions | None) -> None:
         """Raises: UsageError for flags that exclude each other."""
         others = self.check or self.export is not None or self.dump_kv is not None or self.no_live
         if self.output_file is not None and self.export is None:
             raise UsageError("-o needs --export")
-        if self.check and self.format_ is StepFormat.MD:
+        if self.check and self.format_ == "md":
             raise UsageError("--check does not print --format md", hint="use table or json")
-        if picture is not None and (others or self.block is not None or self.format_ is not StepFormat.TABLE):
+        if picture is not None and (others or self.block is not None or self.format_ != "table"):
             raise UsageError("--picture is combined with --step, --steps, --every and --follow only")
         if self.block is not None and (others or self.follow is not None or self.steps is not None):
             raise UsageError("--block is combined with --step and --format only")
@@ -113,11 +98,11 @@ def replay(trace: TraceFile, *, flags: ReplayFlags, drawn: PictureFlags) -> None
     Exit codes: 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
     dump = Dump.of(flags.dump_kv, flags.steps, flags.every, step=flags.step)
-    picture = PictureOptions.of_flags(drawn.picture, drawn.of, drawn.shape, drawn.theme)
+    picture = PictureOptions.of_flags(drawn.picture, of=drawn.of, shape=drawn.shape, theme=drawn.theme)
     flags.check_together(picture)
     given = {name: getattr(flags, name) for name in ("check", "follow", "export", "dump_kv", "steps", "block")}
     if is_recording(trace, **given, picture=drawn.picture):
-        replay_capture(trace, flags.step, as_json=flags.format_ is StepFormat.JSON, every_step=flags.no_live)
+        replay_capture(trace, flags.step, as_json=flags.format_ == "json", every_step=flags.no_live)
         return
     request = None if flags.follow is None else find_request(TraceReader(trace), flags.follow, str(trace))
     if picture is not None:
@@ -130,7 +115,7 @@ def replay(trace: TraceFile, *, flags: ReplayFlags, drawn: PictureFlags) -> None
         _export(trace, flags.output_file, overwrite=flags.overwrite)
     elif dump.file is not None:
         _write_tables(trace, dump, overwrite=flags.overwrite)
-    elif dump.as_tables or dump.chooses or flags.no_live or flags.format_ is not StepFormat.TABLE:
+    elif dump.as_tables or dump.chooses or flags.no_live or flags.format_ != "table":
         _print_steps(trace, dump.chosen, request, flags.format_)
     elif is_interactive():
         _play(trace, request)
@@ -141,7 +126,7 @@ def replay(trace: TraceFile, *, flags: ReplayFlags, drawn: PictureFlags) -> None
 def _check(trace: Path, format_: StepFormat) -> None:
     result = check_trace(TraceReader(trace))
     counts = pool_counts(result.state)
-    if format_ is StepFormat.JSON:
+    if format_ == "json":
         facts = {
             "ok": True, "num_events": result.num_events, "num_steps": result.num_steps,
             "blocks": counts, "notes": result.notes,

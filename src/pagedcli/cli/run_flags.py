@@ -2,10 +2,9 @@
 cli.options."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,16 +17,7 @@ _file, _inspection, _cluster = (
 )
 
 
-class ShownFormat(StrEnum):
-    """The values of --format, for --show-config, --dry-run and --dump-kv."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
-    MD = "md"
-    YAML = "yaml"
-
-
+ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
 _INPUT_HELP = "Input file or folder: JSONL, CSV or TSV (also .gz, .zst), or Parquet; - is stdin."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
 _VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
@@ -93,10 +83,7 @@ class GenerateOptions:
     ] = 2
     config: ConfigFile = None
     show_config: Annotated[bool, typer.Option("--show-config", help=_SHOW_HELP)] = False
-    format_: Annotated[
-        ShownFormat,
-        typer.Option("--format", help=_FORMAT_HELP),
-    ] = ShownFormat.TABLE
+    format_: Annotated[ShownFormat, typer.Option("--format", help=_FORMAT_HELP)] = "table"
 
     @property
     def input_name(self) -> str:

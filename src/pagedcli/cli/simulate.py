@@ -46,7 +46,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     if options.no_schedule and timed:
         raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
-    drawing = PictureOptions.of_flags(options.picture, None, options.shape, options.theme)
+    drawing = PictureOptions.of_flags(options.picture, shape=options.shape, theme=options.theme)
     if drawing is not None and drawing.file.suffix == ".gif":
         raise UsageError("--picture draws one picture", hint="write .svg or .png")
     writes = {"--record": options.record, "the page": options.output_file, "--picture": options.picture}

@@ -58,9 +58,7 @@ def trace(
     resume: Resume = False,
     overwrite: Overwrite = False,
     config: ConfigFile = None,
-    format_: Annotated[
-        StepFormat, _view("--format", help="Format of the tables.", show_default=True)
-    ] = StepFormat.TABLE,
+    format_: Annotated[StepFormat, _view("--format", help="Format of the tables.", show_default=True)] = "table",
     flags: Flags,
 ) -> None:
     """Generate and watch the KV cache: block pool, sequences, hit rates, events.
@@ -83,7 +81,7 @@ def trace(
         raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
     dump = Dump.of(dump_kv, steps, every, step=step)
     dump_files = dump.named_files(overwrite=overwrite, resume=resume)
-    only_tables = dump_files is None and (dump.chooses or format_ is not StepFormat.TABLE)
+    only_tables = dump_files is None and (dump.chooses or format_ != "table")
     as_tables = dump.as_tables or no_live or only_tables
     output = Path(output_file if output_file is not None else os.devnull)
     if output_file == "-":

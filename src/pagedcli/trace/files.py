@@ -14,17 +14,8 @@ from typing import Self
 
 import msgspec
 
+import pagedcli.events as ev
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.events import (
-    OLDEST_SCHEMA,
-    SCHEMA_VERSION,
-    AnyEvent,
-    EngineStarted,
-    Event,
-    StepFinished,
-    StepScheduled,
-    StepStarted,
-)
 from pagedcli.files import TRACE, PendingFile, check_new, is_in_use, is_stream, what_is
 from pagedcli.line_files import LineReader, LineWriter, has_compressed_name
 from pagedcli.printable import plural
@@ -107,7 +98,7 @@ class TraceWriter:
             )
         self.path = part_path(path, len(existing) + 1)  # path of the finished trace
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: ev.Event) -> None:
         start_ns = time.perf_counter_ns()
         if self.num_events == 0:
             self._open()
@@ -118,7 +109,7 @@ class TraceWriter:
             buffer += b"\n"
             if self.num_events == 1:
                 self.flush()
-            elif type(event) is StepFinished and start_ns >= self._flushed_ns + self._flush_every_ns:
+            elif type(event) is ev.StepFinished and start_ns >= self._flushed_ns + self._flush_every_ns:
                 self.flush()
                 self._flushed_ns = time.perf_counter_ns()
         self.observer_ns += time.perf_counter_ns() - start_ns
@@ -188,7 +179,7 @@ class TraceReader:
         self.path = path
         self.notes: list[str] = []
         self._lines = LineReader(path, "trace", self.notes)  # lines of the current part
-        self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+        self._decoder: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
 
     @property
     def line_number(self) -> int:
@@ -199,7 +190,7 @@ class TraceReader:
     def place(self) -> str:
         return f"{self._lines.path}:{self.line_number}"
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[ev.Event]:
         has_compressed_name(self.path, "trace")  # refuses an invalid name first
         first, *others = parts(self.path) or [self.path]
         if first != self.path:
@@ -212,7 +203,7 @@ class TraceReader:
             shift = shift.for_part(number)
             try:
                 for event in self._events(path):
-                    if isinstance(event, EngineStarted) and not shift.fits(event):
+                    if isinstance(event, ev.EngineStarted) and not shift.fits(event):
                         pool = f"{plural(event.num_blocks, 'block')} of {event.block_size}"
                         self.notes.append(
                             f"{path.name} was skipped, it has another pool ({pool}): read it by its own name"
@@ -222,7 +213,7 @@ class TraceReader:
             except _EmptyFile:
                 self.notes.append(f"{path.name} is empty: the run was killed as it began")
 
-    def _events(self, path: Path) -> Iterator[Event]:
+    def _events(self, path: Path) -> Iterator[ev.Event]:
         self._lines = LineReader(path, "trace", self.notes)
         for line in self._lines:
             if self.line_number == 1:
@@ -233,7 +224,7 @@ class TraceReader:
                 event = self._decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise self._damage(error) from error
-            if self.line_number > 1 and isinstance(event, EngineStarted):
+            if self.line_number > 1 and isinstance(event, ev.EngineStarted):
                 raise TraceError(f"{self.place}: engine_started: a second start in one trace file")
             yield event
         if self.line_number == 0:
@@ -247,15 +238,15 @@ class TraceReader:
             damage = f"not a trace of pagedcli, or its first line is damaged ({error})"
             what = damage if found in (None, TRACE.name) else f"not a trace, but {found}"
             raise TraceError(f"{self.place}: {what}", hint=self._record_again()) from error
-        if head.event != EngineStarted.__struct_config__.tag or head.schema_version is None:
+        if head.event != ev.EngineStarted.__struct_config__.tag or head.schema_version is None:
             what = f"a trace begins with engine_started, this file with {head.event!r}"
             raise TraceError(f"{self.place}: {what}", hint=self._record_again())
-        if not OLDEST_SCHEMA <= head.schema_version <= SCHEMA_VERSION:
-            is_older = head.schema_version < OLDEST_SCHEMA
+        if not ev.OLDEST_SCHEMA <= head.schema_version <= ev.SCHEMA_VERSION:
+            is_older = head.schema_version < ev.OLDEST_SCHEMA
             age, writer = "older" if is_older else "newer", f"pagedcli {head.pagedcli_version}"
             raise TraceError(
                 f"{self.place}: the trace's format (schema {head.schema_version}) is {age} than the one that this "
-                f"version reads ({SCHEMA_VERSION})",
+                f"version reads ({ev.SCHEMA_VERSION})",
                 hint=self._record_again() if is_older else f"read it with {writer}, which wrote it, or a later version",
             )
 
@@ -291,7 +282,7 @@ class _Shift:
         self._begin_ns = last_ns  # what the first time of the part becomes
         self._time_ns: int | None = None if last_ns is not None else 0
         self._next_step, self._next_seq_id, self._last_ns = step, seq_id, last_ns or 0
-        self._engine: EngineStarted | None = None
+        self._engine: ev.EngineStarted | None = None
 
     def for_part(self, number: int) -> "_Shift":
         """The shift of the next part."""
@@ -299,26 +290,26 @@ class _Shift:
         after._engine = self._engine
         return after
 
-    def fits(self, event: EngineStarted) -> bool:
+    def fits(self, event: ev.EngineStarted) -> bool:
         """Whether a part continues in a pool of the same size, for as many groups of layers."""
         first, other = ((each.num_blocks, each.block_size, len(each.groups)) for each in (self._engine or event, event))
         return first == other
 
-    def observe(self, event: Event) -> Event:
+    def observe(self, event: ev.Event) -> ev.Event:
         """Record the numbers that an event uses."""
-        if isinstance(event, EngineStarted):
+        if isinstance(event, ev.EngineStarted):
             self._engine = event
-        elif isinstance(event, StepStarted | StepFinished):
+        elif isinstance(event, ev.StepStarted | ev.StepFinished):
             self._last_ns = event.time_ns
-        elif isinstance(event, StepScheduled):
+        elif isinstance(event, ev.StepScheduled):
             self._next_step = event.step + 1  # the number of a step that was never scheduled is reused
         else:
             self._next_seq_id = max(self._next_seq_id, getattr(event, "seq_id", -1) + 1)
         return event
 
-    def shifted(self, event: Event) -> Event:
+    def shifted(self, event: ev.Event) -> ev.Event:
         """The event, numbered within the whole run."""
-        if isinstance(event, EngineStarted):
+        if isinstance(event, ev.EngineStarted):
             return msgspec.structs.replace(event, part=self._number)
         changes: dict[str, object] = {}
         for name in event.__struct_fields__:
