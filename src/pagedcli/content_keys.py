@@ -1,6 +1,7 @@
-"""The key of an encrypted folder of content files: AES-256-GCM by the `cryptography` package, an optional extra.
+"""Secrets in files, and the key of an encrypted folder of content files: AES-256-GCM by the `cryptography` package, an
+optional extra.
 
-Used by content_files and whoever opens such a folder; knows nothing of what is encrypted.
+Used by content_files, whoever opens such a folder, and `attach`; knows nothing of what is encrypted.
 """
 
 import os
@@ -37,20 +38,9 @@ class ContentKey:
         if find_spec("cryptography") is None:
             hint = "pip install 'pagedcli[encryption]'"
             raise UsageError("a key needs the cryptography package, which is not installed", hint=hint)
-        try:
-            if makes_file and not path.exists():
-                with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                    file.write(secrets.token_hex(32).encode())
-            mode, secret = path.stat().st_mode, read_whole(path, _MOST_BYTES).strip()
-        except OSError as error:
-            raise UsageError(f"the key {path} cannot be used: {error.strerror}") from error
+        secret, mode = read_secret(path, _LEAST_BYTES, makes_file=makes_file), path.stat().st_mode
         if stat.S_ISREG(mode) and stat.S_IMODE(mode) & 0o077:
             raise UsageError(f"the key {path} can be read by other users", hint=f"chmod 600 {path}")
-        if len(secret) < _LEAST_BYTES:
-            raise UsageError(
-                f"the key {path} has {len(secret)} bytes, too few for a secret",
-                hint=f"at least {_LEAST_BYTES} that nobody can guess; a file that does not exist is made",
-            )
         return cls(secret)
 
     def encrypt(self, content: bytes | bytearray | memoryview, about: str) -> bytes:
@@ -70,6 +60,23 @@ class ContentKey:
     def name(self, content: bytes) -> str:
         """32 hexadecimal digits that only the key and the content determine."""
         return blake2b(content, key=self._name_key, digest_size=16).hexdigest()
+
+
+def read_secret(path: Path, least_bytes: int, *, makes_file: bool = True) -> bytes:
+    """The secret in a file, which is made if it does not exist, unless it should. Raises: UsageError."""
+    try:
+        if makes_file and not path.exists():
+            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_hex(32).encode())
+        secret = read_whole(path, _MOST_BYTES).strip()
+    except OSError as error:
+        raise UsageError(f"the key {path} cannot be used: {error.strerror}") from error
+    if len(secret) < least_bytes:
+        raise UsageError(
+            f"the key {path} has {len(secret)} bytes, too few for a secret",
+            hint=f"at least {least_bytes} that nobody can guess; a file that does not exist is made",
+        )
+    return secret
 
 
 def _derived(secret: bytes, use: bytes) -> bytes:

@@ -1,12 +1,9 @@
 """`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
 import gc
-import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +11,9 @@ import typer
 
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
+from pagedcli.content_keys import read_secret
 from pagedcli.errors import UsageError
-from pagedcli.files import KV_RECORDING, check_files, read_whole
+from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
@@ -142,24 +140,15 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
     return stack.enter_context(Scraper(url))
 
 
-_LEAST_KEY_BYTES, _MOST_KEY_BYTES = 16, 4096
+_LEAST_KEY_BYTES = 16
 
 
 def _secret(path: Path) -> bytes:
     """The key in a file, which is made if it does not exist."""
-    try:
-        if not path.exists():
-            with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
-                file.write(secrets.token_hex(32).encode())
-            say(f"{path}: a new key; recordings made with it can be compared")
-        key = read_whole(path, _MOST_KEY_BYTES).strip()
-    except OSError as error:
-        raise UsageError(f"--key: cannot use {path}: {error.strerror}") from error
-    if len(key) < _LEAST_KEY_BYTES:
-        raise UsageError(
-            f"--key: {path} has {len(key)} bytes, too few for a secret",
-            hint=f"at least {_LEAST_KEY_BYTES}; a file that does not exist is made",
-        )
+    is_new = not path.exists()
+    key = read_secret(path, _LEAST_KEY_BYTES)
+    if is_new:
+        say(f"{path}: a new key; recordings made with it can be compared")
     return key
 
 
