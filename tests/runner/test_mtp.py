@@ -1,6 +1,10 @@
 """Tokens guessed by a model's MTP head: what it computes, that guesses of a head that knows are right, and that none
 changes a bit."""
 
+import json
+import shutil
+import threading
+
 import pytest
 import torch
 from bit_settings import by_default
@@ -9,7 +13,7 @@ from gguf_conversions import converted
 from model_zoo import cached_model
 from mtp_models import HEAD_FAMILIES, ReferenceHead, model_with_head
 from quick import slow_but
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.config import EngineConfig
@@ -17,6 +21,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
+from pagedcli.runner import weight_cache
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -209,3 +214,83 @@ def test_the_head_of_a_gguf_file_guesses_as_that_of_its_folder(family, folder, t
     assert of_file.stats.drafted == engine.stats.drafted
     assert of_file.stats.accepted == engine.stats.accepted
     assert engine.stats.accepted["mtp"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
+def test_scores_next_to_guesses_are_the_same_bits(family, folder):
+    def found(speculation):
+        engine = make_engine(folder(family, 0.1), speculation=speculation, **ROOMY)
+        for i, prompt in enumerate(PROMPTS):
+            continuations = [prompt[::-1][:5], prompt[:3]] if i % 2 else None
+            engine.add_request(str(i), prompt, KINDS[0] if i % 4 else KINDS[1], continuations=continuations)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {each.request_id: (each.scores, each.samples) for each in engine.step()}
+        return repr(outputs)
+
+    assert found("mtp") == found("off")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4-moe"])
+def test_a_head_may_have_no_weights_on_disk(family, folder, tmp_path):
+    shutil.copy(folder(family) / "config.json", tmp_path / "config.json")
+    found, engine = outcome(tmp_path, load_format="dummy", **ROOMY)
+    assert found == outcome(tmp_path, load_format="dummy", speculation="off", **ROOMY)[0]
+    assert engine.stats.drafted["mtp"] > 0
+
+
+@pytest.mark.slow
+def test_the_head_of_a_model_that_sees_images_is_read(folder, tmp_path):
+    path = folder("qwen3_5", 0.1)
+    config = json.loads((path / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    body, within = "model.", "model.language_model."
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.replace(body, within) if name.startswith(body) else name: each for name, each in tensors.items()}
+    save_file(tensors | {"model.visual.patch.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    found, engine = outcome(tmp_path, **ROOMY)
+    expected, of_text = outcome(path, **ROOMY)
+    assert found == expected
+    assert engine.stats.accepted == of_text.stats.accepted
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_digests", "library")
+def test_kept_weights_and_kept_blocks_give_the_same_bits(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_cache, "weight_folder", lambda: tmp_path / "weights")
+    monkeypatch.setattr(weight_cache, "LEAST_S", 0.0)
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=3, ignore_eos=True)
+
+    def found(speculation):
+        store = {"prefix_store": str(tmp_path / "store"), "block_size": 4}
+        config = EngineConfig(
+            model=str(folder("glm4-moe", 0.1)),
+            device="cpu",
+            dtype="bfloat16",
+            speculation=speculation,
+            **store,
+            **ROOMY,
+        )
+        engine = LLMEngine(config, with_store=True)
+        for thread in threading.enumerate():
+            if thread.name == "weight-cache":
+                thread.join()
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), prompt, params)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {each.request_id: repr(each.samples) for each in engine.step()}
+        engine.close_store()
+        return outputs, engine.stats, [note for note in engine.plan.notes if "are those kept" in note]
+
+    expected, stats, _ = found("off")
+    first, second = found("mtp"), found("mtp")
+    assert first[0] == second[0] == expected
+    assert stats.num_disk_tokens == first[1].num_disk_tokens == 0  # blocks with a head are others
+    assert second[1].num_disk_tokens > 0
+    assert second[1].accepted["mtp"] > 0
+    assert first[2]
+    assert second[2]
