@@ -12,6 +12,7 @@ once more, after new tests.
 
 import argparse
 import ast
+import compileall
 import copy
 import hashlib
 import json
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "pagedcli" / "core"
 TESTS = ROOT / "tests" / "core"
 MOST_WAITING = 10  # times the limit: a test that waits uses no processor
-TIMES_USUAL, MORE_S = 5, 3  # a test may take so many times what it takes without a mutant, and so many seconds
+TIMES_USUAL, MORE_S = 2, 3  # a test may take so many times what it takes while lines are recorded, and so many seconds
 MEASURING_S = 600  # of processor time, for all tests while their lines are recorded
 MOST_BYTES = 16 * 2**30  # of addresses: a mutant may never stop to allocate
 
@@ -224,7 +225,7 @@ class Watch:
     def __init__(self, tests: list[str], usual_s: dict[str, float], limit_s: int) -> None:
         self.places = {name: place for place, name in enumerate(tests)}  # none: all run
         self.usual_s, self.limit_s, self.failed = usual_s, limit_s, None
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -233,12 +234,15 @@ class Watch:
             items[:] = sorted(chosen, key=lambda item: self.places[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        begin_s = self.seconds[nodeid] = _used_s(resource.RUSAGE_SELF)
         if nodeid in self.usual_s:
-            end_s = _used_s(resource.RUSAGE_SELF) + TIMES_USUAL * self.usual_s[nodeid] + MORE_S
+            end_s = begin_s + TIMES_USUAL * self.usual_s[nodeid] + MORE_S
             resource.setrlimit(resource.RLIMIT_CPU, (min(int(end_s) + 1, self.limit_s), self.limit_s + 1))
 
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.seconds[nodeid] = _used_s(resource.RUSAGE_SELF) - self.seconds[nodeid]
+
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] += report.duration
         if report.failed and self.failed is None:
             self.failed = report.nodeid
 
@@ -286,7 +290,9 @@ class Runs:
             if path.name not in ("core", "__pycache__"):
                 (self.package / path.name).symlink_to(path)
         for path in CORE.glob("*.py"):
-            shutil.copy(path, self.package / "core")
+            shutil.copy2(path, self.package / "core")
+        for each in (ROOT / "src", ROOT / "tests", self.package / "core"):  # processes with a mutant write no bytecode
+            compileall.compile_dir(each, quiet=2)
         self.kills: Counter[str] = Counter()
         self.usual_s: dict[str, float] = {}
         self.tests: dict[str, list[str]] = {}
@@ -304,7 +310,7 @@ class Runs:
         try:
             verdict, found = self._run(self.of(mutant), self.limit_s)
         finally:
-            shutil.copy(CORE / mutant.module, path)
+            shutil.copy2(CORE / mutant.module, path)
         test = found["failed"]
         if test is not None:
             self.kills[test] += 1
@@ -312,8 +318,8 @@ class Runs:
 
     def of(self, mutant: Mutant) -> list[str]:
         """The tests that reach its line, those first that have found most per second, where each has nearly found one.
-        All tests, if it is reached as modules are imported."""
-        first, last = mutant.lines or (0, 0)
+        Those that reach any of its module, if it runs as that is imported."""
+        first, last = mutant.lines or (1, 10_000)
         names = {name for line in range(first, last + 1) for name in self.tests.get(f"{mutant.module}:{line}", ())}
         return sorted(names or self.usual_s, key=lambda each: (self.usual_s[each] + 0.01) / (self.kills[each] + 0.1))
 
@@ -347,11 +353,12 @@ class Runs:
         os.dup2(quiet, 2)
         sys.path.insert(0, str(self.folder / "src"))
         sys.dont_write_bytecode = True
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         watch, code = Watch(tests, self.usual_s, limit_s), 3
         try:
             files = sorted({name.partition("::")[0] for name in tests}) or [str(TESTS)]
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not machine", *files]
-            code = pytest.main(options, plugins=[watch, *([lines] if lines else [])])
+            options = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not machine"]
+            code = pytest.main([*options, *files], plugins=[watch, *([lines] if lines else [])])
             result = {"failed": watch.failed, "seconds": watch.seconds, "tests": lines.tests if lines else {}}
             found.with_suffix(".new").write_text(json.dumps(result))
             found.with_suffix(".new").rename(found)

@@ -61,6 +61,7 @@ class ScriptedExecutor:
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")
+        check_shapes(step)
         for place, block_id in zip(step.table_index.tolist(), step.table_values.tolist(), strict=True):
             self.tables[place] = block_id
         size = self.block_size
@@ -172,6 +173,20 @@ class ScriptedExecutor:
                 allowed = int.from_bytes(bits, "little")
                 return next(t for t in itertools.chain(range(token, 8), range(8)) if allowed >> t & 1)
         return token
+
+
+def check_shapes(step):
+    """What a step says of its sequences is what its arrays have."""
+    begins, ends, lengths = step.cu_q[:-1].tolist(), step.cu_q[1:].tolist(), step.num_tokens.tolist()
+    counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    assert (step.num_seqs, step.max_new, step.max_total) == (len(counts), max(counts), max(lengths))
+    assert step.pure_decode == (set(counts) == {1} and step.logits_rows is None and step.copies == ())
+    pairs = zip(lengths, counts, strict=True)
+    assert step.positions.tolist() == [place for end, count in pairs for place in range(end - count, end)]
+    if step.source_rows is not None:  # of pending tokens only the last one of a sequence is on the device
+        pending = [row for row, source in enumerate(step.source_rows.tolist()) if source >= 0]
+        assert set(pending) <= {end - 1 for end in ends}
+        assert not step.input_ids[pending].any()
 
 
 class ScriptedStep:

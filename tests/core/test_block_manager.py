@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import settings
 from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
-from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.block_manager import BlockManager, PrefixHit
 from pagedcli.core.prefixes import Prefix, compute_hash, hash_block, token_bytes
 
 
@@ -46,6 +46,18 @@ def test_whole_cached_prompt_computes_only_its_last_token_and_takes_no_block():
     manager.allocate(b, hit, 1)
     assert (b.num_cached_tokens, b.num_computed_tokens, manager.num_free_blocks) == (4, 3, free)
     manager.check([a, b])
+
+
+def test_a_pool_has_a_block_and_a_block_a_token():
+    assert BlockManager(1, 1).num_free_blocks == 1
+    for wrong in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"at least 1, got {wrong[0]} and {wrong[1]}"):
+            BlockManager(*wrong)
+
+
+def test_of_a_hit_only_whole_blocks_were_in_memory_before_others_were_read():
+    hits = [PrefixHit((), 0, 3, 3, 3, num_disk_tokens=each).num_memory_tokens(4) for each in (None, 0, 2, 5, 12)]
+    assert hits == [12, 12, 8, 4, 0]
 
 
 def test_a_shared_block_lives_until_its_last_owner_leaves_and_can_be_revived():

@@ -4,9 +4,10 @@ import pytest
 
 from pagedcli.core.budget import StepShape, Terms, block_bytes, blocks_for
 from pagedcli.core.cache import pool_bytes
-from pagedcli.core.groups import TableShape
+from pagedcli.core.groups import TableShape, sized
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.core.plan import Plan, Pool, started
+from pagedcli.events import CacheGroup
 
 
 def test_every_term_takes_its_bytes_from_the_cache():
@@ -22,6 +23,8 @@ def test_bytes_of_blocks():
     shape = {"num_layers": 3, "block_size": 4, "num_kv_heads": 5, "head_dim": 8}
     assert block_bytes(**shape, kv_dtype="float16") == 2 * 3 * 4 * 5 * 8 * 2
     assert block_bytes(**shape, kv_dtype="int8") == 2 * 3 * 4 * 5 * (8 + 4)
+    groups = CacheGroup(None, (0, 1), (1, 8)), CacheGroup(None, (0, 1), (1, 8), value_dim=4), CacheGroup(None, (0,))
+    assert [each.token_bytes for each in sized(groups, heads=(3, 8), kv_dtype="float16")] == [64, 32, 96]
     limits = Limits(num_blocks=6, num_state_slots=3, state_bytes=100)
     unknown = Limits(num_blocks=6, state_bytes=100)
     given = (limits, Limits(num_blocks=6), unknown, Limits())

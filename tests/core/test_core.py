@@ -354,7 +354,7 @@ def test_tokens_computed_again_are_counted_once_by_engine_and_trace():
     assert sim.stats.num_recomputed_tokens == of_trace > 0
 
 
-def beam_search(prompt, width, max_tokens, end, *, length_penalty, early_stopping):
+def beam_search(prompt, width, max_tokens, ends, *, length_penalty, early_stopping):
     """The best outputs by the textbook, with their scores: no blocks, no steps."""
     running, finished = [(0.0, [])], []
     for length in range(1, max_tokens + 1):
@@ -363,10 +363,10 @@ def beam_search(prompt, width, max_tokens, end, *, length_penalty, early_stoppin
              likeliest([*prompt, *output])),
             reverse=True,
         )  # fmt: skip
-        ended = [each for each in best[:width] if each[1][-1] == end or length == max_tokens]
+        ended = [each for each in best[:width] if each[1][-1] in ends or length == max_tokens]
         finished += [(total / length**length_penalty, output) for total, output in ended]
         finished = sorted(finished, reverse=True)[:width]
-        running = [each for each in best if each[1][-1] != end][:width]
+        running = [each for each in best if each[1][-1] not in ends][:width]
         if len(finished) == width:
             best_length = max_tokens if early_stopping == "never" and length_penalty > 0 else length
             if early_stopping is True or running[0][0] / best_length**length_penalty <= finished[-1][0]:
@@ -381,19 +381,21 @@ def beam_search(prompt, width, max_tokens, end, *, length_penalty, early_stoppin
 def test_beams_are_those_of_the_textbook(width, early_stopping, length_penalty):
     given = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     for seed in range(20):
-        prompt, end = [seed, seed % 3, 7], seed % 10
-        sim = Simulation(60, max_num_batched_tokens=64)
-        sim.add(prompt, params=SamplingParams(beam_width=width, n=width, max_tokens=6, stop_token_ids=[end], **given))
+        prompt, stops = [seed, seed % 3, 7], [(seed + 3 * number) % 10 for number in range(1 + seed % 3)]
+        eos = {(seed + 3) % 10, 9} if seed % 2 else set()
+        sim = Simulation(60, max_num_batched_tokens=64, eos_token_ids=frozenset(eos))
+        sim.add(prompt, params=SamplingParams(beam_width=width, n=width, max_tokens=6, stop_token_ids=stops, **given))
         outputs = []
         while sim.has_unfinished_requests():
             outputs += sim.step()
-        wanted, samples = beam_search(prompt, width, 6, end, **given), outputs[0].samples
+        wanted, samples = beam_search(prompt, width, 6, {*stops, *eos}, **given), outputs[0].samples
         assert [sample.token_ids for sample in samples] == [output for _, output in wanted]
         assert [sample.score for sample in samples] == pytest.approx([score for score, _ in wanted])
         assert [sample.index for sample in samples] == list(range(width))
-        ends = [sample.token_ids[-1] == end for sample in samples]
-        assert [sample.finish_reason for sample in samples] == ["stop" if each else "length" for each in ends]
-        assert [sample.stop_reason for sample in samples] == [end if each else None for each in ends]
+        for sample in samples:
+            last = sample.token_ids[-1]
+            assert sample.finish_reason == ("stop" if last in {*stops, *eos} else "length")
+            assert sample.stop_reason == (last if last in {*stops} - eos else None)
 
 
 def test_an_engine_that_nobody_uses_is_gone_without_the_garbage_collector():

@@ -109,6 +109,7 @@ def oracle_run(cost, *, wrong, num_seqs, length=96, took_ns=5_000, least_ns=None
     drafter = Lookup(clock, took_ns, answers, wrong=wrong, seed=seed)
     drafting = GuessesThatPay(drafter, clock_ns=clock, least_ns=least_ns)
     took_s, counts = run(drafting, clock, cost, num_seqs=num_seqs, length=length, **options)
+    assert not drafting._chances._own, "all sequences have ended"
     return plain_s / took_s, counts
 
 
@@ -278,3 +279,44 @@ def test_chances_are_those_of_the_run_and_of_the_sequence_and_fall_along_a_guess
     assert chances.of(seq, Draft([1], "own_text")) == pytest.approx([ratio])
     chances.forget(seq)
     assert chances.of(seq, draft) == chances.of(sequence(1), draft)
+
+
+def worth(took_ns, guesses, budget, *, account_ns=1e9, num_steps=0):
+    """Which guesses of how many tokens pay for two sequences, where steps with 0, 1, ... of them have taken so long."""
+    drafting = GuessesThatPay(Oracle({}), clock_ns=Clock())
+    drafting._num_seqs, drafting._account_ns, drafting._num_steps = 2, account_ns, num_steps
+    for num_drafted, each_ns in enumerate(took_ns):
+        for step in (1, 2):
+            drafting._times.add(2, num_drafted, each_ns, step)
+    given = [(place, Draft([place] * len(of), "oracle"), of, num_left) for place, of, num_left in guesses]
+    return [(place, len(draft.token_ids)) for place, draft in drafting._worth(given, took_ns[0], budget)]
+
+
+def test_the_likeliest_guesses_that_pay_are_chosen_and_those_of_sequences_with_more_left_first():
+    both = [(0, [0.9, 0.8], 10), (5, [0.9, 0.8], 20)]
+    cheap = [100, 101, 102, 103, 104]
+    assert [worth(cheap, both, budget) for budget in (1, 2, 3, 4, 9)] == [
+        [(5, 1)], [(5, 2)], [(0, 1), (5, 2)], [(0, 2), (5, 2)], [(0, 2), (5, 2)],
+    ]  # fmt: skip
+    assert worth(cheap, [], 9) == worth(cheap, both, 0) == []
+    assert worth(cheap, [(0, [0.9, 0.1], 10), (5, [0.5], 10)], 2) == [(0, 1), (5, 1)]
+    # a third would take a second pass: 1 + 1.7 / 2 in 102 ns is more than 1 + 2.6 / 2 in 200
+    assert worth([100, 101, 102, 200, 201], both, 9) == [(5, 2)]
+    assert worth([100, 103, 120], [(0, [0.05, 0.05], 10)], 9) == []
+
+
+def test_what_is_not_expected_to_pay_is_tried_now_and_then_as_far_as_the_account_allows():
+    hopeless, dear = [(0, [0.1, 0.1, 0.1, 0.1], 10)], [100, 150, 160, 170, 180]
+    assert worth(dear, hopeless, 9, num_steps=15) == []
+    assert [worth(dear, hopeless, 9, num_steps=16, account_ns=each) for each in (49, 50, 119, 120, 139, 140, 160)] == [
+        [], [(0, 1)], [(0, 1)], [(0, 2)], [(0, 2)], [(0, 3)], [(0, 4)],
+    ]  # fmt: skip
+
+
+def test_steps_without_room_for_a_guess_are_not_timed():
+    for budget, only_decodes, is_timed in [(0, True, False), (9, False, False), (9, True, True)]:
+        drafting = GuessesThatPay(Oracle({}), clock_ns=Clock())
+        for _ in range(3):
+            assert drafting.choose([sequence(0), sequence(1)], Room(budget, 99, only_decodes=only_decodes)) == []
+            drafting.step_took(100)
+        assert (drafting._times.plain_ns(2) == 100) == (drafting._account_ns is not None) == is_timed

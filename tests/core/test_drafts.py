@@ -320,6 +320,35 @@ def test_finished_answers_are_drafted_from_unless_a_salt_keeps_them_apart():
     assert guessed(drafter, sequence([5, 10, 11], seq_id=4, salt="b"), 2) == []
 
 
+def answered(drafter, *answers):
+    for number, answer in enumerate(answers):
+        seq = sequence(answer, seq_id=100 + number)
+        seq.finish_reason = "length"
+        drafter.ended(seq)
+
+
+def drafted(drafter, *runs, most=2):
+    return [guessed(drafter, sequence([99, *run], seq_id=7), most) for run in runs]
+
+
+def test_the_newest_answers_are_remembered_and_one_that_is_longer_than_all(monkeypatch):
+    monkeypatch.setattr("pagedcli.core.drafts.MOST_REMEMBERED", 10)
+    drafter = NgramDrafter()
+    answered(drafter, list(range(50, 66)))
+    assert drafted(drafter, (50, 51)) == [[52, 53]]
+    drafter = NgramDrafter()
+    answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34])
+    assert drafted(drafter, (1, 2), (11, 12), (21, 22), (31, 32)) == [[], [], [23, 24], [33, 34]]
+    assert (drafter._num_unread, len(drafter._unread)) == (0, 0)
+
+
+def test_answers_are_taken_in_piece_by_piece(monkeypatch):
+    monkeypatch.setattr("pagedcli.core.drafts.READ_AT_ONCE", 6)
+    drafter = NgramDrafter()
+    answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24])
+    assert drafted(drafter, (21, 22), (21, 22)) == [[], [23, 24]]  # two of them with the first draft
+
+
 def test_a_draft_is_one_token_longer_than_what_was_right_of_the_last_one():
     drafter, seq = NgramDrafter(), sequence([5] * 9)
     lengths = []

@@ -186,6 +186,13 @@ def test_prefix_lru_keeps_a_block_that_a_cached_one_follows():
     assert evicted == {"lru": [head], "prefix-lru": [5, 5]}
 
 
+def test_prefix_lru_evicts_a_chain_from_its_end():
+    pool = Pool("prefix-lru", 4).run("abc", "d", "e")
+    assert pool.cached == "abde"
+    assert pool.run("f").cached == "adef"
+    assert pool.run("g").cached == "defg"
+
+
 def test_prefix_lru_evicts_the_oldest_block_where_all_followers_are_in_use():
     manager, first, second = twins("prefix-lru")
     manager.deallocate(first)

@@ -6,6 +6,7 @@ from scripted import Simulation
 from pagedcli.core.engine_core import FORWARD, SAMPLE, SCHEDULE, StepClock, _TimedEmit
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
+from pagedcli.core.prefixes import MOST_SEEN_TOKENS
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.sampling_params import SamplingParams
 
@@ -139,6 +140,19 @@ def test_times_of_a_request_follow_each_other(ahead):
     assert one.total_s < five.queued_s < five.ttft_s < five.total_s
     assert five.tpot_s == pytest.approx((five.total_s - five.ttft_s) / 4)
     assert (five.num_preemptions, five.num_recomputed_tokens) == (0, 0)
+    sim.add([1, 2, 3], request_id="scored", continuations=[[1, 2], [2, 1, 3]])
+    scored = finished(sim)["scored"].metrics
+    assert scored.ttft_s < scored.total_s  # its context has its scores before the continuations have theirs
+    assert sim.stats.ideal_of is None
+
+
+def test_facts_say_of_how_many_tokens_the_ideal_is_known(monkeypatch):
+    monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 8)
+    sim = Simulation(60)
+    for number in range(4):
+        sim.add([number] * 6, 1)
+    finished(sim)
+    assert sim.stats.ideal_of == MOST_SEEN_TOKENS
 
 
 def test_preemptions_of_a_request_are_those_of_all_its_samples():

@@ -69,6 +69,7 @@ def test_of_two_trees_the_older_one_is_forgotten(monkeypatch):
     monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 4)
     seen = SeenPrefixes()
     assert (seen.add([1, 2]), seen.add([1, 2, 3]), seen.has_forgotten) == (0, 2, False)
+    assert [seen.add([1, 2, 3], look_back=False) for _ in range(3)] == [3, 3, 3]  # no token of it is new
     assert (seen.add([5, 6]), seen.add([1, 2, 3, 4], look_back=False), seen.add([1, 2, 9])) == (0, 0, 2)
     assert (seen.add([1, 2, 3, 4]), seen.has_forgotten) == (4, True)
     assert (seen.add([5, 6, 7]), seen.add([7, 7]), seen.add([7, 7, 7])) == (0, 0, 2)

@@ -92,7 +92,7 @@ def test_changes_of_logits_name_their_rows_places_and_tokens():
         sequence(temperature=0, row=3, frequency_penalty=0.5),
         sequence(temperature=0, row=2, presence_penalty=0.25),
         sequence(temperature=0, logit_bias={3: 1.5, 4: -2.0}),
-        sequence(temperature=0, min_tokens=1, stop_token_ids=[9, 4], eos_token_ids=frozenset([2, 2**31, -1])),
+        sequence(temperature=0, min_tokens=1, stop_token_ids=[9, 4], eos_token_ids=frozenset([0, 2, 2**31, -1])),
         sequence(temperature=0, min_tokens=1, stop_token_ids=[7], guide=Guide()),
         sequence((5, 6, 7), num_output=1, temperature=0, min_tokens=1, stop_token_ids=[9]),
     ]
@@ -102,7 +102,7 @@ def test_changes_of_logits_name_their_rows_places_and_tokens():
     assert (found.counted.tolist(), found.counted_places.tolist()) == ([2, 3], [3, 2])
     assert (found.frequency.tolist(), found.presence.tolist()) == ([0.5, 0], [0, 0.25])
     assert (found.biased.tolist(), found.biased_ids.tolist(), found.bias.tolist()) == ([4, 4], [3, 4], [1.5, -2.0])
-    assert (found.banned.tolist(), found.banned_ids.tolist()) == ([5, 5, 5], [2, 4, 9])
+    assert (found.banned.tolist(), found.banned_ids.tolist()) == ([5, 5, 5, 5], [0, 2, 4, 9])
     assert found.guided == [(6, b"\x0f", [7])]
     assert not SamplingInput.of(seqs[-1:]).changes
     assert [seq.num_kept_tokens for seq in seqs] == [0, 5, 4, 4, 0, 0, 0, 0]

@@ -49,6 +49,13 @@ def test_each_token_is_computed_once_for_every_cut_of_blocks(num_context, size):
     assert engine.block_manager.num_free_blocks == 60
 
 
+def test_the_last_continuation_takes_the_partial_block_of_its_context():
+    engine = Simulation(2)
+    engine.add([1, 2, 3], continuations=[[1, 2], [3]])
+    engine.run()
+    assert engine.stats.num_computed_tokens == 3 + 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(st.tuples(CONTEXTS, CONTINUATIONS), min_size=1, max_size=6),

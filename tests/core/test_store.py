@@ -176,6 +176,16 @@ def test_what_is_removed_again_does_not_count(tmp_path):
     assert (facts.num_written_blocks, facts.num_written_bytes, facts.not_kept.total()) == (0, 0, 1)
 
 
+def test_what_has_no_room_is_not_kept_and_its_reason_is_counted(tmp_path):
+    store, seq = opened(tmp_path), chained(range(4))
+    store.folder.most_bytes = 10
+    store._memories["blocks"].update({index: content(index) for index in range(2)})
+    store.offer(seq, [0, 1], lambda *_: True)
+    store.close(1.0)
+    assert store.facts.not_kept == {"the bound is smaller than one file": 1}
+    assert store.facts.num_written_blocks == 0
+
+
 def test_a_folder_that_cannot_be_written_is_offered_nothing(tmp_path):
     store, seq = opened(tmp_path), chained(range(4))
     store.folder.is_writable = False

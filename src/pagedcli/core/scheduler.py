@@ -201,14 +201,12 @@ class Scheduler:
             seq = work.seqs[place]
             if self.block_manager.has_windows:
                 self.block_manager.release_unseen(seq)
-            num_before = len(seq.block_table)
             num_fitting = self.block_manager.make_room_for_draft(seq, len(draft.token_ids))
             seq.draft, seq.draft_source = draft.token_ids[:num_fitting], draft.source
             if seq.draft:
                 work.num_new_tokens[place] += len(seq.draft)
                 work.drafted.append(seq)
-            if len(seq.block_table) > num_before:
-                work.changed.append(seq)
+            work.changed.append(seq)
         if work.drafted:
             for seq in work.drafted:
                 self._facts.drafted[seq.draft_source] += len(seq.draft)
