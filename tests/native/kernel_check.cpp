@@ -20,9 +20,7 @@ int64_t linear_num_panels(const Linear*);
 void linear_pack(const Linear*, const void* weight, void* packed, int threads);
 void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
 int64_t linear_packed_bytes(const Linear*);
-void linear_pack_grouped(const Linear*, const uint8_t* codes, const float* scales, const float* minima, const int8_t* factors, const float* steps, const uint8_t* minimum_factors, const float* minimum_steps, uint8_t* packed, int threads);
 int linear_widen_rows(const Linear*, int64_t dtype, const int64_t* rows, int64_t num_rows, void* out, int threads);
-void linear_pack_codes(const Linear*, const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t group_columns, uint8_t* packed, int threads);
 void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int32_t* sums, int threads);
 }
 
@@ -111,7 +109,16 @@ void check_codes(int64_t kind, int64_t group) {
     Linear l = {};
     l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = kind == LEVELS4 ? BFLOAT16 : FLOAT32, l.zero = -1;
     std::vector<uint8_t> packed(linear_packed_bytes(&l));
-    linear_pack_codes(&l, codes.data(), kind == LEVELS4 ? (const void*)halves.data() : scales.data(), zeros.data(), group, packed.data(), 1);
+    const Codes bytes = {codes.data()};
+    linear_pack_codes(&l, &bytes, kind == LEVELS4 ? (const void*)halves.data() : scales.data(), zeros.data(), group, packed.data(), 1);
+    if (kind == CODES4) {  // the same from blocks of 32 codes: the lower halves of 16 bytes, then the upper ones
+        std::vector<uint8_t> blocks, again(packed.size());
+        for (int64_t i = 0; i < rows * columns; i += 32)
+            for (int64_t j = i; j < i + 16; j++) blocks.push_back(codes[j] | codes[j + 16] << 4);
+        const Codes planes = {blocks.data(), 16, 32, 0, 1, {{0, 16, 4, 16, 0}}};
+        linear_pack_codes(&l, &planes, scales.data(), zeros.data(), group, again.data(), 1);
+        expect(again == packed, "codes from blocks", group);
+    }
     l.weight = packed.data();
     linear_forward(l, FLOAT32, x.data(), tokens, out.data(), STORE, 2);
     std::vector<double> ours(out.begin(), out.end()), exact(tokens * rows);
@@ -156,10 +163,11 @@ void check_grouped(int64_t kind, int bits, int64_t group, int64_t scale_type, in
     Linear l = {};
     l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = scale_type, l.zero = zero;
     std::vector<uint8_t> packed(linear_packed_bytes(&l));
+    const Codes bytes = {codes.data()};
     if (scale_type < MINIMA)
-        linear_pack_codes(&l, codes.data(), halves.data(), nullptr, group, packed.data(), 1);
+        linear_pack_codes(&l, &bytes, halves.data(), nullptr, group, packed.data(), 1);
     else
-        linear_pack_grouped(&l, codes.data(), scales.data(), minima.data(), factors.data(), steps.data(), minimum_factors.data(),
+        linear_pack_grouped(&l, &bytes, scales.data(), minima.data(), factors.data(), steps.data(), minimum_factors.data(),
                             minimum_steps.data(), packed.data(), 1);
     l.weight = packed.data();
     const auto number = [&](int64_t row, int64_t k) {

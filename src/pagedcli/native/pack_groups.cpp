@@ -5,19 +5,6 @@
 
 #include <vector>
 
-// Some bits of each code of a block, in neighbouring bytes: of each `width` bytes, 1 or a multiple of 8, the lowest bits come
-// first. Single bits are those of width 1.
-struct Plane {
-    int64_t first, end, bits, width, shift;
-};
-
-// Codes: [rows][columns], a byte each; or, if there are planes, [rows][blocks][block_bytes]. Mirrored by pagedcli.native.structs.
-struct Codes {
-    const uint8_t* bytes;
-    int64_t block_bytes, block_columns, flipped, num_planes;
-    Plane planes[2];
-};
-
 namespace {
 
 constexpr uint64_t EACH = 0x0101010101010101;

@@ -203,3 +203,23 @@ struct Chunks {
     const float* minimum_steps(const uint8_t* panel) const { return (const float*)panel + num_steps * PANEL; }
     const uint8_t* minimum_factors(const uint8_t* panel) const { return panel + 2 * num_steps * PANEL * sizeof(float); }
 };
+
+// Some bits of each code of a block, in neighbouring bytes: of each `width` bytes, 1 or a multiple of 8, the lowest bits come
+// first. Single bits are those of width 1.
+struct Plane {
+    int64_t first, end, bits, width, shift;
+};
+
+// Codes: [rows][columns], a byte each; or, if there are planes, [rows][blocks][block_bytes]. Mirrored by pagedcli.native.structs.
+struct Codes {
+    const uint8_t* bytes;
+    int64_t block_bytes, block_columns, flipped, num_planes;
+    Plane planes[2];
+};
+
+extern "C" {
+void linear_pack_codes(const Linear* linear, const Codes* codes, const void* scales, const uint8_t* zeros, int64_t group_columns,
+                       uint8_t* packed, int threads);
+void linear_pack_grouped(const Linear* linear, const Codes* codes, const float* scales, const float* minima, const int8_t* factors,
+                         const float* steps, const uint8_t* minimum_factors, const float* minimum_steps, uint8_t* packed, int threads);
+}
