@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,24 +67,13 @@ class Selection:
     refused: tuple[str, ...]
 
 
-def select_backend(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    kv_dtype: torch.dtype | None = None,
-    layers: Iterable[AttentionLayer] = (),
-) -> Selection:
-    """The named backend, or with "auto" the most preferred one that can run here.
+def select_backend(name: str, *, layers: Iterable[AttentionLayer] = (), **fields: Any) -> Selection:
+    """The named backend, or with "auto" the most preferred one that can run here. `fields`: the others of
+    AttentionSpec.
 
-    Units:   block_size in tokens, head_dim in elements.
     Raises:  BackendError with reason and hint if the name is unknown or the backend cannot run here.
     """
-    spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim, kv_dtype, frozenset(layers))
+    spec = AttentionSpec(layers=frozenset(layers), **fields)
     choice = choose_backend(name, spec)
     return Selection(load_backend(choice.name, spec), choice.refused)
 

@@ -2,12 +2,11 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -177,13 +176,10 @@ def _run(
     dump_files: DumpFiles | None,
     record_tokens: bool,
     record_ids: bool,
-    terminal_is_taken: bool = False,
-    stop_requested: Callable[[], bool] = lambda: False,
-    observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
-    clock_ns: Callable[[], int] = time.perf_counter_ns,
+    **how: Any,
 ) -> int:
     """Generate with a view, which folds the events into `whole_run`, too, and record a trace if the job names a file.
-    Returns the exit code."""
+    `how`: see run_job. Returns the exit code."""
     emit: Emit | None = view.on_event
     with ExitStack() as stack:
         writer = None
@@ -204,12 +200,9 @@ def _run(
             job,
             emit=emit,
             trace_tokens=record_tokens,
-            terminal_is_taken=terminal_is_taken,
             stdout_is_taken=True,
-            stop_requested=stop_requested,
             findings_of_events=findings,
-            observe_verdicts=observe_verdicts,
-            clock_ns=clock_ns,
+            **how,
         )
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")
