@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -54,13 +53,11 @@ class Budget:
 class Client(Remote):
     """Sends requests to one server and counts them."""
 
-    def __init__(
-        self, url: str, budget: Budget, *, key: str | None = None, timeout_s: float = 30.0, concurrency: int = 8,
-        proxy: str | None = None, ca_file: Path | None = None,
-    ) -> None:  # fmt: skip
-        """Raises: UsageError if the URL, the proxy or the certificates cannot be used."""
-        url = checked_url(url, example="http://localhost:8000/v1, the part before /completions")
-        super().__init__(url, key=key, timeout_s=timeout_s, concurrency=concurrency, proxy=proxy, ca_file=ca_file)
+    def __init__(self, url: str, budget: Budget, **connection: Any) -> None:
+        """`connection`: see Remote. Raises: UsageError if the URL, the proxy or the certificates cannot be used."""
+        super().__init__(
+            checked_url(url, example="http://localhost:8000/v1, the part before /completions"), **connection
+        )
         self.budget = budget
 
     async def __aenter__(self) -> Self:

@@ -194,19 +194,21 @@ def _guesses(facts: RunFacts) -> dict[str, dict[str, int]]:
     return {source: {"drafted": count, "accepted": facts.accepted[source]} for source, count in facts.drafted.items()}
 
 
-def summary_document(
+def write_summary(
+    path: Path,
     result: BatchResult,
     findings: "Findings | None" = None,
     advice: "Advice | None" = None,
     verdicts: Sequence[Verdict] | None = None,
-) -> dict[str, object]:
+) -> None:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured, or not judged.
 
     ttft_s: from admission of a row to its first token; queued_s: the part of it before the row's first step.
+    Raises: PagedcliError if the file cannot be written.
     """
     stats = result.stats
     times = {"ttft_s": stats.ttft, "queued_s": stats.queued, "tpot_s": stats.tpot}
-    return {
+    document = {
         "pagedcli": __version__,
         "outcome": result.outcome,
         "rows": stats.num_finished,
@@ -224,17 +226,6 @@ def summary_document(
         "cache": None if findings is None else _findings_document(findings, advice),
         "verdicts": verdicts,
     }
-
-
-def write_summary(
-    path: Path,
-    result: BatchResult,
-    findings: "Findings | None" = None,
-    advice: "Advice | None" = None,
-    verdicts: Sequence[Verdict] | None = None,
-) -> None:
-    """Raises: PagedcliError if the file cannot be written."""
-    document = summary_document(result, findings, advice, verdicts)
     with writing(f"the summary {path}", PagedcliError), whole_file(path, overwrite=True) as file:
         file.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 

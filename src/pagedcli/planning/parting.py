@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.planning import differences as diff
@@ -348,19 +348,16 @@ class Finder:
         return tuple(rates)
 
     def _parting(
-        self, state: _State, ids: Sequence[Ids], hits: Ints, *, kind: str, action: Action, places: Sequence[int],
-        num_equal: int, texts: tuple[str, ...] = (), others: tuple[tuple[str, float], ...] = (),
-        block_size: int | None = None, change: Change | None = None,
+        self, state: _State, ids: Sequence[Ids], hits: Ints, *, places: Sequence[int], texts: tuple[str, ...] = (),
+        block_size: int | None = None, **cause: Any,
     ) -> Parting:  # fmt: skip
+        """`places`: the tokens at which prompts part. `cause`: the other fields of Parting that are not counted."""
         ordered = sorted(places)
         num_tokens = sum(map(len, ids))
         return Parting(
-            kind=kind,
-            action=action,
             first_token=ordered[len(ordered) // 20],
             last_token=ordered[len(ordered) - 1 - len(ordered) // 20],
             texts=texts,
-            num_equal=num_equal,
             num_prompts=int((hits > state.hits).sum()),
             num_looked_at=len(ids),
             is_sample=self.num_in_file is not None and self.num_in_file > len(ids),
@@ -368,8 +365,7 @@ class Finder:
             new_rate=float(hits.sum()) / max(1, num_tokens),
             margin=self._margin(ids, hits),
             block_size=block_size or self.block_size,
-            others=others,
-            change=change,
+            **cause,
         )
 
     def _margin(self, ids: Sequence[Ids], hits: Ints) -> float:
