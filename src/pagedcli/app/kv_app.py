@@ -82,7 +82,6 @@ class AttachPlayer(RunningPlayer[Snapshot]):
         self._decode = decode
         self.has_started.set()
         self._snapshot: Snapshot | None = None
-        self._shown: Snapshot | None = None
         self._next_s = 0.0
         self._num_allowed = 0  # snapshots while paused
 
@@ -94,10 +93,6 @@ class AttachPlayer(RunningPlayer[Snapshot]):
         self._snapshot = Snapshot.of(state, seconds, self._decode)
         end_s = time.monotonic()
         self._next_s = end_s + max(_INTERVAL_S, (end_s - start_s) / _DRAW_SHARE)
-
-    @property
-    def moment(self) -> Snapshot | None:
-        return self._shown
 
     @property
     def place(self) -> str:

@@ -91,6 +91,11 @@ class RunningPlayer(Player[M]):
         self.screen_is_open = threading.Event()
         self.has_ended = False
         self.stop_requested = False
+        self._shown: M | None = None
+
+    @property
+    def moment(self) -> M | None:
+        return self._shown
 
     def request_stop(self) -> None:
         """End it soon; the second time, at once."""

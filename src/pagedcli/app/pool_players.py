@@ -167,7 +167,6 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self._last_step_s = 0.0
         self._moment: Moment | None = None
         self._due_s = 0.0  # when the screen wants the next moment
-        self._shown: Moment | None = None
         self._shown_s = self._shown_cpu_s = 0.0  # when, and the processor time of the screen's thread by then
 
     # ------------------------------------------------------------------ the engine's thread
@@ -246,10 +245,6 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         super().finish()
 
     # ------------------------------------------------------------------ the screen's thread
-
-    @property
-    def moment(self) -> Moment | None:
-        return self._shown
 
     @property
     def place(self) -> str:

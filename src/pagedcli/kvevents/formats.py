@@ -83,23 +83,6 @@ def format_of(plain: Any) -> "EventFormat":
     return found
 
 
-def _tagged_batch(plain: Any) -> wire.Batch:
-    if isinstance(plain, dict):
-        plain = [plain.get("ts"), plain["events"], plain.get("data_parallel_rank", plain.get("attn_dp_rank"))]
-    if len(plain) < 2 or not isinstance(plain[1], list):
-        raise wire.WireError("not a batch of events")
-    batch = wire.Batch([], wire.checked_time(plain[0]), wire.checked_rank(plain[2] if len(plain) > 2 else None))
-    append = batch.events.append
-    for event in plain[1]:
-        try:
-            append(_read_event(event, batch))
-        except wire.WireError:
-            batch.num_malformed += 1
-        except _UnknownType as unknown:
-            _keep_name(batch.unknown_types, unknown.name)
-    return batch
-
-
 class _UnknownType(Exception):
     def __init__(self, name: str) -> None:
         self.name = name
@@ -262,31 +245,6 @@ def _replica_media(value: Any) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- TensorRT-LLM
 
 
-def _trt_batch(plain: list[Any]) -> wire.Batch:
-    batch, ranks = wire.Batch([]), set()
-    for event in plain:
-        try:
-            data = event.get("data")
-            if type(data) is not dict or type(data.get("type")) is not str:
-                raise wire.WireError("an event without a type")
-            read = _TRT_READERS.get(data["type"])
-            if read is None:
-                _keep_name(batch.unknown_types, data["type"])
-                continue
-            for name in event.keys() - set(_TRT_EVENT):
-                _keep_name(batch.unknown_fields, name)
-            _note_event_id(batch, event.get("event_id"))
-            ranks.add(wire.checked_rank(event.get("attention_dp_rank")))
-            batch.events += read(data, _trt_group(event))
-        except wire.WireError:
-            batch.num_malformed += 1
-    if len(ranks) == 1:
-        (batch.rank,) = ranks
-    elif ranks:  # each rank numbers its own events
-        batch.event_ids = None
-    return batch
-
-
 def _note_event_id(batch: wire.Batch, event_id: Any) -> None:
     if event_id is None:
         return
@@ -379,7 +337,20 @@ class TaggedEvents:
         return False
 
     def read(self, plain: Any) -> wire.Batch:
-        return _tagged_batch(plain)
+        if isinstance(plain, dict):
+            plain = [plain.get("ts"), plain["events"], plain.get("data_parallel_rank", plain.get("attn_dp_rank"))]
+        if len(plain) < 2 or not isinstance(plain[1], list):
+            raise wire.WireError("not a batch of events")
+        batch = wire.Batch([], wire.checked_time(plain[0]), wire.checked_rank(plain[2] if len(plain) > 2 else None))
+        append = batch.events.append
+        for event in plain[1]:
+            try:
+                append(_read_event(event, batch))
+            except wire.WireError:
+                batch.num_malformed += 1
+            except _UnknownType as unknown:
+                _keep_name(batch.unknown_types, unknown.name)
+        return batch
 
     def redacted(self, plain: Any, redactor: "Redactor") -> Any:
         if isinstance(plain, dict):
@@ -417,7 +388,28 @@ class TensorRTEvents:
         return "data" in record
 
     def read(self, plain: Any) -> wire.Batch:
-        return _trt_batch([plain] if isinstance(plain, dict) else plain)
+        batch, ranks = wire.Batch([]), set()
+        for event in [plain] if isinstance(plain, dict) else plain:
+            try:
+                data = event.get("data")
+                if type(data) is not dict or type(data.get("type")) is not str:
+                    raise wire.WireError("an event without a type")
+                read = _TRT_READERS.get(data["type"])
+                if read is None:
+                    _keep_name(batch.unknown_types, data["type"])
+                    continue
+                for name in event.keys() - set(_TRT_EVENT):
+                    _keep_name(batch.unknown_fields, name)
+                _note_event_id(batch, event.get("event_id"))
+                ranks.add(wire.checked_rank(event.get("attention_dp_rank")))
+                batch.events += read(data, _trt_group(event))
+            except wire.WireError:
+                batch.num_malformed += 1
+        if len(ranks) == 1:
+            (batch.rank,) = ranks
+        elif ranks:  # each rank numbers its own events
+            batch.event_ids = None
+        return batch
 
     def redacted(self, plain: Any, redactor: "Redactor") -> Any:
         if isinstance(plain, list):
