@@ -161,7 +161,7 @@ class ToyCache:
         for end in range(size, len(tokens) + 1, size):
             key = self._key(tokens, end, salt)
             self._owned.add((salt, key))
-            if self._is_current(key):
+            if key in self._index:
                 continue
             block_id = len(self._blocks)
             if block_id == self._settings.num_blocks:
@@ -171,9 +171,6 @@ class ToyCache:
             self._index[key] = block_id
             self._used[block_id] = key
             self._blocks[block_id] = values[end - size : end].copy()
-
-    def _is_current(self, key: Any) -> bool:
-        return key in self._index
 
 
 class ToyServer(ThreadingHTTPServer):

@@ -57,9 +57,9 @@ class RowStream(Sink):
         self._receivers: dict[int, Receiver] = {}  # by row index
         self._error: BaseException | None = None
         self._written: set[Receiver] = set()  # since the last flush
-        self._stopping = False
+        self.is_stopped = False
         self._run = BatchRun(
-            self.engine, tokenizer, self._lines(), self, self.rows, options, stop_requested=lambda: self._stopping
+            self.engine, tokenizer, self._lines(), self, self.rows, options, stop_requested=lambda: self.is_stopped
         )
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -72,10 +72,6 @@ class RowStream(Sink):
     def marked_columns(self) -> frozenset[str]:
         """Columns of tables that only some runs have, those that rows of this one may have."""
         return self.rows.marked_columns | (DISK if self.engine.config.prefix_store is not None else frozenset[str]())
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopping
 
     def submit(self, line: Line, receiver: Receiver) -> None:
         """Add a row; blocks while the queue is full. Its index must differ from those of all unfinished rows.
@@ -96,7 +92,7 @@ class RowStream(Sink):
 
     def stop(self) -> None:
         """End after this step; unfinished rows fail."""
-        self._stopping = True
+        self.is_stopped = True
 
     def close(self) -> None:
         """End once all rows are done."""

@@ -67,11 +67,7 @@ class EventFormat(Protocol):
 def decode_batch(payload: bytes) -> wire.Batch:
     """Decode a payload of any known format. Raises: WireError if it is not a batch; single events that cannot be read
     are counted in the batch."""
-    return read_batch(wire.decode_payload(payload))
-
-
-def read_batch(plain: Any) -> wire.Batch:
-    """The batch of decoded plain objects. Raises: WireError."""
+    plain = wire.decode_payload(payload)
     return format_of(plain).read(plain)
 
 

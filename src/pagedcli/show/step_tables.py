@@ -5,7 +5,7 @@ Used by --dump-kv, --step and --steps. The same cells at every width: what does 
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -305,9 +305,7 @@ class StepPrinter:
         self.clock_ns = HeldClock()
         self.chosen = chosen or StepChoice()
         self._console = console
-        self._print: Callable[[], None] = {
-            Format.JSON: self._print_json, Format.MD: self._print_markdown, Format.TABLE: self._print_tables,
-        }[format]  # fmt: skip
+        self._format = format
         self._width = width
 
     def on_event(self, event: Event) -> None:
@@ -326,11 +324,10 @@ class StepPrinter:
             with self.clock_ns.held():
                 self._print()
 
-    def _print_json(self) -> None:
-        self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
-
-    def _print_markdown(self) -> None:
-        self._console.file.write(step_markdown(self.moment))
-
-    def _print_tables(self) -> None:
-        print_step_tables(self.moment, self._console, self._width)
+    def _print(self) -> None:
+        if self._format is Format.JSON:
+            self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
+        elif self._format is Format.MD:
+            self._console.file.write(step_markdown(self.moment))
+        else:
+            print_step_tables(self.moment, self._console, self._width)
