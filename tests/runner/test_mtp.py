@@ -15,6 +15,7 @@ from mtp_models import HEAD_FAMILIES, ReferenceHead, model_with_head
 from quick import slow_but
 from safetensors.torch import load_file, save_file
 
+from pagedcli.bench.calibration import calibration_config
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
@@ -173,6 +174,7 @@ def test_the_head_counts_in_the_plan_only_where_it_guesses(family, folder):
     assert mtp.footprint.parameters - off.footprint.parameters == count
     assert mtp.plan.block_bytes > off.plan.block_bytes
     assert LLMEngine(mtp.config).plan.weight_bytes == mtp.footprint.num_bytes
+    assert calibration_config(mtp).speculation == "off"  # it times steps of known numbers of tokens
     note = guess_note(mtp, None, None, knows_answers=True, forecast=None)
     assert note is not None
     assert note.startswith("speculation: mtp; how many of its guesses are right shows only the run")

@@ -69,7 +69,8 @@ _SHARE_OF_KNOTS = 0.6  # share of the budget for steps without much attention
 
 
 def calibration_config(decision: Decision) -> EngineConfig:
-    """The configuration with a pool for the measured steps, whatever pool was asked for."""
+    """The configuration with a pool for the measured steps, whatever pool was asked for, and without guesses, which
+    would change what steps compute."""
     limits = decision.plan.limits
     longest = min(LONG_CONTEXT, limits.max_model_len)
     tables = limits.tables
@@ -77,7 +78,7 @@ def calibration_config(decision: Decision) -> EngineConfig:
     many_long = limits.max_num_seqs * tables.num_entries(longest // NUM_LONG + _MANY)
     num_blocks += min(many_long, MOST_BYTES // decision.plan.block_bytes)
     return msgspec.structs.replace(
-        decision.config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru"
+        decision.config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru", speculation="off"
     )
 
 
