@@ -6,6 +6,7 @@ import shutil
 import threading
 
 import pytest
+import quantized_zoo
 import torch
 from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts
@@ -296,3 +297,23 @@ def test_kept_weights_and_kept_blocks_give_the_same_bits(folder, tmp_path, monke
     assert second[1].accepted["mtp"] > 0
     assert first[2]
     assert second[2]
+
+
+QUANTIZED = {
+    "projection as it is": ("glm4-moe", quantized_zoo.LAYERS),
+    "all": ("glm4-moe", (*quantized_zoo.LAYERS, "eh_proj")),
+    "Qwen": ("qwen3_5", quantized_zoo.LAYERS),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["all"], QUANTIZED))
+def test_quantized_checkpoints_say_which_projection_of_a_head_is_quantized(case, folder, tmp_path, monkeypatch):
+    family, layers = QUANTIZED[case]
+    monkeypatch.setattr(quantized_zoo, "LAYERS", layers)
+    path, _ = quantized_zoo.quantized_twins(folder(family, 0.1), tmp_path, *quantized_zoo.float8("channel"))
+    params = [SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)]
+    expected, _ = outcome(path, speculation="off", params=params, **ROOMY)
+    found, engine = outcome(path, params=params, **ROOMY)
+    assert found == expected
+    assert engine.stats.accepted["mtp"] > 0
+    assert engine.plan.weight_bytes == engine.decision.footprint.num_bytes

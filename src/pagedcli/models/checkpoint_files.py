@@ -63,11 +63,12 @@ class _Stored:
         return True
 
 
-def has_tensors(folder: Path, begin: str, body: str) -> bool:
-    """Whether tensors with names that begin so are stored, or nothing is known of any, as the files are not there.
-    `body`: see todays_name."""
-    names = _stored_names(folder)
-    return not names or any(todays_name(name, body).startswith(begin) for name in names)
+def stored_parts(folder: Path, module: str, body: str) -> set[str] | None:
+    """The last parts of the names of a module's tensors; None: nothing is known, as the files are not there. `body`:
+    see todays_name."""
+    names = [todays_name(name, body) for name in _stored_names(folder)]
+    begin = f"{module}."
+    return {name.removeprefix(begin) for name in names if name.startswith(begin)} if names else None
 
 
 def _stored_names(folder: Path) -> list[str]:

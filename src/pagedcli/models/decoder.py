@@ -348,7 +348,7 @@ class Builder(Parts):
         index, embedding_norm, hidden_norm = self._spec.num_layers, *map(self.norm, _HEAD_NORMS)
         assert embedding_norm is not None, "every head norms what it sees"
         assert hidden_norm is not None, "every head norms what it sees"
-        branches, norm_after = list[Branch](), None
+        branches, norm_after, key = list[Branch](), None, "head.projection"
         for name, body in self._bodies(index).items():
             norm = f"layers.{index}.{name}"
             branches.append(Branch(self._join(norm_after, 1.0, norm), body))
@@ -358,7 +358,7 @@ class Builder(Parts):
             embedding_norm=embedding_norm,
             hidden_norm=hidden_norm,
             eps=self._spec.norm.eps,
-            projection=self.linear("head.projection"),
+            projection=(self.linear if key in self._formats else self.plain_linear)(key),
             branches=branches,
             last=self._join(norm_after, 1.0, "head.norm"),
             backend=self._request.backend,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from pagedcli.models.formats import VECTOR, WEIGHT, WeightFormat
 from pagedcli.models.spec import LayerSpec, ModelSpec
+from pagedcli.models.stored_quantization import Quantization
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
 # norms of the branches: key -> name in the checkpoint
@@ -64,6 +65,8 @@ def _head(spec: ModelSpec, make: Tensors) -> dict[str, Parameter]:
     head = spec.head
     norms = {"embedding_norm": head.embedding_norm, "hidden_norm": head.hidden_norm, "norm": head.norm}
     found = {key: each for part, name in norms.items() for key, each in make.layer_norm(f"head.{part}", name).items()}
+    if isinstance(spec.quantization, Quantization) and head.keeps_projection:
+        return found | {"head.projection": Parameter({f"{head.projection}.weight": (make.width, 2 * make.width)})}
     return found | make.linear("head.projection", {head.projection: make.width}, 2 * make.width)
 
 

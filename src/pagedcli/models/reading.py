@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import has_own_head, has_tensors
+from pagedcli.models.checkpoint_files import has_own_head, stored_parts
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import read_quantization, refusal
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import LayerSpec, ModelSpec
+from pagedcli.models.spec import DraftHead, LayerSpec, ModelSpec
 from pagedcli.models.tensors import TensorNames
 
 
@@ -27,9 +27,15 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     if is_gguf(path):
         return _gguf_spec(path)
     spec = _folder_spec(path, trust_remote_code)
-    has_head = spec.head is not None and has_tensors(path, f"{spec.head.projection}.", spec.names.body)
     is_tied = spec.tie_word_embeddings and not has_own_head(path)
-    return replace(spec, tie_word_embeddings=is_tied, head=spec.head if has_head else None)
+    return replace(spec, tie_word_embeddings=is_tied, head=_stored_head(path, spec))
+
+
+def _stored_head(path: Path, spec: ModelSpec) -> DraftHead | None:
+    """The head, as far as the files are there and have it."""
+    if spec.head is None or (parts := stored_parts(path, spec.head.projection, spec.names.body)) is None:
+        return spec.head
+    return replace(spec.head, keeps_projection=parts == {"weight"}) if parts else None
 
 
 def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:

@@ -110,6 +110,7 @@ class DraftHead:
     hidden_norm: str
     projection: str
     norm: str  # of the layer's result
+    keeps_projection: bool = True  # it is stored unquantized, whatever a quantized checkpoint says of its layers
     unread: tuple[str, ...] = ()  # beginnings of names of other tensors, among them copies of the model's tables
 
 
