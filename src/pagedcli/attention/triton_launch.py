@@ -1,5 +1,5 @@
-"""Launches Triton kernels in less time of the host than triton takes. Used by triton_paged; constants are a kernel's
-last arguments. Imported only where triton is installed.
+"""Launches Triton kernels in less time of the host than triton takes. Used by triton_paged, and for its sizes by
+the kernels of layers; constants are a kernel's last arguments. Imported only where triton is installed.
 """
 
 from collections.abc import Mapping
@@ -73,3 +73,8 @@ def programs_per_processor(compiled: Any, properties: Any) -> int:
     by_shared = properties.shared_memory_per_multiprocessor // (compiled.metadata.shared + _RESERVED_SHARED)
     by_threads = properties.max_threads_per_multi_processor // threads
     return max(1, min(int(by_registers), int(by_shared), int(by_threads)))
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

@@ -31,7 +31,7 @@ try:
     import triton
 
     from pagedcli.attention import triton_kernels as kernels
-    from pagedcli.attention.triton_launch import Launcher, programs_per_processor
+    from pagedcli.attention.triton_launch import Launcher, power_of_2, programs_per_processor
 except ImportError as error:
     raise BackendError(
         f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"
@@ -114,7 +114,7 @@ class TritonAttention(AttentionBackend):
         self._decode, self._prefill = tile_configs(
             spec.dtype, self._block_d, _capability(spec.device), widens_cache=spec.kv_dtype not in (None, spec.dtype)
         )
-        self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
+        self._prefill_rows = max(self._prefill.block_m, power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
         self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
@@ -178,8 +178,8 @@ class TritonAttention(AttentionBackend):
                 "S": spec.block_size,
                 "D": spec.head_dim,
                 "BLOCK_STRIDE": stride,
-                "BLOCK_G": _power_of_2(spec.num_kv_heads),
-                "BLOCK_D": _power_of_2(spec.head_dim),
+                "BLOCK_G": power_of_2(spec.num_kv_heads),
+                "BLOCK_D": power_of_2(spec.head_dim),
                 "FP8": kv[0].dtype == torch.float8_e4m3fn,
             }
         strides, inverses = (k.stride(0), v.stride(0)), (1 / layer.k_scale, 1 / layer.v_scale)
@@ -215,7 +215,7 @@ class TritonAttention(AttentionBackend):
         attends = every | {
             "S": spec.block_size,
             "D": spec.head_dim,
-            "BLOCK_R": max(16, _power_of_2(spec.head_dim - self._value_dim or 1)),
+            "BLOCK_R": max(16, power_of_2(spec.head_dim - self._value_dim or 1)),
             "BLOCK_STRIDE": block_stride,
             "UPCAST": self._upcast,
             "CAPPED": layer.soft_cap is not None,
@@ -319,7 +319,7 @@ def pages_per_split(block_size: int) -> int:
         return 1
     if SPLIT % block_size == 0:
         return SPLIT // block_size
-    return _power_of_2(-(-SPLIT // block_size) + 1)
+    return power_of_2(-(-SPLIT // block_size) + 1)
 
 
 def interpreted() -> bool:
@@ -364,15 +364,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-def _power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 def _decode_shape(spec: AttentionSpec) -> tuple[int, int]:
     """Rows of a decode item, new tokens x group, and the padded head size."""
-    rows = max(MIN_ROWS, _power_of_2(spec.num_heads // spec.num_kv_heads))
-    return rows, max(16, _power_of_2(spec.value_dim or spec.head_dim))
+    rows = max(MIN_ROWS, power_of_2(spec.num_heads // spec.num_kv_heads))
+    return rows, max(16, power_of_2(spec.value_dim or spec.head_dim))
 
 
 def _dense_heads(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedcli.attention.base import dtype_name
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library
 
@@ -60,14 +61,14 @@ def described(layers: dict[str, PackedLayer]) -> tuple[bytes, list[memoryview]]:
 
     def placed(tensor: Tensor) -> tuple[str, int]:
         buffers.append(tensor.view(torch.uint8).numpy().data)
-        return _name(tensor.dtype), len(buffers) - 1
+        return dtype_name(tensor.dtype), len(buffers) - 1
 
     records = [
         _Layer(
             key,
             layer.bias_bytes,
             [
-                _Part(part.numbers, _name(part.dtype), {name: placed(each) for name, each in part.tensors.items()})
+                _Part(part.numbers, dtype_name(part.dtype), {name: placed(each) for name, each in part.tensors.items()})
                 for part in layer.linear.parts
             ],
         )
@@ -88,10 +89,6 @@ def restored(description: bytes, buffers: Sequence[memoryview]) -> dict[str, Pac
         each.key: PackedLayer(NativeLinear.side_by_side([linear(part) for part in each.parts]), each.bias_bytes)
         for each in msgspec.msgpack.decode(description, type=list[_Layer])
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _tensor(buffer: memoryview, dtype: str) -> Tensor:

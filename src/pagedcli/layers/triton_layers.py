@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.attention.triton_kernels import to_fp8
+from pagedcli.attention.triton_launch import power_of_2
 
 _HEADS_PER_PROGRAM = 8
 
@@ -143,11 +144,6 @@ def rotate_constants(num_heads: int, num_kv_heads: int, cache: Tensor) -> dict[s
     heads = {"H": num_heads, "G": num_kv_heads, "S": block_size, "D": head_dim, "BLOCK_STRIDE": cache.stride(0)}
     whole = {"BLOCK_Q": power_of_2(num_heads * head_dim), "BLOCK_K": power_of_2(num_kv_heads * head_dim)}
     return {**heads, **whole, "HEADS": _HEADS_PER_PROGRAM, "BLOCK_HALF": power_of_2(head_dim // 2)}
-
-
-def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def _warps(block: int) -> int:

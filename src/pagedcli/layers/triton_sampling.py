@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedcli.layers.triton_layers import power_of_2
+from pagedcli.attention.triton_launch import power_of_2
 
 SamplingLimits = tuple[Tensor, Tensor, Tensor]  # layers.sampling.SamplingLimits
 CHUNK = 4096  # logits per program: a row of 152k is 38 programs
