@@ -1,6 +1,5 @@
 """`pagedcli doctor`: this machine's capabilities, what pagedcli uses of them, and a self-test."""
 
-import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -235,10 +234,11 @@ def _compiler() -> str:
 def _devices_table() -> Table:
     import torch
 
+    from pagedcli.native.system import usable_cores
     from pagedcli.planning.machine import host_memory, processor_name
 
     total, available = host_memory()
-    threads = f"{_num_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    threads = f"{usable_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
     rows = [Device("cpu", total, available, f"{processor_name()}, {threads}")]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -309,11 +309,6 @@ def _instruction_notes() -> list[str]:
         unused.append("amx_int8")
     notes.append(f"native kernels: {names}; not used: {', '.join(unused) or 'none of those above'}")
     return notes
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _why_no_gpu() -> str:
