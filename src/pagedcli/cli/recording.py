@@ -12,7 +12,7 @@ from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.lookups import Lookups, SaltRow, hits_by_salt, read_lookups
 from pagedcli.kvevents.tables import facts, print_summary, summary
-from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
+from pagedcli.kvevents.tree import Decode, LargerCache, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
@@ -44,7 +44,7 @@ def open_capture(path: Path, model: str | None) -> CaptureReader:
     return reader
 
 
-def fold_capture(reader: CaptureReader, watch: Callable[[], Watcher] | None = None) -> KVState:
+def fold_capture(reader: CaptureReader, watch: Callable[[], LargerCache] | None = None) -> KVState:
     """The state at the end of a recording. Prints its notes on stderr."""
     state = KVState(reader.sources, keep_tokens=True, watch=watch)
     for frames, time_s, source in reader:

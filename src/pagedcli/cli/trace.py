@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,17 +22,19 @@ from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resum
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
-from pagedcli.events import Emit, Event, only_wanted, to_all
+from pagedcli.events import Emit, only_wanted, to_all
 from pagedcli.show.panels import PlainView, print_ending
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.files import TraceWriter
-from pagedcli.trace.state import PoolState
 from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.names import NamedRequest, unknown_request
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
+
+if TYPE_CHECKING:
+    from pagedcli.app.pool_players import LivePlayer
 
 _view = partial(option, panel="View")
 
@@ -156,22 +158,10 @@ def _run_under_application(
         print_ending(player.live, player.damage, Console(stderr=True))
 
 
-class EventView(Protocol):
-    """What watches the events of a run."""
-
-    def on_event(self, event: Event) -> None:
-        """Handle the next event."""
-        ...
-
-    def settled(self) -> PoolState | None:
-        """The state after all events so far; None: they contradict each other."""
-        ...
-
-
 def _run(
     job: Job,
     whole_run: WholeRun,
-    view: EventView,
+    view: "StepPrinter | PlainView | LivePlayer",
     *,
     dump_files: DumpFiles | None,
     record_tokens: bool,

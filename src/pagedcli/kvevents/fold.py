@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.formats import decode_batch
-from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, History, PrefixTree, Watcher
+from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, History, LargerCache, PrefixTree
 from pagedcli.printable import byte_text
 
 Verdict = Literal["next", "first", "gap", "repeated", "restarted"]
@@ -104,7 +104,7 @@ class KVState:
         *,
         keep_tokens: bool = False,
         max_blocks: int = MAX_BLOCKS,
-        watch: Callable[[], Watcher] | None = None,
+        watch: Callable[[], LargerCache] | None = None,
         fetch: Fetch | None = None,
     ) -> None:
         self.publishers: dict[tuple[int, bytes], Publisher] = {}

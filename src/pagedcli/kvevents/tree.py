@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import lt
-from typing import Literal, Protocol
+from typing import Literal
 
 from pagedcli.core.prefixes import num_equal
 from pagedcli.kvevents.wire import BlockHash
@@ -86,20 +86,10 @@ class History:
             self.token_bytes, node.tokens = token_bytes, tokens
 
 
-class Watcher(Protocol):
-    """Is notified when content leaves the cache and when it returns."""
-
-    def gone(self, node: Node) -> None: ...
-
-    def back(self, node: Node) -> None: ...
-
-    def alone(self, node: Node, more: int) -> None: ...
-
-
 class PrefixTree:
     """A tree changed by `store`, `remove`, `clear` and `move`, with counts. Unknown times are None."""
 
-    def __init__(self, history: History | None = None, *, watcher: Watcher | None = None) -> None:
+    def __init__(self, history: History | None = None, *, watcher: "LargerCache | None" = None) -> None:
         self.nodes: dict[BlockHash, Node] = {}
         self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
         self.capacity: dict[str, int] = {}  # medium -> blocks, if published
@@ -455,7 +445,8 @@ class CurvePoint:
 
 
 class LargerCache:
-    """Watches one tree. A clear or a restart empties a cache of any size."""
+    """Watches one tree: it is told when content leaves the cache and when it returns. A clear or a restart empties a
+    cache of any size."""
 
     def __init__(self, sizes: Sequence[int] = SIZES) -> None:
         self.sizes = sizes
