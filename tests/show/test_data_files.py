@@ -42,7 +42,7 @@ def rows_of(path, table):
         ]
 
 
-class Expected(View[PoolState]):
+class Expected(View):
     """The pool at each step, straight from the fold."""
 
     def __init__(self):

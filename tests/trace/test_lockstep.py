@@ -14,7 +14,7 @@ from pagedcli.trace.fold import Fold, pool_fold
 from pagedcli.trace.state import PoolState
 
 
-class Alone(View[PoolState]):
+class Alone(View):
     """Counts the tokens of each sequence by itself, and all sums anew after each change of a step."""
 
     def __init__(self):

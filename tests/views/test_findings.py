@@ -239,7 +239,7 @@ def test_ceiling_of_the_counters_on_random_prompts(seed):
 def test_waste_is_the_mean_of_what_the_tables_of_the_steps_show():
     shares = []
 
-    class Steps(View[PoolState]):
+    class Steps(View):
         def on_step_scheduled(self, event, state):
             shares.append(memory_use(state).unfilled_share)
 

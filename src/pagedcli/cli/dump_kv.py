@@ -17,7 +17,6 @@ from pagedcli.views.step_choice import StepChoice
 if TYPE_CHECKING:
     from pagedcli.show.data_files import DataFiles
     from pagedcli.trace.fold import Fold
-    from pagedcli.trace.state import PoolState
 
 _FLAG = "--dump-kv"
 _ENDINGS = (".csv", ".jsonl", ".parquet")
@@ -117,7 +116,7 @@ class DumpFiles:
         return {f"{_FLAG} ({table})": path for table, path in self._files.paths.items()}
 
     @contextmanager
-    def written(self) -> Iterator["Fold[PoolState]"]:
+    def written(self) -> Iterator["Fold"]:
         """A fold of a run's events; its rows are in the files once the block ends. Raises: PagedcliError."""
         from pagedcli.trace.fold import pool_fold
 

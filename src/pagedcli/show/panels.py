@@ -198,7 +198,7 @@ class PlainView:
     not the run. `views` fold the same events.
     """
 
-    def __init__(self, console: Console, *views: View[PoolState], follow: NamedRequest | None = None) -> None:
+    def __init__(self, console: Console, *views: View, follow: NamedRequest | None = None) -> None:
         self.moment = Moment(follow=follow)
         self._fold = pool_fold(self.moment, *views)
         self._console = console

@@ -26,7 +26,7 @@ def export_perfetto(source: EventSource, file: BinaryIO) -> None:
     export.finish(fold(source, stats, timelines, export))
 
 
-class _Export(View[PoolState]):
+class _Export(View):
     """Writes each step when it ends, and each sequence when its last phase ends: one JSON object each, in one array."""
 
     def __init__(self, file: BinaryIO, stats: RunStats, timelines: Timelines) -> None:

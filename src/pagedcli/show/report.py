@@ -47,7 +47,7 @@ _Blocks = (
 T = TypeVar("T")
 
 
-class PoolFrames(View[PoolState]):
+class PoolFrames(View):
     """The pool at every step as changes since the previous step.
 
     `blocks` has (block_id * num_groups + group) * 16 + code, where code is 0 empty, 1 cached and reusable, 2 being
@@ -158,7 +158,7 @@ def render_report(
     make_decoder: Callable[[], Decode | None] = lambda: None,
     *,
     selected: Collection[int] = (),
-    views: Sequence[View[PoolState]] = (),
+    views: Sequence[View] = (),
     make_verdicts: Callable[[PoolState], Sequence[Verdict]] = lambda state: (),
 ) -> bytes:
     """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids

@@ -293,7 +293,7 @@ class StepPrinter:
     def __init__(
         self,
         console: Console,
-        *views: View[PoolState],
+        *views: View,
         follow: NamedRequest | None = None,
         chosen: StepChoice | None = None,
         format: Format = Format.TABLE,

@@ -41,7 +41,7 @@ def read_recorded_run(path: Path) -> tuple[Workload, PoolState]:
     return workload, state
 
 
-class RecordedRequests(View[PoolState]):
+class RecordedRequests(View):
     """Collects the requests of a recorded run, in order of arrival. With recorded tokens they are exact; without, the
     hashes of their blocks stand for them. Two runs that are compared share `chains`: salts are numbered in each run as
     they appear, so that only hashes tell whether two are the same."""

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from pagedcli.events import Event
 
-S = TypeVar("S", contravariant=True)
 Handler = Callable[..., None]
 
 
@@ -21,9 +20,9 @@ def handlers_of(cls: type, prefix: str) -> dict[type[Event], Handler]:
     return {by_tag[name.removeprefix(prefix)]: getattr(cls, name) for name in names}
 
 
-class View(Generic[S]):
-    """A view of a state S: a method `on_<event>(event, state)` for each event type it needs, called after the event has
-    been applied to the state."""
+class View:
+    """A view of the pool's state: a method `on_<event>(event, state)` for each event type it needs, called after the
+    event has been applied to the state."""
 
     _on: ClassVar[dict[type[Event], Handler]] = {}
 

@@ -1,11 +1,11 @@
 """The fold: each event of a source is checked by the laws, applied to the state, then passed to the views.
 
 Used by every command that reads events. To add a view, write a View (dispatch.py) and pass it to `fold`; to add a
-source, write an EventSource, with its own state if its events carry less than our engine's.
+source, write an EventSource.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from pagedcli.errors import TraceError
 from pagedcli.events import Event
@@ -48,28 +48,11 @@ class EventList:
         return f"event {self._number}"
 
 
-class State(Protocol):
-    """A cache's state according to the events. It trusts them: impossible events are caught by laws."""
+class Fold:
+    """An incremental fold. Call it with each event; a running engine takes it as `emit`. The state trusts the events:
+    impossible ones are refused by the laws."""
 
-    def apply(self, event: Event) -> None: ...
-
-
-S = TypeVar("S", bound=State)
-S_contra = TypeVar("S_contra", contravariant=True)
-
-
-class Checks(Protocol[S_contra]):
-    """Refuses impossible events: raises TraceError before an event is applied to the state, or after."""
-
-    def before(self, event: Event, state: S_contra) -> None: ...
-
-    def after(self, event: Event, state: S_contra) -> None: ...
-
-
-class Fold(Generic[S]):
-    """An incremental fold. Call it with each event; a running engine takes it as `emit`."""
-
-    def __init__(self, state: S, *views: View[S], laws: Checks[S] | None = None) -> None:
+    def __init__(self, state: PoolState, *views: View, laws: Laws | None = None) -> None:
         self.state = state
         self._views = views
         self._laws = laws
@@ -101,12 +84,12 @@ class Fold(Generic[S]):
             yield event
 
 
-def pool_fold(*views: View[PoolState], keep_finished: bool = True) -> Fold[PoolState]:
+def pool_fold(*views: View, keep_finished: bool = True) -> Fold:
     """A fold of our engine's events into the exact pool."""
     return Fold(PoolState(keep_finished=keep_finished), *views, laws=Laws(PoolLaws(), SlotLaws()))
 
 
-def fold(source: EventSource, *views: View[PoolState]) -> PoolState:
+def fold(source: EventSource, *views: View) -> PoolState:
     """Fold all events of our engine. Raises TraceError, with its location, for an impossible event."""
     folding = pool_fold(*views)
     for _ in folding.steps(source):

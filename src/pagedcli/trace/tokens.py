@@ -5,7 +5,7 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
 
 
-class TokenView(View[PoolState]):
+class TokenView(View):
     """Knows the tokens of unfinished sequences. A method of it that a view replaces is called there, too."""
 
     def __init__(self) -> None:

@@ -660,7 +660,7 @@ def lookup_story(lookup: Lookup) -> str:
     )
 
 
-class PromptsSeen(View[PoolState]):
+class PromptsSeen(View):
     """Some of the prompts of a run with recorded tokens. Older traces do not tell salts apart: without those."""
 
     def __init__(self) -> None:
@@ -677,7 +677,7 @@ def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None
     return tuple(None if each is None else state.hashes[each] for each in block_table[:: state.num_groups])
 
 
-def explain_trace(source: EventSource, *views: View[PoolState]) -> tuple[Explainer, PoolState]:
+def explain_trace(source: EventSource, *views: View) -> tuple[Explainer, PoolState]:
     """Fold a whole trace, also into other views. Raises TraceError like the source, or where the trace contradicts
     itself."""
     explainer = Explainer()

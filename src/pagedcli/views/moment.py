@@ -42,7 +42,7 @@ _KEPT_EVENTS = 400
 _KEPT_STEPS = 240  # the length of the trends
 
 
-class Moment(View[PoolState]):
+class Moment(View):
     """A state, its statistics and a short memory of events.
 
     The blocks of the request to `follow` are highlighted, and all its events kept.

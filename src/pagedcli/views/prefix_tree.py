@@ -43,7 +43,7 @@ class _Node:
     children: list[int] = field(default_factory=list)
 
 
-class PrefixTree(View[PoolState]):
+class PrefixTree(View):
     """Collects contents and hits; of several groups of layers those of the first."""
 
     def __init__(self) -> None:

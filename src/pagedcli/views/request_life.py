@@ -24,7 +24,7 @@ class Life:
     phases: list[Phase] = field(default_factory=list)
 
 
-class RequestLife(View[PoolState]):
+class RequestLife(View):
     """The lives of a request's sequences. Call `finish` after the last event."""
 
     def __init__(self, request: NamedRequest) -> None:

@@ -77,7 +77,7 @@ _COUNTED: dict[type[ev.Event], str] = {
 }  # fmt: skip
 
 
-class RunStats(View[PoolState]):
+class RunStats(View):
     """Totals of the run and of its last ROLLING_STEPS steps."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ def pool_counts(state: PoolState) -> dict[str, int]:
 WAITING_REASONS = (None, *get_args(ev.WaitingReason))
 
 
-class StepSeries(View[PoolState]):
+class StepSeries(View):
     """One number per step and column, for charts. The pool is as the step's forward pass sees it."""
 
     COLUMNS = (

@@ -51,7 +51,7 @@ def file_row(table: str) -> Callable[[int, object], Row]:
     return row
 
 
-class StepRows(View[PoolState]):
+class StepRows(View):
     """Writes the chosen steps, each as its forward pass sees the pool. Of `lookups`, every one in the range of steps is
     written, whatever `every` says: they are events, not states."""
 

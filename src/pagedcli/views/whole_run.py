@@ -34,7 +34,7 @@ class Phase:
     last_step: int | None = None  # None while it lasts
 
 
-class Timelines(View[PoolState]):
+class Timelines(View):
     """The phases of each sequence, without gaps. Call `finish` after the last event."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(((name, part) for name, part in parts.items() if part), key=lambda item: -item[1])
 
 
-class WholeRun(View[PoolState]):
+class WholeRun(View):
     """Takes in all events of a run. `finish` closes what the run left unfinished; then the rest is valid."""
 
     def __init__(self) -> None:
