@@ -108,7 +108,6 @@ class DumpFiles:
 
         self._files = files
         self._rows = StepRows(files.write, chosen)
-        self.chosen = chosen
 
     @property
     def paths(self) -> dict[str, Path]:

@@ -179,7 +179,7 @@ class _TreeDrawing:
     """Draws a branch per line, those of a branch after it."""
 
     def __init__(self, area: Area, root: Branch, num_lookups: int) -> None:
-        self._area, self._root, self._num_lookups = area, root, num_lookups
+        self._area, self._num_lookups = area, num_lookups
         self._gap = area.font * 3.2  # room for the hits on an edge
         branches = list(root.walk())
         ends = [branch.start + branch.num_blocks for branch in branches]
