@@ -2,7 +2,10 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+
+import numpy as np
 
 from pagedcli.core.drafting import EveryGuess
 from pagedcli.core.engine_core import EngineCore
@@ -10,7 +13,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import StepTokens, TargetScores
+from pagedcli.core.step_input import StepBuilder, StepTokens, TargetScores
 from pagedcli.events import CacheGroup
 from pagedcli.sampling_params import SamplingParams
 
@@ -201,6 +204,22 @@ class ScriptedStep:
         return StepTokens(self.tokens, self.logprobs, target_scores=self.target_scores)
 
 
+class CheckedBuilder(StepBuilder):
+    """Checks that what a step takes over from the one before is what a builder without a past makes of it."""
+
+    def build(self, work, source_rows=None):
+        step, rows = super().build(work, source_rows)
+        fresh = StepBuilder(self.limits)
+        fresh._tables = self._tables
+        expected, _ = fresh.build(work, source_rows)
+        for name in {field.name for field in fields(step)} - {"table_index", "table_values", "prompt_rows", "head"}:
+            found, wanted = getattr(step, name), getattr(expected, name)
+            if isinstance(wanted, np.ndarray):
+                found, wanted = (found.dtype, found.tolist()), (wanted.dtype, wanted.tolist())
+            assert found == wanted, name
+        return step, rows
+
+
 def scripted_plan(num_blocks, block_size=2, **changes):
     """A plan with changes of its own fields or of its limits. `windows`: of each group of layers."""
     limits = {
@@ -243,6 +262,7 @@ class Simulation(EngineCore):
         super().__init__(
             plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks),
             drafting=None if drafter is None else EveryGuess(drafter),
+            make_builder=lambda scheduler: CheckedBuilder(scheduler.limits),
         )  # fmt: skip
 
     def add(self, token_ids, max_new_tokens=3, *, n=1, cache_salt=None, request_id=None, **options):

@@ -29,7 +29,7 @@ def test_greedy_rows_ask_for_nothing():
     assert found.is_plain
     assert [each.tolist() for each in found.rows] == [[0, 0], [0, 0], [0, 0], [1, 1], [0, 0]]
     assert [each.dtype.name for each in found.rows] == ["float32", "float32", "int32", "float32", "float32"]
-    assert (found.has_limits, found.changes, found.score_changes, found.scored) == (False, None, None, [])
+    assert (found.has_limits, found.changes, found.score_changes, found.scored) == (False, None, None, ())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +24,8 @@ from pagedcli.core.sequence import Sequence, TokenLogprobs, TokenMask
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
+
+_is_greedy: Callable[[Sequence], bool] = attrgetter("is_greedy")
 
 
 # ---------------------------------------------------------------------- what goes in
@@ -213,8 +217,9 @@ class SamplingInput:
     rows: RowSampling
     has_limits: bool  # whether a row has top-k, top-p or min-p
     changes: LogitChanges | None  # None: no row without beams needs any
-    scored: list[tuple[int, int]]  # rows with log-probabilities, and how many of the likeliest tokens; beams, too
+    scored: Items[tuple[int, int]]  # rows with log-probabilities, and how many of the likeliest tokens; beams, too
     score_changes: LogitChanges | None  # changes of beams' log-probabilities; rows are numbered as in `scored`
+    num_drawn: int  # rows that are not greedy
     logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
 
     @classmethod
@@ -222,6 +227,8 @@ class SamplingInput:
         """For the next token of each sequence, after its pending ones. That of one that has ended is not read.
 
         A sequence that comes several times in a row has a draft: its further rows are for the tokens after that."""
+        if logits_rows is None and all(map(_is_greedy, seqs)):
+            return _greedy(len(seqs))
         rows = RowSampling.greedy(len(seqs))
         has_limits, changes, score_changes, scored, ahead = False, [], [], [], 0
         for row, seq in enumerate(seqs):
@@ -251,6 +258,7 @@ class SamplingInput:
             changes=LogitChanges.of(changes),
             scored=scored,
             score_changes=LogitChanges.of(score_changes),
+            num_drawn=int(np.count_nonzero(rows.temperature)),
             logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
         )
 
@@ -263,6 +271,12 @@ class SamplingInput:
     def is_plain(self) -> bool:
         """Whether `rows` say everything."""
         return not (self.changes or self.scored) and self.logits_rows is None
+
+
+@lru_cache(maxsize=4)  # steps in a row have as many rows, and nothing changes the arrays
+def _greedy(num_rows: int) -> SamplingInput:
+    """The likeliest token of each row."""
+    return SamplingInput(RowSampling.greedy(num_rows), False, None, (), None, 0)
 
 
 # ---------------------------------------------------------------------- what comes out
@@ -336,18 +350,20 @@ class StepBuilder:
     """Builds step inputs from persistent block tables; only changed entries are written and sent."""
 
     def __init__(self, limits: Limits) -> None:
+        self.limits = limits
         self.block_size = limits.block_size
         self._groups = np.arange(len(limits.groups))[:, None]
         self._tables = np.zeros(limits.table_dimensions, dtype=np.int32)
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
+        self._no_changes = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)  # of tables
+        self._last: tuple[list[Sequence], StepInput] | None = None  # the last step and its sequences, if all decoded
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         seqs = work.seqs
-        table_index, table_values = self._sync_tables(work.changed)
-        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+        before, self._last = self._before(work), None
+        table_index, table_values = self._sync_tables(work.changed) if work.changed else self._no_changes
         state_reads, state_writes = _state_slots(seqs)
         of_seqs: dict[str, Any] = {
-            "table_rows": rows,
             "table_index": table_index,
             "table_values": table_values,
             "copies": tuple(work.copies),
@@ -356,7 +372,10 @@ class StepBuilder:
             "head": None if work.num_ahead is None else HeadInput(_next_ids(work), _integers(work.num_ahead)),
         }
         if work.is_decode:
-            return self._decode(seqs, source_rows, of_seqs), seqs
+            step = self._decode(work, before, source_rows, of_seqs)
+            self._last = seqs, step
+            return step, seqs
+        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
         computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
         cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
         new = np.array(work.num_new_tokens, dtype=np.int64)
@@ -382,6 +401,7 @@ class StepBuilder:
             scored = prompt_rows(seqs, computed, new, cu_q[:-1], logits_rows)
         step = StepInput(
             **of_seqs,
+            table_rows=rows,
             input_ids=_input_ids(work),
             source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows),
             positions=positions,
@@ -399,24 +419,45 @@ class StepBuilder:
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
         return SamplingInput.of(seqs, logits_rows)
 
-    def _decode(self, seqs: list[Sequence], source_rows: dict[int, int] | None, of_seqs: dict[str, Any]) -> StepInput:
+    def _before(self, work: ScheduledStep) -> StepInput | None:
+        """The step before, if each of its sequences decoded and is in this step, with one token more."""
+        if self._last is None or self._last[0] != work.seqs:
+            return None
+        # one that has just started, after a step that failed, is in any row and at any place
+        return self._last[1] if all(seq.synced_blocks for seq in work.changed) else None
+
+    def _decode(
+        self,
+        work: ScheduledStep,
+        before: StepInput | None,
+        source_rows: dict[int, int] | None,
+        of_seqs: dict[str, Any],
+    ) -> StepInput:
         """A step of most decodes, with little work on the host: after each step the processor's caches hold the model,
-        and the first use of anything, an array operation included, takes 10 to 60 us."""
-        positions = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
+        and the first use of anything, an array operation included, takes 10 to 60 us. `before`: see _before."""
+        seqs = work.seqs
+        rows: Ints
+        positions: Ints
+        if before is None:
+            rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+            positions = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
+        else:
+            rows, positions = before.table_rows, before.positions + 1
         cu_q = self._one_each[: len(seqs) + 1]
         num_tokens = positions.astype(np.int32)
         num_tokens += 1
         return StepInput(
             **of_seqs,
+            table_rows=rows,
             input_ids=np.array([0 if seq.num_pending_tokens else seq.token_ids[-1] for seq in seqs], dtype=np.int64),
             source_rows=_source_rows(seqs, cu_q, len(seqs), source_rows),
             positions=positions,
-            slots=self._slots(of_seqs["table_rows"], positions),
+            slots=self._slots(rows, positions) if before is None or work.changed else before.slots + 1,
             cu_q=cu_q,
             num_tokens=num_tokens,
             logits_rows=None,
             max_new=1,
-            max_total=int(num_tokens.max()),
+            max_total=int(num_tokens.max()) if before is None else before.max_total + 1,
         )
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:

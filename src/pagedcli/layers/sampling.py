@@ -41,8 +41,8 @@ def choose_tokens(
 
         return choose_tokens_without_a_sort(logits, temperature, uniform, limits)
     floor = None if limits is None else floors(logits, temperature, limits)
-    if _kernels(logits) is not None:
-        return _native_draw(logits, temperature, uniform, floor)
+    if (native := _kernels(logits)) is not None:
+        return _native_draw(native, logits, temperature, uniform, floor)
     if num_drawn == logits.shape[0]:
         return draw_tokens(logits, temperature, uniform, floor)
     tokens = likeliest_tokens(logits)
@@ -59,26 +59,25 @@ def _kernels(logits: Tensor) -> Any:
     return bind(library.functions)
 
 
-def _run(name: str, logits: Tensor, *arguments: Tensor | None) -> None:
-    """Call the native kernel sampling_NAME."""
-    function = getattr(_kernels(logits), f"sampling_{name}")
+def _run(kernel: Any, logits: Tensor, *arguments: Tensor | None) -> None:
+    """Call a native kernel."""
     pointers = (None if each is None else each.data_ptr() for each in arguments)
-    function(DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, *pointers, torch.get_num_threads())
+    kernel(DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, *pointers, torch.get_num_threads())
 
 
-def _native_draw(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None) -> Tensor:
+def _native_draw(native: Any, logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None) -> Tensor:
     """As draw_tokens; the argmax of rows with temperature 0."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _run("draw", logits, temperature.float().contiguous(), uniform.float().contiguous(), floor, tokens)
+    _run(native.sampling_draw, logits, temperature.float().contiguous(), uniform.float().contiguous(), floor, tokens)
     return tokens
 
 
 def floors(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
     """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
-    if _kernels(logits) is not None:
+    if (native := _kernels(logits)) is not None:
         found, top_k = torch.empty(logits.shape[0]), limits.top_k.int().contiguous()
         temperature, top_p, min_p = (each.float().contiguous() for each in (temperature, limits.top_p, limits.min_p))
-        _run("floors", logits, temperature, top_k, top_p, min_p, found)
+        _run(native.sampling_floors, logits, temperature, top_k, top_p, min_p, found)
         return found
     limited = (limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)
     rows = (limited & (temperature > 0)).nonzero().flatten()
@@ -100,11 +99,11 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
         tokens = logits.argmax(-1)  # torch treats NaN as the maximum: a row with NaN gives its index.
         largest = logits.gather(-1, tokens[:, None])[:, 0]
         return tokens.where(largest.isfinite(), INVALID)
-    if _kernels(logits) is None:
+    if (native := _kernels(logits)) is None:
         largest, tokens = logits.max(-1)
         return tokens.where(largest.isfinite(), INVALID)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _run("argmax", logits, tokens)
+    _run(native.sampling_argmax, logits, tokens)
     return tokens
 
 

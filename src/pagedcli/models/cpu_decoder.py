@@ -97,6 +97,8 @@ class CpuDecoder:
         self._works = _works(request.backend, self.attention_layers)
         self._cache: weakref.ref[Tensor] | None = None  # of the last step
         self._layer_bytes: list[int] = []  # from one layer's cache to the next one's, for each list of work
+        self._addresses = (0, 0)  # of the K cache and of the V cache
+        self._has_states = bool(spec.states)
         self._functions = bind(load_library().functions)
         formats = linear_formats(parameters)
         build = _Builder(request, tensors, formats)
@@ -122,7 +124,7 @@ class CpuDecoder:
         out = residual if late is None else torch.empty((late.wanted.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
         late_positions = positions if late is None else positions.index_select(0, late.tokens)
-        states = _StateArguments(batch) if self.spec.states else None
+        states = _StateArguments(batch) if self._has_states else None
         input_ids = input_ids.contiguous()
         step = StepStruct(
             num_tokens=input_ids.shape[0],
@@ -131,8 +133,8 @@ class CpuDecoder:
             positions=positions.data_ptr(),
             ids=input_ids.data_ptr(),
             groups=ctypes.addressof(groups),
-            k_cache=kv_cache[0].data_ptr(),
-            v_cache=kv_cache[-1].data_ptr(),
+            k_cache=self._addresses[0],
+            v_cache=self._addresses[1],
             late=None if late is None else late.tokens.data_ptr(),
             late_positions=late_positions.data_ptr(),
             num_late=late_positions.shape[0],
@@ -152,6 +154,7 @@ class CpuDecoder:
         """The step as each group of layers sees it, and what that points into. Changes: batch, which is prepared."""
         if self._cache is None or self._cache() is not kv_cache:
             self._layer_bytes = [self._bytes_in(kv_cache, group, backend) for _, group, backend in self._works]
+            self._addresses = kv_cache[0].data_ptr(), kv_cache[-1].data_ptr()
             self._cache = weakref.ref(kv_cache)
         structs, kept, batches = [], [], (batch, *batch.others)
         for (number, group, backend), layer_bytes in zip(self._works, self._layer_bytes, strict=True):

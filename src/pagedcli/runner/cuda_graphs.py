@@ -129,9 +129,9 @@ class DecodeGraphs:
         state, inputs = self._state, bucket.inputs
         max_total = max(num_tokens_host)
         batch = state.batch(
-            inputs.table_rows,
+            state.tables_of(inputs.table_rows, max_total),
             inputs.slots,
-            max_total,
+            max_total=max_total,
             cu_q=bucket.cu_q,
             num_tokens=inputs.num_tokens,
             max_new=1,

@@ -80,22 +80,24 @@ class DeviceState:
             index, values = self.upload([step.table_index, step.table_values])
             self.tables.view(-1).index_copy_(0, index, values)
 
-    def batch(self, table_rows: Tensor, slots: Tensor, max_total: int, **rest: Any) -> PagedBatch:
-        """The batch of the first group of layers, with those of the others. Its block tables are as wide as the longest
-        sequence needs.
-
-        Shapes:  table_rows [B]; slots [groups, T]; rest: the other fields of PagedBatch.
-        """
+    def tables_of(self, table_rows: Tensor, max_total: int) -> tuple[Tensor, ...]:
+        """The block tables of these rows [B], in each group of layers, as wide as the longest sequence needs."""
         width = blocks_for(max_total, self.block_size)
         tables = self.tables[:, : width * self.num_groups].index_select(0, table_rows)
-        of_groups: tuple[Tensor, ...] = (tables,)
-        if self.num_groups > 1:
-            by_group = tables.view(-1, width, self.num_groups).permute(2, 0, 1)
-            # a copy in any case: contiguous() keeps the strides of a single entry, which flash-attn refuses
-            of_groups = by_group.clone(memory_format=torch.contiguous_format).unbind(0)
+        if self.num_groups == 1:
+            return (tables,)
+        by_group = tables.view(-1, width, self.num_groups).permute(2, 0, 1)
+        # a copy in any case: contiguous() keeps the strides of a single entry, which flash-attn refuses
+        return by_group.clone(memory_format=torch.contiguous_format).unbind(0)
+
+    def batch(self, tables: tuple[Tensor, ...], slots: Tensor, **rest: Any) -> PagedBatch:
+        """The batch of the first group of layers, with those of the others.
+
+        Shapes:  tables: see tables_of; slots [groups, T]; rest: the other fields of PagedBatch.
+        """
         first, *others = (
-            PagedBatch(block_table=table, slots=of_group, max_total=max_total, **rest)
-            for table, of_group in zip(of_groups, slots.unbind(0), strict=True)
+            PagedBatch(block_table=table, slots=of_group, **rest)
+            for table, of_group in zip(tables, slots.unbind(0), strict=True)
         )
         first.others, first.states = tuple(others), self.states
         return first

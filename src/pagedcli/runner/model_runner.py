@@ -6,18 +6,28 @@ Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import LateTokens
+from pagedcli.core.budget import blocks_for
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import SamplingInput, StepBuilder, StepInput
+from pagedcli.core.step_input import Ints, SamplingInput, StepBuilder, StepInput
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState, RunnerSpec
 from pagedcli.runner.guesser import Guesser, Seen
 from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
+
+
+class _Tables(NamedTuple):
+    """The block tables of some rows."""
+
+    rows: Ints
+    max_total: int  # tokens of a sequence for which they are wide enough
+    tables: tuple[Tensor, ...]  # see DeviceState.tables_of
 
 
 class ModelRunner:
@@ -31,6 +41,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         head = spec.model.head
         self._guesser = None if head is None else Guesser(spec.model, head, self.state, self.limits)
+        self._tables: _Tables | None = None  # of the last step, unless entries have changed since
         self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
 
     @property
@@ -96,6 +107,8 @@ class ModelRunner:
         self, step: StepInput, sampling: SamplingInput | None, *, plain: bool
     ) -> tuple[Tensor | None, PromptScores | None]:
         """Logits [R, V], or None if a graph has already sampled the tokens; and the scores of prompts, if wanted."""
+        if step.table_index.shape[0]:
+            self._tables = None
         if step.prompt_rows is not None:  # Every rank takes part: logits of a group are gathered.
             hidden, rows = self._hidden(step), step.prompt_rows
             scores = score_prompts(hidden, self.model.compute_logits, rows, self.state.upload)
@@ -126,9 +139,9 @@ class ModelRunner:
         # the head needs the hidden states of all tokens
         late = None if step.head is not None else LateTokens.of(step.cu_q, step.logits_rows, self.state.upload)
         batch = self.state.batch(
-            table_rows,
+            self._tables_of(step, table_rows),
             slots,
-            step.max_total,
+            max_total=step.max_total,
             cu_q=cu_q,
             num_tokens=num_tokens,
             max_new=step.max_new,
@@ -148,6 +161,14 @@ class ModelRunner:
         if batch.late is not None and hidden.shape[0] != batch.late.wanted.shape[0]:
             hidden = hidden.index_select(0, batch.late.rows)
         return hidden
+
+    def _tables_of(self, step: StepInput, table_rows: Tensor) -> tuple[Tensor, ...]:
+        """The block tables of a step: while the same sequences decode within their blocks, those of the step before."""
+        kept = self._tables
+        if kept is None or kept.rows is not step.table_rows or kept.max_total < step.max_total:
+            most = blocks_for(step.max_total, self.limits.block_size) * self.limits.block_size
+            self._tables = kept = _Tables(step.table_rows, most, self.state.tables_of(table_rows, step.max_total))
+        return kept.tables
 
     def execute(self, work: ScheduledStep, *, every_token: bool = False) -> tuple[Tensor, list[Sequence]]:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For

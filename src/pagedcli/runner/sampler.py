@@ -106,19 +106,16 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept:
     """
     if sampling.logits_rows is not None:
         logits = logits.index_select(0, upload([sampling.logits_rows])[0])
-    temperature, draws, *limits = upload(sampling.rows)
     original = logits
     if sampling.changes is not None:
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         kept.change(logits, sampling.changes)
-    num_drawn = int(np.count_nonzero(sampling.rows.temperature))
-    tokens = kernels.choose_tokens(
-        logits,
-        temperature,
-        draws,
-        kernels.SamplingLimits(*limits) if sampling.has_limits else None,
-        num_drawn=num_drawn,
-    )
+    if sampling.num_drawn:
+        temperature, draws, *limits = upload(sampling.rows)
+        kept_limits = kernels.SamplingLimits(*limits) if sampling.has_limits else None
+        tokens = kernels.choose_tokens(logits, temperature, draws, kept_limits, num_drawn=sampling.num_drawn)
+    else:
+        tokens = kernels.likeliest_tokens(logits)
     if sampling.changes is not None:
         kept.add(tokens, sampling.changes)
     return SampledTokens(tokens, sampling, _logprobs(original, tokens, sampling, upload, kept))
