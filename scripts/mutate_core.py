@@ -37,6 +37,7 @@ CORE = ROOT / "src" / "pagedcli" / "core"
 TESTS = ROOT / "tests" / "core"
 MOST_WAITING = 10  # times the limit: a test that waits uses no processor
 TIMES_USUAL, MORE_S = 2, 3  # a test may take so many times what it takes while lines are recorded, and so many seconds
+QUICK_S = 0.1  # of a test while lines are recorded
 MEASURING_S = 600  # of processor time, for all tests while their lines are recorded
 MOST_BYTES = 16 * 2**30  # of addresses: a mutant may never stop to allocate
 
@@ -318,9 +319,11 @@ class Runs:
 
     def of(self, mutant: Mutant) -> list[str]:
         """The tests that reach its line, those first that have found most per second, where each has nearly found one.
-        Those that reach any of its module, if it runs as that is imported."""
+        Those that reach any of its module and those that take no time, if it runs as that is imported."""
         first, last = mutant.lines or (1, 10_000)
         names = {name for line in range(first, last + 1) for name in self.tests.get(f"{mutant.module}:{line}", ())}
+        if mutant.lines is None:
+            names |= {name for name, each_s in self.usual_s.items() if each_s < QUICK_S}
         return sorted(names or self.usual_s, key=lambda each: (self.usual_s[each] + 0.01) / (self.kills[each] + 0.1))
 
     def _run(self, tests: list[str], limit_s: int, lines: Lines | None = None) -> tuple[str, dict[str, Any]]:

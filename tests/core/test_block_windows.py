@@ -57,6 +57,12 @@ def test_a_hit_needs_only_what_later_tokens_see(windows):
     manager.check([first, again])
 
 
+def test_a_hit_may_be_shorter_than_the_window():
+    manager = BlockManager(40, 2, windows=(8, None))
+    prefill(manager, make_seq(range(7)))
+    assert [manager.lookup(make_seq([*range(length), 99])).num_spans for length in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_a_beginning_of_which_the_window_is_evicted_does_not_hit():
     manager = BlockManager(6, 2, windows=(3,))
     first = make_seq(range(10))

@@ -252,10 +252,12 @@ def test_a_block_of_a_step_that_raised_is_not_found_again(fails, ahead):
     assert again.token_ids == tokens_of(prompt)
 
 
-def test_blocks_of_steps_that_were_read_stay_cached_when_a_later_step_raises():
-    sim = Simulation(20, max_num_batched_tokens=64)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_of_steps_that_were_read_stay_cached_when_a_later_step_raises(ahead):
+    sim = Simulation(20, runs_ahead=ahead, max_num_batched_tokens=64)
     first = sim.add([1, 2, 3, 4, 5], 6)
-    sim.step()
+    for _ in range(1 + ahead):
+        sim.step()
     sim.executor.fail_launch = True
     with pytest.raises(RuntimeError, match="launch failed"):
         sim.step()
@@ -263,7 +265,8 @@ def test_blocks_of_steps_that_were_read_stay_cached_when_a_later_step_raises():
     assert sim.scheduler.waiting[0] is first
     sim.run()
     assert first.num_output_tokens == 6
-    assert first.num_recomputed_tokens == 2  # of 6 tokens, that of the failed step included; two blocks were found
+    # of 6 tokens, or one step ahead 7, those of failed steps included; two blocks were found
+    assert first.num_recomputed_tokens == 2 + ahead
 
 
 def test_a_stop_checker_that_raises_ends_its_own_request_and_no_other():
@@ -375,7 +378,7 @@ def beam_search(prompt, width, max_tokens, ends, *, length_penalty, early_stoppi
 
 
 @pytest.mark.parametrize(
-    ("early_stopping", "length_penalty"), [(True, 0.5), (False, 0.5), ("never", 0.5), ("never", 0)]
+    ("early_stopping", "length_penalty"), [(True, 0.5), (False, 1.0), ("never", 1.0), ("never", 0)]
 )
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_beams_are_those_of_the_textbook(width, early_stopping, length_penalty):
@@ -411,6 +414,21 @@ def test_an_engine_that_nobody_uses_is_gone_without_the_garbage_collector():
         assert runner() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_samples_start_in_the_step_before_which_another_sequence_ends_early(num_steps):
+    def run(ahead):
+        sim = Simulation(60, runs_ahead=ahead, max_num_batched_tokens=64)
+        for number in range(3):
+            sim.add([number, 1, 2], params=SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[0, 3]))
+        for _ in range(num_steps):
+            sim.step()
+        sim.add([4, 1, 4, 1, 4], n=2)
+        sim.run()
+        return sorted((seq.request_id, seq.token_ids) for seq in sim.seqs)
+
+    assert run(True) == run(False)
 
 
 def test_a_grammar_keeps_no_row_from_running_ahead_and_all_are_followed_at_once():

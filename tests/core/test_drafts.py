@@ -259,7 +259,7 @@ def test_after_a_failed_step_everything_is_drawn_again(plain, fails):
 
 def test_the_views_count_what_the_engine_counts(plain):
     events = []
-    sim = Simulation(400, emit=events.append, trace_tokens=True, drafter=Oracle(plain, wrong=0.3), **ROOMY)
+    sim = Simulation(400, 4, emit=events.append, trace_tokens=True, drafter=Oracle(plain, wrong=0.3), **ROOMY)
     fill(sim).run()
     run = WholeRun()
     state = fold(EventList(events), run)

@@ -7,8 +7,8 @@ from hypothesis.stateful import Bundle, consumes, rule, run_state_machine_as_tes
 from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.eviction import POLICIES, sees_queue
-from pagedcli.core.prefixes import hash_block
+from pagedcli.core.eviction import POLICIES, Lfu, sees_queue
+from pagedcli.core.prefixes import Prefix, hash_block, token_bytes
 
 
 class Pool:
@@ -103,6 +103,18 @@ def test_lfu_forgets_what_was_popular_long_ago():
     news = [letter for pair in zip("bdfhjlnp", "cegikmoq", strict=True) for letter in (*pair, *pair)]
     assert "a" in Pool("lfu", 3).run("a", "a", "a", *news[:4]).cached
     assert "a" not in Pool("lfu", 3).run("a", "a", "a", *news).cached
+
+
+def test_lfu_counts_the_hits_of_what_a_block_has_now():
+    policy, old, new, other = Lfu(), *(Prefix(token_bytes([token]), None) for token in range(3))
+    policy.freed(0, old)
+    for _ in range(2):
+        policy.hit(0)
+    policy.freed(0, old)
+    assert policy.choose() == 0
+    policy.freed(0, new)
+    policy.freed(1, other)
+    assert policy.choose() == 0
 
 
 def test_next_use_evicts_what_no_waiting_request_asks_for_and_then_the_farthest():

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from pagedcli.core.limits import Limits
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import SamplingInput, _input_ids, known_ids, prompt_rows, uniform
+from pagedcli.core.step_input import SamplingInput, StepBuilder, _input_ids, known_ids, prompt_rows, uniform
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -142,6 +143,17 @@ def test_input_ids_are_those_after_the_computed_ones_with_drafts_and_without_pen
     drafted.draft = [20, 21]
     work = ScheduledStep(seqs=[chunk, drafted, pending], num_new_tokens=[2, 3, 1])
     assert _input_ids(work).tolist() == [2, 3, 8, 20, 21, 0]
+
+
+def test_what_is_in_the_cache_is_not_written_again():
+    behind, cached = sequence((1, 2, 3, 4, 5), row=0), sequence((6, 7), row=1)
+    behind.block_table, behind.num_computed_tokens, behind.num_behind_tokens = [4, 5, 6], 4, 2
+    cached.block_table, cached.num_computed_tokens, cached.num_cached_tokens = [3], 1, 2
+    work = ScheduledStep([behind, cached], [1, 1], changed=[behind, cached], num_behind=2)
+    step, sampled = StepBuilder(Limits(block_size=2, max_num_seqs=2, max_model_len=8)).build(work)
+    assert (step.input_ids.tolist(), step.positions.tolist()) == ([3, 4, 5, 7], [2, 3, 4, 1])
+    assert (step.slots.tolist(), step.num_tokens.tolist()) == ([[-1, -1, 12, -1]], [5, 2])
+    assert (step.logits_rows.tolist(), sampled) == ([2, 3], [behind, cached])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation
 
+from pagedcli.core.sequence import SequenceStatus
+from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting, StepStarted
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
@@ -94,6 +96,37 @@ def test_the_last_arrived_is_preempted_first_and_resumes_first():
     sim.run()
     assert young.num_output_tokens == 5
     assert third.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_starts_in_a_step_that_preempts(ahead):
+    steps = [[]]
+
+    def emit(event):
+        if isinstance(event, StepStarted):
+            steps.append([])
+        steps[-1].append(event)
+
+    sim = Simulation(4, max_num_seqs=3, runs_ahead=ahead, emit=emit)
+    for token in (1, 2, 3):
+        sim.add([token] * 3, 5)
+    sim.run()
+    those = [events for events in steps if any(isinstance(event, RequestPreempted) for event in events)]
+    assert those
+    for events in those:
+        assert [event.reason for event in events if isinstance(event, RequestWaiting)] == ["preemption"]
+        assert not [event for event in events if isinstance(event, PrefixLookedUp)]
+
+
+def test_groups_of_which_some_run_come_before_all_others():
+    sim = Simulation(9)
+    single, first, second = (sim.add([1, 2]) for _ in range(3))
+    first.group = second.group = [first, second]
+    assert sim.scheduler._next_waiting() is single
+    sim.scheduler._num_grouped, first.status = 1, SequenceStatus.RUNNING
+    assert sim.scheduler._next_waiting() is first
+    sim.scheduler.waiting.remove(first)
+    assert sim.scheduler._next_waiting() is second
 
 
 def test_the_largest_policy_takes_the_one_with_most_blocks():

@@ -36,3 +36,14 @@ def test_only_rows_that_take_the_likeliest_token_as_it_is_are_greedy():
     seq = Sequence(3, "r", [5], SamplingParams(temperature=0), max_new_tokens=4, guide=object())
     assert not seq.is_greedy
     assert seq.watched
+
+
+def test_samples_come_with_the_end_of_the_prompt_of_the_first_one():
+    def sequence(sample_index=0, **params):
+        return Sequence(3, "r", [5, 6], SamplingParams(**params), max_new_tokens=4, sample_index=sample_index)
+
+    first = sequence(n=3)
+    given = (first, sequence(1, n=3), sequence(), sequence(n=2, beam_width=2))
+    assert [each.num_coming_samples for each in given] == [2, 0, 0, 0]
+    first.token_ids.append(7)
+    assert first.num_coming_samples == 0

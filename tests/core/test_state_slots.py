@@ -179,6 +179,13 @@ def test_samples_share_the_state_of_their_prompt_and_more_than_fit_preempt_each_
     assert len({tuple(seq.token_ids) for seq in sim.seqs}) == 1  # greedy
 
 
+def test_of_samples_that_share_a_state_the_last_one_needs_no_other_slot():
+    sim = Simulation(64, num_state_slots=2, max_num_batched_tokens=64)
+    sim.add([1, 2, 3], 6, n=2)
+    sim.run()
+    assert sim.stats.num_preemptions == 0
+
+
 def test_a_preempted_sequence_restarts_from_its_last_checkpoint():
     sim = Simulation(64, 2, num_state_slots=6, checkpoints="4", max_num_batched_tokens=64)
     seq = sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
@@ -436,6 +443,7 @@ def test_checkpoints_at_the_end_and_at_intervals_are_before_the_last_token():
         [4],
         [],
     ]  # after 3, 6 and 9 tokens
+    assert every.stops(prompt("ABCD"), 0) == [1, 3]  # 9 is after the last full block
     assert [end.stops(context, 0), every.stops(context, 0)] == [[3], [1, 3]]
     assert [end.last_readable(each) for each in (seq, context, prompt("", num_context=3))] == [5, 3, 1]
     seq.token_ids.pop()

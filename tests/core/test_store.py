@@ -1,7 +1,7 @@
 """A prefix store over blocks that are bytes: what it counts, what it says of files of no use, and when it reads."""
 
 import pytest
-from pool_harness import SIZE, make_seq
+from pool_harness import SIZE, make_seq, prefill
 from test_store_machine import AtOnce, Contents
 
 from pagedcli.content_files import ContentFolder
@@ -211,6 +211,18 @@ def test_what_is_computed_faster_than_it_is_read_is_left(tmp_path):
     assert asked == [(2, 4), (2, 4)]
     assert store.facts.num_left == 1
     assert opened(tmp_path).is_faster(10**9, 0, 1)
+
+
+def test_only_what_is_read_counts_as_saved(tmp_path):
+    written(tmp_path, chained(range(6)))
+    manager, asked = BlockManager(9, SIZE), []
+    cache = Cache(manager)
+    cache.store = store = opened(tmp_path, compute_s=lambda *tokens: asked.append(tokens) or 0.0)
+    store.facts.num_read_bytes = 1
+    prefill(manager, make_seq([0, 1, 9]))
+    seq = make_seq(range(7))
+    assert cache.restore(seq, cache.lookup(seq)).num_spans == 1
+    assert (asked, store.facts.num_left) == ([(2, 4)], 1)
 
 
 def test_a_prompt_of_which_nothing_is_there_is_not_left(tmp_path):

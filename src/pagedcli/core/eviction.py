@@ -51,7 +51,7 @@ class RankedPolicy:
         """A sequence claimed a full block, which was free or in use."""
         self._ranks.pop(block_id, None)
 
-    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
+    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool) -> None:
         """A sequence with this chain joined the queue at its back, or as its first one. Only with `sees_queue`."""
 
     def forget(self, seq_id: int, prefixes: list[Prefix]) -> None:
@@ -204,7 +204,7 @@ class NextUse(_ContentPolicy):
         self._waiting: dict[int, tuple[int, int]] = {}  # seq_id -> its place, number of its hashes
         self._front = self._back = 0  # places at the ends of the queue
 
-    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
+    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool) -> None:
         self._front -= first
         self._back += not first
         place = self._front if first else self._back
