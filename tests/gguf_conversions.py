@@ -4,10 +4,11 @@ The rules are those of its conversion from safetensors, written out here apart f
 """
 
 import json
+import math
 import re
 
 import numpy as np
-from gguf_files import gguf, reordered
+from gguf_files import gguf, llama3_divisors, reordered
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
@@ -26,6 +27,8 @@ ARCHITECTURES = {
     "olmo3": "OLMO2",
     "gemma": "GEMMA",
     "arcee": "ARCEE",
+    "apertus": "APERTUS",
+    "phimoe": "PHIMOE",
     "nemotron": "NEMOTRON",
     "stablelm": "STABLELM",
     "starcoder2": "STARCODER2",
@@ -70,6 +73,8 @@ class Conversion:
         """File's name -> values."""
         found, experts = {}, {}
         for name, values in self._stored.items():
+            if ".act_fn." in name:  # metadata
+                continue
             if (parts := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", name)) is not None:
                 experts.setdefault(f"{parts[1]}.{parts[3]}", {})[int(parts[2])] = values
                 continue
@@ -163,7 +168,15 @@ class Conversion:
         yield f"blk.{layer}.attn_gate.weight", z.reshape(-1, values.shape[1])
 
     def _frequencies(self):
-        """Gemma 4's frequencies that do not turn are divided by a huge number."""
+        """What frequencies are divided by: in Gemma 4 those that do not turn by a huge number."""
+        rope = self.config.get("rope_parameters") or {}
+        if rope.get("rope_type") == "llama3":
+            return {"rope_freqs.weight": llama3_divisors(self.config)}
+        if rope.get("rope_type") == "longrope":
+            return {
+                f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32)
+                for name in ("long", "short")
+            }
         if self.model_type != "gemma4_text":
             return {}
         pairs = self._of_full_attention("head_dim") // 2
@@ -222,6 +235,18 @@ class Conversion:
             w.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
         if "logit_scale" in config:
             w.add_logit_scale(config["logit_scale"])
+        if self.model_type == "apertus":
+            for part in ("alpha_p", "alpha_n", "beta", "eps"):
+                numbers = [
+                    self._stored[f"model.layers.{i}.mlp.act_fn.{part}"].item()
+                    for i in range(config["num_hidden_layers"])
+                ]
+                getattr(w, f"add_xielu_{part}")(numbers)
+        if full.get("rope_type") == "longrope":
+            original = full["original_max_position_embeddings"]
+            w.add_rope_scaling_orig_ctx_len(original)
+            stretch = config["max_position_embeddings"] / original
+            w.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
         if self.model_type == "ernie4_5_moe":
             w.add_interleave_moe_layer_step(config["moe_layer_interval"])
             w.add_leading_dense_block_count(config["moe_layer_start_index"])

@@ -74,6 +74,17 @@ def in_order(values, heads):
     return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
+def llama3_divisors(config):
+    """What the conversion writes in place of the parameters of Llama 3.1's rotary embedding."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    plain = config["rope_parameters"]["rope_theta"] ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    made, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**config), "cpu")
+    return (plain / made).numpy()
+
+
 class _Writer:
     def __init__(self, path, config):
         self.config, self.model_type = config, config["model_type"]
@@ -156,12 +167,7 @@ class _Writer:
             w.add_rope_scaling_factor(rope["factor"])
             w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         elif kind == "llama3":
-            from transformers import AutoConfig
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-            plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2).float() / head_dim)
-            made, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**config), "cpu")
-            w.add_tensor("rope_freqs.weight", (plain / made).numpy())
+            w.add_tensor("rope_freqs.weight", llama3_divisors(config))
         elif kind == "longrope":
             w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
             for name in ("long", "short"):

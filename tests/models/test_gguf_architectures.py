@@ -1,12 +1,14 @@
 """GGUF files whose tensors are split, joined or reordered: the tokens of the models they were made from."""
 
+import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 from engine_harness import make_engine, ragged_prompts, run
 from gguf_conversions import converted
-from gguf_files import gguf
+from gguf_files import gguf, random_blocks
 from model_zoo import cached_model, tiny_model
 from safetensors.numpy import load_file, save_file
 
@@ -17,7 +19,7 @@ from pagedcli.sampling_params import SamplingParams
 FAMILIES = (
     *("qwen3_5", "qwen3_5-moe", "qwen3_next", "granite-hybrid", "granite-hybrid-moe"),
     *("gemma4-e2b", "gemma4-26b", "gemma4-31b", "ministral3", "glm4"),
-    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe"),
+    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe", "apertus"),
 )
 OF_DATA = (
     "granitemoe",
@@ -32,11 +34,16 @@ OF_DATA = (
 )
 OF_DATA += ("deepseek_v2", "glm4_moe_lite", "nemotron_h", "qwen3", "qwen2")
 OF_DATA += ("arcee", "stablelm", "stablelm-parallel", "starcoder2", "cohere", "cohere2", "ernie4_5-moe", "glm4-moe")
+OF_DATA += ("phimoe",)
 THREE_VALUES = {"linear_num_value_heads": 6}  # of a key head: two orders of 2 x 2 heads would be the same backwards
 GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+STRETCHED = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256}
+STRETCHED |= {"short_factor": [1.0, 1.5, 2.0, 3.0] * 2, "long_factor": [2.0, 3.0, 4.0, 5.0] * 2}
+STRETCHED |= dict.fromkeys(("short_mscale", "long_mscale"), math.sqrt(1 + 1 / 8))  # 512 of 256: as files always have it
 OVERRIDES = dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_next"), THREE_VALUES) | {
     "deepseek_v3": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}, "n_group": 4, "topk_group": 2},
     "deepseek_v2-direct": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}},
+    "phimoe": {"rope_parameters": STRETCHED, "router_jitter_noise": 0.01},
     "ministral3": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -104,8 +111,6 @@ def test_layers_that_only_predict_further_tokens_are_not_read(tmp_path_factory, 
 
 
 def test_experts_whose_gate_and_up_are_one_tensor_are_read_as_halves(tmp_path_factory, tmp_path):
-    import numpy as np
-
     def joined(tensors, writer):
         for i in range(4):
             parts = [tensors.pop(f"blk.{i}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
@@ -113,6 +118,41 @@ def test_experts_whose_gate_and_up_are_one_tensor_are_read_as_halves(tmp_path_fa
 
     source = cached_model("qwen3_next", tmp_path_factory)
     check_tokens(source, converted(source, tmp_path / "model.gguf", change=joined))
+
+
+def test_factors_of_gemma_4s_router_are_no_scale_of_experts_of_nvfp4(tmp_path):
+    """Both would be called ffn_down_exps.scale."""
+    kind, source = gguf.GGMLQuantizationType.NVFP4, tmp_path / "source"
+    tiny_model("gemma4-26b", source, moe_intermediate_size=64)
+    shutil.copytree(source, tmp_path / "plain")
+    numbers = load_file(source / "model.safetensors")
+
+    def packed(tensors, writer):
+        num_experts, rows, columns = tensors.pop("blk.0.ffn_down_exps.weight").shape
+        raw = random_blocks(kind, num_experts * rows, columns, np.random.default_rng(0)).reshape(num_experts, rows, -1)
+        writer.add_tensor("blk.0.ffn_down_exps.weight", raw, raw_dtype=kind)
+        numbers["model.layers.0.experts.down_proj"] = gguf.dequantize(raw, kind)
+        assert np.ptp(tensors["blk.0.ffn_down_exps.scale"]) > 0.1
+
+    path = converted(source, tmp_path / "model.gguf", change=packed)
+    assert numbers.keys() == load_file(source / "model.safetensors").keys()
+    save_file(numbers, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    check_tokens(tmp_path / "plain", path, attention_backend="reference", dtype="float32")
+
+
+@pytest.mark.parametrize("numbers", [None, [0.5], "many", [0.5, float("nan")]])
+def test_numbers_of_activations_that_are_not_those_of_all_layers_are_refused(numbers, tmp_path_factory, tmp_path):
+    def damaged(tensors, writer):
+        if numbers is None:
+            del writer.kv_data[0]["xielu.beta"]
+        elif numbers == "many":
+            writer.kv_data[0]["xielu.beta"] = gguf.GGUFValue(numbers, gguf.GGUFValueType.STRING)
+        else:
+            writer.kv_data[0]["xielu.beta"].value = numbers
+
+    path = converted(cached_model("apertus", tmp_path_factory), tmp_path / "model.gguf", change=damaged)
+    with pytest.raises(ModelError, match=r"xielu\.beta is .*, not a finite number for each layer"):
+        make_engine(path)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_the_weights_of_a_layer_may_have_different_types(tmp_path):
 def test_numbers_multiply_whole_weights_of_nvfp4(backend, tmp_path):
     """As of a converted ModelOpt checkpoint: of q but not of k and v, and one for each expert."""
     scales = {"attn_q": [0.7], "ffn_gate_exps": np.linspace(0.5, 2, 8), "ffn_up_exps": np.linspace(1, 0.4, 8)}
+    scales["ffn_down_exps"] = np.linspace(0.6, 1.7, 8)
 
     def extra(writer):
         for name, values in scales.items():
@@ -102,7 +103,8 @@ def test_numbers_multiply_whole_weights_of_nvfp4(backend, tmp_path):
     unscaled = run(make_engine(plain, attention_backend=backend), prompts, PARAMS)
     tensors = load_file(plain / "model.safetensors")
     for i in range(8):
-        for name, part in (("ffn_gate_exps", "gate"), ("ffn_up_exps", "up")):
+        for part in ("gate", "up", "down"):
+            name = f"ffn_{part}_exps"
             tensors[f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"] *= float(np.float32(scales[name][i]))
     tensors["model.layers.0.self_attn.q_proj.weight"] *= 0.7
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})

@@ -305,6 +305,9 @@ ARCHITECTURES = {
         keys={"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
     ),
     "qwen3moe": Architecture(family="qwen3_moe", always={"norm_topk_prob": True}),
+    "phimoe": Architecture(
+        family="phimoe", computed=lambda said: _phi3(said) | {"lm_head_bias": said.has("output.bias")}
+    ),
     "gemma": Architecture(family="gemma"),
     "gemma2": Architecture(
         family="gemma2",
@@ -377,6 +380,8 @@ ARCHITECTURES = {
         },
     ),
     "arcee": Architecture(family="arcee", reordered=True),
+    # rope_freqs.weight has what their rotary embedding is stretched by
+    "apertus": Architecture(family="apertus", always={"rope_parameters": {"rope_type": "default"}}),
     "nemotron": Architecture(family="nemotron", keys=_LAYER_NORM, rotates_part=True),
     "stablelm": Architecture(
         family="stablelm",

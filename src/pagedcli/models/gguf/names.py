@@ -92,6 +92,7 @@ _HALVES = {
     "ssm_alpha": ("ssm_ba", 1),
 }
 _PARTS = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_IN_METADATA = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(.*)")  # numbers of xIELU
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -102,10 +103,13 @@ class Place:
     name: str
     expert: int | None = None  # number among the stacked ones
     half: int | None = None  # the first or second half of the rows
+    layer: int | None = None  # number in a list of the metadata; None: it is a tensor
 
 
 def stored_tensor(name: str, found: Container[str]) -> Place:
     """The place of a tensor, named as the parameters of a spec from a GGUF file are. `found`: the file's tensors."""
+    if (listed := _IN_METADATA.fullmatch(name)) is not None:
+        return Place(f"xielu.{listed[2]}", layer=int(listed[1]))
     if (parts := _PARTS.fullmatch(name)) is not None and parts[2] in _WHOLE:
         return Place(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
     module, _, suffix = name.rpartition(".")

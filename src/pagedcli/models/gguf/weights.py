@@ -53,7 +53,7 @@ class GgufWeights:
         names = [name for parameter in parameters.values() for name in parameter.shapes]
         places = {name: stored_tensor(name, self._header.tensors) for name in names}
         self._check_names(
-            {place.name for place in places.values()},
+            {place.name for place in places.values() if place.layer is None},
             allowed={stored_tensor(name, self._header.tensors).name for name in ignored},
         )
 
@@ -82,7 +82,10 @@ class GgufWeights:
 
     def _read(self, name: str, place: Place, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         """The numbers of a tensor, or its blocks if the parameter keeps them."""
-        stored, shape = self._header.tensors[place.name], parameter.shapes[name]
+        shape = parameter.shapes[name]
+        if place.layer is not None:
+            return torch.full(shape, self._listed(place.name, place.layer))
+        stored = self._header.tensors[place.name]
         if parameter.stored.suffix == "scale":
             return self._scale(place)
         keeps_blocks = parameter.stored.dtype == "uint8"
@@ -105,6 +108,14 @@ class GgufWeights:
             return blocks
         values = numbers(blocks, stored.type, dtype).reshape(shape)
         return self._logarithms(place, values) if place.name.endswith(".ssm_a") else values
+
+    def _listed(self, name: str, layer: int) -> float:
+        """A layer's number in the metadata, which have one of each layer or one of all."""
+        said = self._header.metadata.get(name)
+        number = said[layer] if isinstance(said, list) and layer < len(said) else said
+        if not isinstance(number, float) or not math.isfinite(number):
+            raise self._header.error(f"{name} is {said!r:.40}, not a finite number for each layer")
+        return number
 
     def _scale(self, place: Place) -> Tensor:
         """The number that multiplies a whole weight, one of each expert if they are stacked."""
