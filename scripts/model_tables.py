@@ -50,6 +50,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "full_attn_idxs": [1],  # LFM2 attends in all layers by default, which no published model does
+    "linear_attn_config": {"full_attn_layers": [4]},
     "hybrid_override_pattern": "M-*-",
     "num_experts": 16,
     "num_experts_per_tok": 2,

@@ -48,6 +48,16 @@ _LATENTS = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+_KIMI = {
+    **_LATENTS,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "q_lora_rank": None,
+    "linear_num_heads": 3,
+    "linear_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "num_local_experts": 8,
+}
 _MULTI_HEAD = {"num_key_value_heads": 4}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -370,6 +380,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoHybridConfig",
         {"num_hidden_layers": 4, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
+    "kimi_linear": ("KimiLinearConfig", {**_KIMI, **_EXPERTS, "mlp_layer_types": [*3 * ["dense"], "sparse"]}),
+    "kimi_linear-wide": (
+        "KimiLinearConfig",
+        {**_KIMI, **_EXPERTS, "linear_head_dim": 64, "n_group": 4, "topk_group": 2},
+    ),
     "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, **_SHARED}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-bias": ("Lfm2Config", {"num_hidden_layers": 3, "full_attn_idxs": [0], "conv_bias": True}),
@@ -447,6 +462,8 @@ RECURRENT_FAMILIES = (
         "qwen3_5",
         "qwen3_5-moe",
         "qwen3_next",
+        "kimi_linear",
+        pytest.param("kimi_linear-wide", marks=pytest.mark.slow),
         "olmo_hybrid",
         "olmo_hybrid-published",
         "lfm2",
@@ -494,7 +511,18 @@ def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str 
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if config.model_type == "olmo_hybrid":
         _split_convolutions(path / "model.safetensors")
+    if config.model_type == "kimi_linear":
+        _rename_mlps(path / "model.safetensors")
     return path
+
+
+def _rename_mlps(file: Path) -> None:
+    """As published: transformers calls the MLPs of the first layers as it calls those with experts."""
+    names = [f"block_sparse_moe.{part}_proj" for part in ("gate", "up", "down")]
+    tensors = load_file(file)
+    for name in [name for name in tensors if any(each in name for each in names)]:
+        tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _split_convolutions(file: Path) -> None:

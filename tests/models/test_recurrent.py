@@ -12,13 +12,17 @@ from safetensors.torch import load_file, save_file
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import load_backend
+from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
+from pagedcli.models.mlps import Mlp
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.weights import open_weights
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import described_gpu
 
 CPU = torch.device("cpu")
 
@@ -28,7 +32,8 @@ def backend_for(spec, name, dtype):
         return ReferenceAttention()
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
     try:
-        return load_backend(name, AttentionSpec(device=CPU, dtype=dtype, block_size=4, **sizes))
+        layers = frozenset(spec.attention_layers)
+        return load_backend(name, AttentionSpec(device=CPU, dtype=dtype, block_size=4, layers=layers, **sizes))
     except BackendError as error:
         pytest.skip(error.message)
 
@@ -196,6 +201,65 @@ def test_dummy_weights_have_the_types_of_those_of_a_checkpoint(case):
     assert {key: (tensor.dtype, tensor.shape) for key, tensor in dummy.items()} == {
         key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()
     }
+
+
+PUBLISHED_KIMI = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8],
+        "head_dim": 64,
+        "kda_layers": [1, 2, 3, 5, 6, 7],
+        "num_heads": 16,
+        "short_conv_kernel_size": 3,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 4096,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "num_experts": 32,
+    "num_experts_per_token": 4,
+    "num_hidden_layers": 8,
+    "num_shared_experts": 2,
+}
+
+
+def test_kimi_linear_as_published_lists_its_layers_from_1_on(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_KIMI))
+    spec = read_spec(tmp_path)
+    assert [layer.mixer.attends for layer in spec.layers] == [False, False, False, True] * 2
+    state = spec.layers[0].mixer
+    assert (state.num_heads, state.head_dim, state.kernel) == (16, 64, 3)
+    assert [mixer.rope for mixer in spec.attentions] == [None, None]
+    experts = spec.experts
+    assert (experts.num_experts, experts.num_per_token, experts.shared.width, experts.groups) == (32, 4, 2048, None)
+    assert [isinstance(layer.mlp, Mlp) for layer in spec.layers] == [True] + 7 * [False]
+    assert spec.max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope is false"),
+        ({"linear_attn_config": {"head_dim": [1]}}, "head_dim of linear_attn_config is"),
+        ({"linear_attn_config": {"full_attn_layers": [9]}}, "no layer attends"),
+        ({"linear_attn_config": {"full_attn_layers": [4], "num_heads": 0}}, "heads"),
+    ],
+)
+def test_kimi_linear_with_what_it_cannot_have_is_refused(fields, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_KIMI | fields))
+    with pytest.raises(ModelError, match=reason):
+        read_spec(tmp_path)
+
+
+def test_kimi_delta_attention_is_refused_on_gpus_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_KIMI))
+    gpu = described_gpu(80 * 2**30, capability=(9, 0))
+    with pytest.raises(ConfigError, match="has Kimi delta attention, for which there are no kernels on cuda"):
+        decide(EngineConfig(model=str(tmp_path), device="cuda"), read_spec(tmp_path), gpu)
 
 
 @pytest.mark.parametrize(

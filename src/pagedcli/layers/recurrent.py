@@ -113,8 +113,9 @@ def recurrence(
     """A matrix that forgets, S = a S, and is corrected, S = S + k (beta (v - k^T S)); or with beta None only added to,
     S = S + k v. The result is o = q^T S. A selective scan is its second form, with C as q, B as k and dt x as v.
 
-    Shapes:  q, k [T, H, N], of a gated delta rule normed and q scaled; v [T, H, P]; decay a, beta [T, H], all float32;
-             pool [Z, H, N, P] float32. Returns [T, H, P] float32.
+    Shapes:  q, k [T, H, N], of a gated delta rule normed and q scaled; v [T, H, P]; decay a [T, H, N] of each channel
+             of k, or [T, H, 1] of all; beta [T, H], all float32; pool [Z, H, N, P] float32. Returns
+             [T, H, P] float32.
     Changes: pool.
     Source:  Yang et al., Gated Delta Networks, ICLR 2025; Dao and Gu, Transformers are SSMs (Mamba-2), ICML 2024; both
              in their recurrent form.
@@ -124,7 +125,7 @@ def recurrence(
     for i in range(step.max_new):
         active = slice(None) if step.max_new == 1 else (counts > i).nonzero()[:, 0]
         rows = starts[active] + i
-        state = states[active] * decay[rows][..., None, None]
+        state = states[active] * decay[rows][..., None]
         added = v[rows]
         if beta is not None:
             added = (added - (state * k[rows][..., None]).sum(-2)) * beta[rows][..., None]
@@ -140,6 +141,13 @@ def norm_then_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
     return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+def norm_then_share(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) * weight * sigmoid(gate) over the last dimension, rounded once. Shapes: as of norm_then_gate."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed * gate.float().sigmoid()).to(x.dtype)
 
 
 def gate_then_norm(x: Tensor, weight: Tensor | None, gate: Tensor, group: int, eps: float) -> Tensor:

@@ -27,13 +27,14 @@ from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.latent_blocks import NORM_EPS
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.kimi_delta import KimiDelta
 from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.parameters import decoder_parameters, unread_tensors
 from pagedcli.models.rope import rope_notes
-from pagedcli.models.spec import LayerSpec, layer_groups
+from pagedcli.models.spec import LayerSpec, Recurrent, layer_groups
 from pagedcli.models.stacking import UnreadTensors
 from pagedcli.models.tensors import Parameter, linear_formats
 from pagedcli.models.weights import open_weights
@@ -45,6 +46,7 @@ from pagedcli.native.structs import (
     GATE_SILU,
     GATED_DELTA,
     GELU,
+    KIMI_DELTA,
     MAMBA2,
     RELU2,
     SHORT_CONV,
@@ -72,7 +74,7 @@ _GATES = {
     "ungated_gelu": GELU,
     "xielu": STORE,  # with numbers of its own in each layer
 }
-_MIXERS = {Attention, LatentAttention, GatedDelta, Mamba2, ShortConv}
+_MIXERS = {Attention, LatentAttention, GatedDelta, KimiDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
 
 
@@ -284,6 +286,7 @@ class _Builder(Parts):
             case LatentAttention() as mixer:
                 layer.num_heads, layer.num_kv_heads, layer.head_dim = mixer.heads
                 self._rotary(layer, mixer)
+                layer.rotated = mixer.rope_dim
                 layer.qkv = self._linear(f"{key}.latents").struct
                 layer.attention_out = self._linear(f"{key}.out").struct
                 layer.latent = self._latent(mixer, key)
@@ -397,7 +400,7 @@ class _Builder(Parts):
             return [linear.struct for linear in linears]
         return _moved_together(linears, count)
 
-    def _recurrent(self, shape: GatedDelta | Mamba2 | ShortConv, key: str) -> int:
+    def _recurrent(self, shape: Recurrent, key: str) -> int:
         """The address of a layer with a state."""
         struct = RecurrentStruct(
             kernel=shape.kernel,
@@ -420,6 +423,14 @@ class _Builder(Parts):
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
             struct.interleaved, struct.tiled, struct.correction = shape.interleaved, shape.tiled, shape.correction
             struct.eps = struct.eps if shape.eps is None else shape.eps
+        if isinstance(shape, KimiDelta):
+            struct.kind, struct.gates = KIMI_DELTA, self._unquantized(f"{key}.gates")
+            struct.decay_down = self._unquantized(f"{key}.decay_down")
+            struct.decay_up = self._unquantized(f"{key}.decay_up")
+            struct.shares_down = self._linear(f"{key}.shares_down").struct
+            struct.shares_up = self._linear(f"{key}.shares_up").struct
+            struct.num_key_heads = struct.num_heads = shape.num_heads
+            struct.key_dim = struct.value_dim = shape.head_dim
         if isinstance(shape, Mamba2):
             struct.kind, struct.norm_group = MAMBA2, shape.gate_group
             struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads

@@ -243,7 +243,7 @@ class Parts:
 
     def decay(self, key: str) -> Tensor:
         """How fast each head of a state forgets, [H]: -exp(A_log)."""
-        return -self._tensors.pop(f"{key}.decay").exp()
+        return -self._tensors.pop(f"{key}.decay").flatten().exp()
 
     def router_norm(self, key: str) -> Tensor:
         """The norm of what a router sees, if that is the residual: its scale is that of a vector of length 1."""
@@ -430,7 +430,6 @@ class Builder(Parts):
     def _latent_attention(self, mixer: LatentAttentionMixer, place: int, key: str) -> LatentAttention:
         latent_norm, rope = self.norm(f"{key}.latent_norm"), mixer.rope
         assert latent_norm is not None, "every such layer norms its latents"
-        assert rope is not None, "every such layer has a rotary embedding"
         key_up, value_up = self.latents_up(mixer, key)
         return LatentAttention(
             index=place,
@@ -440,7 +439,7 @@ class Builder(Parts):
             query_norm=self.norm(f"{key}.query_norm"),
             queries=None if mixer.query_rank is None else self.linear(f"{key}.queries"),
             latent_norm=latent_norm,
-            table=self.table(rope, mixer.rope_dim),
+            table=None if rope is None else self.table(rope, mixer.rope_dim),
             key_up=self._head_linear(key_up),
             value_up=self._head_linear(value_up),
             out=self._summed_linear(f"{key}.out"),

@@ -36,7 +36,7 @@ class LatentAttention:
     query_norm: Tensor | None
     queries: Callable[[Tensor], Tensor] | None  # None: `projected` has them
     latent_norm: Tensor
-    table: Tensor  # [P, R] of rope_table
+    table: Tensor | None  # [P, R] of rope_table; None: nothing is rotated
     key_up: Callable[[Tensor], Tensor]  # [T, H, nope_dim] -> [T, H, rank]
     value_up: Callable[[Tensor], Tensor]  # [A, H, rank] -> [A, H, value_dim]
     out: Callable[[Tensor], Tensor]
@@ -60,6 +60,8 @@ class LatentAttention:
     def _rotated(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, heads, R], whose first elements come first in the result, as in layers.basic.split_heads."""
         rope = self.mixer.rope
+        if self.table is None:
+            return x
         if rope is not None and rope.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
         return rotate(x, *step.angles_of(self.table))

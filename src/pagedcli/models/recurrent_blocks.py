@@ -17,10 +17,12 @@ from pagedcli.layers.recurrent import (
     gate_then_norm,
     l2_norm,
     norm_then_gate,
+    norm_then_share,
     recurrence,
 )
 from pagedcli.models.blocks import Step
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.kimi_delta import KimiDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.recurrent import RecurrentMixer
 from pagedcli.models.mixers.short_conv import ShortConv
@@ -91,11 +93,42 @@ class GatedDeltaNet:
         else:
             q, k = (y.repeat_interleave(repeats, dim=1) for y in (q, k))
         b, a = gates.chunk(2, dim=1)
-        decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()
+        decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()[..., None]
         values = _heads(v, shape.value_dim).float()
         o = recurrence(q, k, values, decay, b.sigmoid().float() * shape.correction, matrix, slots).to(inner.dtype)
         z = _heads(inner[:, shape.channels :], shape.value_dim)
         return norm_then_gate(o, self.norm, z, self.eps).flatten(1)
+
+
+@dataclass(slots=True)
+class KimiDeltaAttention:
+    """Kimi delta attention: projection, convolution, recurrence, gated norm and projection of one layer."""
+
+    place: int  # among the layers with a state
+    shape: KimiDelta
+    inner: Callable[[Tensor], Tensor]  # E -> 3I: q, k and v
+    gates: Callable[[Tensor], Tensor]  # E -> H
+    conv: Tensor  # [K, 3I] float32
+    decay_down: Callable[[Tensor], Tensor]  # E -> N
+    decay_up: Callable[[Tensor], Tensor]  # N -> I
+    decay: Tensor  # [H] float32, -exp(A_log)
+    step_bias: Tensor  # [I] float32
+    shares_down: Callable[[Tensor], Tensor]  # E -> N
+    shares_up: Callable[[Tensor], Tensor]  # N -> I
+    norm: Tensor  # [N]
+    eps: float
+    out: Callable[[Tensor], Tensor]  # I -> E
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
+        size, (slots, (conv, matrix)) = self.shape.head_dim, step.state(self.place)
+        mixed = causal_conv(self.inner(x), self.conv, None, conv, slots, silu=True)
+        q, k, v = (_heads(part, size) for part in mixed.chunk(3, dim=1))
+        steps = F.softplus(self.decay_up(self.decay_down(x)).float() + self.step_bias)
+        decay, beta = (self.decay[:, None] * _heads(steps, size)).exp(), self.gates(x).sigmoid().float()
+        o = recurrence(l2_norm(q) * size**-0.5, l2_norm(k), v.float(), decay, beta, matrix, slots).to(x.dtype)
+        shares = _heads(self.shares_up(self.shares_down(x)), size)
+        return self.out(norm_then_share(o, self.norm, shares, self.eps).flatten(1))
 
 
 @dataclass(slots=True)
@@ -148,7 +181,7 @@ class MambaMixer:
         b, c = (_heads(y, shape.state_size).repeat_interleave(repeats, dim=1) for y in (b, c))
         size = F.softplus(raw.float() + self.step_bias).clamp(*shape.step_limits)
         heads = _heads(values, shape.head_dim)
-        y = recurrence(c, b, heads * size[..., None], (self.decay * size).exp(), None, matrix, slots)
+        y = recurrence(c, b, heads * size[..., None], (self.decay * size).exp()[..., None], None, matrix, slots)
         y += self.skip[:, None] * heads
         return gate_then_norm(y.flatten(1), self.norm, gate, shape.gate_group, self.eps)
 
@@ -219,6 +252,25 @@ def _gated_delta_net(parts: Parts, shape: GatedDelta, place: int, key: str) -> G
     )
 
 
+def _kimi_delta_attention(parts: Parts, shape: KimiDelta, place: int, key: str) -> KimiDeltaAttention:
+    return KimiDeltaAttention(
+        place=place,
+        shape=shape,
+        inner=parts.linear(f"{key}.inner"),
+        gates=parts.plain_linear(f"{key}.gates"),
+        conv=parts.conv(key),
+        decay_down=parts.plain_linear(f"{key}.decay_down"),
+        decay_up=parts.plain_linear(f"{key}.decay_up"),
+        decay=parts.decay(key),
+        step_bias=_needed(parts, f"{key}.step_bias"),
+        shares_down=parts.linear(f"{key}.shares_down"),
+        shares_up=parts.linear(f"{key}.shares_up"),
+        norm=_needed(parts, f"{key}.gated_norm"),
+        eps=parts.eps,
+        out=parts.linear(f"{key}.out"),
+    )
+
+
 def _mamba_mixer(parts: Parts, shape: Any, place: int, key: str) -> MambaMixer:
     return MambaMixer(
         place=place,
@@ -249,6 +301,7 @@ def _needed(parts: Parts, key: str) -> Tensor:
 # The body of each kind of mixer: from the parts of its layer, the mixer, its place among those with a state, its key.
 BODIES: dict[type[RecurrentMixer], Callable[[Parts, Any, int, str], Callable[[Tensor, Step], Tensor]]] = {
     GatedDelta: _gated_delta_net,
+    KimiDelta: _kimi_delta_attention,
     Mamba2: _mamba_mixer,
     ShortConv: _short_convolution,
 }

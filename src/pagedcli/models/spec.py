@@ -14,6 +14,7 @@ from pagedcli.events import CacheGroup
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.kimi_delta import KimiDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.recurrent import RecurrentMixer
 from pagedcli.models.mixers.short_conv import ShortConv
@@ -23,7 +24,7 @@ from pagedcli.models.rope import RopeSpec
 from pagedcli.models.stored_quantization import Quantization
 from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
-Recurrent = GatedDelta | Mamba2 | ShortConv
+Recurrent = GatedDelta | KimiDelta | Mamba2 | ShortConv
 Mixer = Attention | Recurrent  # LatentAttention is an Attention
 # where the mixer and the MLP are normed; shared: one norm is before both, whose results are added together
 NormPlaces = Literal["before", "after", "around", "shared"]

@@ -119,6 +119,7 @@ template <class T> struct Forward {
         E *queries = qkv + tokens * width, *absorbed = queries + (l.query_rank ? tokens * all : 0);
         E* attended = absorbed + tokens * H * D;
         auto turn = [&](E* x, int64_t t) {
+            if (!layer.rope_table) return;
             if (layer.interleaved) part_interleaved(x, R);
             rotate<T>(x, (const E*)layer.rope_table + positions[t] * R, R);
         };

@@ -23,7 +23,7 @@ struct Layer {
     const float* sinks;           // [H], or null
     const void* rope_table;       // [P][rotated]: cosines, then sines; null: no rotary embedding
     const void* query_scales;     // [P], of queries after they are rotated; or null
-    int64_t rotated;              // elements of a head that are rotated, its first
+    int64_t rotated;              // elements of a head that are rotated, its first; of latents also if there is no table
     int64_t interleaved;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
     int64_t group, place;         // its GroupStep; among the layers that share blocks with it
     int64_t state_place;          // among the layers with a state

@@ -59,9 +59,10 @@ template <class T> struct Mixer {
     const Recurrent& r;
     const StatePools& pools;
     const std::vector<Sequence> sequences;
-    const E *projected, *gates;  // [T][width], [T][2 * heads]
+    const E *projected, *gates;  // [T][width], [T][2 * heads], of Kimi's [T][heads]
     E* mixed;                    // [T][channels], after the convolution
     int64_t width;
+    const E *decays, *shares;  // [T][heads][key_dim], of Kimi's
 
     // y_t = sum over j of w_j x_(t - K + 1 + j), rounded, and its SiLU.
     template <int K> void convolve(const Sequence& seq, const Segment& segment, int64_t column, bool silu) const {
@@ -112,22 +113,24 @@ template <class T> struct Mixer {
 };
 
 // One token of V vectors of a matrix's columns: S = a S; S += k (b (v - k S)) or, without correction, S += k v; o = q S.
-template <int V, bool CORRECTS>
+// decay: a, of each row if BY_CHANNEL.
+template <int V, bool CORRECTS, bool BY_CHANNEL>
 inline void advance(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t N, const float* q,
-                    const float* k, const float* v, float decay, float beta, float* out) {
-    const vf a = splat(decay);
+                    const float* k, const float* v, const float* decay, float beta, float* out) {
+    const vf first = splat(decay[0]);
+    auto kept = [&](int64_t n) { return BY_CHANNEL ? splat(decay[n]) : first; };
     vf added[V], o[V] = {};
     for (int i = 0; i < V; i++) added[i] = loadf(v + i * VL);
     if constexpr (CORRECTS) {
         vf stored[V] = {};
         for (int64_t n = 0; n < N; n++) {
-            const vf key = splat(k[n]);
+            const vf key = splat(k[n]), a = kept(n);
             for (int i = 0; i < V; i++) stored[i] = fma_of(key, loadf(from + n * from_stride + i * VL) * a, stored[i]);
         }
         for (int i = 0; i < V; i++) added[i] = (added[i] - stored[i]) * beta;
     }
     for (int64_t n = 0; n < N; n++) {
-        const vf key = splat(k[n]), query = splat(q[n]);
+        const vf key = splat(k[n]), query = splat(q[n]), a = kept(n);
         for (int i = 0; i < V; i++) {
             const vf s = fma_of(key, added[i], loadf(from + n * from_stride + i * VL) * a);
             storef(to + n * to_stride + i * VL, s);
@@ -141,12 +144,13 @@ inline void advance(const float* from, int64_t from_stride, float* to, int64_t t
 struct HeadBlock {
     int64_t N, P;             // P: the padded size of a value
     float *q, *k, *v, *o;     // [BLOCK][N], [BLOCK][N], [BLOCK][P], [BLOCK][P]
-    float decay[BLOCK], beta[BLOCK];
+    float *decay;             // [BLOCK], by channel [BLOCK][N]
+    float beta[BLOCK];
 };
 
 // The recurrence of one head over the new tokens of a sequence. prepare(first token, count) fills the block,
 // finish(first token, count) takes its results.
-template <bool CORRECTS, class Prepare, class Finish>
+template <bool CORRECTS, bool BY_CHANNEL = false, class Prepare, class Finish>
 void scan_head(const Recurrent& r, const StatePools& pools, const Sequence& seq, int64_t head, HeadBlock& block, float* packed,
                const Prepare& prepare, const Finish& finish) {
     const int64_t N = r.key_dim, P = r.value_dim, size = N * P, parts = block.P / PART;
@@ -157,11 +161,11 @@ void scan_head(const Recurrent& r, const StatePools& pools, const Sequence& seq,
         constexpr int MOST = VL >= 16 ? 4 : 1;
         int64_t c = 0;
         for (; c + MOST * PART <= P; c += MOST * PART)
-            advance<MOST * NV, CORRECTS>(from + c, P, to + c, P, N, block.q, block.k, block.v + c, block.decay[0],
-                                         block.beta[0], block.o + c);
+            advance<MOST * NV, CORRECTS, BY_CHANNEL>(from + c, P, to + c, P, N, block.q, block.k, block.v + c, block.decay,
+                                                     block.beta[0], block.o + c);
         for (; c < P; c += PART)
-            advance<NV, CORRECTS>(from + c, P, to + c, P, N, block.q, block.k, block.v + c, block.decay[0], block.beta[0],
-                                  block.o + c);
+            advance<NV, CORRECTS, BY_CHANNEL>(from + c, P, to + c, P, N, block.q, block.k, block.v + c, block.decay,
+                                              block.beta[0], block.o + c);
         return finish(seq.begin, 1);
     }
     auto place = [&](int64_t part, int64_t n) { return packed + (part * N + n) * PART; };
@@ -176,8 +180,9 @@ void scan_head(const Recurrent& r, const StatePools& pools, const Sequence& seq,
             for (int64_t t = 0; t < count; t++) {
                 float* const s = place(part, 0);
                 const int64_t at = t * block.P + part * PART;
-                advance<NV, CORRECTS>(s, PART, s, PART, N, block.q + t * N, block.k + t * N, block.v + at, block.decay[t],
-                                      block.beta[t], block.o + at);
+                const float* decay = block.decay + t * (BY_CHANNEL ? N : 1);
+                advance<NV, CORRECTS, BY_CHANNEL>(s, PART, s, PART, N, block.q + t * N, block.k + t * N, block.v + at, decay,
+                                                  block.beta[t], block.o + at);
                 if (first + t + 1 == seq.seen)
                     for (int64_t n = 0; n < N; n++) memcpy(to + n * P + part * PART, place(part, n), inside(part));
             }
@@ -219,6 +224,23 @@ template <class T> void norm_then_gate(float* x, const typename T::Elem* weight,
     }
 }
 
+// rms_norm(x) * weight * sigmoid(gate), x rounded first.
+template <class T> void norm_then_share(float* x, const typename T::Elem* weight, const typename T::Elem* gate, int64_t size,
+                                        float eps, typename T::Elem* out) {
+    vf squares = {};
+    for (int64_t i = 0; i < size; i += VL) {
+        const vf rounded = Rows<T>::round(load_some<F32>(x + i, size - i));
+        store_some<F32>(x + i, rounded, size - i);
+        squares = fma_of(rounded, rounded, squares);
+    }
+    const float scale = 1.f / std::sqrt(sum_of(squares) / size + eps);
+    for (int64_t i = 0; i < size; i += VL) {
+        const int64_t room = size - i;
+        const vf normed = load_some<F32>(x + i, room) * scale * load_some<T>(weight + i, room);
+        store_some<T>(out + i, normed * sigmoid_of(load_some<T>(gate + i, room)), room);
+    }
+}
+
 // rms_norm(x * silu(gate)) * weight, each group on its own; without a weight x * silu(gate).
 template <class T> void gate_then_norm(float* x, const typename T::Elem* weight, const typename T::Elem* gate, int64_t size,
                                        float eps, typename T::Elem* out) {
@@ -243,11 +265,11 @@ struct HeadMemory {
 
     HeadBlock take(const Recurrent& r) {
         const int64_t N = r.key_dim, P = (r.value_dim + PART - 1) / PART * PART, padded = (N + VL - 1) / VL * VL;
-        arena.reserve((2 * BLOCK * padded + 2 * BLOCK * P + N * P) * sizeof(float) + 5 * 64);
+        arena.reserve((3 * BLOCK * padded + 2 * BLOCK * P + N * P) * sizeof(float) + 6 * 64);
         HeadBlock block{N, P};
         block.q = arena.take<float>(BLOCK * padded), block.k = arena.take<float>(BLOCK * padded);
         block.v = arena.take<float>(BLOCK * P), block.o = arena.take<float>(BLOCK * P);
-        packed = arena.take<float>(N * P);
+        block.decay = arena.take<float>(BLOCK * padded), packed = arena.take<float>(N * P);
         memset(block.v, 0, BLOCK * P * sizeof(float));
         return block;
     }
@@ -282,6 +304,34 @@ template <class T> void delta_head(const Mixer<T>& layer, const Sequence& seq, i
         }
     };
     scan_head<true>(r, layer.pools, seq, head, block, memory.packed, prepare, finish);
+}
+
+template <class T> void kimi_head(const Mixer<T>& layer, const Sequence& seq, int64_t head, typename T::Elem* out) {
+    static thread_local HeadMemory memory;
+    const Recurrent& r = layer.r;
+    const int64_t N = r.key_dim, H = r.num_heads, inner = H * N;
+    HeadBlock block = memory.take(r);
+    auto prepare = [&](int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; i++) {
+            const auto *row = layer.mixed + (first + i) * 3 * inner + head * N, *raw = layer.decays + (first + i) * inner + head * N;
+            l2_norm<T>(row, N, 1.f / std::sqrt((float)N), block.q + i * N);
+            l2_norm<T>(row + inner, N, 1.f, block.k + i * N);
+            widen<T>(row + 2 * inner, N, block.v + i * block.P);
+            const typename T::Elem beta = T::from_float(sigmoid(Rows<T>::load_one(layer.gates + (first + i) * H + head)));
+            block.beta[i] = Rows<T>::load_one(&beta);
+            for (int64_t n = 0; n < N; n += VL) {
+                const vf size = softplus_of(load_some<T>(raw + n, N - n) + load_some<F32>(r.step_bias + head * N + n, N - n));
+                store_some<F32>(block.decay + i * N + n, exp2_of(size * (r.decay[head] * LOG2E)), N - n);
+            }
+        }
+    };
+    auto finish = [&](int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t at = (first + i) * inner + head * N;
+            norm_then_share<T>(block.o + i * block.P, (const typename T::Elem*)r.norm, layer.shares + at, N, (float)r.eps, out + at);
+        }
+    };
+    scan_head<true, true>(r, layer.pools, seq, head, block, memory.packed, prepare, finish);
 }
 
 // `out` is float: the norm that follows sees several heads.
@@ -347,22 +397,32 @@ template <class T> void run(const Recurrent& r, int64_t dtype, const void* x, in
                             const StatePools& pools, void* out, int threads) {
     using E = typename T::Elem;
     static thread_local Arena arena;
-    const int64_t width = r.inner.rows, C = r.channels, inner = inner_of(r), H = r.num_heads, num_gates = 2 * H;
-    const bool is_delta = r.kind == GATED_DELTA, is_mamba = r.kind == MAMBA2;
-    arena.reserve(tokens * ((width + C + (is_delta ? num_gates : 0)) * sizeof(E) + (is_mamba ? inner * sizeof(float) : 0)) + 4 * 64);
+    const bool is_delta = r.kind == GATED_DELTA, is_mamba = r.kind == MAMBA2, is_kimi = r.kind == KIMI_DELTA;
+    const int64_t width = r.inner.rows, C = r.channels, inner = inner_of(r), H = r.num_heads;
+    const int64_t num_gates = is_delta ? 2 * H : is_kimi ? H : 0, thin = is_kimi ? r.key_dim : 0, by_channel = is_kimi ? inner : 0;
+    arena.reserve(tokens * ((width + C + num_gates + thin + 2 * by_channel) * sizeof(E) + (is_mamba ? inner * sizeof(float) : 0)) +
+                  7 * 64);
     E* const projected = arena.take<E>(tokens * width);
     E* const mixed = arena.take<E>(tokens * C);
-    E* const gates = arena.take<E>(is_delta ? tokens * num_gates : 0);
+    E* const gates = arena.take<E>(tokens * num_gates);
+    E *const between = arena.take<E>(tokens * thin), *const decays = arena.take<E>(tokens * by_channel);
+    E* const shares = arena.take<E>(tokens * by_channel);
     float* const scanned = arena.take<float>(is_mamba ? tokens * inner : 0);
     linear_forward(r.inner, dtype, x, tokens, projected, STORE, threads);
-    if (is_delta) linear_forward(r.gates, dtype, x, tokens, gates, STORE, threads);
+    if (num_gates) linear_forward(r.gates, dtype, x, tokens, gates, STORE, threads);
+    if (is_kimi) {
+        linear_forward(r.decay_down, dtype, x, tokens, between, STORE, threads);
+        linear_forward(r.decay_up, dtype, between, tokens, decays, STORE, threads);
+        linear_forward(r.shares_down, dtype, x, tokens, between, STORE, threads);
+        linear_forward(r.shares_up, dtype, between, tokens, shares, STORE, threads);
+    }
     if (r.kind == SHORT_CONV)  // the first gate: B * x, in B's place
         for_rows(threads, tokens, C, 8, [&](int64_t t) {
             E* row = projected + t * width;
             for (int64_t i = 0; i < C; i += VL)
                 store_some<T>(row + i, load_some<T>(row + i, C - i) * load_some<T>(row + 2 * C + i, C - i), C - i);
         });
-    const Mixer<T> layer{r, pools, sequences_of(step), projected, gates, mixed, width};
+    const Mixer<T> layer{r, pools, sequences_of(step), projected, gates, mixed, width, decays, shares};
     layer.convolve_all(segments_of(r), threads_for(threads, tokens * C));
     if (r.kind == SHORT_CONV)
         return for_rows(threads, tokens, C, 8, [&](int64_t t) {
@@ -373,6 +433,7 @@ template <class T> void run(const Recurrent& r, int64_t dtype, const void* x, in
     parallel_ranges(threads_for(threads, tokens * H * r.key_dim * r.value_dim), (int64_t)layer.sequences.size() * H, [&](int64_t i) {
         const Sequence& seq = layer.sequences[i / H];
         if (is_delta) delta_head(layer, seq, i % H, (E*)out);
+        else if (is_kimi) kimi_head(layer, seq, i % H, (E*)out);
         else mamba_head(layer, seq, i % H, scanned);
     });
     if (is_mamba)

@@ -7,7 +7,7 @@
 
 #include "linear.h"
 
-enum RecurrentKind : int64_t { GATED_DELTA, MAMBA2, SHORT_CONV };
+enum RecurrentKind : int64_t { GATED_DELTA, MAMBA2, SHORT_CONV, KIMI_DELTA };
 
 // Mirrored by pagedcli.native.structs, as the next two.
 struct Recurrent {
@@ -19,9 +19,11 @@ struct Recurrent {
     double correction;        // factor of how much a gated delta rule corrects
     double eps, least_step, most_step;
     const float *conv, *conv_bias;           // [kernel][channels]; [channels] or null
-    const float *decay, *step_bias, *skip;   // [num_heads]; skip: of Mamba-2
+    const float *decay, *step_bias, *skip;   // [num_heads]; skip: of Mamba-2; step_bias of Kimi's: [num_heads][key_dim]
     const void* norm;                        // of the activations' type: [value_dim], of Mamba-2 [inner], or null: it only gates
-    Linear inner, gates, out;                // gates: of gated delta nets
+    Linear inner, gates, out;                // gates: of gated delta nets and Kimi's
+    // Of Kimi's: E -> key_dim -> num_heads * key_dim, what each channel of a key forgets, and the gates of the result.
+    Linear decay_down, decay_up, shares_down, shares_up;
 };
 
 // One layer's pools.

@@ -10,7 +10,7 @@ _int, _int64, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, c
 
 STORE, ADD, RELU2, GELU, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(7)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of activations; also WeightKind
-GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
+GATED_DELTA, MAMBA2, SHORT_CONV, KIMI_DELTA = range(4)  # RecurrentKind
 INT8, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 = 3, *range(5, 11)  # WeightKind
 MINIMA, STEPS = 3, 4  # Linear::scale_type, beyond DTYPE_CODES
 PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pack_NAME packs them -> WeightKind
@@ -104,6 +104,7 @@ class RecurrentStruct(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("correction", "eps", "least_step", "most_step")),
         *((name, _pointer) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm")),
         *((name, LinearStruct) for name in ("inner", "gates", "out")),
+        *((name, LinearStruct) for name in ("decay_down", "decay_up", "shares_down", "shares_up")),
     ]
 
 

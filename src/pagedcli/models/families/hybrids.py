@@ -9,10 +9,12 @@ from typing import Any
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
+from pagedcli.models.families.latents import DeepseekV3
 from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.kimi_delta import KimiDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
@@ -83,6 +85,66 @@ class Qwen3Next(Qwen3_5, QwenMixture):
 
     def recurrent(self) -> GatedDelta:
         return replace(super().recurrent(), interleaved=True)
+
+
+class KimiLinear(Hybrid, DeepseekV3):
+    """Kimi delta attention, and latent attention without a rotary embedding. Its experts are DeepSeek-V3's."""
+
+    linear_head_dim: Size = 128
+    linear_num_heads: Size = 32
+    linear_conv_kernel_dim: Size = 4
+    linear_attn_config: dict[str, int | list[int]] | None = None  # what published files say instead, layers from 1 on
+    mla_use_nope: bool = True
+
+    renamed = DeepseekV3.renamed | {
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    }
+    unsupported = DeepseekV3.unsupported | {"moe_layer_freq": (1,), "moe_router_activation_func": ("sigmoid",)}
+    reads_head = False
+    expert_names = ExpertNames(
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+        router_bias="gate.e_score_correction_bias",
+        shared="block_sparse_moe.shared_experts",
+    )
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        return replace(super().tensor_names, recurrent="self_attn")
+
+    def check(self) -> None:
+        super().check()
+        if not any(self.mixer(i).attends for i in range(self.num_hidden_layers)):
+            raise ModelError("no layer attends, which is not supported")
+        if not self.mla_use_nope:
+            raise ModelError("mla_use_nope is false, and latents with a rotary embedding are not supported there")
+
+    def ropes(self) -> Sequence[RopeSpec | None]:
+        return [None] * self.num_hidden_layers
+
+    def attending(self) -> Sequence[int]:
+        listed = (self.linear_attn_config or {}).get("full_attn_layers")
+        if isinstance(listed, list):
+            return [i - 1 for i in listed]
+        return range(4, self.num_hidden_layers, 4)
+
+    def recurrent(self) -> KimiDelta:
+        return KimiDelta(
+            num_heads=self._said("num_heads", self.linear_num_heads),
+            head_dim=self._said("head_dim", self.linear_head_dim),
+            kernel=self._said("short_conv_kernel_size", self.linear_conv_kernel_dim),
+        )
+
+    def _said(self, name: str, own: int) -> int:
+        """A number of linear_attn_config, where config.json has that."""
+        number = (self.linear_attn_config or {}).get(name, own)
+        if not isinstance(number, int):
+            raise ModelError(f"{name} of linear_attn_config is {number!r:.40}, not a number")
+        return number
 
 
 class OlmoHybrid(Hybrid, Olmo2):

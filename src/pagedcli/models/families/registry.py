@@ -98,6 +98,7 @@ FAMILIES = {
     "olmoe": Family("OlmoeForCausalLM", "mixtures.Olmoe"),
     "gpt_oss": Family("GptOssForCausalLM", "mixtures.GptOss"),
     "qwen3_next": Family("Qwen3NextForCausalLM", "hybrids.Qwen3Next"),
+    "kimi_linear": Family("KimiLinearForCausalLM", "hybrids.KimiLinear"),
     "olmo_hybrid": Family("OlmoHybridForCausalLM", "hybrids.OlmoHybrid"),
     "lfm2": Family("Lfm2ForCausalLM", "hybrids.Lfm2"),
     "lfm3": Family("Lfm3ForCausalLM", "hybrids.Lfm3"),
