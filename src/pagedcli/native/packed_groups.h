@@ -1,7 +1,8 @@
 // Weights of a quantized checkpoint as they are packed: chunks of columns that share a scale and a zero point.
 //
 // A panel of PANEL features is a row of chunks. A chunk is its header (for example PANEL scales, then PANEL zero points) and
-// blocks of 32 or 16 columns: nibbles; nibbles and a plane of the bits above them; or bytes, [8][PANEL][4], k = 4 j + i.
+// blocks of 32 or 16 columns: nibbles, five bits, six bits, or bytes, [8][PANEL][4], k = 4 j + i. One token reads them in
+// ascending order, of which processors fetch ahead.
 #pragma once
 
 #include "nibbles.h"
@@ -55,7 +56,7 @@ template <bool ZERO = true> struct StepsHeader {
     const float* steps = nullptr;
     StepsHeader at(const uint8_t* panel) const { return {(const float*)panel}; }
     vf scale(const uint8_t* header, int v, int64_t column) const {
-        const vi factor = (load_bytes(header + v * VL) << 24) >> 24;
+        const vi factor = load_signed_bytes(header + v * VL);
         return __builtin_convertvector(factor, vf) * loadf(steps + column / STEP_COLUMNS * PANEL + v * VL);
     }
 };
@@ -79,30 +80,42 @@ template <class S, int64_t C = BLOCK_COLUMNS> struct Bytes {
     }
 };
 
-// Nibbles and the bits above them: byte i of row j of the plane has those of k = 4 n + i, j the whole part of n / PER, from the
-// bit EXTRA * (n % PER) on.
-template <int BITS, int64_t C> struct Planes {
-    static constexpr int EXTRA = BITS - 4, PER = 8 / EXTRA;
-    static constexpr int64_t COLUMNS = C, BYTES = PANEL * C * BITS / 8;
-    using Low = NibblesOf<C>;
+// A plane of the bits above nibbles, then these: bit n of byte i of the plane is that of k = 4 n + i.
+struct FiveBits {
+    static constexpr int64_t COLUMNS = BLOCK_COLUMNS, PLANE_BYTES = PANEL * GROUP, BYTES = PLANE_BYTES + Nibbles::BYTES;
     using Sum = LevelSum;
-    static vi low_bytes(const uint8_t* block, int i, int v) { return Low::bytes(block, i, v); }
-    static vi plane_bytes(const uint8_t* block, int i, int v) {
-        return load_any<vi>(block + Low::BYTES + (i / PER * PANEL_VECTORS + v) * VL * GROUP);
-    }
+    static vi low_bytes(const uint8_t* block, int i, int v) { return Nibbles::bytes(block + PLANE_BYTES, i, v); }
+    static vi plane_bytes(const uint8_t* block, int v) { return load_any<vi>(block + v * VL * GROUP); }
     static vi joined(vi low, vi plane, int i) {
-        const int down = i % PER * EXTRA - 4;
-        const vi moved = down < 0 ? plane << -down : (vi)((vu)plane >> down);
-        return Low::half(low, i) | (moved & (vi{} + ((1 << EXTRA) - 1) * 0x10101010));
+        const vi moved = i < 4 ? plane << (4 - i) : (vi)((vu)plane >> (i - 4));
+        return Nibbles::half(low, i) | (moved & (vi{} + 0x10101010));
     }
-    static vi four(const uint8_t* block, int i, int v) { return joined(low_bytes(block, i, v), plane_bytes(block, i, v), i); }
+    static vi four(const uint8_t* block, int i, int v) { return joined(low_bytes(block, i, v), plane_bytes(block, v), i); }
     static void store(uint8_t* block, int v, const vi* fours) {
-        constexpr int32_t UPPER = ((1 << EXTRA) - 1) * 0x01010101;
-        Low::store(block, v, fours);
-        for (int i = 0; i < C / GROUP; i += PER) {
-            vi plane = {};
-            for (int j = 0; j < PER; j++) plane |= (fours[i + j] >> 4 & UPPER) << j * EXTRA;
-            store_any(block + Low::BYTES + (i / PER * PANEL_VECTORS + v) * VL * GROUP, plane);
+        Nibbles::store(block + PLANE_BYTES, v, fours);
+        vi plane = {};
+        for (int i = 0; i < BLOCK_STEPS; i++) plane |= (fours[i] >> 4 & (vi{} + 0x01010101)) << i;
+        store_any(block + v * VL * GROUP, plane);
+    }
+};
+
+// 16 columns of six bits: three rows of fours, whose bytes have two bits of the last four each above their own, the lowest first.
+struct SixBits {
+    static constexpr int64_t COLUMNS = 16, ROWS = 3, BYTES = ROWS * PANEL * GROUP;
+    using Sum = LevelSum;
+    static vi row(const uint8_t* block, int i, int v) { return load_any<vi>(block + (i * PANEL_VECTORS + v) * VL * GROUP); }
+    static vi own(vi row) { return row & (vi{} + 0x3f3f3f3f); }
+    static vi last(vi a, vi b, vi c) {
+        const vi lowest = (vi)((vu)a >> 6) & (vi{} + 0x03030303), middle = (vi)((vu)b >> 4) & (vi{} + 0x0c0c0c0c);
+        return lowest | middle | ((vi)((vu)c >> 2) & (vi{} + 0x30303030));
+    }
+    static vi four(const uint8_t* block, int i, int v) {
+        return i < ROWS ? own(row(block, i, v)) : last(row(block, 0, v), row(block, 1, v), row(block, 2, v));
+    }
+    static void store(uint8_t* block, int v, const vi* fours) {
+        for (int i = 0; i < ROWS; i++) {
+            const vi above = (vi)((vu)fours[ROWS] >> 2 * i) & (vi{} + 0x03030303);
+            store_any(block + (i * PANEL_VECTORS + v) * VL * GROUP, fours[i] | above << 6);
         }
     }
 };
@@ -114,19 +127,28 @@ template <class Codes> struct Reader {
     vi four(int i, int v) const { return Codes::four(block, i, v); }
 };
 #if defined(USE_AVX512)
-template <int BITS, int64_t C> struct Reader<Planes<BITS, C>> {
-    using Codes = Planes<BITS, C>;
+inline vi in_register(vi loaded) {
+    __asm__("" : "+v"(loaded));
+    return loaded;
+}
+template <> struct Reader<FiveBits> {
     const uint8_t* block;
     vi low[PANEL_VECTORS], plane[PANEL_VECTORS];
     explicit Reader(const uint8_t* block) : block(block) {}
     vi four(int i, int v) {
-        if (i % 2 == 0) low[v] = in_register(Codes::low_bytes(block, i, v));
-        if (i % Codes::PER == 0) plane[v] = in_register(Codes::plane_bytes(block, i, v));
-        return Codes::joined(low[v], plane[v], i);
+        if (i == 0) plane[v] = in_register(FiveBits::plane_bytes(block, v));
+        if (i % 2 == 0) low[v] = in_register(FiveBits::low_bytes(block, i, v));
+        return FiveBits::joined(low[v], plane[v], i);
     }
-    static vi in_register(vi loaded) {
-        __asm__("" : "+v"(loaded));
-        return loaded;
+};
+template <> struct Reader<SixBits> {
+    const uint8_t* block;
+    vi rows[SixBits::ROWS][PANEL_VECTORS];
+    explicit Reader(const uint8_t* block) : block(block) {}
+    vi four(int i, int v) {
+        if (i == SixBits::ROWS) return SixBits::last(rows[0][v], rows[1][v], rows[2][v]);
+        rows[i][v] = in_register(SixBits::row(block, i, v));
+        return SixBits::own(rows[i][v]);
     }
 };
 #endif
@@ -158,11 +180,11 @@ template <class F> inline void with_packing(const Linear& l, const F& f) {
         if (l.zero < 0) return f(TypedHeader<F32>{}, Bytes<ByteSum>{});
         return f(ScaleHeader<F16>{}, Bytes<ByteSum>{});
     }
-    if (l.kind == CODES6) return f(StepsHeader<>{}, Planes<6, 16>{});
+    if (l.kind == CODES6) return f(StepsHeader<>{}, SixBits{});
     if (l.kind == CODES5) {
-        if (steps) return f(StepsHeader<false>{}, Planes<5, 32>{});
-        if (l.scale_type == MINIMA) return f(FloatHeader{}, Planes<5, 32>{});
-        return f(ScaleHeader<F16>{}, Planes<5, 32>{});
+        if (steps) return f(StepsHeader<false>{}, FiveBits{});
+        if (l.scale_type == MINIMA) return f(FloatHeader{}, FiveBits{});
+        return f(ScaleHeader<F16>{}, FiveBits{});
     }
     if (l.chunk < BLOCK_COLUMNS) {
         if (l.zero < 0) return f(StepsHeader<false>{}, NibblesOf<16>{});

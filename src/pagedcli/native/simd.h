@@ -63,6 +63,15 @@ static inline vi load_bytes(const uint8_t* p) {
     return __builtin_convertvector(load_any<vb>(p), vi);
 #endif
 }
+static inline vi load_signed_bytes(const uint8_t* p) {
+#if defined(USE_AVX512)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(USE_AVX2)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    return (load_bytes(p) << 24) >> 24;
+#endif
+}
 static inline void store_bytes(uint8_t* p, vi x) {
 #if defined(USE_AVX512)
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
