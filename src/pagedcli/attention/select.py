@@ -120,14 +120,14 @@ def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     return BackendsByHeads(backends, spec.block_size)
 
 
-def available_backends(spec: AttentionSpec) -> list[tuple[str, str | None]]:
+def available_backends(spec: AttentionSpec, missing: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
     """Every backend in order of preference, with None if it can run here, else the reason."""
-    return [(entry.name, _why_not(entry, spec)) for entry in REGISTRY]
+    return [(entry.name, _why_not(entry, spec, missing or {})) for entry in REGISTRY]
 
 
-def _why_not(entry: Entry, spec: AttentionSpec) -> str | None:
+def _why_not(entry: Entry, spec: AttentionSpec, missing: Mapping[str, str]) -> str | None:
     try:
-        _probe(entry, spec, is_here=True, missing={})
+        _probe(entry, spec, is_here=True, missing=missing)
     except BackendError as error:
         return error.message
     return None

@@ -66,11 +66,13 @@ def doctor(
         _judge(model, device, format_)
         return
     from pagedcli.attention.select import available_backends
+    from pagedcli.planning.machine import this_machine
     from pagedcli.runner.self_test import CheckResult
 
     decision = _decided(device)
     chosen = str(decision.attention.device)
-    backends = [Backend(name, reason is None, reason) for name, reason in available_backends(decision.attention)]
+    found = available_backends(decision.attention, this_machine().missing)
+    backends = [Backend(name, reason is None, reason) for name, reason in found]
     results = _self_test(chosen, [each.backend for each in backends if each.available])
     tables = [
         _versions_table(),
