@@ -66,7 +66,8 @@ def test_entries_of_a_block_table_are_neighbours_in_every_group_of_layers(num_se
         tables=torch.arange(24, dtype=torch.int32).view(3, 8), last_tokens=tokens, upload=Upload(device),
     )  # fmt: skip
     rows, slots = torch.arange(num_seqs), torch.zeros(2, num_seqs, dtype=torch.int32)
-    batch = state.batch(rows, slots, total, cu_q=tokens, num_tokens=tokens, max_new=1)
+    tables = state.tables_of(rows, total)
+    batch = state.batch(tables, slots, max_total=total, cu_q=tokens, num_tokens=tokens, max_new=1)
     width = -(-total // 16)
     for group, each in enumerate((batch, *batch.others)):
         assert each.block_table.tolist() == [[8 * row + 2 * i + group for i in range(width)] for row in range(num_seqs)]
