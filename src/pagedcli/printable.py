@@ -46,7 +46,8 @@ def _json_escape(match: re.Match[bytes]) -> bytes:
 
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGT]iB)(?!\w))")
-HARD_SPACE = "\ue000"  # between a number and its unit, or a label and its text: no line ends there
+# A noncharacter of one cell, between a number and its unit, or a label and its text: no line ends there.
+HARD_SPACE = "\ufdd0"
 
 
 def with_hard_spaces(line: str) -> str:

@@ -138,11 +138,9 @@ def calibrate(
     measurement = _Measurement(engine, budget_s, on_progress)
     measurement.run_steps()
     found = made_of(measurement.typical(), attended_layers(engine.plan.limits.groups))
-    found = replace(found, first_use_s=measurement.first_use_s)
+    found = replace(found, first_use_s=measurement.first_use_s, row_s=measurement.end_s)
     if tokenizer is not None:
         found = _with_host_time(engine, tokenizer, found)
-    found = replace(found, row_s=found.row_s + measurement.end_s)
-    if tokenizer is not None:
         found = _confirmed(engine, tokenizer, found, _SHARE_OF_RUN * budget_s)
     busy = watch.read()
     if busy is None or not busy.disturbs:
@@ -396,7 +394,7 @@ def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) ->
         for number in (2, most)
     )
     token_s = max(0.0, rows_s - few_s) / max(1, most - 2)
-    return replace(found, output_token_s=token_s, row_s=max(0.0, rows_s - most * token_s))
+    return replace(found, output_token_s=token_s, row_s=found.row_s + max(0.0, rows_s - most * token_s))
 
 
 def _prompt_token_s(engine: LLMEngine, tokenizer: Tokenizer, known: StepTime) -> float:

@@ -94,7 +94,7 @@ class Sequence:
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
     draft_masks: list[TokenMask] = field(default_factory=list)  # with a guide: what may come after each guess
     draft_source: DraftSource = "own_text"  # of these or, without any, of the last ones
-    ahead: Items[int] = ()  # what the model's head guesses after token_ids
+    ahead: Items[int] = ()  # guesses of the model's head for the tokens after token_ids
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     # the last computed tokens, which its recurrent state has not seen, as they were guessed or came with wrong guesses:
     # the next step computes them once more. Their K and V are in the cache

@@ -206,16 +206,21 @@ template <class T> void l2_norm(const typename T::Elem* from, int64_t size, floa
         store_some<F32>(to + i, load_some<T>(from + i, size - i) * inverse * scale, size - i);
 }
 
-// rms_norm(x) * weight * silu(gate), x rounded first.
-template <class T> void norm_then_gate(float* x, const typename T::Elem* weight, const typename T::Elem* gate, int64_t size,
-                                       float eps, typename T::Elem* out) {
+// Rounds x; returns 1 / rms(x).
+template <class T> float round_to_norm(float* x, int64_t size, float eps) {
     vf squares = {};
     for (int64_t i = 0; i < size; i += VL) {
         const vf rounded = Rows<T>::round(load_some<F32>(x + i, size - i));
         store_some<F32>(x + i, rounded, size - i);
         squares = fma_of(rounded, rounded, squares);
     }
-    const float scale = 1.f / std::sqrt(sum_of(squares) / size + eps);
+    return 1.f / std::sqrt(sum_of(squares) / size + eps);
+}
+
+// rms_norm(x) * weight * silu(gate), x rounded first.
+template <class T> void norm_then_gate(float* x, const typename T::Elem* weight, const typename T::Elem* gate, int64_t size,
+                                       float eps, typename T::Elem* out) {
+    const float scale = round_to_norm<T>(x, size, eps);
     for (int64_t i = 0; i < size; i += VL) {
         const int64_t room = size - i;
         const vf normed = Rows<T>::round(load_some<F32>(x + i, room) * scale);
@@ -227,13 +232,7 @@ template <class T> void norm_then_gate(float* x, const typename T::Elem* weight,
 // rms_norm(x) * weight * sigmoid(gate), x rounded first.
 template <class T> void norm_then_share(float* x, const typename T::Elem* weight, const typename T::Elem* gate, int64_t size,
                                         float eps, typename T::Elem* out) {
-    vf squares = {};
-    for (int64_t i = 0; i < size; i += VL) {
-        const vf rounded = Rows<T>::round(load_some<F32>(x + i, size - i));
-        store_some<F32>(x + i, rounded, size - i);
-        squares = fma_of(rounded, rounded, squares);
-    }
-    const float scale = 1.f / std::sqrt(sum_of(squares) / size + eps);
+    const float scale = round_to_norm<T>(x, size, eps);
     for (int64_t i = 0; i < size; i += VL) {
         const int64_t room = size - i;
         const vf normed = load_some<F32>(x + i, room) * scale * load_some<T>(weight + i, room);

@@ -19,7 +19,8 @@ class TokenView(View):
             self._token_ids[event.seq_id] = list(event.token_ids)
 
     def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
-        is_continuation = state.seqs[event.seq_id].num_context_tokens is not None  # which has its own tokens
+        # A continuation of a context has tokens of its own.
+        is_continuation = state.seqs[event.seq_id].num_context_tokens is not None
         if event.parent_seq_id in self._token_ids and not is_continuation:
             self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
 

@@ -251,7 +251,7 @@ class Replay:
             self._add_stop(None, lines)
         self.seqs = self._moment.state.all_seqs()
         for stops in self.landmarks.values():
-            del stops[bisect_right(stops, self.last_stop) :]  # what leads to no stop, as it is damaged
+            del stops[bisect_right(stops, self.last_stop) :]  # The damaged part leads to no stop.
         if self.damage is not None:
             self._position, self._moment = -1, self._snapshots[-1].copy()
 

@@ -93,7 +93,7 @@ class KimiLinear(Hybrid, DeepseekV3):
     linear_head_dim: Size = 128
     linear_num_heads: Size = 32
     linear_conv_kernel_dim: Size = 4
-    linear_attn_config: dict[str, int | list[int]] | None = None  # what published files say instead, layers from 1 on
+    linear_attn_config: dict[str, int | list[int]] | None = None  # published files have this instead, layers from 1 on
     mla_use_nope: bool = True
 
     renamed = DeepseekV3.renamed | {
