@@ -111,6 +111,17 @@ def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(reques
             assert not stored.not_used
 
 
+def test_a_block_read_for_a_salted_prompt_may_have_held_others(tmp_path):
+    """The laws took it for a block of the tokens before."""
+    for salted, other in (([0, 0, 1], []), ([0, 0, 2], [[number] * 4 for number in range(1, 7)])):
+        laws = TraceChecker()
+        sim = engine(tmp_path, num_blocks=4, emit=laws.apply, trace_tokens=True)
+        run(sim, *other)
+        outputs = run(sim, salted, salted, [3, 3], cache_salt="a")
+        sim.cache.store.close(1.0)
+    assert outputs[0].num_disk_tokens == 2
+
+
 def run(sim, *prompts, **options):
     """Their outputs, one after the other."""
     outputs = []

@@ -241,40 +241,40 @@ class PrefixLaws(LawBook):
             refuse(event, f"the chain of seq {event.seq_id} has another hash after {event.num_tokens} tokens")
 
     def after_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
-        seq, size = state.seqs[event.seq_id], state.block_size
-        chain, token_ids = self.chain(seq, state), self._token_ids.get(event.seq_id)
-        if chain is None or token_ids is None:
-            return
-        if list(event.hashes) != chain[: len(event.hashes)]:
+        seq = state.seqs[event.seq_id]
+        chain = self.chain(seq, state)
+        if chain is not None and list(event.hashes) != chain[: len(event.hashes)]:
             refuse(event, f"the chain of seq {seq.seq_id} has other hashes")
-        for index, block_id, _, parent_hash in event.blocks:
-            span = index // state.num_groups
-            self._block_tokens[block_id] = tuple(token_ids[span * size : (span + 1) * size])
-            self._followers.setdefault(parent_hash, {})[block_id] = None
+        for index, block_id, *_ in event.blocks:
+            self._hold(event, seq, index, block_id, state)
 
     def after_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
-        size = state.block_size
         if not state.started.enable_prefix_caching:
             refuse(event, "a block was hashed without prefix caching")
         if not event.block_ids:
             refuse(event, "no blocks")
-        first = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
-        token_ids, lookup = self._token_ids.get(event.seq_id), self._lookups.get(event.seq_id)
+        seq, lookup = state.seqs[event.seq_id], self._lookups.get(event.seq_id)
+        first = seq.block_table.index(event.block_ids[0])
         for index, block_id in enumerate(event.block_ids, first):
-            if token_ids is not None:
-                span = index // state.num_groups
-                tokens = tuple(token_ids[span * size : (span + 1) * size])
-                self._block_tokens[block_id] = tokens
-                parent_hash = state.parent_hashes[block_id]
-                if index or not state.seqs[event.seq_id].salted:
-                    self._followers.setdefault(parent_hash, {})[block_id] = None
-                    if compute_hash(tokens, parent_hash) != state.hashes[block_id]:
-                        refuse(event, f"the tokens of block {block_id} have another hash")
+            self._hold(event, seq, index, block_id, state)
         if lookup is not None and lookup.first_miss is not None:
             place = lookup.first_miss * state.num_groups - first
             missed = event.hashes[place : place + state.num_groups] if place >= 0 else ()
             if missed and lookup.missing_hash not in missed:
                 refuse(event, f"block {event.block_ids[place]} was looked up under hash {lookup.missing_hash}")
+
+    def _hold(self, event: ev.Event, seq: SeqState, index: int, block_id: int, state: PoolState) -> None:
+        """A block holds the full span of a sequence at this place of its table. Checks its hash, where tokens are
+        recorded; that of the first block depends on the salt, too."""
+        token_ids, size = self._token_ids.get(seq.seq_id), state.block_size
+        if token_ids is None:
+            return
+        span, parent_hash = index // state.num_groups, state.parent_hashes[block_id]
+        tokens = self._block_tokens[block_id] = tuple(token_ids[span * size : (span + 1) * size])
+        if index or not seq.salted:
+            self._followers.setdefault(parent_hash, {})[block_id] = None
+            if compute_hash(tokens, parent_hash) != state.hashes[block_id]:
+                refuse(event, f"the tokens of block {block_id} have another hash")
 
     def before_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         followers = self._followers.get(state.parent_hashes[event.block_id])
