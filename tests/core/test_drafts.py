@@ -376,3 +376,35 @@ def test_windows_pass_as_fast_as_drafts_are_right(windows):
         assert answers(fill(sim).run()) == plain
         assert sim.stats.num_drafted_tokens > 30
         same_pool(sim, checker.state)
+
+
+def test_blocks_that_no_later_token_sees_are_room_for_guesses():
+    known = Simulation(9, 4, windows=(7,), **ROOMY)
+    known.add(range(9), 9)
+    oracle = Oracle(answers(known.run()))
+    sim = Simulation(5, 4, windows=(7,), drafter=oracle, enable_prefix_caching=False, **ROOMY)
+    seq, draft = sim.add(range(9), 9), oracle.draft
+    sim.add(range(6), 3, request_id="has the other two blocks")
+    oracle.draft = lambda seq, most: draft(seq, most) if seq.num_computed_tokens == 10 else None
+    for _ in range(3):
+        sim.step()
+    assert sim.executor.steps == [[9, 6], [1, 1], [1 + 5, 1]]  # the third sees nothing of the first block
+    assert seq.num_computed_tokens == 16
+
+
+def test_the_tokens_that_penalties_look_at_are_sent_once_however_many_guesses_were_right():
+    def run(**options):
+        sim = Simulation(40, **ROOMY, **options)
+        sim.add([1, 2], params=SamplingParams(max_tokens=20, temperature=0, repetition_penalty=1.5))
+        sample = sim.executor._sample
+        sim.executor._sample = lambda contexts, scores, sampling: (
+            started.extend(token_ids.copy() for _, token_ids, _ in sampling.changes.started)
+            or sample(contexts, scores, sampling)
+        )
+        return sim.run()
+
+    started = []
+    oracle = Oracle(answers(run()), wrong=0.3)
+    sim = run(drafter=oracle)
+    assert sim.stats.num_accepted_tokens > 3
+    assert started == [[1, 2], [1, 2]]  # in the run without guesses, and in that with them

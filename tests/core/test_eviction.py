@@ -144,6 +144,14 @@ def test_next_use_counts_a_request_until_it_is_admitted():
     assert pool.run("d").cached == "ad"
 
 
+@pytest.mark.parametrize(("first", "text", "kept"), [(False, "ab", "ac"), (True, "ba", "bc")])
+def test_next_use_knows_who_is_last_at_either_end_of_the_queue(first, text, kept):
+    pool = Pool("next-use", 2).run(*text)
+    for letter in "ab":
+        pool.wait(letter, first=first)
+    assert pool.run("c").cached == kept  # what was used longest ago is needed sooner
+
+
 def test_next_use_hashes_each_block_of_a_request_once():
     hashed = []
 

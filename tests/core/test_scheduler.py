@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scripted import Simulation
 
 from pagedcli.core.sequence import SequenceStatus
-from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting, StepStarted
+from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting, StepScheduled, StepStarted
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
@@ -116,6 +116,26 @@ def test_nothing_starts_in_a_step_that_preempts(ahead):
     for events in those:
         assert [event.reason for event in events if isinstance(event, RequestWaiting)] == ["preemption"]
         assert not [event for event in events if isinstance(event, PrefixLookedUp)]
+
+
+def test_beams_that_wait_for_unread_tokens_do_not_use_the_budget():
+    reasons = []
+
+    def emit(event):
+        if isinstance(event, RequestWaiting):
+            reasons.append(event.reason)
+        elif isinstance(event, StepScheduled) and reasons and reasons[-1] == "token_budget":
+            assert sum(event.num_new_tokens) == 7
+
+    sim = Simulation(5, max_num_batched_tokens=7, max_num_seqs=5, runs_ahead=True, emit=emit)
+    beams = {"beam_width": 2, "temperature": 0}
+    sim.add([0, 1], 4)
+    sim.add(range(10, 16), params=SamplingParams(max_tokens=3, **beams))
+    sim.add([20, 21, 22], 4)
+    sim.add([30, 31], params=SamplingParams(max_tokens=3, **beams))
+    sim.run()
+    # a token of the third request has to be read before the request is preempted for the beams
+    assert reasons[-3:-1] == ["preemption", "preemption"]
 
 
 def test_groups_of_which_some_run_come_before_all_others():

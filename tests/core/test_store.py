@@ -200,16 +200,17 @@ def test_what_is_computed_faster_than_it_is_read_is_left(tmp_path):
 
     def compute_s(num_before, num_tokens):
         asked.append((num_before, num_tokens))
-        return 1.0
+        return num_tokens / 4
 
     store = opened(tmp_path, compute_s=compute_s, states=States())
     assert store.is_faster(3, 0, 6), "the first ones show the speed"
     assert asked == []
     store.facts.num_read_bytes, store._read_s = 1000, 10.0  # 100 bytes/s
     assert store.is_faster(1, 2, 4), "64 bytes of a block and 32 of a state in 0.96 s"
+    assert not store.is_faster(1, 2, 3), "0.75 s for 96 bytes"
     assert not store.is_faster(2, 2, 4), "160 bytes"
-    assert asked == [(2, 4), (2, 4)]
-    assert store.facts.num_left == 1
+    assert asked == [(2, 4), (2, 3), (2, 4)]
+    assert store.facts.num_left == 2
     assert opened(tmp_path).is_faster(10**9, 0, 1)
 
 
