@@ -1,5 +1,5 @@
 """The contract between the engine and a model: CausalLM; and between models.loading and a decoder: DecoderNeeds,
-DecoderRequest. And the errors of lengths that a model cannot have.
+DecoderRequest. And the error of lengths that a model cannot have.
 """
 
 from dataclasses import dataclass, field
@@ -98,15 +98,6 @@ class DecoderRequest:
     max_model_len: int  # tokens
     parallel: ParallelContext
     packed: PackedLayers = field(default_factory=PackedLayers)  # of the native decoder, which changes it
-
-
-def chunk_refusal(architecture: str, chunk: int, max_model_len: int) -> ModelError:
-    """The error for layers that attend within chunks shorter than the sequences may get; both in tokens."""
-    return ModelError(
-        f"{architecture} has layers that attend within chunks of {chunk} tokens, which is not implemented, and "
-        f"max_model_len {max_model_len} is longer",
-        hint=f"use --max-model-len {chunk}: up to there the chunks change nothing",
-    )
 
 
 def length_refusal(architecture: str, limit: int, rope_type: str, max_model_len: int) -> ModelError:

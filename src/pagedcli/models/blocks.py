@@ -484,28 +484,17 @@ class LayerInput:
 
 
 @dataclass(slots=True)
-class GatedMlp:
+class Mlp:
     """down(activation(gate) * up), or down(activation(up)) of a model without gates."""
 
     gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first; without gates E -> I
     activation: Callable[[Tensor], Tensor] | None  # [T, 2I or I] -> [T, I], see layers.basic; None: gate_up applies it
     down: Callable[[Tensor], Tensor]  # I -> E
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, _step: Step | None = None) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         inner = self.gate_up(x)
         return self.down(inner if self.activation is None else self.activation(inner))
-
-
-@dataclass(slots=True)
-class Mlp:
-    """A gated MLP as the body of a branch."""
-
-    mlp: GatedMlp
-
-    def __call__(self, x: Tensor, _step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [T, E]."""
-        return self.mlp(x)
 
 
 @dataclass(slots=True)
@@ -544,7 +533,7 @@ class Experts:
 
     router: Callable[[Tensor], Tensor]  # E -> X
     mixture: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # see layers.basic.Mixture
-    shared: GatedMlp | None
+    shared: Mlp | None
     shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert
 
@@ -560,7 +549,7 @@ class Experts:
 class ExpertsBesideMlp:
     """An MLP and a mixture of experts, each with norms of its own around it; the body of a branch without a norm."""
 
-    mlp: GatedMlp
+    mlp: Mlp
     mlp_norms: tuple[Tensor, Tensor]  # [E] each, before and after
     experts: Experts
     experts_norms: tuple[Tensor, Tensor]

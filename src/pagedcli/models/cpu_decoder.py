@@ -22,7 +22,15 @@ from pagedcli.layers.packed_layers import PackedLayer
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import DraftHead
 from pagedcli.models.decoder import Builder as TorchBuilder
-from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits, vector_bytes
+from pagedcli.models.decoder import (
+    Parts,
+    format_notes,
+    has_cpu_kernels,
+    read_tensors,
+    scaled_embedding,
+    scaled_logits,
+    vector_bytes,
+)
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.latent_blocks import NORM_EPS
 from pagedcli.models.mixers.attention import Attention
@@ -32,12 +40,9 @@ from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import Experts, Mlp
-from pagedcli.models.parameters import decoder_parameters, unread_tensors
-from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import LayerSpec, Recurrent, layer_groups
 from pagedcli.models.stacking import UnreadTensors
 from pagedcli.models.tensors import Parameter, linear_formats
-from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import (
     DTYPE_CODES,
@@ -91,9 +96,7 @@ class CpuDecoder:
         """Packs the weights and removes each from `tensors`."""
         spec = request.spec
         self.spec = spec
-        note = request.weight_format.note(request.dtype, "cpu")
-        self.notes: tuple[str, ...] = () if note is None else (note,)
-        self.notes += rope_notes(spec.rope, request.max_model_len)
+        self.notes = format_notes(request, "cpu")
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
         self._works = _works(request.backend, self.attention_layers)
@@ -544,11 +547,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
 
 def load(request: DecoderRequest) -> CpuDecoder:
     """Raises: ModelError, see weights."""
-    spec = request.spec
-    ignored = unread_tensors(spec, request.weight_format)
-    source = open_weights(request.path, request.load_format, request.seed, spec)
-    parameters = decoder_parameters(spec, request.weight_format)
-    tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
+    parameters, tensors, notes = read_tensors(request)
     decoder = CpuDecoder(request, tensors, parameters)
-    decoder.notes += source.notes
+    decoder.notes += notes
     return decoder

@@ -30,7 +30,6 @@ from pagedcli.models.blocks import (
     DraftHead,
     Experts,
     ExpertsBesideMlp,
-    GatedMlp,
     Join,
     LayerInput,
     LayerInputs,
@@ -91,9 +90,7 @@ class Decoder:
         build = Builder(request, spec, tensors, linear_formats(parameters))
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
-        if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
-            self.notes += (note,)
-        self.notes += rope_notes(spec.rope, request.max_model_len)
+        self.notes += format_notes(request, build.kernels)
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
@@ -130,6 +127,12 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
         return scaled_logits(self._lm_head(hidden), self.spec)
+
+
+def format_notes(request: DecoderRequest, kernels: Kernels) -> tuple[str, ...]:
+    """What a user should know of how a decoder computes, as its weights and lengths have it."""
+    note = request.weight_format.note(request.dtype, kernels)
+    return (() if note is None else (note,)) + rope_notes(request.spec.rope, request.max_model_len)
 
 
 def vector_bytes(parameters: Mapping[str, Parameter], dtype: torch.dtype) -> int:
@@ -487,9 +490,9 @@ class Builder(Parts):
             return self._experts(experts, key)
         first = self.linear(f"{key}.{dense.input_name}")
         activation = ACTIVATIONS.get(dense.activation) or partial(xielu, numbers=self.xielu(key))
-        mlp = GatedMlp(first, activation, self._summed_linear(f"{key}.down"))
+        mlp = Mlp(first, activation, self._summed_linear(f"{key}.down"))
         if experts is None:
-            return Mlp(mlp)
+            return mlp
         names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
         before, after, experts_before, experts_after = (self._tensors.pop(f"{key}.{name}") for name in names)
         return ExpertsBesideMlp(
@@ -549,12 +552,12 @@ class Builder(Parts):
             biases += [] if bias is None else [bias]
         return weights, torch.stack(biases) if biases else None
 
-    def _expert(self, key: str, mlp: MlpSpec) -> GatedMlp:
+    def _expert(self, key: str, mlp: MlpSpec) -> Mlp:
         """Without the sum over the ranks, which is taken once for all experts."""
         in_gate = self.uses_cpu_kernels and mlp.activation in ("silu", "swish")
         gate_up = self.linear(f"{key}.{mlp.input_name}", gated=in_gate)
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
-        return GatedMlp(gate_up, None if in_gate else ACTIVATIONS[mlp.activation], down)
+        return Mlp(gate_up, None if in_gate else ACTIVATIONS[mlp.activation], down)
 
     def plain_linear(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))
@@ -623,11 +626,17 @@ def load(request: DecoderRequest) -> Decoder:
 
     Raises: ModelError, see weights; ConfigError if the model cannot be split over the ranks.
     """
-    spec = request.spec
-    ignored = unread_tensors(spec, request.weight_format)
-    parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
-    source = open_weights(request.path, request.load_format, request.seed, spec)
-    tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
-    decoder = Decoder(request, shard_spec(spec, request.parallel), tensors, parameters)
-    decoder.notes += source.notes
+    parameters, tensors, notes = read_tensors(request)
+    decoder = Decoder(request, shard_spec(request.spec, request.parallel), tensors, parameters)
+    decoder.notes += notes
     return decoder
+
+
+def read_tensors(request: DecoderRequest) -> tuple[dict[str, Parameter], UnreadTensors, tuple[str, ...]]:
+    """This rank's parameters, their tensors, and what a user should know of these. Raises: see load."""
+    spec, weight_format = request.spec, request.weight_format
+    parameters = shard_parameters(decoder_parameters(spec, weight_format), spec, request.parallel)
+    source = open_weights(request.path, request.load_format, request.seed, spec)
+    ignored = unread_tensors(spec, weight_format)
+    tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
+    return parameters, tensors, source.notes

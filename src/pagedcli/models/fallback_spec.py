@@ -16,7 +16,7 @@ from pagedcli.models.base import length_refusal
 from pagedcli.models.config_json import stop_ids
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import Mlp
-from pagedcli.models.spec import ModelSpec, numbered
+from pagedcli.models.spec import LayerSpec, ModelSpec
 from pagedcli.models.tensors import NormStyle
 
 
@@ -55,14 +55,15 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
     )
     windows, sources = layer_windows(text) or (None,) * num_layers, kv_sources(text) or (None,) * num_layers
     activation = str(first("hidden_act", "hidden_activation", "activation_function"))
-    mlps = [Mlp(width=width, activation=activation)] * num_layers
+    mlp, seen = Mlp(width=width, activation=activation), enumerate(zip(windows, sources, strict=True))
+    layers = (LayerSpec(mixer=replace(mixer, window=w, source=s), mlp=mlp, number=i) for i, (w, s) in seen)
     return ModelSpec(
         model_type=config.model_type,
         architecture=architecture,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=width,
-        layers=numbered([replace(mixer, window=w, source=s) for w, s in zip(windows, sources, strict=True)], mlps),
+        layers=tuple(layers),
         norm=NormStyle(eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5),
         tie_word_embeddings=bool(first("tie_word_embeddings")),
         max_position_embeddings=text.max_position_embeddings,

@@ -68,12 +68,14 @@ class Llama:
         "clip_qkv": (),
         "use_bidirectional_attention": (),
     }
+    transformers_only: ClassVar[tuple[str, ...]] = ()  # fields of config.json that, if set, only transformers supports
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported ones
     own_activation: ClassVar[str | None] = None  # what it is called here; None: as in config.json
     known_layer_types: ClassVar[frozenset[str]] = frozenset()  # entries that layer_types may have; empty: any
     windows: ClassVar[str] = "none"  # in words
     biases: ClassVar[Biases] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: ClassVar[QkNorm] = "none"
+    sinks: ClassVar[bool] = False  # each query head has a learned logit that joins its softmax
     norm_places: ClassVar[NormPlaces] = "before"
     norm_style: ClassVar[NormStyle] = NormStyle(eps=0.0)  # without the eps
     gated_mlp: ClassVar[bool] = True
@@ -100,10 +102,10 @@ class Llama:
         for name in inherited:
             delattr(cls, name)
 
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
+    @classmethod
+    def through_transformers(cls, config: dict[str, Any]) -> bool:
         """Whether config.json asks for what the native decoders have not and transformers has."""
-        return False
+        return any(config.get(name) for name in cls.transformers_only)
 
     @property
     def num_kv_heads(self) -> int:
@@ -163,16 +165,10 @@ class Llama:
         ropes, windows = self.ropes(), self.window_sizes()
         found = []
         for i in range(self.num_hidden_layers):
-            layer = LayerSpec(
-                mixer=self.mixer(i),
-                mlp=self.mlp(i),
-                norms=self.norm_places,
-                number=i,
-                has_scalar=self.has_layer_scalars,
-            )
-            if layer.attention is not None:
-                layer = replace(layer, mixer=replace(layer.attention, rope=ropes[i], window=windows[i]))
-            found.append(layer)
+            mixer = self.mixer(i)
+            if isinstance(mixer, Attention):
+                mixer = replace(mixer, rope=ropes[i], window=windows[i])
+            found.append(self._layer(i, mixer))
         return tuple(found)
 
     def head(self, names: TensorNames) -> DraftHead | None:
@@ -181,8 +177,16 @@ class Llama:
 
     def head_layer(self, number: int) -> LayerSpec:
         """The layer of such a head: one that attends."""
-        mixer = replace(self.attention(number), rope=self.rope())
-        return LayerSpec(mixer=mixer, mlp=self.mlp(number), norms=self.norm_places, number=number)
+        return self._layer(number, replace(self.attention(number), rope=self.rope()))
+
+    def _layer(self, number: int, mixer: Mixer) -> LayerSpec:
+        return LayerSpec(
+            mixer=mixer,
+            mlp=self.mlp(number),
+            norms=self.norm_places,
+            number=number,
+            has_scalar=self.has_layer_scalars,
+        )
 
     def mixer(self, i: int) -> Mixer:
         """What mixes the tokens of a layer."""
@@ -198,6 +202,7 @@ class Llama:
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             qk_norm=self.qk_norm,
+            sinks=self.sinks,
         )
 
     def mlp(self, i: int) -> Mlp | Experts | None:
@@ -326,6 +331,12 @@ class Mixture(Llama):
 
     renamed = {"num_local_experts": "num_experts"}
     expert_names: ClassVar[ExpertNames] = ExpertNames()
+    routing: ClassVar[dict[str, Any]] = {}  # fields of Experts that are the same in all models
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the expert for every token; 0: there is none."""
+        return 0
 
     def check(self) -> None:
         super().check()
@@ -346,12 +357,14 @@ class Mixture(Llama):
 
     def experts(self) -> Experts:
         width = self.moe_intermediate_size or self.intermediate_size
+        shared = Mlp(width=self.shared_width, activation=self.activation) if self.shared_width else None
         return Experts(
             num_experts=self.num_experts or 0,
             num_per_token=self.num_experts_per_tok or 1,
             each=Mlp(width=width, activation=self.own_activation or self.activation),
-            renormalize=self.norm_topk_prob,
+            shared=shared,
             names=self.expert_names,
+            **{"renormalize": self.norm_topk_prob, **self.routing},
         )
 
 

@@ -69,8 +69,8 @@ class LayerFormat(Protocol):
 
     name: str
     stored: tuple[StoredTensor, ...]
-    stacks: bool  # whether the modules of a fused layer (q, k, v) are read as one tensor
-    keeps_rows: bool  # whether the rows of the output layer can be read again, as a tied embedding needs them
+    stacks: bool = False  # whether the modules of a fused layer (q, k, v) are read as one tensor
+    keeps_rows: bool = True  # whether the rows of the output layer can be read again, as a tied embedding needs them
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype. `gated`: gate and up of an MLP,
@@ -98,7 +98,7 @@ class WeightFormat(Protocol):
     """The formats of a model's linear layers."""
 
     name: str
-    mixes: bool  # whether modules of different formats may be one layer (q, k, v)
+    mixes: bool = False  # whether modules of different formats may be one layer (q, k, v)
 
     @property
     def lm_head(self) -> LayerFormat:
@@ -111,15 +111,15 @@ class WeightFormat(Protocol):
 
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         """Whether some layer rounds its activations, of `itemsize` bytes, to 8 bits."""
-        ...
+        return False
 
     def torch_refusal(self) -> str | None:
         """Why there are no torch layers; None if there are."""
-        ...
+        return None
 
     def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
         """What a user should know of how the layers compute."""
-        ...
+        return None
 
 
 def padded_rows(num_rows: int, kernels: Kernels, *, gated: bool = False) -> int:
@@ -130,14 +130,12 @@ def padded_rows(num_rows: int, kernels: Kernels, *, gated: bool = False) -> int:
     return -(-(num_rows // 2 if gated else num_rows) // unit) * PANEL
 
 
-class AsStored:
+class AsStored(LayerFormat, WeightFormat):
     """Floating-point weights, computed with in the model's dtype."""
 
     name = "as stored"
-    mixes = False
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     stacks = True
-    keeps_rows = True
 
     @property
     def lm_head(self) -> LayerFormat:
@@ -146,20 +144,11 @@ class AsStored:
     def of(self, module: str) -> LayerFormat:
         return self
 
-    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
-        return False
-
-    def torch_refusal(self) -> str | None:
-        return None
-
-    def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
-        return None
-
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         num_rows, num_columns = shape
         return padded_rows(num_rows, kernels, gated=gated) * num_columns * itemsize
 
-    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
         return modules[0]["weight"]
 
     def torch_linear(
@@ -167,7 +156,7 @@ class AsStored:
     ) -> "LinearLayer":
         from pagedcli.layers.linear import Linear
 
-        return Linear(modules[0]["weight"], bias)
+        return Linear(self.weight(modules, dtype, kernels), bias)
 
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
@@ -178,11 +167,8 @@ class AsStored:
 AS_STORED = AsStored()
 
 
-class MixedLayer:
-    """Modules of different formats as one layer: a LayerFormat."""
-
-    stacks = False
-    keeps_rows = True
+class MixedLayer(LayerFormat):
+    """Modules of different formats as one layer."""
 
     def __init__(self, formats: Sequence[LayerFormat], rows: Sequence[int]) -> None:
         """`rows`: output features of each module."""
@@ -243,12 +229,9 @@ class MixedLayer:
         return [{"weight": torch.cat([module["weight"].to(dtype) for module in modules])}]
 
 
-class Rounded:
+class Rounded(AsStored):
     """Floating-point weights that are rounded while they are packed, for kernels that round the activations, too."""
 
-    stored: tuple[StoredTensor, ...] = (WEIGHT,)
-    mixes = False
-    stacks = True
     keeps_rows = False  # too coarse to start a sequence from
 
     def __init__(self, name: str, *, packing: str, block: tuple[int, int], lm_head: "Rounded | None" = None) -> None:
@@ -261,29 +244,18 @@ class Rounded:
     def lm_head(self) -> LayerFormat:
         return self._lm_head or self
 
-    def of(self, module: str) -> LayerFormat:
-        return self
-
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return True
 
     def torch_refusal(self) -> str | None:
         return f"{self.name} weights need the native CPU kernels"
 
-    def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
-        return None
-
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         (num_rows, num_columns), (inputs, num_bytes) = shape, self._block
         return padded_rows(num_rows, "cpu", gated=gated) * (-(-num_columns // inputs) * num_bytes + _SCALE_AND_SUM)
 
-    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
         raise AssertionError("rounded while it is packed, and a format with a torch_refusal has no torch layer")
-
-    def torch_linear(
-        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
-    ) -> "LinearLayer":
-        raise AssertionError("a format with a torch_refusal is not asked for a torch layer")
 
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False

@@ -4,8 +4,8 @@ in REGISTRY.
 
 from importlib import import_module
 
-from pagedcli.errors import ConfigError
-from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, chunk_refusal, length_refusal
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, length_refusal
 from pagedcli.models.formats import FORMATS, WeightFormat
 from pagedcli.models.gguf.formats import GgufFormat
 from pagedcli.models.gguf.quantization import GgufQuantization
@@ -66,8 +66,13 @@ def choose_decoder(needs: DecoderNeeds) -> str:
 
 def check_length(spec: ModelSpec, max_model_len: int) -> None:
     """Raises: ModelError if the model cannot serve requests of max_model_len tokens."""
-    if spec.attention_chunk is not None and max_model_len > spec.attention_chunk:
-        raise chunk_refusal(spec.architecture, spec.attention_chunk, max_model_len)
-    limit = spec.rope.exact_length if spec.rope is not None else None
-    if limit is not None and max_model_len > limit and spec.rope is not None and not spec.rope.long_factor:
-        raise length_refusal(spec.architecture, limit, "longrope", max_model_len)
+    if (chunk := spec.attention_chunk) is not None and max_model_len > chunk:
+        raise ModelError(
+            f"{spec.architecture} has layers that attend within chunks of {chunk} tokens, which is not implemented,"
+            f" and max_model_len {max_model_len} is longer",
+            hint=f"use --max-model-len {chunk}: up to there the chunks change nothing",
+        )
+    rope = spec.rope
+    if rope is not None and rope.extends(max_model_len) and not rope.long_factor:
+        assert rope.exact_length is not None, "only then it extends"
+        raise length_refusal(spec.architecture, rope.exact_length, "longrope", max_model_len)

@@ -4,7 +4,6 @@ The numbers are kept as stored where a kernel computes with them, and otherwise 
 layout has one function that reads its packing; models.quantization reads what config.json says of it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -32,6 +31,7 @@ from pagedcli.models.formats import (
     LayerFormat,
     Modules,
     StoredTensor,
+    WeightFormat,
     padded_rows,
 )
 from pagedcli.models.stored_quantization import Quantization, StoredQuantization
@@ -42,10 +42,8 @@ _Reads = Callable[[Mapping[str, Tensor], StoredQuantization], CodedWeight]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output feature of each four bits of a word, lowest first
 
 
-class CheckpointFormat:
-    """The formats of the layers of a quantized checkpoint: a WeightFormat."""
-
-    mixes = False
+class CheckpointFormat(WeightFormat):
+    """The formats of the layers of a quantized checkpoint."""
 
     def __init__(self, quantization: Quantization) -> None:
         self.name = quantization.description
@@ -58,26 +56,15 @@ class CheckpointFormat:
     def of(self, module: str) -> "Packed | AsStored":
         return next((each for each in self._formats if each.quantization.covers(module)), AS_STORED)
 
-    def torch_refusal(self) -> str | None:
-        return None
-
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
-        """See WeightFormat.rounds_activations."""
         return kernels == "cpu" and any(each.kernel_refusal(kernels, itemsize) is None for each in self._formats)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return "; ".join(dict.fromkeys(each.note(dtype, kernels) for each in self._formats))
 
 
-class CodedLayer(ABC):
-    """Linear layers of codes with scales: what is the same in the LayerFormat of every source."""
-
-    stacks = False
-    keeps_rows = True
-
-    @abstractmethod
-    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
-        """See LayerFormat.weight: with its codes where these kernels compute with them."""
+class CodedLayer(LayerFormat):
+    """Linear layers of codes with scales: what is the same for every source."""
 
     def torch_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
@@ -97,7 +84,7 @@ class CodedLayer(ABC):
 
 
 class Packed(CodedLayer):
-    """Numbers of 4 or 8 bits with scales: a LayerFormat."""
+    """Numbers of 4 or 8 bits with scales."""
 
     def __init__(self, quantization: StoredQuantization) -> None:
         self.quantization, self.name = quantization, quantization.description
@@ -105,7 +92,6 @@ class Packed(CodedLayer):
         self.stored = stores(quantization)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str:
-        """See WeightFormat.note."""
         name = self.quantization.description
         if (why := self.kernel_refusal(kernels, dtype.itemsize)) is not None:
             said = f"weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
@@ -130,7 +116,6 @@ class Packed(CodedLayer):
         return None
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
-        """See LayerFormat.kept_bytes."""
         if self.kernel_refusal(kernels, itemsize) is not None:
             return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
         (num_rows, num_columns), stored = shape, self.quantization

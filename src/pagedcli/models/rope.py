@@ -128,27 +128,25 @@ def read_rope_spec(
     theta = rope.rope_theta or fields.rope_theta or 10000.0
     original = fields.original_max_position_embeddings or rope.original_max_position_embeddings
     original = original or max_position_embeddings
+    plain = RopeSpec(theta=theta, partial=partial, alpha=alpha)
     if rope_type == "linear":
-        factor = _required(rope.factor, "factor", rope_type)
-        return RopeSpec(type="linear", theta=theta, partial=partial, factor=factor)
+        return replace(plain, type="linear", factor=_required(rope.factor, "factor", rope_type))
     if rope_type == "proportional":
-        return RopeSpec(type="proportional", theta=theta, partial=partial, factor=rope.factor or 1.0)
+        return replace(plain, type="proportional", factor=rope.factor or 1.0)
     if rope_type == "llama3":
-        return RopeSpec(
+        return replace(
+            plain,
             type="llama3",
-            theta=theta,
-            partial=partial,
             factor=_required(rope.factor, "factor", rope_type),
             original_max_position_embeddings=original,
             low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor", rope_type),
             high_freq_factor=_required(rope.high_freq_factor, "high_freq_factor", rope_type),
         )
+    factor = rope.factor or max_position_embeddings / original
     if rope_type == "yarn":
-        factor = rope.factor or max_position_embeddings / original
-        return RopeSpec(
+        return replace(
+            plain,
             type="yarn",
-            theta=theta,
-            partial=partial,
             factor=factor,
             original_max_position_embeddings=original,
             beta_fast=rope.beta_fast or 32.0,
@@ -158,17 +156,16 @@ def read_rope_spec(
             attention_factor=_attention_factor(rope, factor),
         )
     if rope_type == "longrope":
-        found = _longrope(rope, original, max_position_embeddings)
-        return replace(found, theta=theta, partial=partial)
-    return RopeSpec(theta=theta, partial=partial, alpha=alpha)
+        return _longrope(plain, rope, original, factor)
+    return plain
 
 
-def _longrope(rope: _RopeJson, original: int, max_position_embeddings: int) -> RopeSpec:
+def _longrope(plain: RopeSpec, rope: _RopeJson, original: int, factor: float) -> RopeSpec:
     if not rope.short_factor:
         raise ModelError("rope type 'longrope' needs 'short_factor'")
-    factor = rope.factor or max_position_embeddings / original
     by_length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return RopeSpec(
+    return replace(
+        plain,
         type="longrope",
         original_max_position_embeddings=original,
         short_factor=tuple(rope.short_factor),

@@ -1,7 +1,7 @@
 """What a model is: its layers as records, and the facts of the whole that planning and running need. Free of torch;
 models.reading makes a ModelSpec."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -254,9 +254,3 @@ def layer_groups(layers: Sequence[AttentionLayer]) -> tuple[CacheGroup, ...]:
     windows, heads = [layer.window for layer in layers], [layer.heads and layer.heads.kept for layer in layers]
     groups = cache_groups(windows, heads, [layer.source is None for layer in layers])
     return tuple(structs.replace(group, value_dim=layers[group.layers[0]].value_dim) for group in groups)
-
-
-def numbered(mixers: Iterable[Mixer], mlps: Iterable[Mlp | Experts | None], **common: object) -> tuple[LayerSpec, ...]:
-    """Layers in the order of a checkpoint."""
-    pairs = zip(mixers, mlps, strict=True)
-    return tuple(LayerSpec(mixer=mixer, mlp=mlp, number=i, **common) for i, (mixer, mlp) in enumerate(pairs))  # type: ignore[arg-type]

@@ -63,3 +63,8 @@ def stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | 
         target.narrow(parameter.dim, place, part.shape[parameter.dim]).copy_(part)
         place += part.shape[parameter.dim]
     return target
+
+
+def and_others(names: list[str]) -> str:
+    """What follows the first of some names, e.g. " (and 2 more)"; empty if it is the only one."""
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -23,7 +23,7 @@ from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
+from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, stacked
 from pagedcli.models.tensors import LLAMA_NAMES, Parameter, TensorNames
 
 # rotary tables, the shapes of packed weights, scales of activations, which are rounded per token or not at all, and of
@@ -213,7 +213,7 @@ class CheckpointWeights:
         missing = sorted(expected - where.keys() - ignored)
         if missing:
             raise ModelError(
-                f"{self._path}: tensor {missing[0]!r} is missing{_and_others(missing)}",
+                f"{self._path}: tensor {missing[0]!r} is missing{and_others(missing)}",
                 hint="the folder is incomplete, or config.json describes another model",
             )
         unexpected = sorted(
@@ -222,7 +222,7 @@ class CheckpointWeights:
         if unexpected:
             raise ModelError(
                 f"{self._path / where[unexpected[0]]}: tensor {unexpected[0]!r} is not part of this architecture"
-                f"{_and_others(unexpected)}",
+                f"{and_others(unexpected)}",
                 hint="config.json describes another model, or the weights are adapted or quantized",
             )
 
@@ -352,7 +352,3 @@ def _open(file: Path) -> Any:
         raise ModelError(
             f"{file} is damaged or cut short ({file.stat().st_size} bytes): {error}", hint="download the file again"
         ) from error
-
-
-def _and_others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

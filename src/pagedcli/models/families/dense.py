@@ -85,10 +85,7 @@ class StableLm(Llama):
     biases = ("use_qkv_bias", False, False)
     partial_rope = True
     norm_style = BIASED_NORMS
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        return bool(config.get("qk_layernorm"))
+    transformers_only = ("qk_layernorm",)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         layers = super().layers()
@@ -115,10 +112,7 @@ class Cohere(Llama):
     interleaved = True
     norm_places = "shared"
     norm_style = NormStyle(eps=0.0, in_float32=True, centred="plain")
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        return bool(config.get("use_qk_norm"))
+    transformers_only = ("use_qk_norm",)
 
     @property
     def scales(self) -> Scales:
@@ -128,8 +122,8 @@ class Cohere(Llama):
 class Cohere2(RotatesInWindows, Cohere):
     sliding_window_pattern = 4
 
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
+    @classmethod
+    def through_transformers(cls, config: dict[str, Any]) -> bool:
         """Without windows no layer has a rotary embedding."""
         return config.get("sliding_window", 4096) is None
 
@@ -217,10 +211,6 @@ class Qwen2(Windowed):
         return [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
 
 
-class Qwen2Vl(Qwen2):
-    """Qwen2-VL and 2.5-VL. Its rotary embedding has three positions, which are equal for text."""
-
-
 class Qwen3(Qwen2):
     biases = ATTENTION_BIAS
     qk_norm = "heads"
@@ -266,9 +256,7 @@ class Granite(Llama):
 class GraniteSwa(RotatesByTheta, Granite):
     sliding_window_pattern = 4
     full_first = True
-
-    def attention(self, i: int) -> Attention:
-        return replace(super().attention(i), sinks=True)
+    sinks = True
 
 
 class HyperClovaX(Granite):
@@ -289,15 +277,22 @@ class HyperClovaX(Granite):
         return tuple(replace(layer, norms="around") for layer in layers) if self.use_post_norm else layers
 
 
-class SmolLM3(Windowed):
+class ListedWindows(Windowed):
     use_sliding_window: bool = False
-    no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
-    no_rope_layer_interval: int = 4
 
     windows = "the layers of layer_types, if switched on"
 
     def slides(self) -> list[bool]:
-        return listed(self.layer_types, self.num_hidden_layers, uses=self.use_sliding_window and self.sliding_window)
+        if not (self.use_sliding_window and self.sliding_window):
+            return [False] * self.num_hidden_layers
+        if self.layer_types is None:
+            raise ModelError("use_sliding_window is true, but layer_types does not say in which layers")
+        return [kind == "sliding_attention" for kind in self.layer_types]
+
+
+class SmolLM3(ListedWindows):
+    no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
+    no_rope_layer_interval: int = 4
 
     def ropes(self) -> Sequence[RopeSpec | None]:
         rope, count = self.rope(), self.num_hidden_layers
@@ -307,34 +302,30 @@ class SmolLM3(Windowed):
         return [rope if each else None for each in rotates]
 
 
-def listed(layer_types: list[str] | None, count: int, *, uses: Any) -> list[bool]:
-    """Which layers slide by layer_types, if any does."""
-    if not uses:
-        return [False] * count
-    if layer_types is None:
-        raise ModelError("use_sliding_window is true, but layer_types does not say in which layers")
-    return [kind == "sliding_attention" for kind in layer_types]
-
-
 class Phi3(Windowed):
     biases = UNBIASED
     partial_rope = True
     names = TensorNames(qkv=("qkv_proj",), projections=STACKED)
 
 
-class Gemma(Llama):
-    hidden_activation: str | None = None
-    activations = ("gelu_pytorch_tanh",)
-    biases = ATTENTION_BIAS
-    norm_style = OFFSET_NORMS
+class NamesActivation(Llama):
+    """config.json may have the activation as another field."""
 
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        return (config.get("hidden_activation") or config.get("hidden_act")) == "gelu"
+    hidden_activation: str | None = None
 
     @property
     def activation(self) -> str:
         return self.hidden_activation or self.hidden_act
+
+
+class Gemma(NamesActivation):
+    activations = ("gelu_pytorch_tanh",)
+    biases = ATTENTION_BIAS
+    norm_style = OFFSET_NORMS
+
+    @classmethod
+    def through_transformers(cls, config: dict[str, Any]) -> bool:
+        return (config.get("hidden_activation") or config.get("hidden_act")) == "gelu"
 
     @property
     def scales(self) -> Scales:
@@ -348,8 +339,8 @@ class Gemma2(Alternating, Gemma):
 
     norm_places = "around"
 
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
+    @classmethod
+    def through_transformers(cls, config: dict[str, Any]) -> bool:
         return False
 
     def attention(self, i: int) -> Attention:
@@ -372,10 +363,9 @@ class Gemma3(RotatesByWindow, Gemma2):
         return replace(super().attention(i), soft_cap=None)
 
 
-class MuseGlimmer(RotatesByTheta):
+class MuseGlimmer(RotatesByTheta, NamesActivation):
     """Muse Glimmer: gates of attention's result, norms of q and k by no weights, a normed embedding."""
 
-    hidden_activation: str | None = None
     final_logit_softcapping: Factor = 20.0
     qk_scale_factor: Factor = 3.87
     output_multiplier: Factor = 0.19611613513818404
@@ -385,10 +375,6 @@ class MuseGlimmer(RotatesByTheta):
     qk_norm = "unweighted"
     norm_places = "around"
     norm_style = replace(OFFSET_NORMS, offset_last=False)
-
-    @property
-    def activation(self) -> str:
-        return self.hidden_activation or self.hidden_act
 
     @property
     def norm(self) -> NormStyle:

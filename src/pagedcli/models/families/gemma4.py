@@ -5,15 +5,15 @@ from functools import cached_property
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Factor, Size
-from pagedcli.models.families.dense import FLOAT_NORMS
+from pagedcli.models.families.dense import FLOAT_NORMS, NamesActivation
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, Llama, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.spec import LayerInputs, Scales
 
 
-class Gemma4(RotatesByWindow):
-    hidden_activation: str | None = "gelu_pytorch_tanh"
+class Gemma4(RotatesByWindow, NamesActivation):
+    hidden_activation = "gelu_pytorch_tanh"
     sliding_window_pattern = 6
     global_head_dim: Size = 512
     num_global_key_value_heads: Size | None = None
@@ -42,10 +42,6 @@ class Gemma4(RotatesByWindow):
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-
-    @property
-    def activation(self) -> str:
-        return self.hidden_activation or self.hidden_act
 
     @property
     def scales(self) -> Scales:

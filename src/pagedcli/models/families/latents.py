@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Factor, Size
 from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe, expert_groups
-from pagedcli.models.family import Biases, Llama
+from pagedcli.models.family import ATTENTION_BIAS, Biases, Llama
 from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mlps import Experts
 from pagedcli.models.spec import Scales
-from pagedcli.models.tensors import TensorNames
 
 
 class Latents(Llama):
@@ -24,13 +23,14 @@ class Latents(Llama):
     v_head_dim: Size | None = 128  # None: hidden_size / num_attention_heads
     rope_interleave: bool | None = True
 
-    biases: ClassVar[Biases] = ("attention_bias", "attention_bias", False)
+    biases: ClassVar[Biases] = ATTENTION_BIAS
     interleaved = True
 
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
+    @classmethod
+    def through_transformers(cls, config: dict[str, Any]) -> bool:
         """Projections may have biases, but not queries that are made directly of the residual."""
-        return bool(config.get("attention_bias")) and config.get("q_lora_rank", 0) is None
+        has_biases = bool(config.get("attention_bias")) and config.get("q_lora_rank", 0) is None
+        return has_biases or super().through_transformers(config)
 
     @property
     def num_kv_heads(self) -> int:
@@ -70,10 +70,6 @@ class Latents(Llama):
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-class Youtu(Latents):
-    """Youtu-LLM."""
-
-
 class MiniCpm3(Latents):
     scale_emb: Factor = 12
     scale_depth: Factor | None = 1.4
@@ -97,16 +93,7 @@ class DeepseekV3(Latents, Glm4Moe):
 
     partial_rotary_factor = None
 
-    biases = Latents.biases
     partial_rope = False
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        return Latents.through_transformers(config)
-
-
-class Glm4MoeLite(DeepseekV3):
-    """GLM-4.7-Flash."""
 
 
 class DeepseekV2(Latents, AlwaysMixture):
@@ -121,17 +108,9 @@ class DeepseekV2(Latents, AlwaysMixture):
         "norm_topk_prob": (False,),
         "topk_method": ("greedy", "group_limited_greedy"),
     }
+    transformers_only = ("mlp_bias",)  # MLPs, and experts for every token, may have biases
     renamed = Glm4Moe.renamed
     expert_names = Glm4Moe.expert_names
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        """MLPs, and experts for every token, may have biases."""
-        return bool(config.get("mlp_bias")) or Latents.through_transformers(config)
-
-    @property
-    def tensor_names(self) -> TensorNames:
-        return self.names
 
     def is_dense(self, i: int) -> bool:
         return i < self.num_dense_layers

@@ -6,7 +6,16 @@ from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import Size
-from pagedcli.models.families.dense import BIASED_NORMS, FLOAT_NORMS, Cohere2, Exaone4, Granite, HunYuanDenseV1, listed
+from pagedcli.models.families.dense import (
+    BIASED_NORMS,
+    FLOAT_NORMS,
+    Cohere2,
+    Exaone4,
+    Granite,
+    GraniteSwa,
+    HunYuanDenseV1,
+    ListedWindows,
+)
 from pagedcli.models.family import (
     ATTENTION_BIAS,
     UNBIASED,
@@ -14,8 +23,6 @@ from pagedcli.models.family import (
     Biases,
     Llama,
     Mixture,
-    QkNorm,
-    RotatesByTheta,
     RotatesByWindow,
     Windowed,
 )
@@ -34,24 +41,23 @@ class QwenMixture(Mixture):
     mlp_only_layers: list[int] | None = None
     mlp_layer_types: list[str] | None = None
 
+    @property
+    def shared_width(self) -> int:
+        return self.shared_expert_intermediate_size or 0
+
     def is_dense(self, i: int) -> bool:
         named = i in (self.mlp_only_layers or ())
         if self.mlp_layer_types is not None:
             named = self.mlp_layer_types[i : i + 1] == ["dense"]
         return named or bool((i + 1) % max(1, self.decoder_sparse_step))
 
-    def experts(self) -> Experts:
-        width = self.shared_expert_intermediate_size
-        shared = None if width is None else Mlp(width=width, activation=self.activation)
-        return replace(super().experts(), shared=shared)
-
 
 class Qwen3Moe(Windowed, QwenMixture):
     use_sliding_window: bool = False
 
     windows = "every layer, if switched on"
-    biases: ClassVar[Biases] = ATTENTION_BIAS
-    qk_norm: ClassVar[QkNorm] = "heads"
+    biases = ATTENTION_BIAS
+    qk_norm = "heads"
 
     def slides(self) -> list[bool]:
         return [self.use_sliding_window] * self.num_hidden_layers
@@ -64,15 +70,10 @@ class Qwen3VlMoe(QwenMixture):
     qk_norm = "heads"
 
 
-class Qwen2Moe(Qwen3Moe):
+class Qwen2Moe(ListedWindows, QwenMixture):
     qkv_bias: bool = True
 
-    windows = "the layers of layer_types, if switched on"
     biases = ("qkv_bias", False, False)
-    qk_norm = "none"
-
-    def slides(self) -> list[bool]:
-        return listed(self.layer_types, self.num_hidden_layers, uses=self.use_sliding_window and self.sliding_window)
 
 
 class Mellum(RotatesByWindow, QwenMixture):
@@ -177,6 +178,7 @@ class GptOss(Alternating, Mixture):
     own_activation = "clamped_silu"
     biases = ATTENTION_BIAS
     norm_style = FLOAT_NORMS
+    sinks = True
     expert_names = ExpertNames(router="router")
     default_rope = {
         "rope_type": "yarn",
@@ -193,9 +195,6 @@ class GptOss(Alternating, Mixture):
             found = f"swiglu_alpha {self.swiglu_alpha} with swiglu_limit {self.swiglu_limit}"
             raise ModelError(f"{found} is not supported (only 1.702 with 7.0)")
 
-    def attention(self, i: int) -> Attention:
-        return replace(super().attention(i), sinks=True)
-
     def experts(self) -> Experts:
         experts = super().experts()
         return replace(experts, each=replace(experts.each, bias=True), has_biases=True, alternating=True)
@@ -211,22 +210,15 @@ class GraniteMoe(Granite, Mixture):
         shared="shared_mlp",
         shared_projections=("input_linear", "output_linear"),
     )
+    routing = {"renormalize": True, "gates_shared": False}  # the softmax is over the picked experts alone
 
-    def experts(self) -> Experts:
-        """The softmax is over the picked experts alone."""
-        width = self.shared_intermediate_size
-        shared = Mlp(width=width, activation=self.activation) if width else None
-        return replace(super().experts(), renormalize=True, shared=shared, gates_shared=False)
+    @property
+    def shared_width(self) -> int:
+        return self.shared_intermediate_size
 
 
-class GraniteMoeSwa(RotatesByTheta, GraniteMoe):
-    sliding_window_pattern = 4
-
-    full_first = True
+class GraniteMoeSwa(GraniteSwa, GraniteMoe):
     expert_names = replace(GraniteMoe.expert_names, router="router")
-
-    def attention(self, i: int) -> Attention:
-        return replace(super().attention(i), sinks=True)
 
 
 class AlwaysMixture(Mixture):
@@ -234,10 +226,11 @@ class AlwaysMixture(Mixture):
 
     n_shared_experts: int | None = 0
 
-    def experts(self) -> Experts:
-        width = (self.n_shared_experts or 0) * (self.moe_intermediate_size or self.intermediate_size)
-        shared = Mlp(width=width, activation=self.activation) if width else None
-        return replace(super().experts(), has_router_bias=True, shared=shared, gates_shared=False)
+    routing = {"has_router_bias": True, "gates_shared": False}
+
+    @property
+    def shared_width(self) -> int:
+        return (self.n_shared_experts or 0) * (self.moe_intermediate_size or self.intermediate_size)
 
 
 class DenseFirst(AlwaysMixture):
@@ -409,11 +402,7 @@ class HyV3(Glm4Moe):
     partial_rope = False
     expert_names = ExpertNames(router="router.gate", shared="mlp.shared_mlp")
     reads_head = False
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        """Experts for every token may have biases, too."""
-        return bool(config.get("mlp_bias"))
+    transformers_only = ("mlp_bias",)  # experts for every token may have biases, too
 
 
 class MiniMaxM2(Mixture):
@@ -424,13 +413,11 @@ class MiniMaxM2(Mixture):
     partial_rope = True
     qk_norm = "all"
     expert_names = replace(Mixtral.expert_names, router_bias="e_score_correction_bias")
+    routing = {"sigmoid": True, "has_router_bias": True}
 
     def __post_init__(self) -> None:
         if self.rotary_dim is not None and self.partial_rotary_factor is None:
             self.partial_rotary_factor = self.rotary_dim / self.head_size
-
-    def experts(self) -> Experts:
-        return replace(super().experts(), sigmoid=True, has_router_bias=True)
 
 
 class HunYuanMoeV1(HunYuanDenseV1, Mixture):
@@ -439,6 +426,7 @@ class HunYuanMoeV1(HunYuanDenseV1, Mixture):
 
     renamed = {"moe_topk": "num_experts_per_tok", "moe_intermediate_size": "not read, as in transformers"}
     expert_names = ExpertNames(router="gate.wg", shared="mlp.shared_mlp")
+    routing = {"gates_shared": False}
 
     def __post_init__(self) -> None:
         picked = self.num_experts_per_tok
@@ -450,9 +438,9 @@ class HunYuanMoeV1(HunYuanDenseV1, Mixture):
             raise ModelError("moe_topk differs between layers, which is not supported")
         super().check()
 
-    def experts(self) -> Experts:
-        shared = Mlp(width=self.intermediate_size, activation=self.activation)
-        return replace(super().experts(), shared=shared, gates_shared=False)
+    @property
+    def shared_width(self) -> int:
+        return self.intermediate_size
 
 
 class Ernie4_5Moe(AlwaysMixture):
@@ -469,16 +457,10 @@ class Ernie4_5Moe(AlwaysMixture):
     interleaved = True
     names = TensorNames(skipped=("model.mtp",))
     expert_names = ExpertNames(router_bias="moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
-
-    @staticmethod
-    def through_transformers(config: dict[str, Any]) -> bool:
-        """Its output layer has a bias, too."""
-        return bool(config.get("use_bias"))
+    routing = AlwaysMixture.routing | {"renormalize": True}
+    transformers_only = ("use_bias",)  # its output layer has a bias, too
 
     def is_dense(self, i: int) -> bool:
         last = self.moe_layer_end_index if self.moe_layer_end_index >= 0 else self.num_hidden_layers - 1
         is_within = max(0, self.moe_layer_start_index) <= i <= last
         return not is_within or bool((i + 1) % max(1, self.moe_layer_interval))
-
-    def experts(self) -> Experts:
-        return replace(super().experts(), renormalize=True)

@@ -9,7 +9,7 @@ from pagedcli.attention.base import dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import CodedWeight, Weight, stacked
-from pagedcli.models.formats import AS_STORED, LayerFormat, Modules, StoredTensor, padded_rows
+from pagedcli.models.formats import AS_STORED, LayerFormat, Modules, StoredTensor, WeightFormat, padded_rows
 from pagedcli.models.gguf.blocks import coded, numbers
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.gguf.types import GgmlType
@@ -17,8 +17,8 @@ from pagedcli.models.packed_formats import CodedLayer
 from pagedcli.native.system import one_thread
 
 
-class GgufFormat:
-    """The formats of the layers of a file: a WeightFormat."""
+class GgufFormat(WeightFormat):
+    """The formats of the layers of a file."""
 
     mixes = True
 
@@ -38,9 +38,6 @@ class GgufFormat:
 
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return kernels == "cpu"
-
-    def torch_refusal(self) -> str | None:
-        return None
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         if kernels == "cpu":
@@ -73,7 +70,7 @@ def _scaled(weight: CodedWeight, scale: torch.Tensor) -> CodedWeight:
 
 
 class GgufLayer(CodedLayer):
-    """Linear layers of one type: a LayerFormat. `scaled`: a number of the module multiplies all of its weight."""
+    """Linear layers of one type. `scaled`: a number of the module multiplies all of its weight."""
 
     def __init__(self, kind: GgmlType, *, scaled: bool = False) -> None:
         self.kind, self.name, self._scaled = kind, kind.name, scaled
@@ -83,7 +80,6 @@ class GgufLayer(CodedLayer):
             self.stored += (SCALE,)
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
-        """See LayerFormat.kept_bytes."""
         num_rows, num_columns = shape
         if kernels == "triton" and self.kind.in_triton:
             return num_rows * num_columns * self.kind.in_triton // 256

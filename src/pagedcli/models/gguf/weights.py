@@ -14,7 +14,7 @@ from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import Orders
 from pagedcli.models.gguf.header import Header, TensorInfo
 from pagedcli.models.gguf.names import Place, stored_tensor
-from pagedcli.models.stacking import UnreadTensors, kept_dtype, stacked
+from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, stacked
 from pagedcli.models.tensors import Parameter
 
 # used by the rotary embedding, or by nothing
@@ -73,12 +73,12 @@ class GgufWeights:
         found = {name for name in tensors if not name.startswith("blk.") or _layer(name) < layers}
         found |= expected & tensors.keys()
         if missing := sorted(expected - found):
-            others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise self._header.error(f"tensor {missing[0]!r} is missing{others}", "download the file again")
+            raise self._header.error(
+                f"tensor {missing[0]!r} is missing{and_others(missing)}", "download the file again"
+            )
         extra = sorted(name for name in found - expected - allowed if not name.endswith(_UNUSED))
         if extra:
-            others = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-            raise self._header.error(f"tensor {extra[0]!r:.80} is not part of this architecture{others}")
+            raise self._header.error(f"tensor {extra[0]!r:.80} is not part of this architecture{and_others(extra)}")
 
     def _read(self, name: str, place: Place, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         """The numbers of a tensor, or its blocks if the parameter keeps them."""
