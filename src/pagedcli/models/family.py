@@ -165,10 +165,10 @@ class Llama:
         ropes, windows = self.ropes(), self.window_sizes()
         found = []
         for i in range(self.num_hidden_layers):
-            mixer = self.mixer(i)
-            if isinstance(mixer, Attention):
-                mixer = replace(mixer, rope=ropes[i], window=windows[i])
-            found.append(self._layer(i, mixer))
+            layer = self._layer(i, self.mixer(i))
+            if layer.attention is not None:
+                layer = replace(layer, mixer=replace(layer.attention, rope=ropes[i], window=windows[i]))
+            found.append(layer)
         return tuple(found)
 
     def head(self, names: TensorNames) -> DraftHead | None:
