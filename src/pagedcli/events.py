@@ -36,7 +36,7 @@ DRAFT_WORDS: dict[DraftSource, str] = {
     "mtp": "the model's MTP head",
     "oracle": "one who knows",
 }
-WAITING_WORDS: dict[str, str] = {  # by WaitingReason
+WAITING_WORDS: dict[str, str] = {  # WaitingReason -> words
     "max_num_seqs": "sequence limit",
     "token_budget": "token budget",
     "free_blocks": "free blocks",
@@ -117,7 +117,7 @@ class RequestAdded(Event, frozen=True, gc=False):
     sample_index: int  # 0 ... n-1
     num_prompt_tokens: int
     max_new_tokens: int
-    salted: bool  # has a cache_salt: shares blocks only with requests of the same salt
+    salted: bool  # whether it has a cache_salt and shares blocks only with requests of the same salt
     token_ids: tuple[TokenId, ...] | None = None  # the prompt, only if the user asked for tokens
     row_id: str | None = None  # the id that the user gave the row; None: there is none, or ids are private
     beam_width: int | None = None  # sequences of a beam search, for which the first one needs room

@@ -55,7 +55,7 @@ _MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "pytorch_model.bin"),
 )
-_ROW_BYTES = 1 << 20  # read of a file to recognize its first row
+_ROW_BYTES = 1 << 20  # bytes read of a file to recognize its first row
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 

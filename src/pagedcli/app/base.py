@@ -26,7 +26,7 @@ from pagedcli.interrupt import on_signals
 from pagedcli.printable import byte_text, one_line, plural
 
 T = TypeVar("T")
-_KEY_TICK_S = 0.025  # after a key, which a running engine obeys when its step has ended
+_KEY_TICK_S = 0.025  # pause after a key, which a running engine obeys when its step has ended
 _AT_ONCE_S = 0.05  # what takes longer is shown later
 _MOST_CLIPBOARD_BYTES = 70_000  # terminals ignore longer sequences; xterm from 75 kB on in base64
 

@@ -13,4 +13,4 @@ ANSI = TerminalTheme(
     [_BLACK, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _WHITE],
     [_GREY, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, (255, 255, 255)],
 )
-MUTED = "bright_black"  # for what matters less; Rich's `dim` has too little contrast
+MUTED = "bright_black"  # Rich's `dim` has too little contrast

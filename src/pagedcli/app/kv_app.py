@@ -226,7 +226,7 @@ class KVApp(PlayerApp):
         self._filter = ""
         self._searched = ""
         self._tree = Rows(id="tree", empty="no blocks")
-        self._shown: dict[int, Branch] = {}  # by row
+        self._shown: dict[int, Branch] = {}  # row -> its branch
         self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
         self._verdict = Lines(id="verdict")

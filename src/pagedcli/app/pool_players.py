@@ -150,7 +150,7 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self._whole_run = WholeRun() if whole_run is None else whole_run
         self.past: ReplayPlayer | None = None
         self._recorded = recorded
-        self._num_events = 0  # so far, forgotten ones included
+        self._num_events = 0  # events so far, forgotten ones included
         self._is_read_back = False
         self.live = Moment(follow=follow)  # the engine thread's own, as of the last event that was folded
         self.clock_ns = HeldClock()

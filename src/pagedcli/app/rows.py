@@ -88,7 +88,7 @@ class Lines(Painted):
         super().__init__(id=id)
         self.can_focus = can_focus
         self._lines: Sequence[Text] = ()
-        self._wrapped: tuple[int, list[Text]] = 0, []  # for a width
+        self._wrapped: tuple[int, list[Text]] = 0, []  # a width and the lines for it
 
     def show(self, *texts: Text) -> None:
         """Show these texts. The screen is laid out again only if the number of lines changes."""

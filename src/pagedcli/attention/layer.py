@@ -15,7 +15,7 @@ class Heads(NamedTuple):
 
     @property
     def kept(self) -> KvHeads:
-        """Those that the cache has."""
+        """The heads that the cache has."""
         return self.num_kv_heads, self.head_dim
 
 
@@ -29,6 +29,6 @@ class AttentionLayer:
     sinks: bool = False  # a learned logit per query head joins the softmax and adds nothing to its result
     k_scale: float = 1.0  # scale of K in an fp8 cache; 1 for every other cache
     v_scale: float = 1.0  # the same for V
-    heads: Heads | None = None  # where layers differ in them; None: those of the AttentionSpec
+    heads: Heads | None = None  # None: those of the AttentionSpec, as all layers have
     value_dim: int | None = None  # V is the first so many elements of K, which alone is kept; None: V is kept, too
     source: int | None = None  # the layer, counted among those that attend, whose K and V it reads; None: its own

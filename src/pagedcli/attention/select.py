@@ -31,7 +31,7 @@ class Entry:
     """One backend of the registry, imported lazily."""
 
     name: str
-    module: str  # has check(spec) and load(spec), see AttentionSpec
+    module: str  # a module with check(spec) and load(spec), see AttentionSpec
     auto_devices: tuple[str, ...]  # device types on which "auto" tries it; any device by name
 
 

@@ -139,7 +139,7 @@ def decode_kernel(
     PAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # for D - DV elements, if V is a part of K
+    BLOCK_R: tl.constexpr,  # power of two from D - DV on, if V is a part of K
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -408,7 +408,7 @@ def prefill_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # for D - DV elements, if V is a part of K
+    BLOCK_R: tl.constexpr,  # power of two from D - DV on, if V is a part of K
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,

@@ -62,7 +62,7 @@ class Launcher:
         return key
 
 
-_REGISTERS = 2**16  # of a multiprocessor, from compute capability 8.0 to 12.1
+_REGISTERS = 2**16  # registers of a multiprocessor, from compute capability 8.0 to 12.1
 _RESERVED_SHARED = 1024  # bytes that CUDA takes for each program
 
 

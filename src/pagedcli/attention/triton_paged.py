@@ -122,7 +122,7 @@ class TritonAttention(AttentionBackend):
         self._properties = torch.cuda.get_device_properties(spec.device) if on_gpu else None
         self._launch = Launcher()
         self._layers: dict[tuple[AttentionLayer, int], _LayerConstants] = {}
-        self._store_constants: dict[int, dict[str, Any]] = {}  # by BLOCK_STRIDE
+        self._store_constants: dict[int, dict[str, Any]] = {}  # BLOCK_STRIDE -> constants
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)

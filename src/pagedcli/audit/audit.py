@@ -36,7 +36,7 @@ class Options:
     concurrency: int = 8
     folder: Path | None = None  # failing pairs; None: none is written
     remembers: bool = False  # answers to compare with after a restart
-    memory: Memory | None = None  # those of an earlier audit
+    memory: Memory | None = None  # what an earlier audit remembered
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from pagedcli.files import read_whole, whole_file
 
 CHECK = "restart"
 FORMAT = "pagedcli-audit-memory-1"
-RESTART_STEPS = {CHECK: "remembered prompts, again", "remember": "prompts for --recall, each twice"}  # in a plan
+RESTART_STEPS = {CHECK: "remembered prompts, again", "remember": "prompts for --recall, each twice"}  # names in a plan
 _NUM_PROMPTS = 16
 _MAX_FILE_BYTES = 16 << 20
 _HINT = "name a file that audit --remember has written"

@@ -52,7 +52,7 @@ class Evidence:
     """Everything that a run has seen."""
 
     survey: Survey
-    checks: Sequence[str]  # asked for
+    checks: Sequence[str]  # checks that were asked for
     outcomes: list[Outcome] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)  # check -> why it was not finished
     cases: dict[str, str] = field(default_factory=dict)  # check -> words on its shortest failing pair

@@ -42,7 +42,7 @@ class EndTime:
         self._compared_s, self._predicted_s = 0.0, 0.0  # all compared steps
         self._marks: deque[_Mark] = deque([_Mark()], maxlen=_RATE_S)
         self._end_s: float | None = None
-        self.first: tuple[float, float] | None = None  # when the first prediction was made, and of the whole run
+        self.first: tuple[float, float] | None = None  # time of the first prediction, and the whole run it predicts
 
     def observe_work(self, work: ScheduledStep) -> None:
         """A step is about to be launched."""

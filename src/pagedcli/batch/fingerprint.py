@@ -25,7 +25,7 @@ _ALWAYS = (
     *("tokenizer", "chat_template", "system_prompt", "sampling", "seed", "shard", "field", "id_field", "output_field"),
     *("keep", "output", "output_metrics", "strict"),
 )
-_PIECE_BYTES, _NUM_PIECES = 2**16, 64  # read of each weights file; one of up to 4 MiB is read whole
+_PIECE_BYTES, _NUM_PIECES = 2**16, 64  # pieces read of each weights file; one of up to 4 MiB is read whole
 
 
 _KERNELS = "kernels"
@@ -65,7 +65,7 @@ def _settings(config: Config) -> dict[str, str]:
                 settings[f"{section}.{name}"] = text
     for name, value in msgspec.structs.asdict(config.sampling).items():
         settings[f"sampling.{name}"] = msgspec.json.encode(value).decode()
-    settings.pop("run.output_token_ids", None)  # under the name "output"
+    settings.pop("run.output_token_ids", None)  # it is there under the name "output"
     return settings
 
 

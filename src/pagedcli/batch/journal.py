@@ -33,7 +33,7 @@ SCHEMA_VERSION = 1
 _SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this interval; a killed process loses none
 _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
 _ROW = b',"row":'
-_MOST_FAILURES = 3  # kept in memory
+_MOST_FAILURES = 3  # most failures kept in memory
 
 
 class JournalHeader(msgspec.Struct, frozen=True):

@@ -130,7 +130,7 @@ class BatchOptions:
 
     config: Config
     columns: Columns = field(default_factory=Columns)
-    max_tokens_given: bool = False  # given by a flag, and then not lowered to what fits
+    max_tokens_given: bool = False  # whether a flag gives it; then it is not lowered to what fits
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     cache_namespace: str | None = None  # requests share cached blocks only within it; begins their ids
     no_scores: str | None = None  # why rows cannot be scored

@@ -152,7 +152,7 @@ class RowPrompt(msgspec.Struct, eq=False):
 
     token_ids: list[int]
     params: SamplingParams
-    is_chat: bool = False  # written by the chat template
+    is_chat: bool = False  # whether the chat template wrote it
     is_text: bool = False  # tokenized here
     tools: list[dict[str, Any]] | None = None  # shown by the chat template
     scored: ScoredTokens | None = None  # None: it generates

@@ -32,7 +32,7 @@ class _Sample:
     num_reasoning_tokens: int
     calls: list[ToolCall]  # apart from the text, too
     stops: bool  # whether the request has stop strings or stop tokens
-    prompt_logprobs: "list[TokenLogprobs | None] | None"  # those of its prompt, on the first sample alone
+    prompt_logprobs: "list[TokenLogprobs | None] | None"  # logprobs of its prompt, on the first sample alone
 
     @property
     def ending(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
 class Sink(ABC):
     """Takes rows in completion order."""
 
-    journal: Journal | None = None  # has the rows of the run that this one resumes
+    journal: Journal | None = None  # journal with the rows of the run that this one resumes
 
     @property
     def full(self) -> bool:

@@ -54,7 +54,7 @@ class RowStream(Sink):
         self.rows = make_rows(tokenizer)
         self._came: queue.Queue[Line | None] = queue.Queue(maxsize=self.engine.limits.max_in_work)  # None: the end
         self._lock = threading.Lock()  # guards the two below
-        self._receivers: dict[int, Receiver] = {}  # by row index
+        self._receivers: dict[int, Receiver] = {}  # row index -> receiver
         self._error: BaseException | None = None
         self._written: set[Receiver] = set()  # since the last flush
         self.is_stopped = False

@@ -20,7 +20,7 @@ from pagedcli.batch.reasoning import Channels, Span, find_format
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
 
-Tools = list[dict[str, Any]]  # in OpenAI's form
+Tools = list[dict[str, Any]]  # tools in OpenAI's form
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class ChannelCalls:
     def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Found:
         """See MarkedCalls. A call in the reasoning counts, too."""
         calls: list[ToolCall] = []
-        called: set[int] = set()  # where the messages end
+        called: set[int] = set()  # ends of the messages
         for message in self.channels.messages(prompt_token_ids, output_token_ids):
             header = self.tokenizer.decode(message.header, skip_special_tokens=False)
             if (recipient := re.search(r"\bto=([^\s<]+)", header)) is not None:

@@ -60,7 +60,7 @@ _MOST_IDS = 64  # tokens of prompts and of answers of a run that confirms the me
 _SHARE_OF_RUN = 0.1  # share of the budget for that run
 _MOST_SCALED = 1.5  # times the measured times, at most, in that run
 _TIMES = 5  # repetitions of what is done outside of steps
-_LOOK_S = 0.25  # for other work, before a disturbed calibration is measured again
+_LOOK_S = 0.25  # pause for other work before a disturbed calibration is measured again
 _SHARE_OF_ONE = 0.05  # share of the budget for decodes of one sequence
 _DISTURBED = 2.0  # times the median of its kind: of a step while the machine did something else
 _FEWER = 8  # times fewer sequences with long contexts
@@ -170,7 +170,7 @@ class _Prompts:
 
     lengths: tuple[int, ...]  # tokens
     num_tokens: int  # tokens that each generates
-    alike: bool = False  # as the longest one before up to their last tokens, so that they generate different ones
+    alike: bool = False  # whether prompts equal the longest one before up to their last tokens
 
 
 @dataclass(slots=True)

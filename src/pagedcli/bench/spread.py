@@ -25,7 +25,7 @@ OTHERS_ALLOWED, STEAL_ALLOWED = 0.05, 0.02  # shares of all cores
 class Busy:
     """Shares of the processor time of all cores during a measurement, 0 to 1."""
 
-    others: float  # used by other processes
+    others: float  # other processes
     steal: float  # withheld by the hypervisor
 
     @property

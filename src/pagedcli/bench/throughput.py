@@ -43,7 +43,7 @@ class Run:
     sample_ms: float
     num_cached_tokens: int
     num_drafted_tokens: int  # guessed
-    num_accepted_tokens: int  # of these, the right ones
+    num_accepted_tokens: int  # the right ones among them
     token_ids: list[list[int]]
 
 
@@ -278,7 +278,7 @@ class CacheEffectRow:
     tpot_s: float  # mean of the later tokens
     last_tpot_s: float  # the last token alone
     total_s: Annotated[float, "total s"]
-    tokens_computed: int  # by the model
+    tokens_computed: int  # tokens computed by the model
     ttft_ms: Annotated[float, "TTFT ms"]
     tpot_ms: Annotated[float, "TPOT ms"]
     last_tpot_ms: Annotated[float, "last token ms"]

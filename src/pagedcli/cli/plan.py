@@ -330,7 +330,7 @@ class _Survey:
     requests: "PromptRequests"
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
     refusal: str | None  # why it would
-    reordered: Reordered | None = None  # with --try-reordered
+    reordered: Reordered | None = None  # what --try-reordered finds
 
     @property
     def here(self) -> "Plan | None":
@@ -461,11 +461,11 @@ def _curve_tables(subject: "Subject") -> list[Table]:
 class _ExpectedRun:
     """The run that a file would be."""
 
-    subject: "Subject"  # for advice
+    subject: "Subject"  # what advice is given for
     found: "Forecast"
-    facts: dict[str, Any]  # for JSON
+    facts: dict[str, Any]  # fields of the JSON
     tables: list[Table]
-    time: str | None  # with its range, in words; None: there is no calibration
+    time: str | None  # time and its range in words; None: there is no calibration
 
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:

@@ -23,7 +23,7 @@ class ModelRow:
     seconds_low: Annotated[float | None, "at least", duration_text] = None
     seconds_high: Annotated[float | None, "at most", duration_text] = None
     tokens_per_s: Annotated[float | None, "tokens/s", count] = None
-    memory_bytes: Annotated[Bytes | None, "memory"] = None  # at the peak: weights, KV cache, the largest step, runtime
+    memory_bytes: Annotated[Bytes | None, "memory"] = None  # peak: weights, KV cache, the largest step, runtime
     num_bad_rows: Annotated[int | None, "bad rows"] = None
     reason: Annotated[str | None, "why not"] = None  # why it does not run, or has no time
 

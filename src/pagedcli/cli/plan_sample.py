@@ -29,7 +29,7 @@ class FirstAnswer:
     rows: About
     prompt_tokens: About
     generated_tokens: About
-    hit_rate: float | None = None  # at least, as more rows have more beginnings in common; None: there is no engine
+    hit_rate: float | None = None  # lower bound, as more rows have more beginnings in common; None: there is no engine
     seconds: About | None = None  # time of the run; None: there is no calibration
     decision: "Decision | None" = None
     refusal: str | None = None  # why there is no engine

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagedcli.simulation.forecast import Forecast
 
 _MAX_SHOWN = 10
-_MAX_BAD = 3  # in the short plan
+_MAX_BAD = 3  # most rows in the short plan
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
 _MOST_END_TOKENS = 64  # tokens decoded of each end
 _WORTH_A_ROW = 0.01  # share saved by a setting

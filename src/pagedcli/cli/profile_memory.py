@@ -349,7 +349,7 @@ class AtOnce:
     num_tokens: int
     num_blocks: int
     max_concurrency: Annotated[Whole, "requests at once"]
-    max_concurrency_shared: Annotated[Whole, "requests that share"] | UnsetType = UNSET  # with a common prefix
+    max_concurrency_shared: Annotated[Whole, "requests that share"] | UnsetType = UNSET  # requests with a common prefix
     # in a pool of all that is left
     max_concurrency_left: Annotated[Whole, "requests in all that is left"] | UnsetType = UNSET
 
@@ -443,10 +443,10 @@ class Held:
     num_layers: int
     num_groups: int
     num_blocks: int  # while it generates
-    num_prefill_blocks: Annotated[int, "blocks in prefill"]  # at most, while its prompt is computed in chunks
+    num_prefill_blocks: Annotated[int, "blocks in prefill"]  # the most while its prompt is computed in chunks
     kv_cache_bytes: Annotated[Bytes, "KV cache"]
     unused_bytes: Annotated[Bytes, "unused"]
-    one_table_bytes: Annotated[Bytes, "if kept"]  # if no block were released before it ends
+    one_table_bytes: Annotated[Bytes, "if kept"]  # bytes if no block were released before it ends
 
 
 def group_rows(

@@ -29,9 +29,9 @@ class Terms:
     """Where the memory of a device goes, in bytes. The names are the keys of the report."""
 
     total: int
-    reserve: int = 0  # not used because of the utilization limit
+    reserve: int = 0  # bytes that the utilization limit leaves unused
     others: int = 0  # other processes
-    runtime: int = 0  # this process without the model: CUDA context, interpreter, libraries
+    runtime: int = 0  # bytes of this process without the model: CUDA context, interpreter, libraries
     weights: int
     activations: int  # bytes in the largest step
     graphs: int = 0  # CUDA graph pool

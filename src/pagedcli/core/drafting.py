@@ -17,26 +17,26 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.events import DraftSource, Speculation
 
 LEAST_GAIN = 1.03  # expected tokens per second with guesses over those without: below, there are none
-SHARE_OF_TRIES = 0.005  # of the time of steps, for looking for guesses and for wrong ones in a long run
+SHARE_OF_TRIES = 0.005  # share of the time of steps for looking for guesses and for wrong ones in a long run
 FIRST_TRIES = 0.5  # the account at first, in steps without guesses
 UNKNOWN_RISK = 1.0  # least assumed cost of several guesses of which no step is timed, in steps without guesses
 MOST_SAVED = 8.0  # the most in the account, in steps without guesses
-STEPS_BETWEEN_TRIES = 16  # with guesses that are not expected to pay
+STEPS_BETWEEN_TRIES = 16  # steps between two with guesses that are not expected to pay
 STEPS_WITH_GUESSES = 64  # the most in a row; a step without guesses then is timed again
 STEPS_KNOWN = 256  # the age at which the time with a number of guesses is forgotten
 FEWEST_PLAIN = 2  # timed steps without guesses before the first with some
 NUM_LATEST = 5  # timed steps of a kind; their median is its time
 UNKNOWN_RIGHT, UNKNOWN_TRIED = 1.0, 2.0  # right guesses and all guesses, as if the run had begun with them
-OWN_WEIGHT = 2.0  # of the run's average, in guesses of the sequence itself
+OWN_WEIGHT = 2.0  # weight of the run's average, in guesses of the sequence itself
 KEPT_OF_RUN, KEPT_OF_OWN = 0.99, 0.9  # factors of the counts with each draft that is checked
-LEAST_CHANCE = 0.02  # of a token to be right; below, a draft ends
+LEAST_CHANCE = 0.02  # least chance of a token to be right; below, a draft ends
 _SIZES = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # guesses of all sequences of a step together
 
 
 class Room(NamedTuple):
     """What guesses have room for in a step. Tokens."""
 
-    budget: int  # of all sequences
+    budget: int  # tokens of all sequences
     chunk_size: int  # most that the step may compute of one
     only_decodes: bool = True  # whether the step computes one token of each sequence, guesses left out
     num_behind: int = 0  # right guesses of the step before that it computes once more, see Sequence.num_behind_tokens
@@ -124,8 +124,8 @@ class GuessesThatPay:
         self._chances = _Chances()
         self._account_ns: float | None = None  # None: no step has been timed
         self._num_steps = self._last_try = self._last_plain = 0  # steps that only decode
-        self._num_seqs = 0  # of the step that runs; 0: it is not one that only decodes
-        self._num_drafted = self._num_accepted = self._num_behind = self._choose_ns = 0  # of that step
+        self._num_seqs = 0  # sequences of the step that runs; 0: it is not one that only decodes
+        self._num_drafted = self._num_accepted = self._num_behind = self._choose_ns = 0  # counts of that step
 
     def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
         self._num_seqs = len(seqs) if room.only_decodes and room.budget > 0 else 0
@@ -173,8 +173,8 @@ class GuessesThatPay:
         self._account_ns = min(account_ns, MOST_SAVED * plain_ns)
 
     def _guesses(self, seqs: Items[Sequence], room: Room, end_ns: float) -> list[tuple[int, Draft, list[float], int]]:
-        """Of each sequence that has one its place, a guess, the chances that all tokens of it up to each are right, and
-        how many tokens it may still generate."""
+        """The guesses: place of the sequence, draft, the chances that all of its tokens up to each are right, and how many
+        tokens the sequence may still generate."""
         found = []
         for place, seq in enumerate(seqs):
             if self._clock_ns() > end_ns:  # the account has no more for looking

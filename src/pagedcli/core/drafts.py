@@ -88,8 +88,8 @@ class NgramDrafter:
 
     def __init__(self, *, one_more: bool = True) -> None:
         self._one_more = one_more
-        self._own: dict[int, _Text] = {}  # by seq_id
-        self._num_right: dict[int, int] = {}  # by seq_id, of the last draft
+        self._own: dict[int, _Text] = {}  # seq_id -> its text
+        self._num_right: dict[int, int] = {}  # seq_id -> right guesses of its last draft
         self._newer, self._older = _Text([]), _Text([])  # answers that have finished
         self._unread: deque[list[int]] = deque()  # answers that are looked up in from the next draft on
         self._num_unread = 0  # tokens
@@ -142,7 +142,7 @@ class HeadDrafter:
     right of the last draft."""
 
     def __init__(self) -> None:
-        self._num_right: dict[int, int] = {}  # by seq_id, of the last draft
+        self._num_right: dict[int, int] = {}  # seq_id -> right guesses of its last draft
 
     def num_ahead(self, seq: Sequence) -> int:
         """Tokens to guess after the one that is sampled next."""

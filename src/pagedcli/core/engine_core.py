@@ -82,7 +82,7 @@ class EngineCore:
         self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
         self._requests: dict[str, Request] = {}
-        self._finished: list[FinishedRequest] = []  # not yet returned by step
+        self._finished: list[FinishedRequest] = []  # requests that `step` has not returned yet
         self._next_seq_id = 0
         self._num_added = 0
         if self._emit is not None:
@@ -517,7 +517,7 @@ class EngineCore:
 class LaunchedStep:
     """A step on the device whose tokens have not been read."""
 
-    seqs: list[Sequence]  # of each row of tokens
+    seqs: list[Sequence]  # the sequence of each row of tokens
     tokens: TokensToRead | None  # None: `sample` picks them
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
@@ -538,7 +538,7 @@ class LaunchedStep:
     ) -> Iterator[tuple[int, Sequence, int | None]]:
         """With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if
         7 had come before, not 9: the sequence gets 5 6 9."""
-        place, is_right = 0, True  # of the row in the draft, whether all guesses before it were right
+        place, is_right = 0, True  # the row's place in the draft, whether all guesses before it were right
         for row, seq, token_id in rows:
             if not row or self.seqs[row - 1] is not seq:
                 place, is_right = 0, True
@@ -596,7 +596,7 @@ class StepClock:
         self._clock_ns = clock_ns
         self._emit = emit
         self._observed_ns = 0
-        self._observed_ns = self.observer_ns  # up to this step
+        self._observed_ns = self.observer_ns  # nanoseconds up to this step
 
     @property
     def observer_ns(self) -> int:

@@ -28,7 +28,7 @@ class RunFacts:
     num_sequences: int = 0  # sequences that were added: all samples and beams
     # the first prefix lookup of each request
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # found in the cache then, or while the prompt was computed in chunks
+    num_cached_tokens: int = 0  # tokens found in the cache then, or while the prompt was computed in chunks
     num_disk_tokens: int = 0  # the part read from the prefix store
     longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
     num_ideal: int = 0  # hits if each block is computed only once
@@ -49,7 +49,7 @@ class RunFacts:
     # the pool, as the forward pass of a step sees it
     num_used_blocks: int = 0  # blocks, in the last step
     peak_used_blocks: int = 0  # blocks
-    waste_sum: float = 0.0  # over the steps: shares of the slots in use that hold no token
+    waste_sum: float = 0.0  # sum over the steps of the share of slots in use that hold no token
     num_waste_steps: int = 0  # steps in which blocks were in use
     peak_waste: float | None = None
     # slots of recurrent state, and checkpoints in them
@@ -84,7 +84,7 @@ class RunFacts:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Of these, the right ones."""
+        """The right ones among them."""
         return sum(self.accepted.values())
 
     @property

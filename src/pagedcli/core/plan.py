@@ -23,7 +23,7 @@ class Pool:
     """The KV blocks, and slots of recurrent state, that an engine gets."""
 
     num_blocks: int  # 0: none fits
-    reason: str  # for this number
+    reason: str  # reason for this number
     hint: str | None = None  # what to do if there are none
     num_state_slots: int | None = None  # None: the model has no recurrent state
 

@@ -192,7 +192,7 @@ class SeenPrefixes:
     """
 
     def __init__(self) -> None:
-        self._newer: dict[str | None, PrefixTree] = {}  # by salt
+        self._newer: dict[str | None, PrefixTree] = {}  # salt -> tree
         self._older: dict[str | None, PrefixTree] = {}
         self._num_tokens = 0  # tokens in the newer tree
         self.has_forgotten = False

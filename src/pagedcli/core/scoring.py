@@ -24,7 +24,7 @@ class TokenScore(NamedTuple):
     """What the model says of one given token."""
 
     logprob: float  # sum over its tokens, raw logits at temperature 1
-    is_greedy: bool  # it has the largest logit, and no token with a lower id has the same
+    is_greedy: bool  # whether it has the largest logit, and no token with a lower id has the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Targets:
     num_context_tokens: int
     token_ids: list[int]
     first: int  # position of the token that predicts the first of them
-    together: bool = False  # this token predicts all of them; otherwise each is predicted by the one before
+    together: bool = False  # whether this token predicts all of them; otherwise each is predicted by the one before
     index: int = 0  # place of the continuation in its row
     found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
     is_done: bool = False  # its last token has been computed, and the result read

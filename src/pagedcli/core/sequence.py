@@ -75,7 +75,7 @@ class Sequence:
     end_token_ids: frozenset[int] = field(init=False)  # eos_token_ids and stop_token_ids
     penalized: bool = field(init=False)
     is_beam: bool = field(init=False)
-    has_group: bool = field(init=False)  # it is computed in the same steps as others: see `group`
+    has_group: bool = field(init=False)  # whether it is computed in the same steps as others: see `group`
     is_greedy: bool = field(init=False)  # the next token is the likeliest one, with nothing to adjust or to report
     watched: bool = field(init=False)  # every token has to be looked at
     no_drafts: str | None = field(init=False)  # why none of its tokens is guessed; None: some may be
@@ -84,7 +84,7 @@ class Sequence:
     # one per prompt token, None for the first; if requested
     prompt_logprobs: "list[TokenLogprobs | None]" = field(default_factory=list)
     group: "list[Sequence] | None" = None  # computed in the same steps, this one among them
-    context: "Sequence | None" = None  # with computed tokens, from which it forks as it starts
+    context: "Sequence | None" = None  # the sequence with computed tokens from which it forks as it starts
     forks: "list[Sequence]" = field(default_factory=list)  # sequences whose context it is
     candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
     total_logprob: float = 0.0  # output tokens only
@@ -92,20 +92,20 @@ class Sequence:
     block_table: list[int | None] = field(default_factory=list)  # see core.groups; None: no later token sees it
     num_pending_tokens: int = 0  # sampled by launched steps, not yet read from the device
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
-    draft_masks: list[TokenMask] = field(default_factory=list)  # with a guide: what may come after each guess
-    draft_source: DraftSource = "own_text"  # of these or, without any, of the last ones
+    draft_masks: list[TokenMask] = field(default_factory=list)  # what a guide lets come after each guess
+    draft_source: DraftSource = "own_text"  # source of these guesses; without any, of the last ones
     ahead: Items[int] = ()  # guesses of the model's head for the tokens after token_ids
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     # the last computed tokens, which its recurrent state has not seen, as they were guessed or came with wrong guesses:
     # the next step computes them once more. Their K and V are in the cache
     num_behind_tokens: int = 0
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
-    num_cached_prompt_tokens: int = 0  # of the first of a request, prompt tokens cached at its first admission
+    num_cached_prompt_tokens: int = 0  # prompt tokens cached at its first admission, if it is the first of a request
     num_disk_tokens: int | None = None  # the part read from the prefix store; None: it uses none
     num_writable_tokens: int = 0  # see core.block_manager.CacheUser
     state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
     state_write: int | None = None  # slot of its state after that step
-    state_sees_draft: bool = False  # that state is the one after the draft, and state_read is kept until it is checked
+    state_sees_draft: bool = False  # that is the state after the draft; state_read is kept until it is checked
     row: int | None = None  # row of the runner's persistent block tables; None: not running
     synced_blocks: int = 0  # leading entries of block_table that are in that row
     num_kept_tokens: int = 0  # tokens that the executor keeps for penalties, with the one being sampled

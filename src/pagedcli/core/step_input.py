@@ -305,10 +305,10 @@ class StepTokens:
     """The tokens of one step, on the host."""
 
     token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by row, where requested, and of all beams
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by row: if requested, and of all beams
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
-    guesses: Mapping[int, list[int]] | None = None  # by row, of the model's head; None: it did not run
+    guesses: Mapping[int, list[int]] | None = None  # row -> guesses of the model's head; None: it did not run
 
 
 class TokensToRead(Protocol):
@@ -355,7 +355,7 @@ class StepBuilder:
         self._groups = np.arange(len(limits.groups))[:, None]
         self._tables = np.zeros(limits.table_dimensions, dtype=np.int32)
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
-        self._no_changes = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)  # of tables
+        self._no_changes = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)  # changes of tables
         self._last: tuple[list[Sequence], StepInput] | None = None  # the last step and its sequences, if all decoded
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:

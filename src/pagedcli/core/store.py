@@ -41,7 +41,7 @@ class StoredNote(msgspec.Struct, frozen=True, array_like=True):
     """What a file says of its content."""
 
     salt: str | None  # digest of the cache_salt
-    tokens: bytes  # from the beginning of the chain to the end of the last block
+    tokens: bytes  # tokens from the beginning of the chain to the end of the last block
     indices: list[int]  # entry of the block table of each part; of a state the number of spans before it
     hashes: list[int]  # chain hash of each part
     kind: Kind = "blocks"
@@ -82,7 +82,7 @@ class _Offer:
 class StoreFacts:
     """What a run did with a store. Written is what is there when it ends."""
 
-    num_found_blocks: int = 0  # at its opening
+    num_found_blocks: int = 0  # blocks found at its opening
     num_read_blocks: int = 0
     num_read_bytes: int = 0
     num_read_states: int = 0
@@ -121,7 +121,7 @@ class PrefixStore:
             self._memories["state"] = states
         self._num_groups = num_groups
         self._span_bytes = block_size * TOKEN_BYTES
-        self._places: dict[tuple[Kind, int], _Place] = {}  # by the hash of the chain
+        self._places: dict[tuple[Kind, int], _Place] = {}  # kind and hash of the chain -> place
         self._compute_s, self._read_s = compute_s, 0.0
         self._offers: deque[_Offer] = deque()
         self._coming: set[tuple[Kind, int]] = set()  # what is offered or being written

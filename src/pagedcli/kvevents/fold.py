@@ -85,7 +85,7 @@ class Publisher:
     source: int
     name: str  # the endpoint, with the topic where there are several
     sequence: SequenceCheck = field(default_factory=SequenceCheck)
-    trees: dict[str, PrefixTree] = field(default_factory=dict)  # by cache group
+    trees: dict[str, PrefixTree] = field(default_factory=dict)  # cache group -> its tree
     spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> kind of attention
     objects: dict[str, tuple[wire.BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # hash, media
     rank: int | None = None

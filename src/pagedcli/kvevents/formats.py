@@ -26,7 +26,7 @@ _MOONCAKE_STORED = ("mooncake_key", "replicas", "model_name", "block_size", "blo
 _MOONCAKE_UPDATED = ("mooncake_key", "replicas")
 _EXTRA = ("extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id")
 _TRT_EVENT = ("event_id", "data", "window_size", "attention_dp_rank", "layer_group_id", "hash_algo")
-_TRT_LEVELS = ("GPU", "CPU")  # by cache_level; further levels are storage
+_TRT_LEVELS = ("GPU", "CPU")  # the first values of cache_level; further ones are storage
 
 Fields = Mapping[str, Any]
 
@@ -313,7 +313,7 @@ _READERS: dict[str, tuple[tuple[str, ...], Callable[[Fields], wire.KVEvent]]] = 
     "BlockUpdateEvent": (_MOONCAKE_UPDATED, _placed),
     "RemoveAllEvent": ((), lambda _fields: wire.Cleared(None)),
 }
-FIELD_NAMES = {tag: names for tag, (names, _) in _READERS.items()}  # in the order of the array form
+FIELD_NAMES = {tag: names for tag, (names, _) in _READERS.items()}  # fields in the order of the array form
 _KNOWN_NAMES = {tag: frozenset({"type", *names}) for tag, names in FIELD_NAMES.items()}
 _TRT_READERS: dict[str, Callable[[Fields, str | None], list[wire.KVEvent]]] = {
     "created": _trt_created,

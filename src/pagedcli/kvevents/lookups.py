@@ -50,7 +50,7 @@ class Lookups:
     first_s: float | None = None
     last_s: float | None = None
     num_other_blocks: int = 0  # blocks of another size, cache group or medium: left out
-    keeps_tokens: bool = False  # for prompts(), of at most MAX_TOKEN_BYTES
+    keeps_tokens: bool = False  # whether prompts() has them, up to MAX_TOKEN_BYTES
     _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
     _contents: list[Content] = field(default_factory=list)
@@ -172,7 +172,7 @@ class _Publisher:
         self._resident: set[wire.BlockHash] = set()
         self._salts: dict[wire.BlockHash, str] = {}  # salt of each block of a request with one
         self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
-        self._just_stored: set[wire.BlockHash] = set()  # by the message before
+        self._just_stored: set[wire.BlockHash] = set()  # blocks of the message before
 
     def take(self, message: wire.Message, batch: wire.Batch) -> None:
         if message.seq is not None:

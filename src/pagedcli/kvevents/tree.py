@@ -45,7 +45,7 @@ class Node:
         self.num_tokens = num_tokens
         self.lora = lora
         self.tokens: bytes | None = None  # int64, kept only on request
-        self.num_copies = 0  # over all media
+        self.num_copies = 0  # copies in all media
         self.stored_s: float | None = None  # when the oldest present copy was stored
         self.gone_s: float | None = None
         self.cause: Cause | None = None  # why it is gone; None: it is resident
@@ -103,7 +103,7 @@ class PrefixTree:
         self.num_more_copies = 0  # stored while a copy was resident
         self.num_vetoed = 0  # blocks that another cache group had, but were computed again, as this one lacked them
         self.num_unknown_removals = 0
-        self.num_refused = 0  # over the limit
+        self.num_refused = 0  # blocks over the limit
         self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self.pauses_s: deque[float] = deque(maxlen=_NUM_RECENT)  # time from gone to stored again
         self._history = history or History()
@@ -247,10 +247,10 @@ class Shape:
         if not all(map(lt, self.parents, range(len(self.nodes)))):
             self._sort()
         self.roots = [place for place, parent in enumerate(self.parents) if parent < 0]
-        self.num_blocks = [1] * len(self.nodes)  # in the subtree
-        self.num_tokens = [node.num_tokens for node in self.nodes]  # in the subtree
+        self.num_blocks = [1] * len(self.nodes)  # sums over the subtree
+        self.num_tokens = [node.num_tokens for node in self.nodes]  # sums over the subtree
         self.num_children = [0] * len(self.nodes)
-        self.depth = [1] * len(self.nodes)  # in blocks, 1 for a root
+        self.depth = [1] * len(self.nodes)  # blocks from the root on, 1 for a root
         self._first_child = [-1] * len(self.nodes)
         self._next_sibling = [-1] * len(self.nodes)
         self._measure()
@@ -390,7 +390,7 @@ class Twins:
 
     first: Node
     second: Node
-    num_prefix_tokens: int  # before both blocks
+    num_prefix_tokens: int  # tokens before both blocks
     num_equal: int  # tokens at the start of both blocks
     num_tokens: int  # smaller subtree: the most that could have been shared
 

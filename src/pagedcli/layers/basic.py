@@ -216,7 +216,7 @@ class Routing:
     renormalize: bool  # the picked scores are divided by their sum
     sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
     scale: float = 1.0  # factor of the picked scores
-    least_sum: float = 0.0  # added to their sum before they are divided by it
+    least_sum: float = 0.0  # number added to their sum before they are divided by it
     groups: tuple[int, int, int] | None = None  # see models.mlps.Experts
     nearness: float = 0.0  # see there
 

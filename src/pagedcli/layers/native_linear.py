@@ -121,7 +121,7 @@ class NativeLinear:
         return {name: getattr(self.struct, name) for name in structs.LINEAR_NUMBERS}
 
     def _point_to(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors  # by the names of the struct's pointers
+        self.tensors = tensors  # names of the struct's pointers -> tensors
         for name, tensor in tensors.items():
             setattr(self.struct, name, tensor.data_ptr())
 

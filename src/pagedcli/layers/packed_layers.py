@@ -45,7 +45,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
     """A layer, or one of several side by side: what NativeLinear.of_packed needs."""
 
     numbers: dict[str, int]
-    dtype: str  # of activations
+    dtype: str  # dtype of the activations
     tensors: dict[str, tuple[str, int]]  # dtype, and the place among the buffers
 
 

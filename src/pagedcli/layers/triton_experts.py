@@ -23,10 +23,10 @@ from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_we
 
 _CHOICES_PER_LOOP = 1024
 _COLUMNS_PER_SUM = 1024
-_MOST_PARTS = 4  # of the inputs
-_LENGTH_MULTIPLE = 128  # of Tile.inputs
+_MOST_PARTS = 4  # most parts that the inputs are cut into
+_LENGTH_MULTIPLE = 128  # Tile.inputs are multiples of it
 _LEAST_LENGTH = 512  # inputs of a part: fewer would not pay for writing and adding its sums
-_PROGRAMS_PER_PROCESSOR = 2  # with a part of a weight each; with fewer, the inputs are cut
+_PROGRAMS_PER_PROCESSOR = 2  # where there would be fewer, the inputs are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def route_kernel(
     BLOCK_X: tl.constexpr,
     GROUPS: tl.constexpr,  # equal groups of neighbours, 0: none
     KEPT: tl.constexpr,  # groups from which experts are picked: those with the largest sums
-    BEST: tl.constexpr,  # of so many scores
+    BEST: tl.constexpr,  # number of a group's scores that count
     BLOCK_G: tl.constexpr,
 ):
     """One program per token: the experts with the largest scores, of equals the first, and their weights."""
@@ -304,7 +304,7 @@ def align_kernel(
 @triton.jit(do_not_specialize=["num_results"])  # changes from step to step
 def experts_kernel(
     x_ptr,  # [*, K]
-    numbers_ptr,  # those of each expert after another; with ACTIVATION gate, then up
+    numbers_ptr,  # numbers of each expert after another; with ACTIVATION gate, then up
     scales_ptr,
     zeros_ptr,
     bias_ptr,  # [X, N], with BIAS
@@ -391,7 +391,7 @@ def _finished(
     n,
     in_rows,
     factor,  # not read with ACTIVATION
-    scales_ptr,  # those of the expert, as the next
+    scales_ptr,  # scales of the expert, as the next
     bias_ptr,
     dtype: tl.constexpr,
     N: tl.constexpr,

@@ -97,7 +97,7 @@ class DecoderRequest:
     trust_remote_code: bool
     max_model_len: int  # tokens
     parallel: ParallelContext
-    packed: PackedLayers = field(default_factory=PackedLayers)  # of the native decoder, which changes it
+    packed: PackedLayers = field(default_factory=PackedLayers)  # layers packed before; the native decoder changes it
 
 
 def length_refusal(architecture: str, limit: int, rope_type: str, max_model_len: int) -> ModelError:

@@ -25,7 +25,7 @@ class RoundedWeight:
 
     name: str
     state: str  # name of the tensor that holds the JSON of its sizes
-    tensor: Callable[[str], Tensor]  # of the checkpoint, by name
+    tensor: Callable[[str], Tensor]  # gives a tensor of the checkpoint by its name
 
     def read(self, _file: object = None) -> Tensor:
         """Its numbers, [out, in], in the dtype that it was rounded from. Raises: ModelError for a damaged one."""

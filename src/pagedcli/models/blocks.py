@@ -43,7 +43,7 @@ class LayerStep:
     slots: Tensor  # [T] int32, see PagedBatch
     k_cache: Tensor  # shape: the backend's kv_shape
     v_cache: Tensor
-    late: LateTokens | None = None  # those that alone attend, though others have K and V here
+    late: LateTokens | None = None  # the only tokens that attend, though others have K and V here
 
     def write(self, backend: AttentionBackend, k: Tensor, v: Tensor) -> None:
         """Store K and V [T, G, D] of the new tokens."""
@@ -103,7 +103,7 @@ def layer_steps(
 
 def _attend_late(steps: dict[int, LayerStep], late: LateTokens, backend: AttentionBackend, first: int) -> None:
     """Changes: steps from `first` on, which have the batch of the late tokens."""
-    narrowed: dict[int, PagedBatch] = {}  # by the id of a group's batch
+    narrowed: dict[int, PagedBatch] = {}  # id of a group's batch -> the late tokens' batch
     for index in range(first, len(steps) if late.tokens.shape[0] else first):
         step = steps[index]
         if id(step.batch) not in narrowed:
@@ -218,11 +218,11 @@ class Step:
     """The arguments of one forward that the layers share."""
 
     positions: Tensor  # [T] int64
-    layers: list[LayerStep]  # those that attend
+    layers: list[LayerStep]  # layers that attend
     state_step: StateStep | None = None  # None: no layer keeps a state
     states: Sequence[Sequence[Tensor]] = ()  # pools of each layer that keeps a state
     layer_inputs: Tensor | None = None  # [T, L, P] of LayerInputs
-    angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of a rotary table
+    angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of a rotary table -> cosines and sines
 
     def state(self, place: int) -> tuple[StateStep, Sequence[Tensor]]:
         """Where a layer with a state reads and writes, and its pools."""
@@ -250,7 +250,7 @@ class Join:
     multiplier: float  # factor of the added tensor
     factor: float  # factor of the sum
     eps: float
-    added_eps: float  # of norm_added
+    added_eps: float  # epsilon of norm_added
     centred: bool = False  # `norm` subtracts the mean, too, see layers.basic.layer_norm; norm_added is then None
 
     def __call__(self, hidden: Tensor | None, residual: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ Body: TypeAlias = Callable[[Tensor, Step], Tensor]  # the normed residual -> wha
 class Branch:
     """A body that computes what is added to the residual stream next."""
 
-    join: Join  # before it
+    join: Join  # what comes before it
     body: Body
 
     def __call__(self, hidden: Tensor | None, residual: Tensor, step: Step) -> Tensor:
@@ -293,7 +293,7 @@ class Branch:
 class Attention:
     """Projection, rotary embedding, cache, attention and projection of one layer."""
 
-    index: int  # among the layers that attend
+    index: int  # its place among the layers that attend
     backend: AttentionBackend
     num_heads: int  # H
     num_kv_heads: int  # G
@@ -301,7 +301,7 @@ class Attention:
     qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
     norm: tuple[Tensor, float] | None  # norm of q and k: weight [H + G, D] and eps
     norms_all: bool  # whether all of q and all of k are normed, not each head
-    norms_last: bool  # after the rotary embedding
+    norms_last: bool  # whether the norms come after the rotary embedding
     table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
     interleaved: bool  # see layers.basic.split_heads
     query_scales: Tensor | None  # [P] of query_scales; None: all are 1
@@ -368,7 +368,7 @@ class VariedAttention:
     """Attention of a layer whose V is normed, and may be K before that is normed; or which attends over the K and V of
     an earlier layer."""
 
-    index: int  # among the layers that attend
+    index: int  # its place among the layers that attend
     backend: AttentionBackend  # this layer's own backend
     num_heads: int  # H
     num_kv_heads: int  # G; 0: it has no K and V of its own
@@ -379,7 +379,7 @@ class VariedAttention:
     eps: float
     table: Tensor  # [P, R] of rope_table
     out: Callable[[Tensor], Tensor]  # H * D -> E
-    fused_store: bool  # as of Attention
+    fused_store: bool  # see Attention
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache, if it has one."""
@@ -422,7 +422,7 @@ class DraftHead:
     branches: list[Branch]
     last: Join
     backend: AttentionBackend
-    attention_layers: tuple[AttentionLayer, ...]  # of the model, the head's own last
+    attention_layers: tuple[AttentionLayer, ...]  # layers of the model, the head's own last
 
     def __call__(
         self, next_ids: Tensor, hidden: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
@@ -501,7 +501,7 @@ class Mlp:
 class BesideState:
     """Attention and a layer with a state of the same normed residual."""
 
-    index: int  # among the layers that attend
+    index: int  # its place among the layers that attend
     attention: Body
     state: Body
 
@@ -515,7 +515,7 @@ class BesideState:
 class BesideMlp:
     """Attention and an MLP of the same normed residual."""
 
-    index: int  # among the layers that attend
+    index: int  # its place among the layers that attend
     attention: Body
     mlp: Body
 

@@ -24,7 +24,7 @@ _PARTS = {
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
 }  # OLMo
-_OF_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.")  # without the name of the part, as Qwen2.5-VL's are
+_OF_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.")  # Qwen2.5-VL's names lack the part's
 _HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 _TABLE = re.compile(r".*(emb|wte)[^.]*\.weight")
 _LARGEST_HEADER = 2**27  # bytes; safetensors allows 100 MB

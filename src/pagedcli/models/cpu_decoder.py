@@ -77,7 +77,7 @@ _GATES = {
     "clamped_silu": GATE_CLAMPED,
     "relu2": RELU2,
     "ungated_gelu": GELU,
-    "xielu": STORE,  # with numbers of its own in each layer
+    "xielu": STORE,  # each layer has numbers of its own
 }
 _MIXERS = {Attention, LatentAttention, GatedDelta, KimiDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
@@ -100,9 +100,9 @@ class CpuDecoder:
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
         self._works = _works(request.backend, self.attention_layers)
-        self._cache: weakref.ref[Tensor] | None = None  # of the last step
-        self._layer_bytes: list[int] = []  # from one layer's cache to the next one's, for each list of work
-        self._addresses = (0, 0)  # of the K cache and of the V cache
+        self._cache: weakref.ref[Tensor] | None = None  # cache of the last step
+        self._layer_bytes: list[int] = []  # distance from one layer's cache to the next one's, for each list of work
+        self._addresses = (0, 0)  # addresses of the K cache and of the V cache
         self._has_states = bool(spec.states)
         self._functions = bind(load_library().functions)
         formats = linear_formats(parameters)

@@ -291,7 +291,7 @@ class Builder(Parts):
     ) -> None:
         super().__init__(request, spec, tensors, formats)
         self.linear_bytes = 0  # the layers' linear layers as they are kept, without biases
-        self.num_early_branches = 0  # up to attention or state of the last keeper: those that every token runs through
+        self.num_early_branches = 0  # branches that every token runs through: up to the mixer of the last keeper
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
         self.kernels = linear_kernels(spec, request.backend)

@@ -72,16 +72,16 @@ class Llama:
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported ones
     own_activation: ClassVar[str | None] = None  # what it is called here; None: as in config.json
     known_layer_types: ClassVar[frozenset[str]] = frozenset()  # entries that layer_types may have; empty: any
-    windows: ClassVar[str] = "none"  # in words
+    windows: ClassVar[str] = "none"  # which layers have one, in words
     biases: ClassVar[Biases] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: ClassVar[QkNorm] = "none"
     sinks: ClassVar[bool] = False  # each query head has a learned logit that joins its softmax
     norm_places: ClassVar[NormPlaces] = "before"
-    norm_style: ClassVar[NormStyle] = NormStyle(eps=0.0)  # without the eps
+    norm_style: ClassVar[NormStyle] = NormStyle(eps=0.0)  # its eps is that of the model
     gated_mlp: ClassVar[bool] = True
     has_layer_scalars: ClassVar[bool] = False
     names: ClassVar[TensorNames] = LLAMA_NAMES
-    default_rope: ClassVar[dict[str, Any] | None] = None  # where config.json has no rope_parameters
+    default_rope: ClassVar[dict[str, Any] | None] = None  # rope_parameters of a config.json without them
     partial_rope: ClassVar[bool] = False  # partial_rotary_factor is read
     rope_alpha: ClassVar[bool] = False  # alpha of a dynamic rotary embedding is read, which then depends on no length
     interleaved: ClassVar[bool] = False  # rotary embedding turns the pairs (2i, 2i + 1)

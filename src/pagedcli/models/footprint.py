@@ -24,7 +24,7 @@ class Weights:
     """Some of a model's weights."""
 
     parameters: int = 0
-    num_bytes: int = 0  # in memory
+    num_bytes: int = 0  # bytes in memory
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(parameters=self.parameters + other.parameters, num_bytes=self.num_bytes + other.num_bytes)
@@ -37,7 +37,7 @@ class Footprint:
     layers: Weights  # linear layers that every token passes through
     experts: Weights  # all experts that a router picks from
     vectors: Weights  # norms and biases
-    embedding: Weights  # without parameters if the output layer is the same table, without bytes if it is the only copy
+    embedding: Weights  # no parameters if the output layer is the same table, no bytes if that is the only copy
     head: Weights  # the output layer
     share_of_experts: float = 0.0  # share of the experts that one token goes to
 

@@ -35,8 +35,8 @@ class StoredTensor:
     scales of groups of 128 are StoredTensor("scales", out_dim=1, in_dim=0, in_per=128).
     """
 
-    suffix: str  # after the module's name and a dot
-    dtype: str | None = None  # as stored; None: any floating-point type
+    suffix: str  # end of its name, after the module's name and a dot
+    dtype: str | None = None  # dtype in the file; None: any floating-point type
     out_dim: int | None = 0  # dimension of the output features, along which modules are stacked; None: it has none
     in_dim: int | None = 1  # dimension of the input features; None: it has none
     out_per: int | None = 1  # output features per element; None: one element for all

@@ -29,7 +29,7 @@ class HeadLinear:
 class LatentAttention:
     """Projections, latents, cache, attention and projection of one layer. See models.mixers.latent_attention."""
 
-    index: int  # among the layers that attend
+    index: int  # its place among the layers that attend
     backend: AttentionBackend
     mixer: LatentAttentionMixer
     projected: Callable[[Tensor], Tensor]  # E -> queries or what they are made of, latent, rotary key

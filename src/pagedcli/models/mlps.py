@@ -87,7 +87,7 @@ class Experts:
     has_router_bias: bool = False  # a number per expert is added to the scores for picking alone
     # groups that experts form, how many of them stay for a token, and how many of a group's best scores count for it
     groups: tuple[int, int, int] | None = None
-    least_sum: float = 0.0  # added to the sum that the picked scores are divided by
+    least_sum: float = 0.0  # number added to the sum that the picked scores are divided by
     # each picked expert is weighted among those left whose logits are at most so much smaller, as a share; 0: among all
     nearness: float = 0.0
     scale: float = 1.0  # factor of the picked scores

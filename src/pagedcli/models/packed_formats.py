@@ -132,7 +132,7 @@ class Packed(CodedLayer):
         if stored.layout == "nvfp4":
             return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
         if stored.bits == 8 and stored.group_size is None and stored.symmetric:
-            return -(-num_columns // 4) * 4 + 8  # with a scale and a sum
+            return -(-num_columns // 4) * 4 + 8  # 8: a scale and a sum
         chunk = chunk_columns(num_columns, stored.group_size)
         header = 2 if stored.layout == "mxfp4" else 3 if stored.bits == 4 else 5  # a scale, and mostly a zero point
         return -(-num_columns // chunk) * (chunk * stored.bits // 8 + header)

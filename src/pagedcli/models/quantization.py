@@ -273,8 +273,8 @@ class _Algorithm(msgspec.Struct):
 
 
 class _ModelOpt(_Algorithm):
-    ignore: list[str] | None = None  # in config.json
-    exclude_modules: list[str] | None = None  # in hf_quant_config.json
+    ignore: list[str] | None = None  # name of the list in config.json
+    exclude_modules: list[str] | None = None  # name of the list in hf_quant_config.json
     quantized_layers: dict[str, _Algorithm] | None = None
 
 

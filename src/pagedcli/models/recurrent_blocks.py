@@ -41,7 +41,7 @@ def triton_kernels(x: Tensor) -> Any:
 class GatedDeltaNet:
     """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    place: int  # among the layers with a state
+    place: int  # its place among the layers with a state
     shape: GatedDelta
     inner: Callable[[Tensor], Tensor]  # E -> C + I: q, k, v and z
     gates: Callable[[Tensor], Tensor]  # E -> 2H: b and a
@@ -51,7 +51,7 @@ class GatedDeltaNet:
     norm: Tensor  # [P]
     eps: float
     out: Callable[[Tensor], Tensor]  # I -> E
-    columns: tuple[Tensor, Tensor] | None  # of inner and of gates, if they are interleaved
+    columns: tuple[Tensor, Tensor] | None  # order of the columns of inner and of gates, if they are interleaved
     heads: StateHeads = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class GatedDeltaNet:
 class KimiDeltaAttention:
     """Kimi delta attention: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    place: int  # among the layers with a state
+    place: int  # its place among the layers with a state
     shape: KimiDelta
     inner: Callable[[Tensor], Tensor]  # E -> 3I: q, k and v
     gates: Callable[[Tensor], Tensor]  # E -> H
@@ -135,7 +135,7 @@ class KimiDeltaAttention:
 class MambaMixer:
     """Mamba-2: projection, convolution, scan, gated norm and projection of one layer."""
 
-    place: int  # among the layers with a state
+    place: int  # its place among the layers with a state
     shape: Mamba2
     inner: Callable[[Tensor], Tensor]  # E -> I + C + H: the gate, then x, B and C, then the steps
     conv: Tensor  # [K, C] float32
@@ -190,7 +190,7 @@ class MambaMixer:
 class ShortConvolution:
     """A convolution between two gates: out(c * conv(b * x))."""
 
-    place: int  # among the layers with a state
+    place: int  # its place among the layers with a state
     inner: Callable[[Tensor], Tensor]  # E -> 3E: b, c and x
     conv: Tensor  # [K, E] float32
     conv_bias: Tensor | None  # [E] float32

@@ -38,9 +38,9 @@ class LayerSpec:
     mlp: Mlp | Experts | None
     beside: Mamba2 | None = None  # sees what the mixer sees, and is added to it
     norms: NormPlaces = "before"
-    number: int  # in the names of the checkpoint
+    number: int  # its number in the names of the checkpoint
     mlp_number: int | None = None  # number of its MLP, where checkpoints call that a layer, too; None: the same
-    has_scalar: bool = False  # after the layer the residual is multiplied by a stored number
+    has_scalar: bool = False  # whether a stored number multiplies the residual after the layer
 
     @property
     def attention(self) -> Attention | None:
@@ -106,12 +106,12 @@ class DraftHead:
     """
 
     layer: LayerSpec
-    name: str  # of the layer
+    name: str  # name of the layer
     embedding_norm: str
     hidden_norm: str
     projection: str
-    norm: str  # of the layer's result
-    keeps_projection: bool = True  # it is stored unquantized, whatever a quantized checkpoint says of its layers
+    norm: str  # norm of the layer's result
+    keeps_projection: bool = True  # whether it is unquantized, whatever a quantized checkpoint says of its layers
     unread: tuple[str, ...] = ()  # beginnings of names of other tensors, among them copies of the model's tables
 
 
@@ -139,7 +139,7 @@ class ModelSpec:
     quantization: Quantization | GgufQuantization | None = None  # how linear layers are stored; None: plain numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
     head: DraftHead | None = None  # None: the checkpoint has none, or one that is not supported
-    uses_head: bool = False  # it is loaded, and the cache keeps K and V of its layer
+    uses_head: bool = False  # whether it is loaded, and the cache keeps K and V of its layer
 
     @property
     def num_layers(self) -> int:

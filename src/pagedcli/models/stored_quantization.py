@@ -76,7 +76,7 @@ class StoredQuantization:
     per_tensor: bool = False  # one scale for a whole module
     symmetric: bool = True
     act_order: bool = False  # the inputs of a group are not neighbours
-    zero_offset: int = 0  # added to stored zero points: 1 in checkpoints of the first GPTQ convention
+    zero_offset: int = 0  # number added to stored zero points: 1 in checkpoints of the first GPTQ convention
     scale_name: str = "weight_scale"  # name of the scales of a float8 or int8 module
     targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
     skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression

@@ -37,7 +37,7 @@ class Parameter:
     init: Init | None = None  # its content with `--load-format dummy`; None: what `stored` says
     parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
-    dtype: str | None = None  # in memory; None: the model's, or that of `stored`
+    dtype: str | None = None  # dtype in memory; None: the model's, or that of `stored`
     layer_format: LayerFormat | None = None  # format of its linear layer
     factors: tuple[tuple[int, float], ...] = ()  # (number of rows, what they are multiplied by), of all; or none are
 
@@ -87,11 +87,11 @@ class Parameter:
 class NormStyle:
     """The norms of a model."""
 
-    eps: float  # added to the mean square
+    eps: float  # number added to the mean square
     centred: Literal["no", "plain", "biased"] = "no"  # norms of layers also subtract the mean, and may add a bias
     in_float32: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     offset: bool = False  # the weights are stored less 1
-    offset_last: bool = True  # those of the last norm, too, if any are
+    offset_last: bool = True  # so are those of the last norm, if any are
     own_added_eps: float | None = None  # see added_eps; None: eps
 
     @property

@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-BF16_PATHS = (Path.FMA, Path.BF16_DOT, Path.BF16_TILES)  # those with products of bfloat16
+BF16_PATHS = (Path.FMA, Path.BF16_DOT, Path.BF16_TILES)  # paths with products of bfloat16
 INT8_PATHS = (Path.INT8_VECTOR, Path.INT8_TILES)
 
 

@@ -26,10 +26,10 @@ class Target:
     """A set of instructions that a library is compiled for."""
 
     name: str
-    machine: str  # as platform.machine() and wheel tags name it
-    cpu: str  # for the compiler's -mcpu
+    machine: str  # value of platform.machine() and of wheel tags
+    cpu: str  # value of the compiler's -mcpu
     needs: tuple[str, ...] = ()  # all that the compiler may use, by the system's names for a processor's features
-    system: str = "linux"  # as sys.platform names it
+    system: str = "linux"  # value of sys.platform
 
     @property
     def file_name(self) -> str:
@@ -68,7 +68,7 @@ class Installed:
 
     name: str
     path: Path
-    why: str  # in words; empty where nothing is better
+    why: str  # reason in words; empty where nothing is better
 
 
 def for_this_system() -> tuple[Target, ...]:

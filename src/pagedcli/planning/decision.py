@@ -58,7 +58,7 @@ class Decision:
     config: EngineConfig
     machine: Machine
     spec: ModelSpec  # the whole model
-    plan: Plan  # without the pool, which is measured once the model is loaded
+    plan: Plan  # the plan without its pool, which is measured once the model is loaded
     attention: AttentionSpec  # requirements on the attention backend
     weights: WeightFormat
 
@@ -348,7 +348,7 @@ class Fit:
     kv_dtype: str = computed(lambda fit: fit.plan.kv_dtype)
     weights_bytes: Annotated[Bytes, "weights"] = computed(lambda fit: fit.terms.weights)
     room_bytes: Annotated[int, "left for KV", _room] = computed(lambda fit: fit.terms.kv_cache)
-    token_bytes: Annotated[Bytes, "KV per token"]  # over all layers, as long as no window has passed the token
+    token_bytes: Annotated[Bytes, "KV per token"]  # sum over all layers, as long as no window has passed the token
     num_tokens: int = computed(lambda fit: fit._block_room // fit.token_bytes)
     longest_request: Annotated[int, "longest request, tokens"] = computed(lambda fit: fit._longest_request)
     max_concurrency: Annotated[Whole, "requests at model length"] = computed(lambda fit: fit._max_concurrency)

@@ -28,7 +28,7 @@ class Gpu:
 
     name: str
     total_bytes: int
-    free_bytes: int  # before anything is loaded
+    free_bytes: int  # bytes before anything is loaded
     capability: tuple[int, int]
 
 

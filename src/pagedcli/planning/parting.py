@@ -53,7 +53,7 @@ class Parting:
     kind: str  # kind of text that differs
     action: Action
     first_token: int  # the earliest one at which prompts part
-    last_token: int  # at the latest
+    last_token: int  # the latest one
     texts: tuple[str, ...]  # the text there, in some prompts
     num_equal: int  # tokens that are equal after it, in the middle one of these prompts
     num_prompts: int  # prompts that would share more
@@ -66,7 +66,7 @@ class Parting:
     others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
     change: "Change | None" = None
     rate_in_file: float | None = None  # hits of the whole file before the change, of a sample; None: not counted
-    new_rate_in_file: float | None = None  # and after it, if that has been counted, too
+    new_rate_in_file: float | None = None  # the same after the change; None: not counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import xxhash
 from pagedcli.printable import plural
 
 MOST_ROWS, MOST_TOKENS = 20_000, 2**22  # looked at without --all
-MOST_TOKENS_OF_ALL = 2**26  # with it
+MOST_TOKENS_OF_ALL = 2**26  # limit with that flag
 
 
 @dataclass(frozen=True, slots=True)

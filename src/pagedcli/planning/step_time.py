@@ -69,9 +69,9 @@ class StepWork:
     num_tokens: int  # tokens computed by the model
     num_sampled: int  # rows of logits: one per sequence that gets a token, and one per guessed token
     num_chunks: int = 0  # sequences that compute several tokens
-    attended_by_prompts: float = 0.0  # by chunks of several tokens
-    attended_by_decodes: float = 0.0  # by single tokens
-    distinct: float = 0.0  # at most so many different tokens are attended to by single tokens
+    attended_by_prompts: float = 0.0  # tokens that chunks of several tokens attend to
+    attended_by_decodes: float = 0.0  # tokens that single tokens attend to
+    distinct: float = 0.0  # upper bound of the different tokens among these
     num_first_used: int = 0  # blocks whose memory the system provides now, as they are used for the first time
 
     @classmethod
@@ -140,21 +140,18 @@ class StepTime:
     A step is what `EngineCore.step` does: scheduling, building its input, the model, sampling, and reading the tokens.
     """
 
-    prompts: PiecewiseLinear  # by tokens of prompts, one of them sampled; without attention
-    decodes: PiecewiseLinear  # by sequences with one token each; without attention to each token
-    attended_by_prompts_s: float  # for each attended token
+    prompts: PiecewiseLinear  # seconds by tokens of prompts, one of them sampled; without attention
+    decodes: PiecewiseLinear  # seconds by sequences with one token each; without attention to each token
+    attended_by_prompts_s: float  # seconds per attended token
     attended_by_decodes_s: float
-    distincts: PiecewiseLinear = (
-        (0, 0.0),
-        (1, 0.0),
-    )  # more by the number of different tokens of these, which are read: the
-    # first ones from the processor's caches
-    first_use_s: float = 0.0  # for each block that is used for the first time
+    # more seconds by the different tokens among these, which are read: the first ones from the processor's caches
+    distincts: PiecewiseLinear = ((0, 0.0), (1, 0.0))
+    first_use_s: float = 0.0  # seconds per block that is used for the first time
     row_s: float = 0.0  # a row besides the work of its steps: reading, submitting, starting, ending, writing
     # outside of steps:
-    prompt_token_s: float = 0.0  # to read, submit and look up each token of a prompt
-    text_token_s: float = 0.0  # to tokenize each token of a prompt that is given as text
-    output_token_s: float = 0.0  # to hand on and write each generated token
+    prompt_token_s: float = 0.0  # time to read, submit and look up a token of a prompt
+    text_token_s: float = 0.0  # time to tokenize a token of a prompt given as text
+    output_token_s: float = 0.0  # time to hand on and write a generated token
     layers: tuple[AttendedLayers, ...] = EVERYTHING
     error: float = FIRST_ERROR  # share of a predicted time by which it is off, in the mean
     num_runs: int = 0  # finished runs that it has learned from
@@ -311,7 +308,7 @@ def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Pi
     if len(sums) == 1:
         return 0.0, ((0, 0.0), (1, 0.0))
     own = _means(sums)
-    again: list[float] = []  # for each token that is attended to once more
+    again: list[float] = []  # seconds per token that is attended to once more
     for work, seconds in decodes:
         least, least_s = shortest[work.num_tokens]
         attended, distinct = work.attended - least.attended, work.distinct - least.distinct

@@ -39,7 +39,7 @@ class Guesser:
     head: DraftHead
     state: DeviceState
     limits: Limits
-    seen: Seen | None = None  # of the step whose tokens are being sampled
+    seen: Seen | None = None  # what the step saw whose tokens are being sampled
 
     def guess(
         self, step: StepInput, given: HeadInput, token_ids: Tensor, logits_rows: Ints | None
@@ -124,7 +124,7 @@ def _sampled_rows(step: StepInput, logits_rows: Ints | None) -> Ints:
 
 
 def _last_rows(step: StepInput, given: HeadInput, next_ids: Ints, seqs: Ints) -> Ints:
-    """Of each of these sequences the row of the step after which its last token that counts was sampled: the first
+    """The row of the step after which the last token that counts of each of these sequences was sampled: the first
     sampled one, or the one after the last right guess."""
     found = []
     for first, end in zip(step.cu_q[seqs].tolist(), step.cu_q[seqs + 1].tolist(), strict=True):

@@ -47,7 +47,7 @@ class LoadedEngine:
     model_path: Path
     decision: Decision
     model: CausalLM  # this rank's part
-    plan: Plan  # with the pool
+    plan: Plan  # the plan with its pool
     runner: ModelRunner
 
 

@@ -41,7 +41,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         head = spec.model.head
         self._guesser = None if head is None else Guesser(spec.model, head, self.state, self.limits)
-        self._tables: _Tables | None = None  # of the last step, unless entries have changed since
+        self._tables: _Tables | None = None  # tables of the last step, unless entries have changed since
         self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
 
     @property

@@ -28,7 +28,7 @@ from pagedcli.views.rows import BlockKind, block_kind, block_owners, tokens_in_b
 
 _COLUMNS = (8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 250, 320, 400, 500)
 _LEAST_CELL = 1.5  # a smaller cell cannot be seen
-_CELLS_PER_LINE = 10  # in characters
+_CELLS_PER_LINE = 10  # width in characters
 _TABLES_OF_COLUMN = 6
 
 

@@ -62,7 +62,7 @@ class Quantity:
     what: str
     value: float | None
     unit: str
-    text: str  # for people
+    text: str  # the value as people read it
     more: Mapping[str, Any] = field(default_factory=dict)  # what else the row says, e.g. low and high
 
 

@@ -118,7 +118,7 @@ class HeldClock:
     the engine. For one thread."""
 
     def __init__(self) -> None:
-        self._num_held_ns = 0  # so far
+        self._num_held_ns = 0  # the sum so far
 
     def __call__(self) -> int:
         return time.perf_counter_ns() - self._num_held_ns

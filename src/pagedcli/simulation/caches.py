@@ -357,9 +357,9 @@ PARTS = {
 class CacheBounds:
     """[R] tokens that hit without running requests at one pool size: what the misses are compared with."""
 
-    policy: Ints  # with the policy of the run
-    clairvoyant: Ints  # with the clairvoyant
-    unlimited: Ints  # in a cache without limit
+    policy: Ints  # hits with the policy of the run
+    clairvoyant: Ints  # hits with the clairvoyant policy
+    unlimited: Ints  # hits in a cache without limit
 
 
 def split(accesses: Accesses, hits: Ints, bounds: CacheBounds, counted: Bools) -> dict[str, int]:

@@ -39,7 +39,7 @@ _ALIKE = 0.1  # pools of recordings that differ by less are not told apart
 class Restart:
     """A cache was emptied."""
 
-    place: int  # before this request
+    place: int  # place before this request
     source: int = 0  # publisher
 
 

@@ -53,7 +53,7 @@ class NoExecutor:
     each, so no generated block equals another."""
 
     def __init__(self) -> None:
-        self.seqs: list[Sequence] = []  # those that get a token in the next step
+        self.seqs: list[Sequence] = []  # sequences that get a token in the next step
         self.outputs: dict[str, list[array[int]]] = {}  # request id -> tokens of each sample
         self._next_token = FIRST_UNKNOWN
 
@@ -67,8 +67,8 @@ class NoExecutor:
         return partial(self.launch, step)
 
     def _token(self, fresh: int) -> int:
-        """That of a row; `fresh`: its number, if it is not known."""
-        row = fresh - self._next_token  # from the end
+        """The token of a row; `fresh`: its number, if it is not known."""
+        row = fresh - self._next_token  # place from the end
         seq, place = self.seqs[row], 0
         while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # after so many guesses
             row, place = row - 1, place + 1
@@ -195,7 +195,7 @@ class RunResult:
     plan: Plan
     prompt_tokens: Ints
     cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
-    waited_steps: "array[int]"  # from arrival to the first step that computed it
+    waited_steps: "array[int]"  # steps from arrival to the first that computed it
     waited_s: "array[float]"
     num_requests: int = 0
     num_refused: int = 0
@@ -206,7 +206,7 @@ class RunResult:
     num_generated_tokens: int = 0
     num_computed_tokens: int = 0
     peak_used_blocks: int = 0
-    total_s: float = 0.0  # in virtual time
+    total_s: float = 0.0  # virtual seconds
     first_s: float = 0.0  # the end of the first request
 
     def served(self, warmup: float = 0.0) -> Bools:

@@ -21,7 +21,7 @@ class ServedRequests:
     """Takes in rows as they are done; `advice` tells what to change about the run."""
 
     def __init__(self, plan: Plan) -> None:
-        self._requests: dict[int, list[TraceRequest]] = {}  # by the number of the row
+        self._requests: dict[int, list[TraceRequest]] = {}  # row number -> its requests
         self._plan = plan
         self._num_tokens = 0
         self._why_not: str | None = None

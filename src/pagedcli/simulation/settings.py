@@ -53,13 +53,13 @@ class Subject:
     """A run: its requests in the order in which they come, and the engine that serves them."""
 
     workload: Workload
-    plan: Plan  # with the pool
+    plan: Plan  # the plan with its pool
     reorder: str = "none"  # order of the run, if the requests are in the order of the file
     may_reorder: bool = True  # whether --reorder can be tried
     read_ahead: int | None = None
     step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
     left_out: float = 0.0  # work of more requests like these, see forecast
-    arrivals: Schedule | None = None  # of requests; None: all are there from the start
+    arrivals: Schedule | None = None  # arrivals of the requests; None: all are there from the start
     largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
     smaller_kv: SmallerKV | None = None
     calibration: str | None = None  # name of that of its steps; None: nothing that was timed belongs to it
@@ -139,7 +139,7 @@ class Kind:
     name: str
     key: str
     values: Callable[[Subject, Forecast], Iterable[Any]]  # values to try, for a run that went as in this forecast
-    cost: str = ""  # in words; empty: nothing
+    cost: str = ""  # what it costs, in words; empty: nothing
     cost_of_more: str | None = None  # cost of a larger value than that of the run; None: the same
     needs_caching: bool = False
     keeps_pool: bool = False  # the pool would change with it where its size is not given
@@ -220,7 +220,7 @@ class Setting:
     kind: Kind
     changes: dict[str, Any]  # configuration key -> value; they belong together
     subject: Subject  # the run with it
-    cost: str  # in words; empty: nothing
+    cost: str  # what it costs, in words; empty: nothing
 
     @classmethod
     def of(cls, kind: Kind, subject: Subject, value: Any) -> "Setting":

@@ -460,7 +460,7 @@ class SlotLaws(LawBook):
     def start(self) -> None:
         self._lookup: ev.CheckpointLookedUp | None = None  # its PrefixLookedUp comes next
         self._drafted: tuple[int, ...] = ()  # sequences with guesses, until the step is scheduled
-        self._taken: dict[int, int] = {}  # of a sequence whose state sees its guesses the slot that it took for them
+        self._taken: dict[int, int] = {}  # sequences whose state sees their guesses: the slot taken for them
 
     def check_order(self, event: ev.Event) -> None:
         failed = (ev.StatesRecovered, ev.StepFailed)

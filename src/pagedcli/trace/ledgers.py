@@ -30,7 +30,7 @@ class BlockLedger:
         self.copies: dict[int, dict[int, None]] = {}  # hash -> full blocks that lookups do not find, first filled first
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
         self.num_cached_blocks = 0  # free and full
-        self.num_full_blocks = 0  # in use and cached ones together
+        self.num_full_blocks = 0  # sum of those in use and the cached ones
         self.num_shared_blocks = 0  # ref_count 2 or more
         self.num_shared_partial_blocks = 0
         self.num_references = 0  # sum of the ref_counts

@@ -49,9 +49,9 @@ class SeqState:
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0
     num_drafted_tokens: int = 0  # guessed ones that the current step computes
-    draft_source: DraftSource = "own_text"  # of these or, without any, of the last ones
+    draft_source: DraftSource = "own_text"  # source of these guesses; without any, of the last ones
     num_guesses: int = 0  # guessed tokens that have been checked
-    num_right_guesses: int = 0  # of these
+    num_right_guesses: int = 0  # the right ones among them
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
     most_computed_tokens: int = 0  # the most before any preemption
     waiting_since_step: int | None = 0  # None while it runs
@@ -63,7 +63,7 @@ class SeqState:
     parent_seq_id: int | None = None  # forked from
     beam_width: int | None = None  # None: no beam search
     row_id: str | None = None  # the user's own id
-    num_context_tokens: int | None = None  # it scores what follows so many tokens; None: it generates
+    num_context_tokens: int | None = None  # tokens before those that it scores; None: it generates
     _shared: SharedCounts = _ALONE
     _num_computed: int = 0  # own part, see SharedCounts
     _num_output: int = 0
@@ -191,7 +191,7 @@ class StepRecord:
     num_waiting: int = 0
     num_sampled: int = 0
     num_drafted: int = 0  # guessed tokens that it computes
-    num_accepted: int = 0  # of these, the right ones
+    num_accepted: int = 0  # the right ones among them
     num_evicted: int = 0  # blocks
     num_finished: int = 0  # sequences
     lookups: list[PrefixLookedUp] = field(default_factory=list)

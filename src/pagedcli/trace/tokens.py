@@ -9,7 +9,7 @@ class TokenView(View):
     """Knows the tokens of unfinished sequences. A method of it that a view replaces is called there, too."""
 
     def __init__(self) -> None:
-        self._token_ids: dict[int, list[int]] = {}  # by sequence: prompt and output so far
+        self._token_ids: dict[int, list[int]] = {}  # prompt and output of each sequence so far
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._token_ids.clear()

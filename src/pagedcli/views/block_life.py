@@ -22,7 +22,7 @@ class Tenure:
 
     seq_id: int
     label: Annotated[str, "request"]
-    place: Annotated[int, "place in table"]  # counted from 0
+    place: Annotated[int, "place in table"]  # place from 0 on
     group: int  # the group of layers whose K and V it held
     since: Annotated[int | None, "from step"]  # None: before the first
     until: Annotated[int | None, "to step"] = None  # the step that released it; None: still held
@@ -42,7 +42,7 @@ class Content:
     token_ids: tuple[int, ...] | None  # None: not recorded
     num_reuses: int = 0  # times a sequence found it in the cache
     until: int | None = None  # the step that dropped it; None: still there
-    evicted_for: str | None = None  # for whom it was evicted, in words; empty in older traces; None: it was not
+    evicted_for: str | None = None  # the reason in words; empty in older traces; None: it was not evicted
 
 
 class BlockLife(TokenView):

@@ -75,7 +75,7 @@ class Lookup:
     # leading tokens whose K and V are cached, of a model with recurrent state, which allowed less; None: other models
     kv_tokens: int | None = None
     reason: Reason = "not_known"
-    evicted_step: int | None = None  # of the first missing block
+    evicted_step: int | None = None  # step in which the first missing block was evicted
     evicted_block_id: int | None = None
     evicted_for: str | None = None  # what a person calls the request that needed its room
     wanted_step: int | None = None  # step of the last lookup that missed the same block
@@ -178,15 +178,15 @@ class Totals:
 
     num_lookups: int = 0
     num_tokens: int = 0
-    hit: int = 0  # found in memory
-    disk_hit: int = 0  # read from a prefix store
+    hit: int = 0  # tokens found in memory
+    disk_hit: int = 0  # tokens read from a prefix store
     late_hit: int = 0  # reused while another sequence computed them
     vetoed: int = 0  # K and V cached, but no checkpoint of the recurrent state
     evicted: int = 0  # cached before, evicted
     in_flight: int = 0  # computed twice at the same time
     first_seen: int = 0  # never computed before
     first_seen_shared: int = 0  # subset of first_seen: shared with something earlier, but not as a full block
-    last_block: int = 0  # after the last full block
+    last_block: int = 0  # tokens after the last full block
     last_block_shared: int = 0  # subset of last_block: shared with something earlier
     last_token: int = 0  # the last tokens of fully cached prompts
     caching_off: int = 0

@@ -19,7 +19,7 @@ class Branch:
     num_hits: int  # lookups that found them
     label: str  # the request that computed them first
     start: int  # blocks before it
-    branches: list["Branch"] = field(default_factory=list)  # those that were found, the most often found first
+    branches: list["Branch"] = field(default_factory=list)  # branches that were found, the most often found first
     num_unfound: int = 0  # further continuations, which no lookup found
 
     @property

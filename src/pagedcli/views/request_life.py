@@ -20,7 +20,7 @@ class Life:
     seq_id: int
     held: list[tuple[int, int, int]] = field(default_factory=list)  # step, blocks held, of these shared
     happenings: list[tuple[int, str]] = field(default_factory=list)  # step, words
-    seq: SeqState | None = None  # at the end of the run
+    seq: SeqState | None = None  # its state at the end of the run
     phases: list[Phase] = field(default_factory=list)
 
 

@@ -88,7 +88,7 @@ class RunStats(View):
         self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
         self.num_compared = 0  # first lookups whose shared tokens the engine has counted
         self.busy_ns = 0  # steps without the time of observers
-        self._lookups: _Lookups = []  # in the current step
+        self._lookups: _Lookups = []  # those of the current step
         self._window: deque[tuple[int, int, _Lookups]] = deque()  # per step: busy ns, tokens, lookups
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
@@ -212,7 +212,7 @@ class MemoryUse:
     passed_bytes: int
     unused_bytes: int  # bytes of blocks in use that the layers of their group leave
     contiguous_bytes: int  # a cache that reserves max_model_len for each running sequence would take
-    contiguous_times: float | None  # this many times what is in use
+    contiguous_times: float | None  # multiple of what is in use
 
 
 def memory_use(state: PoolState) -> MemoryUse:

@@ -269,7 +269,7 @@ class RequestRow(ShownRow):
         self.last_step = max([phase.last_step or 0 for phase in history], default=self.first_step)
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.waited_for: dict[str, float] = {}  # seconds, by reason
-        self.ttft_s: float | None = None  # counted from its arrival
+        self.ttft_s: float | None = None  # time since its arrival
         self.tpot_s: float | None = None  # mean of the later tokens
 
     def why(self) -> str:

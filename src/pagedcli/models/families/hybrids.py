@@ -428,7 +428,7 @@ class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
 class NemotronH(RotatesIfNamed, Bamba):
     """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
 
-    num_hidden_layers: int = 0  # as many as are listed
+    num_hidden_layers: int = 0  # the listed ones
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None

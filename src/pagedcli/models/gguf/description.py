@@ -51,7 +51,7 @@ def describe(header: Header) -> Description:
 class Orders:
     """How a file orders the rows of its tensors, by the last part of their names."""
 
-    num_layers: int  # without those that only predict further tokens
+    num_layers: int  # layers without those that only predict further tokens
     reordered: Mapping[str, int]  # heads of tensors that list the two halves of each head in turn
     halves: Mapping[str, int]  # how often the rows of two modules alternate in their tensor; others: they do not
 

@@ -39,7 +39,7 @@ class Attention:
     output_gate: OutputGate | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    out_factor: float = 1.0  # of the result; o_proj is multiplied by it when it is read
+    out_factor: float = 1.0  # factor of the result; o_proj is multiplied by it when it is read
     # RMSNorm of each head of q and k, by weights or none, or of all heads together
     qk_norm: Literal["none", "heads", "unweighted", "all"] = "none"
     norms_last: bool = False  # these norms come after the rotary embedding

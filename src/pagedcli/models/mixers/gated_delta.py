@@ -23,7 +23,7 @@ class GatedDelta(RecurrentMixer):
     tiled: bool = False  # a key head serves every num_key_heads-th value head, as in llama.cpp's files
     apart: bool = False  # q, k, v and their convolutions are tensors of their own, and names are OLMo's
     correction: float = 1.0  # factor of how much a head corrects; 2: a state may also turn around
-    eps: float | None = None  # of its norm; None: the model's
+    eps: float | None = None  # epsilon of its norm; None: the model's
 
     @property
     def channels(self) -> int:

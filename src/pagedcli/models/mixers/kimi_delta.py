@@ -20,7 +20,7 @@ class KimiDelta(RecurrentMixer):
     name: ClassVar[str] = "Kimi delta attention"
     on_gpus: ClassVar[bool] = False
     num_heads: int
-    head_dim: int  # of q, k and v, and the width between the thin matrices
+    head_dim: int  # size of the heads of q, k and v; width between the thin matrices
     kernel: int  # inputs that the convolution sees, the current one included
 
     @property
