@@ -173,8 +173,8 @@ class GuessesThatPay:
         self._account_ns = min(account_ns, MOST_SAVED * plain_ns)
 
     def _guesses(self, seqs: Items[Sequence], room: Room, end_ns: float) -> list[tuple[int, Draft, list[float], int]]:
-        """The guesses: place of the sequence, draft, the chances that all of its tokens up to each are right, and how many
-        tokens the sequence may still generate."""
+        """Guesses: the sequence's place, its draft, the chances that all tokens of that up to each are right, and how
+        many tokens the sequence may still generate."""
         found = []
         for place, seq in enumerate(seqs):
             if self._clock_ns() > end_ns:  # the account has no more for looking
