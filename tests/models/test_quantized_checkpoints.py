@@ -300,7 +300,7 @@ def test_dummy_weights_of_every_format_are_noise_of_the_usual_size(name, plain_m
     packed, _ = quantized_twins(plain_model, tmp_path, *FORMATS[name])
     (packed / "model.safetensors").unlink()
     model = load(packed, ReferenceAttention(), load_format="dummy")
-    weight = model._branches[1].body.mlp.down(torch.eye(128))
+    weight = model._branches[1].body.down(torch.eye(128))
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
