@@ -10,9 +10,16 @@ from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import recurrent_blocks
 from pagedcli.models.blocks import Step
 from pagedcli.models.mixers.gated_delta import GatedDelta
+from pagedcli.models.mixers.kimi_delta import KimiDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
-from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
+from pagedcli.models.recurrent_blocks import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    MambaMixer,
+    ShortConvolution,
+    interleaved_columns,
+)
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -29,6 +36,8 @@ SHAPES = {
     "gated delta, tiled": GatedDelta(**DELTA, tiled=True),
     "gated delta, wide": GatedDelta(**{**DELTA, "num_value_heads": 2, "value_dim": 40, "kernel": 3}),
     "gated delta, small": GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=12, kernel=2),
+    "kimi delta": KimiDelta(num_heads=3, head_dim=24, kernel=4),
+    "kimi delta, small": KimiDelta(num_heads=2, head_dim=8, kernel=3),
     "mamba": Mamba2(**MAMBA),
     "mamba, no bias": Mamba2(
         **{**MAMBA, "num_heads": 2, "num_groups": 1, "conv_bias": False, "norm_group": 32, "kernel": 2}
@@ -62,8 +71,14 @@ def body(shape, dtype):
     if isinstance(shape, ShortConv):
         return ShortConvolution(0, linear(3 * WIDTH, WIDTH, 1), conv, conv_bias, linear(WIDTH, WIDTH, 2))
     out = linear(WIDTH, shape.inner, 2)
-    heads = shape.num_heads if isinstance(shape, Mamba2) else shape.num_value_heads
+    heads = shape.num_value_heads if isinstance(shape, GatedDelta) else shape.num_heads
     decay, step_bias = -noise(heads, seed=5).exp(), noise(heads, seed=6)
+    if isinstance(shape, KimiDelta):
+        size, inner = shape.head_dim, shape.inner
+        rates = linear(size, WIDTH, 10), linear(inner, size, 11), decay, noise(inner, seed=6)
+        shares = linear(size, WIDTH, 12), linear(inner, size, 13), noise(size, dtype=dtype, seed=7)
+        projections = linear(3 * inner, WIDTH, 1), linear(heads, WIDTH, 9)
+        return KimiDeltaAttention(0, shape, *projections, conv, *rates, *shares, 1e-6, out)
     if isinstance(shape, Mamba2):
         inner = linear(shape.inner + shape.channels + heads, WIDTH, 1)
         norm = noise(shape.inner, dtype=dtype, seed=7)
@@ -112,7 +127,7 @@ def check_equality(name, sequences, monkeypatch, dtype=torch.float32):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["gated delta, small", "mamba, no bias", "short convolution"])
+@pytest.mark.parametrize("name", ["gated delta, small", "kimi delta, small", "mamba, no bias", "short convolution"])
 def test_a_layer_equals_its_twin(name, monkeypatch):
     check_equality(name, [(5, 1, 0, 0), (14, 4, 1, 2)], monkeypatch)
 
@@ -127,7 +142,7 @@ def test_every_layer_equals_its_twin(name, kind, monkeypatch):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated delta, interleaved", "mamba", "short convolution"])
+@pytest.mark.parametrize("name", ["gated delta, interleaved", "kimi delta", "mamba", "short convolution"])
 def test_a_layer_in_float16_equals_its_twin(name, monkeypatch):
     check_equality(name, STEPS["mixed"], monkeypatch, torch.float16)
 
@@ -147,7 +162,7 @@ def run_in_steps(name, steps, monkeypatch):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated delta", "mamba"])
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba"])
 def test_cuts_between_chunks_and_company_change_no_bit(name, monkeypatch):
     whole, states = run_in_steps(name, [(0, 36, False), (36, 1, False)], monkeypatch)
     parts, ends = run_in_steps(name, [(0, 16, False), (16, 20, True), (36, 1, True)], monkeypatch)
@@ -157,7 +172,7 @@ def test_cuts_between_chunks_and_company_change_no_bit(name, monkeypatch):
 
 @interpreted
 def test_rows_of_padding_leave_all_slots_as_they_are(monkeypatch):
-    for name in ("gated delta, small", "mamba, no bias", "short convolution"):
+    for name in ("gated delta, small", "kimi delta, small", "mamba, no bias", "short convolution"):
         shape = SHAPES[name]
         pools, before = pools_of(shape, torch.float32), pools_of(shape, torch.float32)
         x, padding = noise(3, WIDTH, seed=30), (0, 1, -1, NUM_SLOTS)
@@ -172,9 +187,10 @@ def test_rows_of_padding_leave_all_slots_as_they_are(monkeypatch):
 
 @interpreted
 @pytest.mark.slow
-def test_keys_that_are_all_alike_are_corrected_as_exactly(monkeypatch):
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
+def test_keys_that_are_all_alike_are_corrected_as_exactly(name, monkeypatch):
     """The inverse of a chunk then has small entries, where powers of its matrix have huge ones."""
-    shape = SHAPES["gated delta"]
+    shape = SHAPES[name]
     layer, pools = body(shape, torch.float32), pools_of(shape, torch.float32)
     layer.decay, x = layer.decay * 1e-4, noise(1, WIDTH, seed=30).expand(40, -1).contiguous()
     ours = [pool.clone() for pool in pools]
@@ -182,3 +198,17 @@ def test_keys_that_are_all_alike_are_corrected_as_exactly(monkeypatch):
     result = run_layer(layer, x, [(0, 40, -1, 0)], ours, monkeypatch, fused=True)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(ours[1], pools[1], atol=1e-5, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.slow
+def test_channels_that_forget_at_once_overflow_nowhere(monkeypatch):
+    """Divided by what is kept within a chunk, e^-1000, keys would be infinite."""
+    layer = body(SHAPES["kimi delta"], torch.float32)
+    layer.decay[1], layer.step_bias[:24:2] = -100.0, -20.0
+    pools, x = pools_of(layer.shape, torch.float32), noise(40, WIDTH, seed=30)
+    ours = [pool.clone() for pool in pools]
+    expected = run_layer(layer, x, [(0, 40, -1, 0)], pools, monkeypatch, fused=False)
+    result = run_layer(layer, x, [(0, 40, -1, 0)], ours, monkeypatch, fused=True)
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(ours[1], pools[1], atol=2e-5, rtol=2e-5)

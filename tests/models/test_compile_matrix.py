@@ -59,6 +59,12 @@ MAMBA = {
     "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "num_hidden_layers": 2,
 }  # fmt: skip
 GRANITE4 = {**MAMBA, "mamba_n_heads": 48, "mamba_d_state": 128, "layer_types": MIXED, "num_local_experts": 0}
+KIMI = {
+    "num_hidden_layers": 2, "layer_types": MIXED, "num_experts": 16, "num_experts_per_token": 8,
+    "linear_attn_config": {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True,
+    "first_k_dense_replace": 1, "num_shared_experts": 1, "routed_scaling_factor": 2.446,
+}  # fmt: skip
 HYBRIDS = {
     "qwen3.5-0.8b": model("Qwen3_5ForCausalLM", "qwen3_5_text", 248320, 1024, 3584, 8, 2, 256, **DELTA),
     "qwen3-next": model(
@@ -71,6 +77,9 @@ HYBRIDS = {
     "granite-4-h-micro": model(
         "GraniteMoeHybridForCausalLM", "granitemoehybrid", 100352, 1536, 4096, 12, 4, 128, **GRANITE4,
         shared_intermediate_size=4096,
+    ),
+    "kimi-linear": model(
+        "KimiLinearForCausalLM", "kimi_linear", 163840, 2304, 9216, 32, 32, 72, **KIMI, moe_intermediate_size=1024,
     ),
     "lfm2-1.2b": model(
         "Lfm2ForCausalLM", "lfm2", 65536, 2048, 12288, 32, 8, 64, num_hidden_layers=2, full_attn_idxs=[1]
@@ -271,6 +280,7 @@ SUBSET = "compiles_within and (qwen3-0.6b or qwen3-30b-a3b or awq or qwen3.5-0.8
         ("llama-3-8b gptq 128", {"linear_kernel", "gated_kernel", "sample_rows_kernel"}),
         ("qwen3.5-0.8b", {"conv_kernel", "step_kernel", "inverse_kernel", "chunk_kernel", "norm_then_gate_kernel"}),
         ("gemma-4-26b-a4b", {"rotate_and_store_kernel", "route_kernel", "experts_kernel", "decode_kernel"}),
+        ("kimi-linear", {"conv_kernel", "step_kernel", "inverse_kernel", "chunk_kernel", "norm_then_gate_kernel"}),
         ("bamba-9b", {"conv_kernel", "conv_state_kernel", "step_kernel", "chunk_kernel", "gate_then_norm_kernel"}),
     ],
 )

@@ -21,8 +21,6 @@ from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.weights import open_weights
-from pagedcli.planning.decide import decide
-from pagedcli.planning.machine import described_gpu
 
 CPU = torch.device("cpu")
 
@@ -253,13 +251,6 @@ def test_kimi_linear_with_what_it_cannot_have_is_refused(fields, reason, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_KIMI | fields))
     with pytest.raises(ModelError, match=reason):
         read_spec(tmp_path)
-
-
-def test_kimi_delta_attention_is_refused_on_gpus_by_name(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_KIMI))
-    gpu = described_gpu(80 * 2**30, capability=(9, 0))
-    with pytest.raises(ConfigError, match="has Kimi delta attention, for which there are no kernels on cuda"):
-        decide(EngineConfig(model=str(tmp_path), device="cuda"), read_spec(tmp_path), gpu)
 
 
 @pytest.mark.parametrize(

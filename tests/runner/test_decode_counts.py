@@ -45,6 +45,13 @@ def test_the_counts_of_every_kind_of_request(model, gpu):
 # a model whose first layer attends, of so many others
 RECURRENT = {
     "gated delta net": lambda others: ("qwen3_5", {"layer_types": ["full_attention", *["linear_attention"] * others]}),
+    "Kimi delta attention": lambda others: (
+        "kimi_linear",
+        {
+            "layer_types": ["full_attention", *["linear_attention"] * others],
+            "mlp_layer_types": ["dense"] * (1 + others),
+        },
+    ),
     "Mamba-2": lambda others: ("bamba", {"attn_layer_indices": [0]}),
     "short convolution": lambda others: ("lfm2", {"layer_types": ["full_attention", *["conv"] * others]}),
 }

@@ -27,7 +27,17 @@ FAMILIES += (
     *GEMMA4_FAMILIES,
     "laguna",
 )
-HYBRIDS = ("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "lfm2-moe", "bamba", "granite-hybrid")
+HYBRIDS = (
+    "qwen3_5",
+    "qwen3_5-moe",
+    "qwen3_next",
+    "kimi_linear",
+    "lfm2",
+    "lfm2-bias",
+    "lfm2-moe",
+    "bamba",
+    "granite-hybrid",
+)
 # windows shorter than the prompts, several groups of layers
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES = {"gemma2": WINDOWS, "gemma3": WINDOWS}

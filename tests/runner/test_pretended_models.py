@@ -39,6 +39,7 @@ KINDS = {
     "shared K/V": ("gemma4-e2b", {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "sliding_window": 8, **SHARED}),
     "recurrent": ("qwen3_5", {}),
     "convolution": ("lfm2", {}),
+    "kimi delta": ("kimi_linear", {}),
     "latent": ("deepseek_v3", {}),
     "sinks": ("gpt_oss", {}),
 }

@@ -248,8 +248,9 @@ class TritonAttention(AttentionBackend):
             of_layer.programs = num_sms * programs_per_processor(compiled, self._properties)
         if batch.max_total > SPLIT:
             arguments = (*partials, out, sinks, work.first_part, *lengths, of_layer.numbers[2])
+            num_warps = 16 if self._rows * self._block_d > 2**13 else 4  # many heads of latents would spill
             grid = (work.num_sequences, self._spec.num_kv_heads, 1)
-            self._launch(kernels.combine_kernel, grid, arguments, of_layer.combine, num_warps=4)
+            self._launch(kernels.combine_kernel, grid, arguments, of_layer.combine, num_warps=num_warps)
 
     def _run_prefill(
         self, q: Tensor, kv: LayerKV, out: Tensor, sinks: Tensor, batch: PagedBatch, of_layer: "_LayerConstants"

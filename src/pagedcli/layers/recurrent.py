@@ -29,6 +29,7 @@ class StateHeads:
     interleaved: bool = False  # key head by key head: q, k, v, z; and b, a
     tiled: bool = False  # a key head serves not neighbours, but every num_key_heads-th head
     correction: float = 1.0  # factor of a delta rule's correction
+    by_channel: bool = False  # each channel of a key is forgotten at a rate of its own, as in Kimi delta attention
     limits: tuple[float, float] = (0.0, 0.0)  # bounds of a selective scan's step size
 
     @property

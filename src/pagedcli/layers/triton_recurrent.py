@@ -122,16 +122,19 @@ def recurrence(
     z: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     skip: Tensor | None = None,
+    steps: Tensor | None = None,
 ) -> Tensor:
-    """The gated delta rule over q, k and v, then norm_then_gate (with `norm` and `z`); or Mamba-2's scan over x, B and
-    C, plus skip * x.
+    """The gated delta rule over q, k and v, then norm_then_gate (with `norm` and `z`); or with `steps` of each channel
+    norm_then_share; or Mamba-2's scan over x, B and C, plus skip * x.
 
-    Shapes:  mixed [T, C] after the convolution; gates [T, 2H], b and a, or [T, H], the steps; decay, step_bias [H]
-             float32; pool [Z, H, N, P] float32; z [T, C + I] as projected, ordered as `heads` says; norm: weight [P]
-             and eps; skip [H] float32. Returns [T, I], of Mamba-2 in float32.
+    Shapes:  mixed [T, C] after the convolution; gates [T, 2H], b and a, or [T, H], the steps, or b with `steps`; decay,
+             step_bias [H] float32; pool [Z, H, N, P] float32; z [T, C + I] as projected, ordered as `heads` says; norm:
+             weight [P] and eps; skip [H] float32. With steps [T, H * N] step_bias is [H * N] and z the shares [T, I].
+             Returns [T, I], of Mamba-2 in float32.
     Changes: pool.
     """
     assert heads.corrects == (z is not None) == (norm is not None) == (skip is None)
+    assert heads.by_channel == (steps is not None)
     weight, eps = norm if norm is not None else (skip, 0.0)
     z = mixed if z is None else z  # not read of Mamba-2
     prompts, num_seqs = _Prompts.of(step), step.reads.shape[0]
@@ -139,6 +142,7 @@ def recurrence(
     out = mixed.new_empty((mixed.shape[0], heads.num_heads * heads.value_dim), dtype=dtype)
     tensors: dict[str, Any] = {"mixed_ptr": mixed, "gates_ptr": gates, "decay_ptr": decay, "bias_ptr": step_bias}
     tensors |= {"gates_stride": gates.stride(0), "cu_q_ptr": step.cu_q, "HEADS": heads}
+    tensors["steps_ptr"] = decay if steps is None else steps  # not read without a rate of each channel
     states = {"pool_ptr": pool, "reads_ptr": step.reads, "writes_ptr": step.writes, "spare": pool.shape[0] - 1}
     if prompts is None or prompts.has_single:
         step_kernel[(num_seqs, heads.num_heads)](
@@ -151,7 +155,7 @@ def recurrence(
     exact = mixed.dtype == torch.float32
     inverses = pool  # not read of Mamba-2
     if heads.corrects:
-        inverses = pool.new_empty((prompts.num_items, heads.num_heads, CHUNK, CHUNK))
+        inverses = pool.new_empty((prompts.num_items, heads.num_heads, 1 + heads.by_channel, CHUNK, CHUNK))
         inverse_kernel[(prompts.num_items, heads.num_heads)](
             **tensors, inverses_ptr=inverses, item_seq_ptr=prompts.item_seq, item_chunk_ptr=prompts.item_chunk,
             LEVELS=CHUNK.bit_length() - 2, PRECISION="ieee" if exact else "tf32x3", num_warps=4,
@@ -274,18 +278,9 @@ def conv_kernel(
 
 @triton.jit
 def conv_state_kernel(
-    x_ptr,
-    pool_ptr,
-    reads_ptr,
-    writes_ptr,
-    cu_q_ptr,
-    x_stride,
-    spare,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x_ptr, pool_ptr, reads_ptr, writes_ptr, cu_q_ptr, x_stride, spare,
+    C: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One program per (sequence, BLOCK_C channels): the last K - 1 inputs, after all tokens have read the old ones."""
     seq = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -317,6 +312,24 @@ def _softplus(x):
 
 
 @triton.jit
+def _beta(place, mask, HEADS: tl.constexpr):
+    """How much a head corrects, 0 where masked."""
+    b = tl.load(place, mask=mask, other=0.0)
+    beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32) * HEADS.correction
+    return tl.where(mask, beta, 0.0)
+
+
+@triton.jit
+def _channel_decays(steps_ptr, decay_ptr, bias_ptr, token, key, mask, head, HEADS: tl.constexpr):
+    """For some tokens and channels of a head's keys: the logarithm of how much is kept, 0 where masked."""
+    N: tl.constexpr = HEADS.key_dim
+    column = head * N + key
+    raw = tl.load(steps_ptr + token.to(tl.int64) * (HEADS.num_heads * N) + column, mask=mask, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=key < N, other=0.0)
+    return tl.where(mask, tl.load(decay_ptr + head) * _softplus(raw.to(tl.float32) + bias), 0.0)
+
+
+@triton.jit
 def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS: tl.constexpr):
     """For some tokens: the logarithm of how much a head keeps, 0 where masked; and beta, or the size of the step."""
     row = gates_ptr + token.to(tl.int64) * gates_stride
@@ -326,10 +339,8 @@ def _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEAD
         b_column, a_column = head, HEADS.num_heads + head
         if HEADS.interleaved:
             b_column, a_column = head // R * 2 * R + head % R, head // R * 2 * R + R + head % R
-        b = tl.load(row + b_column, mask=mask, other=0.0)
         a = tl.load(row + a_column, mask=mask, other=0.0).to(tl.float32)
-        beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32) * HEADS.correction
-        return tl.where(mask, decay * _softplus(a + bias), 0.0), tl.where(mask, beta, 0.0)
+        return tl.where(mask, decay * _softplus(a + bias), 0.0), _beta(row + b_column, mask, HEADS)
     raw = tl.load(row + head, mask=mask, other=0.0).to(tl.float32)
     size = tl.minimum(tl.maximum(_softplus(raw + bias), HEADS.limits[0]), HEADS.limits[1])
     return tl.where(mask, decay * size, 0.0), tl.where(mask, size, 0.0)
@@ -354,18 +365,22 @@ def _l2_scale(squares):
 
 @triton.jit
 def _norm_then_gate(o, weight_ptr, z_row, value, inside, head, eps, dtype: tl.constexpr, HEADS: tl.constexpr):
-    """layers.recurrent.norm_then_gate of one head's result."""
+    """layers.recurrent.norm_then_gate of one head's result, or norm_then_share."""
     R: tl.constexpr = HEADS.num_heads // HEADS.num_key_heads
     N: tl.constexpr = HEADS.key_dim
     P: tl.constexpr = HEADS.value_dim
     z_column = 2 * HEADS.num_key_heads * N + HEADS.num_heads * P + head * P
     if HEADS.interleaved:
         z_column = head // R * (2 * N + 2 * R * P) + 2 * N + R * P + head % R * P
+    if HEADS.by_channel:
+        z_column = head * P
     wide = o.to(dtype).to(tl.float32)
-    normed = (wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / P + eps))).to(dtype).to(tl.float32)
+    normed = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / P + eps))
     weight = tl.load(weight_ptr + value, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(z_row + z_column + value, mask=inside, other=0.0).to(tl.float32)
-    return (normed * weight).to(dtype).to(tl.float32) * _silu(z)
+    if HEADS.by_channel:
+        return normed * weight * (1.0 / (1.0 + tl.exp(-z)))
+    return (normed.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32) * _silu(z)
 
 
 @triton.jit(do_not_specialize_on_alignment=["gates_ptr"])  # Mamba-2's gates are the last columns of a wider tensor.
@@ -374,6 +389,7 @@ def step_kernel(
     gates_ptr,
     decay_ptr,
     bias_ptr,
+    steps_ptr,
     last_ptr,  # the norm's weight [P], or skip [H]
     z_ptr,
     out_ptr,
@@ -408,7 +424,11 @@ def step_kernel(
         q = tl.load(row + q_column + key, mask=in_key, other=0.0).to(tl.float32)
         k = tl.load(row + k_column + key, mask=in_key, other=0.0).to(tl.float32)
         v = tl.load(row + v_column + value, mask=in_value, other=0.0).to(tl.float32)
-        log_decay, weight = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, True, head, HEADS)
+        if HEADS.by_channel:
+            weight = _beta(gates_ptr + token.to(tl.int64) * gates_stride + head, True, HEADS)
+            log_decay = _channel_decays(steps_ptr, decay_ptr, bias_ptr, token, key, in_key, head, HEADS)[:, None]
+        else:
+            log_decay, weight = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, True, head, HEADS)
         read, write = tl.load(reads_ptr + seq).to(tl.int64), tl.load(writes_ptr + seq).to(tl.int64)
         place = key[:, None] * P + value[None, :]
         inside = in_key[:, None] & in_value[None, :]
@@ -451,13 +471,44 @@ def _keys(row, column, mask, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
     return x
 
 
+@triton.jit
+def _products(
+    steps_ptr, decay_ptr, bias_ptr, row, token, mask, head,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(q_t, k_i) and (k_t, k_i) of a chunk's tokens [t, i], each channel times what is kept of it from i to t.
+
+    Channel by channel, as the factors of a product of matrices, exp(-decay), would overflow.
+    """
+    CHANNELS: tl.constexpr = 16  # at a time
+    N: tl.constexpr = HEADS.key_dim
+    q_column, k_column, _ = _columns(head, HEADS)
+    of_q, of_k = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    q_squares, k_squares = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    for first in tl.range(0, BLOCK_N, CHANNELS, num_stages=1):
+        key = (first + tl.arange(0, CHANNELS))[None, :]
+        live = mask[:, None] & (key < N)
+        q = tl.load(row[:, None] + q_column + key, mask=live, other=0.0).to(tl.float32)
+        k = tl.load(row[:, None] + k_column + key, mask=live, other=0.0).to(tl.float32)
+        log_decay = _channel_decays(steps_ptr, decay_ptr, bias_ptr, token[:, None], key, live, head, HEADS)
+        since = tl.cumsum(log_decay, 0)
+        between = tl.exp(tl.minimum(since[:, None, :] - since[None, :, :], 0.0)) * k[None, :, :]
+        of_q += tl.sum(q[:, None, :] * between, 2)
+        of_k += tl.sum(k[:, None, :] * between, 2)
+        q_squares += tl.sum(q * q, 1)
+        k_squares += tl.sum(k * k, 1)
+    q_scale, k_scale = _l2_scale(q_squares) * (1.0 / tl.sqrt(N + 0.0)), _l2_scale(k_squares)
+    return of_q * q_scale[:, None] * k_scale[None, :], of_k * k_scale[:, None] * k_scale[None, :]
+
+
 @triton.jit(do_not_specialize_on_alignment=["gates_ptr"])
 def inverse_kernel(
     mixed_ptr,
     gates_ptr,
     decay_ptr,
     bias_ptr,
-    inverses_ptr,  # [chunks, H, CHUNK, CHUNK] float32
+    steps_ptr,
+    inverses_ptr,  # [chunks, H, 1, CHUNK, CHUNK] float32; with a rate of each channel [.., 2, ..]: scores are second
     item_seq_ptr,
     item_chunk_ptr,
     cu_q_ptr,
@@ -483,19 +534,26 @@ def inverse_kernel(
     position = chunk * CHUNK + place
     mask = (position >= before) & (position < total)
     token = start + position - before
-    log_decay, beta = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS)
-    kept, _ = _decays(log_decay, CHUNK)
-    _, k_column, _ = _columns(head, HEADS)
     row = mixed_ptr + token.to(tl.int64) * HEADS.channels
-    k = _keys(row, k_column, mask, HEADS, BLOCK_N)
     t, i = place[:, None], place[None, :]
-    a = tl.where(t > i, beta[:, None] * kept * tl.dot(k, tl.trans(k), input_precision=PRECISION), 0.0)
+    square = inverses_ptr + ((item.to(tl.int64) * H + head) * (2 if HEADS.by_channel else 1) * CHUNK + t) * CHUNK + i
+    if HEADS.by_channel:
+        beta = _beta(gates_ptr + token.to(tl.int64) * gates_stride + head, mask, HEADS)
+        of_q, of_k = _products(steps_ptr, decay_ptr, bias_ptr, row, token, mask, head, HEADS, CHUNK, BLOCK_N)
+        tl.store(square + CHUNK * CHUNK, tl.where(t >= i, of_q, 0.0))
+        a = tl.where(t > i, beta[:, None] * of_k, 0.0)
+    else:
+        log_decay, beta = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS)
+        kept, _ = _decays(log_decay, CHUNK)
+        _, k_column, _ = _columns(head, HEADS)
+        k = _keys(row, k_column, mask, HEADS, BLOCK_N)
+        a = tl.where(t > i, beta[:, None] * kept * tl.dot(k, tl.trans(k), input_precision=PRECISION), 0.0)
     inverse = tl.where(t == i, 1.0, 0.0) - tl.where(t // 2 == i // 2, a, 0.0)
     for level in tl.static_range(LEVELS):
         corner = (t // (4 << level) == i // (4 << level)) & (t // (2 << level) > i // (2 << level))
         part = tl.dot(inverse, tl.where(corner, a, 0.0), input_precision=PRECISION)
         inverse -= tl.dot(part, inverse, input_precision=PRECISION)
-    tl.store(inverses_ptr + ((item.to(tl.int64) * H + head) * CHUNK + t) * CHUNK + i, inverse)
+    tl.store(square, inverse)
 
 
 @triton.jit(do_not_specialize_on_alignment=["gates_ptr"])
@@ -504,6 +562,7 @@ def chunk_kernel(
     gates_ptr,
     decay_ptr,
     bias_ptr,
+    steps_ptr,
     last_ptr,  # skip [H] of Mamba-2
     inverses_ptr,
     out_ptr,
@@ -524,7 +583,8 @@ def chunk_kernel(
     """One program per (BLOCK_P columns of the state, head, sequence with several new tokens): chunk after chunk.
 
     From the state S before a chunk, with d_t = decay(before the chunk to t): U = inverse (beta V - beta d K S), or dt V
-    of Mamba-2; O = d Q S + (decay Q K^T) U; S becomes d_last S + (decay(to last) K)^T U.
+    of Mamba-2; O = d Q S + (decay Q K^T) U; S becomes d_last S + (decay(to last) K)^T U. With a rate of each channel
+    decays multiply the columns of K, Q and S, and inverse_kernel has left decay Q K^T.
     """
     H: tl.constexpr = HEADS.num_heads
     N: tl.constexpr = HEADS.key_dim
@@ -549,48 +609,61 @@ def chunk_kernel(
             position = chunk * CHUNK + place
             mask = (position >= before) & (position < total)
             token = start + position - before
-            log_decay, weight = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS)
-            kept, since = _decays(log_decay, CHUNK)
+            if HEADS.by_channel:
+                weight = _beta(gates_ptr + token.to(tl.int64) * gates_stride + head, mask, HEADS)
+                columns = mask[:, None] & (key < N)
+                log_decay = _channel_decays(steps_ptr, decay_ptr, bias_ptr, token[:, None], key, columns, head, HEADS)
+                since = tl.cumsum(log_decay, 0)
+                from_before = tl.trans(tl.exp(since))
+            else:
+                log_decay, weight = _gates(gates_ptr, decay_ptr, bias_ptr, gates_stride, token, mask, head, HEADS)
+                kept, since = _decays(log_decay, CHUNK)
+                from_before = tl.exp(since)[None, :]
             row = mixed_ptr + token.to(tl.int64) * HEADS.channels
             live = in_value & mask[None, :]
             k = tl.trans(_keys(row, k_column, mask, HEADS, BLOCK_N))
             v = tl.load(row[None, :] + v_column + value, mask=live, other=0.0).to(tl.float32)
             added = v * weight[None, :]
             if HEADS.corrects:
-                seen = tl.dot(state, k, input_precision=PRECISION)
-                added -= seen * (weight * tl.exp(since))[None, :]
-                square = ((item + chunk - first) * H + head) * CHUNK * CHUNK
-                inverse = tl.load(inverses_ptr + square + place[None, :] * CHUNK + place[:, None])
+                if HEADS.by_channel:
+                    added -= tl.dot(state, k * from_before, input_precision=PRECISION) * weight[None, :]
+                else:
+                    seen = tl.dot(state, k, input_precision=PRECISION)
+                    added -= seen * (weight * tl.exp(since))[None, :]
+                square = ((item + chunk - first) * H + head) * (2 if HEADS.by_channel else 1) * CHUNK * CHUNK
+                square += place[None, :] * CHUNK + place[:, None]
+                inverse = tl.load(inverses_ptr + square)
                 added = tl.dot(added, inverse, input_precision=PRECISION)
             q = tl.trans(_keys(row, q_column, mask, HEADS, BLOCK_N))
             if HEADS.corrects:
                 q *= 1.0 / tl.sqrt(N + 0.0)
-            o = tl.dot(state, q, input_precision=PRECISION) * tl.exp(since)[None, :]
-            scores = tl.dot(tl.trans(k), q, input_precision=PRECISION) * tl.trans(kept)
+            if HEADS.by_channel:
+                o = tl.dot(state, q * from_before, input_precision=PRECISION)
+                scores = tl.load(inverses_ptr + square + CHUNK * CHUNK)
+            else:
+                o = tl.dot(state, q, input_precision=PRECISION) * from_before
+                scores = tl.dot(tl.trans(k), q, input_precision=PRECISION) * tl.trans(kept)
             o += tl.dot(added, scores, input_precision=PRECISION)
             if not HEADS.corrects:
                 o += tl.load(last_ptr + head) * v
             out = out_ptr + (token.to(tl.int64)[None, :] * H + head) * P + value
             tl.store(out, o.to(out_ptr.dtype.element_ty), mask=live)
             of_all = tl.sum(log_decay, 0)
-            to_last = tl.trans(k * tl.exp(of_all - since)[None, :])
+            if HEADS.by_channel:
+                of_all = of_all[None, :]
+                to_last = tl.trans(k) * tl.exp(of_all - since)
+            else:
+                to_last = tl.trans(k * tl.exp(of_all - since)[None, :])
             state = state * tl.exp(of_all) + tl.dot(added, to_last, input_precision=PRECISION)
         tl.store(pool_ptr + write * H * N * P + state_place, state, mask=inside & (write != spare))
 
 
 @triton.jit
 def norm_then_gate_kernel(
-    out_ptr,  # [T, H, P]: the recurrence's results, which become normed and gated
-    weight_ptr,
-    z_ptr,
-    cu_q_ptr,
-    sequence_ptr,
-    z_stride,
-    eps,
-    HEADS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    out_ptr, weight_ptr, z_ptr, cu_q_ptr, sequence_ptr, z_stride, eps, HEADS: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """One program per (token, head), of sequences with several new tokens: step_kernel does the others."""
+    """Norms and gates the recurrence's results [T, H, P] in place. One program per (token, head), of sequences with
+    several new tokens: step_kernel does the others."""
     token, head = tl.program_id(0), tl.program_id(1)
     seq = tl.load(sequence_ptr + token)
     if tl.load(cu_q_ptr + seq + 1) - tl.load(cu_q_ptr + seq) > 1:

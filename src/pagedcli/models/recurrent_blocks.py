@@ -118,17 +118,43 @@ class KimiDeltaAttention:
     norm: Tensor  # [N]
     eps: float
     out: Callable[[Tensor], Tensor]  # I -> E
+    heads: StateHeads = field(init=False)
+
+    def __post_init__(self) -> None:
+        heads, size = self.shape.num_heads, self.shape.head_dim
+        self.heads = StateHeads(
+            num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, corrects=True, by_channel=True
+        )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
-        size, (slots, (conv, matrix)) = self.shape.head_dim, step.state(self.place)
-        mixed = causal_conv(self.inner(x), self.conv, None, conv, slots, silu=True)
+        slots, (conv, matrix) = step.state(self.place)
+        inner, gates = self.inner(x), self.gates(x)
+        steps, shares = self.decay_up(self.decay_down(x)), self.shares_up(self.shares_down(x))
+        if (fused := triton_kernels(x)) is None:
+            return self.out(self._mixed(inner, gates, steps, shares, conv, matrix, slots))
+        mixed = fused.causal_conv(inner, self.conv, None, conv, slots, heads=self.heads)
+        arguments = mixed, gates, self.decay, self.step_bias, matrix, slots, self.heads
+        return self.out(fused.recurrence(*arguments, z=shares, norm=(self.norm, self.eps), steps=steps))
+
+    def _mixed(
+        self,
+        inner: Tensor,
+        gates: Tensor,
+        steps: Tensor,
+        shares: Tensor,
+        conv: Tensor,
+        matrix: Tensor,
+        slots: StateStep,
+    ) -> Tensor:
+        """[T, I], in torch."""
+        size = self.shape.head_dim
+        mixed = causal_conv(inner, self.conv, None, conv, slots, silu=True)
         q, k, v = (_heads(part, size) for part in mixed.chunk(3, dim=1))
-        steps = F.softplus(self.decay_up(self.decay_down(x)).float() + self.step_bias)
-        decay, beta = (self.decay[:, None] * _heads(steps, size)).exp(), self.gates(x).sigmoid().float()
-        o = recurrence(l2_norm(q) * size**-0.5, l2_norm(k), v.float(), decay, beta, matrix, slots).to(x.dtype)
-        shares = _heads(self.shares_up(self.shares_down(x)), size)
-        return self.out(norm_then_share(o, self.norm, shares, self.eps).flatten(1))
+        rates = _heads(F.softplus(steps.float() + self.step_bias), size)
+        decay, beta = (self.decay[:, None] * rates).exp(), gates.sigmoid().float()
+        o = recurrence(l2_norm(q) * size**-0.5, l2_norm(k), v.float(), decay, beta, matrix, slots).to(inner.dtype)
+        return norm_then_share(o, self.norm, _heads(shares, size), self.eps).flatten(1)
 
 
 @dataclass(slots=True)

@@ -352,12 +352,6 @@ def _check_states(
                 f"{name} is {value}, but {spec.architecture} has no layers with recurrent state",
                 hint=f"leave out --{name.replace('_', '-')}",
             )
-    on_cpus = {each.name for layer in spec.layers if (each := layer.recurrent) is not None and not each.on_gpus}
-    if on_cpus and device.type == "cuda":
-        raise ConfigError(
-            f"{spec.architecture} has {', '.join(on_cpus)}, for which there are no kernels on {device}",
-            hint="use --device cpu",
-        )
     if state_bytes and device.type == "cuda" and machine.is_here and fused_layers() is None:
         raise ConfigError(
             f"{spec.architecture} has layers with recurrent state, whose kernels on {device} need Triton, which cannot"

@@ -18,7 +18,6 @@ class KimiDelta(RecurrentMixer):
     """
 
     name: ClassVar[str] = "Kimi delta attention"
-    on_gpus: ClassVar[bool] = False
     num_heads: int
     head_dim: int  # size of the heads of q, k and v; width between the thin matrices
     kernel: int  # inputs that the convolution sees, the current one included

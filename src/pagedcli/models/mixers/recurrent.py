@@ -14,7 +14,6 @@ class RecurrentMixer(ABC):
     name: ClassVar[str]
     attends: ClassVar[bool] = False
     keeps: ClassVar[bool] = True  # a state of its own
-    on_gpus: ClassVar[bool] = True  # layers.triton_recurrent has kernels for it
     kernel: int
 
     @property
