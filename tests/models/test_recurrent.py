@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import load_backend
-from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
