@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Number
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -16,6 +16,7 @@ from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.requests import Message, read_messages
 from pagedcli.batch.scoring import Continuation, Score, best_of, encode_pair
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
+from pagedcli.closing import Closes
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import SampleOutput, TokenLogprobs
@@ -107,7 +108,7 @@ class _Request:
     continuations: list[list[int]] | None = None  # None: it generates
 
 
-class LLM:
+class LLM(Closes):
     """A model ready to generate.
 
     `model` is a folder, a hub id or 'builtin', and `tokenizer` another folder or hub id; further keywords are the
@@ -139,12 +140,6 @@ class LLM:
         plan = self.llm_engine.plan
         pool = f"{plan.num_blocks:,} blocks of {plan.limits.block_size} tokens"
         return f"LLM({self.llm_engine.config.model!r}, device={plan.device!r}, dtype={plan.dtype!r}, {pool})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the processes of a tensor-parallel group; generate() and chat() fail afterwards."""

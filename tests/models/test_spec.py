@@ -351,8 +351,8 @@ def test_the_hub_is_asked_for_weights_and_text_but_not_for_other_formats(monkeyp
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve_model("owner/model", revision="main", download_dir=tmp_path) == tmp_path
-    assert (asked["model"], asked["revision"], asked["cache_dir"]) == ("owner/model", "main", tmp_path)
+    assert resolve_model("owner/model", revision="main") == tmp_path
+    assert (asked["model"], asked["revision"]) == ("owner/model", "main")
     names = [
         "config.json",
         "model-00001-of-00002.safetensors",

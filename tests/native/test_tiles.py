@@ -18,7 +18,7 @@ from pagedcli.attention.base import AttentionSpec
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.reading import read_spec
 from pagedcli.native import NativeLibrary, build, load_library
-from pagedcli.native.paths import Path, avoiding, bf16_path, int8_path, path_notes
+from pagedcli.native.paths import Path, bf16_path, int8_path, path_notes
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -35,6 +35,18 @@ def emulated():
         build._outcome.cache_clear()
         yield load_library()
     build._outcome.cache_clear()
+
+
+@contextmanager
+def avoiding(library: ctypes.CDLL, *paths: Path):
+    """Pretend that this processor lacks these paths, in all threads."""
+    for path in paths:
+        library.native_avoid_path(ctypes.c_int64(path), 1)
+    try:
+        yield
+    finally:
+        for path in paths:
+            library.native_avoid_path(ctypes.c_int64(path), 0)
 
 
 def attention(case, library: NativeLibrary):

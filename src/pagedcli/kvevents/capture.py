@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from pagedcli import __version__
+from pagedcli.closing import Closes
 from pagedcli.errors import TraceError
 from pagedcli.kvevents.formats import FORMATS, decode_batch
 from pagedcli.kvevents.redact import Redactor
@@ -44,7 +45,7 @@ class RecordedMessage(msgspec.Struct, omit_defaults=True):
     source: int = 0  # index in the header's sources
 
 
-class CaptureWriter:
+class CaptureWriter(Closes):
     """Writes a recording. Flushes twice a second, and when closed.
 
     Raises: UsageError for a name that is not a recording's, or a file that cannot be written.
@@ -78,12 +79,6 @@ class CaptureWriter:
 
     def close(self) -> None:
         self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class CaptureReader:

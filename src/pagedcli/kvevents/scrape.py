@@ -7,8 +7,9 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from pagedcli.closing import Closes
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line
 from pagedcli.records import Means, number
@@ -112,7 +113,7 @@ class Metrics:
                 yield Metric("hit_rate", "hit rate, in tokens", window, hits / queries)
 
 
-class Scraper:
+class Scraper(Closes):
     """Reads /metrics every few seconds, in a thread: a slow server must not block the view."""
 
     def __init__(self, url: str) -> None:
@@ -150,9 +151,3 @@ class Scraper:
         self._closing.set()
         self._thread.join(_TIMEOUT_S)
         self.read_now()
-
-    def __enter__(self) -> "Scraper":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()

@@ -9,8 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Self
 
+from pagedcli.closing import Closes
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.wire import END_OF_REPLAY, MAX_PAYLOAD_BYTES, WireError, split_frames
 
@@ -30,7 +30,7 @@ _KEPT_BYTES = 256 << 20
 _LINGER_MS = 1000
 
 
-class Subscriber:
+class Subscriber(Closes):
     """Receives from several publishers. `replays` has one endpoint per publisher, or is empty.
 
     Raises: UsageError for an invalid endpoint.
@@ -132,14 +132,8 @@ class Subscriber:
             socket.close()
         self._context.term()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class PublisherSocket:
+class PublisherSocket(Closes):
     """Publishes numbered batches, and replays them on request at the replay endpoint.
 
     `endpoint` is bound, e.g. tcp://*:5557; the replay endpoint is the next port, or any for tcp://HOST:*.
@@ -210,12 +204,6 @@ class PublisherSocket:
         self._socket.close()
         self._replay.close()
         self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:

@@ -13,9 +13,7 @@ _SUFFIXES = (*(pattern.removeprefix("*") for pattern in _WANTED), ".gguf")
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
 
 
-def resolve_model(
-    model: str, *, revision: str | None = None, download_dir: str | Path | None = None, weights: bool = True
-) -> Path:
+def resolve_model(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of a model: the built-in one, `model` itself if it is a folder, else the Hub id, downloaded once
     (with weights=False without its weights). Of a GGUF file, or a folder with only that, the file.
 
@@ -44,7 +42,7 @@ def resolve_model(
         )
     if _looks_like_path(model):
         raise MissingModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
-    return _download(model, revision, download_dir, weights)
+    return _download(model, revision, weights)
 
 
 def weight_files(model: Path) -> list[Path]:
@@ -72,14 +70,14 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1 or model.endswith("/")
 
 
-def _download(model: str, revision: str | None, download_dir: str | Path | None, weights: bool) -> Path:
+def _download(model: str, revision: str | None, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     unwanted = _UNWANTED if weights else [*_UNWANTED, "*.safetensors"]
     try:
         folder = huggingface_hub.snapshot_download(
-            model, revision=revision, cache_dir=download_dir, allow_patterns=_WANTED, ignore_patterns=unwanted
+            model, revision=revision, allow_patterns=_WANTED, ignore_patterns=unwanted
         )
     except errors.HFValidationError as error:
         raise ModelError(f"no folder {model!r}, and it is not a valid Hub id ({error})") from error

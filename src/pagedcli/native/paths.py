@@ -3,8 +3,7 @@
 import ctypes
 import enum
 import timeit
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,18 +49,6 @@ def path_notes(library: ctypes.CDLL) -> tuple[str, ...]:
     return (
         f"the system refuses the tile registers (AMX) of this processor: bfloat16 uses {used}, several times slower",
     )
-
-
-@contextmanager
-def avoiding(library: ctypes.CDLL, *paths: Path) -> Iterator[None]:
-    """Pretend that this processor lacks these paths, in all threads."""
-    for path in paths:
-        library.native_avoid_path(ctypes.c_int64(path), 1)
-    try:
-        yield
-    finally:
-        for path in paths:
-            library.native_avoid_path(ctypes.c_int64(path), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
 
+from pagedcli.closing import Closes
 from pagedcli.config import EngineConfig
 from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
@@ -16,7 +16,7 @@ from pagedcli.runner.store import open_store, store_key
 from pagedcli.runner.tensor_parallel import WorkerGroup
 
 
-class LLMEngine(EngineCore):
+class LLMEngine(EngineCore, Closes):
     """A model ready to serve requests. See EngineCore.
 
     `with_store`: use the prefix store of the configuration. Measurements do not: it would hide what they measure.
@@ -70,12 +70,6 @@ class LLMEngine(EngineCore):
             return None
         store.close(self.stats.seconds_per_token)
         return store.facts
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _least_ns(step_time: StepTime | None) -> Callable[[int], float] | None:
