@@ -21,10 +21,6 @@ from pagedcli.show.tables import Table, table
 _CHART_TOKENS = 300  # longer prompts leave no room for the steps of the law
 
 
-def _short(value: float) -> str:
-    return f"{value:.2g}"
-
-
 def verdict_table(audit: Audit) -> Table:
     """One sentence per check."""
     title = f"Audit of {audit.client.shown}"
@@ -69,7 +65,7 @@ class _PairRow:
     check: str
     prompt_tokens: int | None
     cached_tokens: Annotated[int | None, "cached tokens"]
-    difference: Annotated[float | None, _short]
+    difference: Annotated[float | None, "{:.2g}".format]
     position: Annotated[int | None, "first other token"]
     differs: bool | None
 

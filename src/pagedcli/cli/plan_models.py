@@ -56,7 +56,11 @@ def models_table(ordered: Sequence[ModelRow], input_name: str, *, in_full: bool 
         title = f"No time is known for {input_name} with any of these models"
     else:
         title = f"Fastest here: {best.model}, {_time_text(best)} for {input_name}"
-        near = [row.model for row in ordered[1:] if row.seconds_low is not None and row.seconds_low < _most_s(best)]
+        near = [
+            row.model
+            for row in ordered[1:]
+            if row.seconds_low is not None and row.seconds_low < (best.seconds_high or 0.0)
+        ]
         if near:
             title += f"; not certain: the times of {', '.join(near)} overlap with it"
         if unknown := [row.model for row in ordered if row.seconds is None and row.fits is not False]:
@@ -80,7 +84,3 @@ def _time_text(row: ModelRow) -> str | None:
     if row.seconds is None or row.seconds_low is None or row.seconds_high is None:
         return None
     return expected_text(row.seconds, row.seconds_low, row.seconds_high)
-
-
-def _most_s(row: ModelRow) -> float:
-    return row.seconds_high or 0.0

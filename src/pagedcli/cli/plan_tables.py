@@ -34,7 +34,8 @@ def full_tables(
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
-        tables += [_length_table(scan.plan), _histogram_table(scan.plan), *_shared_tables(scan)]
+        lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
+        tables += [lengths, _histogram_table(scan.plan), *_shared_tables(scan)]
         tables += [_block_size_table(scan.plan, engine, advice, enough), _pool_table(scan.plan, engine, here)]
     return tables
 
@@ -252,10 +253,6 @@ def _bad_table(scan: PromptScan) -> Table:
     more = scan.num_bad - min(_MAX_SHOWN, len(scan.bad_rows))
     notes = [f"and {more:,} more; --format json lists the first {MAX_LISTED:,}"] if more else []
     return table(BadRow, "bad_rows", "Bad rows", scan.bad_rows, notes=notes, max_shown=_MAX_SHOWN)
-
-
-def _length_table(survey: PromptSurvey) -> Table:
-    return table(Lengths, "lengths", "Lengths", survey.length_rows())
 
 
 def _histogram_table(survey: PromptSurvey) -> Table:

@@ -81,7 +81,7 @@ def run_job(
         sink.abandon()
         raise
     with engine:
-        quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
+        quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
         key = engine.decision.time_key
         end_time = EndTime(engine, load_step_time(key))
         served, watch = ServedRequests(engine.plan), BusyWatch()
@@ -245,10 +245,6 @@ def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: C
 
 def _stdout() -> BinaryIO:
     return cast(BinaryIO, TerminalJson(sys.stdout.buffer)) if sys.stdout.isatty() else sys.stdout.buffer
-
-
-def _is_rows_on_terminal(job: Job) -> bool:
-    return job.output_file is None and sys.stdout.isatty()
 
 
 class StopRequest:

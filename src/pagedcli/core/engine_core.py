@@ -235,7 +235,8 @@ class EngineCore:
         device    1 .................... 2 ..................... 3 ....
         """
         earlier, self._in_flight = self._in_flight, None
-        if earlier is not None and earlier.has_beams:  # what can be scheduled depends on which beams are kept
+        if earlier is not None and any(seq.is_beam for seq in earlier.seqs):
+            # what can be scheduled depends on which beams are kept
             with clock.phase(SAMPLE):
                 self._read(earlier, is_latest=False)
             earlier = None
@@ -523,10 +524,6 @@ class LaunchedStep:
     computed: list[Sequence]  # sequences with targets of which it computes the last token
     drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
     sample: Callable[[SamplingInput], TokensToRead] | None = None
-
-    @property
-    def has_beams(self) -> bool:
-        return any(seq.is_beam for seq in self.seqs)
 
     def rows_that_count(self, token_ids: Ids[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
         """Each row with its sequence and token, but those after a wrong guess."""

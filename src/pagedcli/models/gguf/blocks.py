@@ -69,30 +69,6 @@ def _fifth_bits(first: int) -> Plane:
     return Plane(first, first + 4, 1, 1, shift=4)
 
 
-def _q8_0(raw: Tensor) -> CodedWeight:
-    return _blocks(raw, (Plane(2, 34, 8, 32),), _half(raw, 0), zero=128, flipped=128)
-
-
-def _q4_0(raw: Tensor) -> CodedWeight:
-    return _blocks(raw, (_nibbles(2),), _half(raw, 0), zero=8)
-
-
-def _q4_1(raw: Tensor) -> CodedWeight:
-    return _blocks(raw, (_nibbles(4),), _float(raw, 0), minima=-_float(raw, 2))
-
-
-def _q5_0(raw: Tensor) -> CodedWeight:
-    return _blocks(raw, (_nibbles(6), _fifth_bits(2)), _half(raw, 0), zero=16)
-
-
-def _q5_1(raw: Tensor) -> CodedWeight:
-    return _blocks(raw, (_nibbles(8), _fifth_bits(4)), _float(raw, 0), minima=-_float(raw, 2))
-
-
-def _iq4_nl(raw: Tensor) -> CodedWeight:
-    return _blocks(raw, (_nibbles(2),), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4)
-
-
 def _mxfp4(raw: Tensor) -> CodedWeight:
     exponents = raw[..., :1].to(torch.int32)  # exponents of half a power of two: the smallest two are subnormal
     scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
@@ -137,10 +113,6 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
 
 
-def _q4_k(raw: Tensor) -> CodedWeight:
-    return _with_minima(raw, (Plane(16, 144, 4, 32),), (0, 2), *_six_bits(raw[..., 4:16]))
-
-
 def _q5_k(raw: Tensor) -> CodedWeight:
     planes = Plane(48, 176, 4, 32), Plane(16, 48, 1, 32, shift=4)
     return _with_minima(raw, planes, (0, 2), *_six_bits(raw[..., 4:16]))
@@ -172,10 +144,6 @@ def _iq4_xs(raw: Tensor) -> CodedWeight:
 def _ternary(raw: Tensor, source: BlockCodes | Tensor, place: int) -> CodedWeight:
     scales = _half(raw, place).expand(*raw.shape[:-1], 8)  # one for 256 numbers; kernels have one for 32
     return CodedWeight(source, 4, scales, 1, 1)
-
-
-def _tq2_0(raw: Tensor) -> CodedWeight:
-    return _ternary(raw, BlockCodes(raw, (Plane(0, 64, 2, 32),)), 64)
 
 
 def _tq1_0(raw: Tensor) -> CodedWeight:
@@ -234,21 +202,21 @@ _CODEBOOKS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "IQ1_M": (1 / 8, _odds_of_iq1_m),
 }
 _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q8_0": lambda raw: _blocks(raw, (Plane(2, 34, 8, 32),), _half(raw, 0), zero=128, flipped=128),
+    "Q4_0": lambda raw: _blocks(raw, (_nibbles(2),), _half(raw, 0), zero=8),
+    "Q4_1": lambda raw: _blocks(raw, (_nibbles(4),), _float(raw, 0), minima=-_float(raw, 2)),
+    "Q5_0": lambda raw: _blocks(raw, (_nibbles(6), _fifth_bits(2)), _half(raw, 0), zero=16),
+    "Q5_1": lambda raw: _blocks(raw, (_nibbles(8), _fifth_bits(4)), _float(raw, 0), minima=-_float(raw, 2)),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
+    "Q4_K": lambda raw: _with_minima(raw, (Plane(16, 144, 4, 32),), (0, 2), *_six_bits(raw[..., 4:16])),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
+    "IQ4_NL": lambda raw: _blocks(raw, (_nibbles(2),), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
     "TQ1_0": _tq1_0,
-    "TQ2_0": _tq2_0,
+    "TQ2_0": lambda raw: _ternary(raw, BlockCodes(raw, (Plane(0, 64, 2, 32),)), 64),
     **{kind: partial(_codebook, *how, kind) for kind, how in _CODEBOOKS.items()},
 }
