@@ -8,15 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pagedcli.cli.options import (
-    MEASURED_KEYS,
-    ConfigFile,
-    Flags,
-    FormatOption,
-    command_group,
-    config_flags,
-    option,
-)
+from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, command_group, config_flags, option
 from pagedcli.config import EngineConfig, load_config, parse_bytes
 from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, identity_digest
 from pagedcli.errors import UsageError

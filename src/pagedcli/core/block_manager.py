@@ -303,13 +303,7 @@ class BlockManager:
         return min(num_tokens, seq.num_writable_tokens - first)
 
     def keep_accepted(
-        self,
-        seq: CacheUser,
-        num_drafted: int,
-        num_accepted: int,
-        token_ids: tuple[int, ...] | None,
-        *,
-        num_again: int,
+        self, seq: CacheUser, num_drafted: int, num_accepted: int, token_ids: tuple[int, ...] | None, *, num_again: int
     ) -> None:
         """A step has computed guessed tokens after the computed ones, and so many of them were right: count these as
         computed, release the blocks of the others, and mark the blocks full that the right ones fill. `token_ids`: of

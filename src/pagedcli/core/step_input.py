@@ -427,11 +427,7 @@ class StepBuilder:
         return self._last[1] if all(seq.synced_blocks for seq in work.changed) else None
 
     def _decode(
-        self,
-        work: ScheduledStep,
-        before: StepInput | None,
-        source_rows: dict[int, int] | None,
-        of_seqs: dict[str, Any],
+        self, work: ScheduledStep, before: StepInput | None, source_rows: dict[int, int] | None, of_seqs: dict[str, Any]
     ) -> StepInput:
         """A step of most decodes, with little work on the host: after each step the processor's caches hold the model,
         and the first use of anything, an array operation included, takes 10 to 60 us. `before`: see _before."""

@@ -70,13 +70,7 @@ class _Prompts:
 
 
 def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pool: Tensor,
-    step: StateStep,
-    *,
-    heads: StateHeads | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, step: StateStep, *, heads: StateHeads | None = None
 ) -> Tensor:
     """layers.recurrent.causal_conv with a SiLU; without heads between two gates: c * conv(b * x), without a SiLU.
 

@@ -80,11 +80,7 @@ class Decoder:
     )
 
     def __init__(
-        self,
-        request: DecoderRequest,
-        spec: ModelSpec,
-        tensors: UnreadTensors,
-        parameters: Mapping[str, Parameter],
+        self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, parameters: Mapping[str, Parameter]
     ) -> None:
         """`spec`, `tensors` and `parameters` are those of this rank; `tensors` is emptied."""
         build = Builder(request, spec, tensors, linear_formats(parameters))
@@ -163,11 +159,7 @@ class Parts:
     """The named parts of a model's layers, from a spec and tensors, from which each is removed when it is taken."""
 
     def __init__(
-        self,
-        request: DecoderRequest,
-        spec: ModelSpec,
-        tensors: UnreadTensors,
-        formats: Mapping[str, LayerFormat],
+        self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
         self.tables_of: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding and head size -> rope_table
@@ -283,11 +275,7 @@ class Builder(Parts):
     """Builds the layers in torch."""
 
     def __init__(
-        self,
-        request: DecoderRequest,
-        spec: ModelSpec,
-        tensors: UnreadTensors,
-        formats: Mapping[str, LayerFormat],
+        self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]
     ) -> None:
         super().__init__(request, spec, tensors, formats)
         self.linear_bytes = 0  # the layers' linear layers as they are kept, without biases

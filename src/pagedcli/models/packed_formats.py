@@ -14,15 +14,7 @@ from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.layers.quantized import (
-    E2M1,
-    E2M1_ZERO,
-    CodedWeight,
-    Weight,
-    chunk_columns,
-    stacked,
-    unpacked,
-)
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight, Weight, chunk_columns, stacked, unpacked
 from pagedcli.models.formats import (
     AS_STORED,
     DEVIATION,

@@ -100,11 +100,7 @@ class _ConfigJson(msgspec.Struct):
 
 
 def read_rope_spec(
-    config: dict[str, Any],
-    max_position_embeddings: int,
-    *,
-    may_be_partial: bool = False,
-    may_have_alpha: bool = False,
+    config: dict[str, Any], max_position_embeddings: int, *, may_be_partial: bool = False, may_have_alpha: bool = False
 ) -> RopeSpec:
     """The RopeSpec of a config.json, whichever of the two forms it uses.
 
