@@ -151,6 +151,13 @@ def test_groups_of_experts_that_do_not_fit_are_refused(num_groups, num_kept, tmp
         read_spec(tmp_path)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_latents_rotate_the_pairs_that_config_json_says(interleaved, tmp_path, tmp_path_factory):
+    config = json.loads((cached_model("deepseek_v3", tmp_path_factory) / "config.json").read_text())
+    write(tmp_path, {**config, "rope_interleave": interleaved})
+    assert read_spec(tmp_path).rope.interleaved == interleaved
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -10,6 +10,7 @@ from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe, expert_gro
 from pagedcli.models.family import ATTENTION_BIAS, Biases, Llama
 from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mlps import Experts
+from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import Scales
 
 
@@ -24,7 +25,6 @@ class Latents(Llama):
     rope_interleave: bool | None = True
 
     biases: ClassVar[Biases] = ATTENTION_BIAS
-    interleaved = True
 
     @classmethod
     def through_transformers(cls, config: dict[str, Any]) -> bool:
@@ -39,6 +39,9 @@ class Latents(Llama):
     @property
     def head_size(self) -> int:
         return self.qk_rope_head_dim
+
+    def rope(self) -> RopeSpec:
+        return replace(super().rope(), interleaved=bool(self.rope_interleave))
 
     def check(self) -> None:
         super().check()
@@ -71,12 +74,12 @@ class Latents(Llama):
 
 
 class MiniCpm3(Latents):
+    rope_interleave = False
     scale_emb: Factor = 12
     scale_depth: Factor | None = 1.4
     dim_model_base: Size | None = 256
 
     biases = Llama.biases
-    interleaved = False
 
     @property
     def scales(self) -> Scales:
