@@ -13,13 +13,7 @@ from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.kimi_delta import KimiDelta
 from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
-from pagedcli.models.recurrent_blocks import (
-    GatedDeltaNet,
-    KimiDeltaAttention,
-    MambaMixer,
-    ShortConvolution,
-    interleaved_columns,
-)
+from pagedcli.models.recurrent_blocks import BODIES
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -58,6 +52,26 @@ def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
+class Parts:
+    """The parts of one layer, by the ends of their keys."""
+
+    eps, device = 1e-6, CPU
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def small(self, key):
+        return self.parts.get(key.removeprefix("layer."))
+
+    linear = plain_linear = small
+
+    def conv(self, key):
+        return self.parts["conv"]
+
+    def decay(self, key):
+        return self.parts["decay"]
+
+
 def body(shape, dtype):
     """A layer with random weights."""
 
@@ -65,28 +79,27 @@ def body(shape, dtype):
         weight = noise(rows, columns, dtype=dtype, seed=seed, scale=columns**-0.5)
         return lambda x: (x[:, None] * weight).sum(-1)  # each row alone
 
-    conv = noise(shape.kernel, shape.channels, seed=3, scale=0.5)
-    has_bias = shape.bias if isinstance(shape, ShortConv) else isinstance(shape, Mamba2) and shape.conv_bias
-    conv_bias = noise(shape.channels, seed=4) if has_bias else None
+    parts = {"conv": noise(shape.kernel, shape.channels, seed=3, scale=0.5), "out": linear(WIDTH, shape.inner, 2)}
+    if shape.bias if isinstance(shape, ShortConv) else isinstance(shape, Mamba2) and shape.conv_bias:
+        parts["conv_bias"] = noise(shape.channels, seed=4)
     if isinstance(shape, ShortConv):
-        return ShortConvolution(0, linear(3 * WIDTH, WIDTH, 1), conv, conv_bias, linear(WIDTH, WIDTH, 2))
-    out = linear(WIDTH, shape.inner, 2)
-    heads = shape.num_value_heads if isinstance(shape, GatedDelta) else shape.num_heads
-    decay, step_bias = -noise(heads, seed=5).exp(), noise(heads, seed=6)
+        parts["inner"] = linear(3 * WIDTH, WIDTH, 1)
+    else:
+        heads = shape.num_value_heads if isinstance(shape, GatedDelta) else shape.num_heads
+        parts |= {"decay": -noise(heads, seed=5).exp(), "step_bias": noise(heads, seed=6)}
+    if isinstance(shape, Mamba2):
+        parts["inner"] = linear(shape.inner + shape.channels + heads, WIDTH, 1)
+        parts |= {"skip": noise(heads, seed=8), "gated_norm": noise(shape.inner, dtype=dtype, seed=7)}
+    if isinstance(shape, GatedDelta):
+        parts |= {"inner": linear(shape.channels + shape.inner, WIDTH, 1), "gates": linear(2 * heads, WIDTH, 9)}
+        parts["gated_norm"] = noise(shape.value_dim, dtype=dtype, seed=7)
     if isinstance(shape, KimiDelta):
         size, inner = shape.head_dim, shape.inner
-        rates = linear(size, WIDTH, 10), linear(inner, size, 11), decay, noise(inner, seed=6)
-        shares = linear(size, WIDTH, 12), linear(inner, size, 13), noise(size, dtype=dtype, seed=7)
-        projections = linear(3 * inner, WIDTH, 1), linear(heads, WIDTH, 9)
-        return KimiDeltaAttention(0, shape, *projections, conv, *rates, *shares, 1e-6, out)
-    if isinstance(shape, Mamba2):
-        inner = linear(shape.inner + shape.channels + heads, WIDTH, 1)
-        norm = noise(shape.inner, dtype=dtype, seed=7)
-        return MambaMixer(0, shape, inner, conv, conv_bias, decay, step_bias, noise(heads, seed=8), norm, 1e-6, out)
-    columns = interleaved_columns(shape, CPU) if shape.interleaved else None
-    inner, gates = linear(shape.channels + shape.inner, WIDTH, 1), linear(2 * heads, WIDTH, 9)
-    norm = noise(shape.value_dim, dtype=dtype, seed=7)
-    return GatedDeltaNet(0, shape, inner, gates, conv, decay, step_bias, norm, 1e-6, out, columns)
+        parts |= {"decay_down": linear(size, WIDTH, 10), "decay_up": linear(inner, size, 11)}
+        parts |= {"shares_down": linear(size, WIDTH, 12), "shares_up": linear(inner, size, 13)}
+        parts |= {"inner": linear(3 * inner, WIDTH, 1), "gates": linear(heads, WIDTH, 9)}
+        parts |= {"step_bias": noise(inner, seed=6), "gated_norm": noise(size, dtype=dtype, seed=7)}
+    return BODIES[type(shape)](Parts(**parts), shape, 0, "layer")
 
 
 def pools_of(shape, dtype):

@@ -20,8 +20,8 @@ from pagedcli.simulation.advice import (
     LEAST_TIMED_S,
     WORTH_SAYING,
     Advice,
-    Adviser,
     advise,
+    recorded_advice,
     recorded_plan,
     tune,
 )
@@ -30,8 +30,6 @@ from pagedcli.simulation.settings import KINDS, SmallerKV, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
 from pagedcli.simulation.turns import Turns, keep_turns
-from pagedcli.trace.files import TraceReader
-from pagedcli.trace.fold import fold
 from pagedcli.verdicts import paragraph
 
 
@@ -47,11 +45,6 @@ def subject(prompts, *, num_output=4, block_bytes=0, device="cpu", **limits):
 
 def own(n, num):
     return [1000 + n] * num
-
-
-def recorded_advice(path):
-    adviser = Adviser()
-    return adviser.advice(fold(TraceReader(path), adviser))
 
 
 def best(found):

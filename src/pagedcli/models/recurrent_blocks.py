@@ -2,7 +2,6 @@
 in torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,25 +36,41 @@ def triton_kernels(x: Tensor) -> Any:
     return triton_recurrent
 
 
-@dataclass(slots=True)
+class Parts(Protocol):
+    """What a decoder hands to a body: the parts of its layer, each once."""
+
+    @property
+    def eps(self) -> float: ...
+    @property
+    def device(self) -> torch.device: ...
+    def linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
+    def plain_linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
+    def small(self, key: str) -> Tensor | None: ...
+    def conv(self, key: str) -> Tensor: ...
+    def decay(self, key: str) -> Tensor: ...
+
+
+def _needed(parts: Parts, key: str) -> Tensor:
+    tensor = parts.small(key)
+    assert tensor is not None, f"{key} is a parameter"
+    return tensor
+
+
 class GatedDeltaNet:
     """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    place: int  # its place among the layers with a state
-    shape: GatedDelta
-    inner: Callable[[Tensor], Tensor]  # E -> C + I: q, k, v and z
-    gates: Callable[[Tensor], Tensor]  # E -> 2H: b and a
-    conv: Tensor  # [K, C] float32
-    decay: Tensor  # [H] float32, -exp(A_log)
-    step_bias: Tensor  # [H] float32
-    norm: Tensor  # [P]
-    eps: float
-    out: Callable[[Tensor], Tensor]  # I -> E
-    columns: tuple[Tensor, Tensor] | None  # order of the columns of inner and of gates, if they are interleaved
-    heads: StateHeads = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = self.shape
+    def __init__(self, parts: Parts, shape: GatedDelta, place: int, key: str) -> None:
+        self.place, self.shape = place, shape
+        self.inner = parts.linear(f"{key}.inner")  # E -> C + I: q, k, v and z
+        self.gates = parts.plain_linear(f"{key}.gates")  # E -> 2H: b and a
+        self.conv = parts.conv(key)  # [K, C] float32
+        self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
+        self.step_bias = _needed(parts, f"{key}.step_bias")  # [H] float32
+        self.norm = _needed(parts, f"{key}.gated_norm")  # [P]
+        self.eps = parts.eps if shape.eps is None else shape.eps
+        self.out = parts.linear(f"{key}.out")  # I -> E
+        # order of the columns of inner and of gates
+        self.columns = interleaved_columns(shape, parts.device) if shape.interleaved else None
         self.heads = StateHeads(
             num_heads=shape.num_value_heads,
             num_key_heads=shape.num_key_heads,
@@ -100,28 +115,23 @@ class GatedDeltaNet:
         return norm_then_gate(o, self.norm, z, self.eps).flatten(1)
 
 
-@dataclass(slots=True)
 class KimiDeltaAttention:
     """Kimi delta attention: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    place: int  # its place among the layers with a state
-    shape: KimiDelta
-    inner: Callable[[Tensor], Tensor]  # E -> 3I: q, k and v
-    gates: Callable[[Tensor], Tensor]  # E -> H
-    conv: Tensor  # [K, 3I] float32
-    decay_down: Callable[[Tensor], Tensor]  # E -> N
-    decay_up: Callable[[Tensor], Tensor]  # N -> I
-    decay: Tensor  # [H] float32, -exp(A_log)
-    step_bias: Tensor  # [I] float32
-    shares_down: Callable[[Tensor], Tensor]  # E -> N
-    shares_up: Callable[[Tensor], Tensor]  # N -> I
-    norm: Tensor  # [N]
-    eps: float
-    out: Callable[[Tensor], Tensor]  # I -> E
-    heads: StateHeads = field(init=False)
-
-    def __post_init__(self) -> None:
-        heads, size = self.shape.num_heads, self.shape.head_dim
+    def __init__(self, parts: Parts, shape: KimiDelta, place: int, key: str) -> None:
+        self.place, self.shape, self.eps = place, shape, parts.eps
+        self.inner = parts.linear(f"{key}.inner")  # E -> 3I: q, k and v
+        self.gates = parts.plain_linear(f"{key}.gates")  # E -> H
+        self.conv = parts.conv(key)  # [K, 3I] float32
+        self.decay_down = parts.plain_linear(f"{key}.decay_down")  # E -> N
+        self.decay_up = parts.plain_linear(f"{key}.decay_up")  # N -> I
+        self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
+        self.step_bias = _needed(parts, f"{key}.step_bias")  # [I] float32
+        self.shares_down = parts.linear(f"{key}.shares_down")  # E -> N
+        self.shares_up = parts.linear(f"{key}.shares_up")  # N -> I
+        self.norm = _needed(parts, f"{key}.gated_norm")  # [N]
+        self.out = parts.linear(f"{key}.out")  # I -> E
+        heads, size = shape.num_heads, shape.head_dim
         self.heads = StateHeads(
             num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, corrects=True, by_channel=True
         )
@@ -157,25 +167,19 @@ class KimiDeltaAttention:
         return norm_then_share(o, self.norm, _heads(shares, size), self.eps).flatten(1)
 
 
-@dataclass(slots=True)
 class MambaMixer:
     """Mamba-2: projection, convolution, scan, gated norm and projection of one layer."""
 
-    place: int  # its place among the layers with a state
-    shape: Mamba2
-    inner: Callable[[Tensor], Tensor]  # E -> I + C + H: the gate, then x, B and C, then the steps
-    conv: Tensor  # [K, C] float32
-    conv_bias: Tensor | None  # [C] float32
-    decay: Tensor  # [H] float32, -exp(A_log)
-    step_bias: Tensor  # [H] float32
-    skip: Tensor  # [H] float32
-    norm: Tensor | None  # [I]
-    eps: float
-    out: Callable[[Tensor], Tensor]  # I -> E
-    heads: StateHeads = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = self.shape
+    def __init__(self, parts: Parts, shape: Mamba2, place: int, key: str) -> None:
+        self.place, self.shape, self.eps = place, shape, parts.eps
+        self.inner = parts.linear(f"{key}.inner")  # E -> I + C + H: the gate, then x, B and C, then the steps
+        self.conv = parts.conv(key)  # [K, C] float32
+        self.conv_bias = parts.small(f"{key}.conv_bias")  # [C] float32, or None
+        self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
+        self.step_bias = _needed(parts, f"{key}.step_bias")  # [H] float32
+        self.skip = _needed(parts, f"{key}.skip")  # [H] float32
+        self.norm = parts.small(f"{key}.gated_norm")  # [I], or None
+        self.out = parts.linear(f"{key}.out")  # I -> E
         self.heads = StateHeads(
             num_heads=shape.num_heads,
             num_key_heads=shape.num_groups,
@@ -212,15 +216,15 @@ class MambaMixer:
         return gate_then_norm(y.flatten(1), self.norm, gate, shape.gate_group, self.eps)
 
 
-@dataclass(slots=True)
 class ShortConvolution:
     """A convolution between two gates: out(c * conv(b * x))."""
 
-    place: int  # its place among the layers with a state
-    inner: Callable[[Tensor], Tensor]  # E -> 3E: b, c and x
-    conv: Tensor  # [K, E] float32
-    conv_bias: Tensor | None  # [E] float32
-    out: Callable[[Tensor], Tensor]  # E -> E
+    def __init__(self, parts: Parts, shape: ShortConv, place: int, key: str) -> None:
+        self.place = place
+        self.inner = parts.linear(f"{key}.inner")  # E -> 3E: b, c and x
+        self.conv = parts.conv(key)  # [K, E] float32
+        self.conv_bias = parts.small(f"{key}.conv_bias")  # [E] float32, or None
+        self.out = parts.linear(f"{key}.out")  # E -> E
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
@@ -248,86 +252,10 @@ def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor
     return flat(shape.key_dim, shape.key_dim, values, values), flat(repeats, repeats)
 
 
-class Parts(Protocol):
-    """What a decoder hands to a body: the parts of its layer, each once."""
-
-    @property
-    def eps(self) -> float: ...
-    @property
-    def device(self) -> torch.device: ...
-    def linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
-    def plain_linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
-    def small(self, key: str) -> Tensor | None: ...
-    def conv(self, key: str) -> Tensor: ...
-    def decay(self, key: str) -> Tensor: ...
-
-
-def _gated_delta_net(parts: Parts, shape: GatedDelta, place: int, key: str) -> GatedDeltaNet:
-    return GatedDeltaNet(
-        place=place,
-        shape=shape,
-        inner=parts.linear(f"{key}.inner"),
-        gates=parts.plain_linear(f"{key}.gates"),
-        conv=parts.conv(key),
-        decay=parts.decay(key),
-        step_bias=_needed(parts, f"{key}.step_bias"),
-        norm=_needed(parts, f"{key}.gated_norm"),
-        eps=parts.eps if shape.eps is None else shape.eps,
-        out=parts.linear(f"{key}.out"),
-        columns=interleaved_columns(shape, parts.device) if shape.interleaved else None,
-    )
-
-
-def _kimi_delta_attention(parts: Parts, shape: KimiDelta, place: int, key: str) -> KimiDeltaAttention:
-    return KimiDeltaAttention(
-        place=place,
-        shape=shape,
-        inner=parts.linear(f"{key}.inner"),
-        gates=parts.plain_linear(f"{key}.gates"),
-        conv=parts.conv(key),
-        decay_down=parts.plain_linear(f"{key}.decay_down"),
-        decay_up=parts.plain_linear(f"{key}.decay_up"),
-        decay=parts.decay(key),
-        step_bias=_needed(parts, f"{key}.step_bias"),
-        shares_down=parts.linear(f"{key}.shares_down"),
-        shares_up=parts.linear(f"{key}.shares_up"),
-        norm=_needed(parts, f"{key}.gated_norm"),
-        eps=parts.eps,
-        out=parts.linear(f"{key}.out"),
-    )
-
-
-def _mamba_mixer(parts: Parts, shape: Any, place: int, key: str) -> MambaMixer:
-    return MambaMixer(
-        place=place,
-        shape=shape,
-        inner=parts.linear(f"{key}.inner"),
-        conv=parts.conv(key),
-        conv_bias=parts.small(f"{key}.conv_bias"),
-        decay=parts.decay(key),
-        step_bias=_needed(parts, f"{key}.step_bias"),
-        skip=_needed(parts, f"{key}.skip"),
-        norm=parts.small(f"{key}.gated_norm"),
-        eps=parts.eps,
-        out=parts.linear(f"{key}.out"),
-    )
-
-
-def _short_convolution(parts: Parts, shape: Any, place: int, key: str) -> ShortConvolution:
-    inner, conv, conv_bias = parts.linear(f"{key}.inner"), parts.conv(key), parts.small(f"{key}.conv_bias")
-    return ShortConvolution(place, inner, conv, conv_bias, parts.linear(f"{key}.out"))
-
-
-def _needed(parts: Parts, key: str) -> Tensor:
-    tensor = parts.small(key)
-    assert tensor is not None, f"{key} is a parameter"
-    return tensor
-
-
 # The body of each kind of mixer: from the parts of its layer, the mixer, its place among those with a state, its key.
 BODIES: dict[type[RecurrentMixer], Callable[[Parts, Any, int, str], Callable[[Tensor, Step], Tensor]]] = {
-    GatedDelta: _gated_delta_net,
-    KimiDelta: _kimi_delta_attention,
-    Mamba2: _mamba_mixer,
-    ShortConv: _short_convolution,
+    GatedDelta: GatedDeltaNet,
+    KimiDelta: KimiDeltaAttention,
+    Mamba2: MambaMixer,
+    ShortConv: ShortConvolution,
 }

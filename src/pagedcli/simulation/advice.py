@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from pagedcli.core.limits import Limits
@@ -21,6 +22,8 @@ from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.settings import KINDS, POOL, Kind, Setting, Subject, flags_of
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.simulation.turns import Turns
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 from pagedcli.verdicts import Verdict, paragraph
 
@@ -223,6 +226,12 @@ class Adviser(RecordedRequests):
             calibration=state.started.step_times,
         )
         return advise(subject, budget_s=budget_s)
+
+
+def recorded_advice(path: Path, *, budget_s: float | None = None) -> Advice:
+    """What to change about a recorded run. Raises: TraceError if the trace is damaged."""
+    adviser = Adviser()
+    return adviser.advice(fold(TraceReader(path), adviser), budget_s=budget_s)
 
 
 def recorded_plan(state: PoolState) -> Plan:
