@@ -145,25 +145,31 @@ def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_hea
     from pagedcli.attention.base import AttentionSpec, PagedBatch
     from pagedcli.attention.layer import AttentionLayer
     from pagedcli.attention.sdpa import SdpaAttention
-    from pagedcli.models.blocks import LayerStep, Step, VariedAttention
+    from pagedcli.models.blocks import Attention, LayerStep, Step
 
     num_tokens, head_dim, kept = 5, 24, max(1, num_kv_heads)
     num_columns = (num_heads + (2 if has_values else 1) * num_kv_heads) * head_dim
     projected = noise(num_tokens, num_columns, dtype=dtype, scale=3.0)
     angles = noise(40, head_dim // 2, seed=4) * 3
-    layer = VariedAttention(
+    layer = Attention(
         index=0,
         backend=SdpaAttention(AttentionSpec(torch.device("cpu"), dtype, 16, num_heads, kept, head_dim)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        projected=None,
-        norm=noise(num_heads + num_kv_heads, head_dim, seed=3),
+        qkv=None,
+        norm=(noise(num_heads + num_kv_heads, head_dim, seed=3), 1e-6),
         value_norm=torch.ones(head_dim),
-        eps=1e-6,
+        norms_all=False,
+        norms_last=False,
         table=torch.cat((angles.cos(), angles.sin()), 1).to(dtype),
+        interleaved=False,
+        query_scales=None,
         out=None,
         fused_store=True,
+        sinks=None,
+        gate=None,
+        num_gates=0,
     )
     slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
     batch = PagedBatch(None, None, None, slots, 1, 1)

@@ -296,10 +296,11 @@ class Attention:
     index: int  # its place among the layers that attend
     backend: AttentionBackend
     num_heads: int  # H
-    num_kv_heads: int  # G
+    num_kv_heads: int  # G; 0: it attends over the K and V of an earlier layer
     head_dim: int  # D
-    qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
+    qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D; (H + G) * D where K is V
     norm: tuple[Tensor, float] | None  # norm of q and k: weight [H + G, D] and eps
+    value_norm: Tensor | None  # norm of V, or of K as V before it is normed: weight [D] float32
     norms_all: bool  # whether all of q and all of k are normed, not each head
     norms_last: bool  # whether the norms come after the rotary embedding
     table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
@@ -318,11 +319,7 @@ class Attention:
             qkv, gate = split_gate(qkv, self.num_heads, self.head_dim)
         elif self.gate is not None:  # qkv lists the gates last
             qkv, gate = (part.contiguous() for part in qkv.tensor_split([qkv.shape[1] - self.num_gates], dim=1))
-        if self.fused_store:
-            q = self._rotate_and_store(qkv, step, layer)
-        else:
-            q, k, v = self._heads(qkv, step)
-            layer.write(self.backend, k, v)
+        q = (self._rotate_and_store if self.fused_store else self._write)(qkv, step, layer)
         out = layer.attend(self.backend, q, self.sinks).flatten(1)
         if gate is not None:
             gate, softplus = layer.attending(gate), self.gate is not None and self.gate.softplus
@@ -330,7 +327,9 @@ class Attention:
             out.view(*shares.shape, out.shape[1] // shares.shape[1]).mul_(shares[..., None])
         return self.out(out) if out.shape[0] else out
 
-    def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def _write(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
+        if self.value_norm is not None:
+            return self._write_normed(qkv, self.value_norm, step, layer)
         sizes, norm = (self.num_heads, self.num_kv_heads), self.norm
         if norm is not None and self.norms_all:
             norm_all(qkv, *sizes, *norm)
@@ -347,7 +346,19 @@ class Attention:
         )
         if self.query_scales is not None:
             q *= self.query_scales.index_select(0, step.positions)[:, None, None]
-        return q, k, v
+        layer.write(self.backend, k, v)
+        return q
+
+    def _write_normed(self, qkv: Tensor, value_norm: Tensor, step: Step, layer: LayerStep) -> Tensor:
+        assert self.norm is not None, "every such layer norms its heads"
+        assert self.table is not None, "every such layer has a rotary embedding"
+        (weight, eps), num_heads, num_kept = self.norm, self.num_heads, self.num_kv_heads
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        turned = rotate(rms_norm(heads[:, : num_heads + num_kept], weight, eps), *step.angles_of(self.table))
+        if num_kept:
+            values = rms_norm(heads[:, -num_kept:], value_norm, eps)  # without V these are K
+            layer.write(self.backend, turned[:, num_heads:], values)
+        return turned[:, :num_heads].contiguous()
 
     def _rotate_and_store(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
         return layer.rotate_and_store(
@@ -356,58 +367,12 @@ class Attention:
             self.num_kv_heads,
             norm=self.norm,
             norms_all=self.norms_all,
+            norms_values=self.value_norm is not None,
             table=self.table,
             interleaved=self.interleaved,
             query_scales=self.query_scales,
             positions=step.positions,
         )
-
-
-@dataclass(slots=True)
-class VariedAttention:
-    """Attention of a layer whose V is normed, and may be K before that is normed; or which attends over the K and V of
-    an earlier layer."""
-
-    index: int  # its place among the layers that attend
-    backend: AttentionBackend  # this layer's own backend
-    num_heads: int  # H
-    num_kv_heads: int  # G; 0: it has no K and V of its own
-    head_dim: int  # D
-    projected: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D; (H + G) * D without V
-    norm: Tensor  # weight per head of q and k [H + G, D]
-    value_norm: Tensor  # [D] float32
-    eps: float
-    table: Tensor  # [P, R] of rope_table
-    out: Callable[[Tensor], Tensor]  # H * D -> E
-    fused_store: bool  # see Attention
-
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache, if it has one."""
-        layer, projected = step.layers[self.index], self.projected(x)
-        q = (self._rotate_and_store if self.fused_store else self._write)(projected, step, layer)
-        out = layer.attend(self.backend, q).flatten(1)
-        return self.out(out) if out.shape[0] else out
-
-    def _rotate_and_store(self, projected: Tensor, step: Step, layer: LayerStep) -> Tensor:
-        return layer.rotate_and_store(
-            projected,
-            self.num_heads,
-            self.num_kv_heads,
-            norm=(self.norm, self.eps),
-            norms_values=True,
-            table=self.table,
-            positions=step.positions,
-        )
-
-    def _write(self, projected: Tensor, step: Step, layer: LayerStep) -> Tensor:
-        num_heads, num_kept = self.num_heads, self.num_kv_heads
-        heads = projected.view(projected.shape[0], -1, self.head_dim)
-        normed = rms_norm(heads[:, : num_heads + num_kept], self.norm, self.eps)
-        turned = rotate(normed, *step.angles_of(self.table))
-        if num_kept:
-            values = rms_norm(heads[:, -num_kept:], self.value_norm, self.eps)  # without V these are K
-            layer.write(self.backend, turned[:, num_heads:], values)
-        return turned[:, :num_heads].contiguous()
 
 
 @dataclass(slots=True)

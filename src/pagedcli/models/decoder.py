@@ -35,7 +35,6 @@ from pagedcli.models.blocks import (
     LayerInputs,
     Mlp,
     Step,
-    VariedAttention,
     layer_steps,
     query_scales,
     rope_table,
@@ -390,7 +389,7 @@ class Builder(Parts):
             case LatentAttentionMixer():
                 return self._latent_attention(mixer, place, key)
             case AttentionMixer():
-                return (self._varied_attention if mixer.value_norm else self._attention)(mixer, place, key)
+                return self._attention(mixer, place, key)
         return BODIES[type(mixer)](self, mixer, place, key)
 
     def _attention(self, mixer: AttentionMixer, place: int, key: str) -> Attention:
@@ -400,12 +399,13 @@ class Builder(Parts):
             weight = torch.cat((q_norm, k_norm)).view(-1, mixer.head_dim)
         return Attention(
             index=place,
-            backend=self._request.backend,
+            backend=self._request.backend.of(self._spec.attention_layers[place]),
             num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads,
+            num_kv_heads=mixer.num_kv_heads if mixer.keeps else 0,
             head_dim=mixer.head_dim,
             qkv=self.linear(f"{key}.qkv"),
             norm=None if weight is None else (weight, self._spec.norm.eps),
+            value_norm=torch.ones(mixer.head_dim, device=self.device) if mixer.value_norm else None,
             norms_all=mixer.qk_norm == "all",
             norms_last=mixer.norms_last,
             table=None if rope is None else self.table(rope, mixer.head_dim),
@@ -442,25 +442,6 @@ class Builder(Parts):
             return HeadLinear([self._made(AS_STORED, [{"weight": weight}], None) for weight in weights.unbind(0)])
         self.linear_bytes += weights.nbytes
         return partial(torch.einsum, "hoi,thi->tho", weights)
-
-    def _varied_attention(self, mixer: AttentionMixer, place: int, key: str) -> VariedAttention:
-        rope, norm = mixer.rope, self._head_norms(mixer, key)
-        assert rope is not None, "every such layer has a rotary embedding"
-        assert norm is not None, "every such layer norms its heads"
-        return VariedAttention(
-            index=place,
-            backend=self._request.backend.of(self._spec.attention_layers[place]),
-            num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads if mixer.keeps else 0,
-            head_dim=mixer.head_dim,
-            projected=self.linear(f"{key}.qkv"),
-            norm=norm,
-            value_norm=torch.ones(mixer.head_dim, device=norm.device),
-            eps=self._spec.norm.eps,
-            table=self.table(rope, mixer.head_dim),
-            out=self._summed_linear(f"{key}.out"),
-            fused_store=self._fused_store,
-        )
 
     def _head_norms(self, mixer: AttentionMixer, key: str) -> Tensor | None:
         """Norms of each head, [H + G, D], without those of k where a layer has none; None: heads are not normed."""
