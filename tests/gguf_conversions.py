@@ -39,9 +39,16 @@ ARCHITECTURES = {
     "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2",
     "glm4_moe_lite": "DEEPSEEK2",
+    "kimi_linear": "KIMI_LINEAR",
     "nemotron_h": "NEMOTRON_H_MOE",
     "qwen3": "QWEN3VL",
     "qwen2": "QWEN2VL",
+}
+
+_KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
 }
 
 
@@ -65,6 +72,8 @@ class Conversion:
         self.model_type = self.config["model_type"]
         if "layers_block_type" in self.config:
             self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
+        for name, other in _KIMI_NAMES.items() if self.model_type == "kimi_linear" else ():
+            self.config[name] = self.config[other]
         self.arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[self.model_type])
         self._names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
         self._stored = load_file(source / "model.safetensors")
@@ -97,7 +106,7 @@ class Conversion:
         name = name.replace(".dt_bias", ".dt_proj.bias").replace(".layer_scalar", ".layer_scalar.weight")
         if "linear_attn." in name and self.model_type.startswith("qwen3_5"):
             values = self._tiled(name, values)
-        if "conv1d.weight" in name:
+        if "conv1d.weight" in name and self.model_type != "kimi_linear":
             values = values.squeeze(1)
         if (
             self.model_type.startswith(("qwen3_5", "qwen3_next"))
@@ -124,6 +133,10 @@ class Conversion:
             )
             yield f"blk.{layer}.attn_k_b.weight", by_heads[:, :nope].swapaxes(1, 2)
             yield f"blk.{layer}.attn_v_b.weight", by_heads[:, nope:]
+        elif self.model_type == "kimi_linear" and name.endswith(".A_log"):
+            yield self._mapped(name), values
+        elif self.model_type == "kimi_linear" and "_conv1d" in name:
+            yield self._mapped(name), values.reshape(1, -1, 1, values.shape[-1])
         elif name.endswith((".A_log", ".D")):
             yield self._mapped(name), values[:, None] if "mamba" in name or "mixer" in name else values
         elif name.endswith("mixer.norm.weight"):
@@ -255,6 +268,12 @@ class Conversion:
             self._latents(w, full)
         if self.model_type == "nemotron_h":
             self._nemotron_h(w)
+        if self.model_type == "kimi_linear":
+            attends = [each != "linear_attention" for each in config["layer_types"]]
+            w.add_head_count_kv([int(each) for each in attends])
+            w.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+            w.add_kda_head_dim(config["linear_head_dim"])
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if self.model_type == "glm4_moe":
             w.add_leading_dense_block_count(config["first_k_dense_replace"])
             w.add_expert_shared_count(config["n_shared_experts"])
@@ -285,7 +304,8 @@ class Conversion:
 
     def _latents(self, w, rope):
         config = self.config
-        w.add_head_count_kv(1)
+        if self.model_type != "kimi_linear":
+            w.add_head_count_kv(1)
         w.add_kv_lora_rank(config["kv_lora_rank"])
         if config["q_lora_rank"]:
             w.add_q_lora_rank(config["q_lora_rank"])

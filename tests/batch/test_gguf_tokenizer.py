@@ -5,9 +5,10 @@ import random
 
 import pytest
 from conftest import shared_data
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Original
-from tokenizers import decoders, models, normalizers, processors, trainers
 
+from pagedcli.batch.gguf_tokenizer import SPLITTINGS
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import ModelError
 
@@ -94,6 +95,12 @@ def test_special_tokens_and_the_chat_template_come_from_the_file(qwen2):
     assert ours.render_chat(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert ours.decode(ours.encode_chat(messages)) == "user\nHi\nassistant\n"
     assert ours.all_token_bytes(151650)[-1] == b""
+
+
+def test_kimis_words_have_no_chinese_characters_among_others():
+    split = pre_tokenizers.Split(Regex(SPLITTINGS["kimi-k2"].pattern), "isolated")
+    words = ["Hello", "世界", "DON'T", " ", "123", "45", " été", "!!\n", " ", " x", "語", "\t"]
+    assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
 
 
 def sentence_pieces(folder, texts):

@@ -19,7 +19,7 @@ from pagedcli.sampling_params import SamplingParams
 FAMILIES = (
     *("qwen3_5", "qwen3_5-moe", "qwen3_next", "granite-hybrid", "granite-hybrid-moe"),
     *("gemma4-e2b", "gemma4-26b", "gemma4-31b", "ministral3", "glm4"),
-    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe", "apertus"),
+    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe", "apertus", "kimi_linear"),
 )
 OF_DATA = (
     "granitemoe",
@@ -44,6 +44,7 @@ OVERRIDES = dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_next"), THREE_VALUES
     "deepseek_v3": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}, "n_group": 4, "topk_group": 2},
     "deepseek_v2-direct": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}},
     "phimoe": {"rope_parameters": STRETCHED, "router_jitter_noise": 0.01},
+    "kimi_linear": {"linear_num_heads": 4},  # files name one number for both kinds of layers
     "ministral3": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -43,6 +43,13 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIXES}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIXES}?"
     rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
 )
+_OTHERS = r"&&[^\p{Han}]]"  # what is no Chinese character
+_KIMI = (
+    r"\p{Han}+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_OTHERS}*{_LOWER[:-1]}{_OTHERS}+{_SUFFIXES}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_OTHERS}+{_LOWER[:-1]}{_OTHERS}*{_SUFFIXES}?"
+    rf"|\p{{N}}{{1,3}}|{_REST}"
+)
 # by tokenizer.ggml.pre
 SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(
@@ -53,6 +60,7 @@ SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Splitting(_QWEN2, composed=True)),
     "stablelm2": _Splitting(_QWEN2),
     "qwen35": _Splitting(_QWEN35, composed=True),
+    "kimi-k2": _Splitting(_KIMI, whole_words=True),
     "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _Splitting(_GPT4O)),
     **dict.fromkeys(("gpt-2", "mpt", "olmo"), _Splitting()),

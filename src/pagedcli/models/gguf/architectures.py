@@ -176,11 +176,15 @@ def _gpt_oss(fields: Metadata) -> dict[str, Any]:
     return {"rope_scaling": scaling | {"truncate": False}} if scaling else {}
 
 
-def _lfm2(fields: Metadata) -> dict[str, Any]:
-    """Layers without heads of K and V are convolutions."""
+def _without_heads(fields: Metadata) -> list[bool]:
+    """Whether each layer has no heads of K and V, and so keeps a state."""
     kv_heads = fields.get("attention.head_count_kv")
     counts = kv_heads if isinstance(kv_heads, list) else [kv_heads] * fields.layers()
-    convolves = [count == 0 for count in counts]
+    return [count == 0 for count in counts]
+
+
+def _lfm2(fields: Metadata) -> dict[str, Any]:
+    convolves = _without_heads(fields)
     first = convolves.index(True) if True in convolves else 0
     config: dict[str, Any] = {
         "layer_types": ["conv" if each else "full_attention" for each in convolves],
@@ -211,6 +215,14 @@ def _latents(fields: Metadata) -> dict[str, Any]:
     if scaling is not None and stretch:
         config["rope_scaling"] = scaling | {"mscale": 10 * stretch, "mscale_all_dim": 10 * stretch}
     return config
+
+
+def _kimi_linear(fields: Metadata) -> dict[str, Any]:
+    """Both kinds of layers have as many heads."""
+    return _latents(fields) | {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in _without_heads(fields)],
+        "linear_num_heads": fields.number("attention.head_count"),
+    }
 
 
 def _nemotron_h(fields: Metadata) -> dict[str, Any]:
@@ -297,6 +309,16 @@ ARCHITECTURES = {
         others={"expert_weights_norm": "deepseek_v3"},
         keys={**_EXPERTS, "n_shared_experts": ("expert_shared_count", 0)},
         computed=_latents,
+    ),
+    "kimi-linear": Architecture(
+        family="kimi_linear",
+        keys={
+            **_EXPERTS,
+            "n_shared_experts": ("expert_shared_count", 0),
+            "linear_head_dim": ("kda.head_dim", int),
+            "linear_conv_kernel_dim": ("ssm.conv_kernel", int),
+        },
+        computed=_kimi_linear,
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,

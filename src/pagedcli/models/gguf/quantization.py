@@ -13,7 +13,7 @@ _WIDENED = {
     "routers": ("ffn_gate_inp", "ffn_gate_inp_shexp"),
     "the inputs of layers": ("per_layer_token_embd", "per_layer_model_proj", "inp_gate", "proj"),
     "K's and V's matrices of latents": ("attn_k_b", "attn_v_b", "attn_kv_b"),
-    "gates of states": ("ssm_ba", "ssm_alpha", "ssm_beta"),
+    "gates of states": ("ssm_ba", "ssm_alpha", "ssm_beta", "ssm_f_a", "ssm_f_b"),
 }
 
 
