@@ -20,7 +20,11 @@ namespace {
 // Four columns of a panel of int8.
 struct Int8Columns {
     static constexpr int STEPS = 1;
-    static constexpr int64_t BYTES = PANEL * GROUP, AHEAD = 4 << 10;
+    static constexpr int64_t BYTES = PANEL * GROUP;
+    // Where a panel is fetched from memory: how far ahead, and into which cache. Many rows leave the time to fetch more, for which
+    // the L1 cache has no room.
+    static constexpr int64_t ahead(int rows) { return rows < 4 ? 4 << 10 : 8 << 10; }
+    static constexpr int locality(int rows) { return rows < 4 ? 3 : 2; }
     const uint8_t* from;
     explicit Int8Columns(const uint8_t* from) : from(from) {}
     vi four(int, int v) const { return load_any<vi>(from + v * VL * GROUP); }
@@ -33,7 +37,8 @@ inline void multiply(const uint8_t* x, int64_t stride, const uint8_t* panel, con
     vi acc[R][PANEL_VECTORS] = {};
     for (const uint8_t* end = x + stride; x < end; panel += Columns::BYTES) {
         const Columns columns(panel);
-        for (int64_t i = 0; !PREFETCH && i < Columns::BYTES; i += 64) __builtin_prefetch(panel + Columns::AHEAD + i);
+        for (int64_t i = 0; !PREFETCH && i < Columns::BYTES; i += 64)
+            __builtin_prefetch(panel + Columns::ahead(R) + i, 0, Columns::locality(R));
 #pragma GCC unroll 8
         for (int i = 0; i < Columns::STEPS; i++, x += GROUP) {
             vi w[PANEL_VECTORS];
@@ -48,8 +53,13 @@ inline void multiply(const uint8_t* x, int64_t stride, const uint8_t* panel, con
 }
 
 // Of 4-bit weights times at most so many tokens a group's codes are summed before its step multiplies them, once for 32 weights:
-// the same whole numbers by 0.7 times the instructions. More tokens share widened weights.
+// the same whole numbers by 0.7 times the instructions. More tokens share widened weights. Where a product of signed bytes takes
+// several instructions, as sums of codes do not, so do any number of tokens.
+#if !defined(HAS_UNSIGNED_DOT) && defined(HAS_PAIR_SUMS)
+constexpr int64_t FEW_ROWS = INT64_MAX;
+#else
 constexpr int64_t FEW_ROWS = 2;
+#endif
 
 // Activations of all tokens as bytes, with OFFSET added unless there are sums of groups.
 struct Rounded {
@@ -69,7 +79,7 @@ void multiply_codes(const Rounded& x, int64_t row, const uint8_t* panel, const i
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = OFFSET * load_any<vi>(weight_sums + v * VL);
     for (int64_t g = 0; g < groups; g++, panel += Int4Group::BYTES, from += BLOCK_COLUMNS) {
-        for (int64_t i = 0; i < Int4Group::BYTES; i += 64) __builtin_prefetch(panel + Int4Group::AHEAD + i);
+        for (int64_t i = 0; i < Int4Group::BYTES; i += 64) __builtin_prefetch(panel + Int4Group::ahead(R) + i);
         NibbleSum codes[R][PANEL_VECTORS];
 #pragma GCC unroll 8
         for (int i = 0; i < Int4Group::STEPS; i++)
@@ -104,18 +114,18 @@ template <class T>
 void run_piece(const Linear& l, const Rounded& x, int64_t begin, int64_t end, int64_t first, int64_t last,
                typename T::Elem* out, Epilogue epilogue) {
     const int64_t stride = x.stride;
-    const int64_t tokens = end - begin, passes = num_passes(tokens), panels = padded_rows(l) / PANEL;
+    const int64_t tokens = end - begin, passes = (tokens + MAX_ROWS - 1) / MAX_ROWS, panels = padded_rows(l) / PANEL;
     const int64_t panel_bytes = packed_panel_bytes(l), next_bytes = panel_bytes / (stride / GROUP) / 2;
     const Output<T> output(l, out, epilogue);
     alignas(64) int32_t sums[MAX_ROWS * PANEL];
-    static thread_local std::vector<uint8_t> room;
-    const bool widens = l.kind == INT4 && passes > 1;
-    if (widens) room.resize(stride * PANEL);
+    static thread_local std::vector<char> room;
+    const bool widens = l.kind == INT4 && !x.group_sums && passes > 1;
+    uint8_t* widened = widens ? (uint8_t*)lines_of(room, stride * PANEL) : nullptr;
     for (int64_t p = first; p < last; p++) {
-        const uint8_t *packed = (const uint8_t*)l.weight + p * panel_bytes, *panel = widens ? room.data() : packed;
+        const uint8_t *packed = (const uint8_t*)l.weight + p * panel_bytes, *panel = widens ? widened : packed;
         for (int64_t i = 0; i < PANEL; i += 16)  // for put_whole: nothing else reads them, so they come from memory
             __builtin_prefetch(l.scales + p * PANEL + i), __builtin_prefetch(l.sums + p * PANEL + i);
-        if (widens) widen_int4(packed, stride / BLOCK_COLUMNS, room.data());
+        if (widens) widen_int4(packed, stride / BLOCK_COLUMNS, widened);
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = begin + tokens * pass / passes, rows = begin + tokens * (pass + 1) / passes - row;
             const bool fetch = pass < 2 && p + 1 < panels;  // the next panel, half in each pass
@@ -170,12 +180,13 @@ void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t 
     const bool tiles = fills_int8_tiles(l) && (l.kind == INT8 || num_tokens > FEW_TOKENS);
     const Order order = tiles && wants_tiles(num_tokens) ? BY_TILES : BY_ROWS;
 #else
+    constexpr bool tiles = false;
     constexpr Order order = BY_ROWS;
 #endif
     const Matrix<uint8_t> quantized{(uint8_t*)lines_of(bytes, Matrix<uint8_t>::size(num_tokens, stride)), stride, order};
     worth.resize(num_tokens);
     float* steps_of = worth.data();
-    const bool sums_codes = l.kind == INT4 && num_tokens <= FEW_ROWS;
+    const bool sums_codes = l.kind == INT4 && num_tokens <= FEW_ROWS && !tiles;
     const int offset = sums_codes ? 0 : OFFSET;
     groups.resize(sums_codes ? num_tokens * stride / BLOCK_COLUMNS : 0);
     int32_t* group_sums = groups.data();  // this thread's, for all
