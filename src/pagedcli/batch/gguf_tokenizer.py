@@ -179,13 +179,7 @@ class _Made:
         has_bytes = sum(kind == _BYTE for kind in self._types) == 256
         unknown = next((token for token, i in vocab.items() if self._types[i] == _UNKNOWN), None)
         tokenizer = Tokenizer(
-            models.BPE(
-                vocab=vocab,
-                merges=merges,
-                unk_token=unknown,
-                fuse_unk=True,
-                byte_fallback=has_bytes,
-            )
+            models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
         )
         adds_space = self._metadata.get("tokenizer.ggml.add_space_prefix", True)
         spaces = normalizers.Replace(" ", _MARK)

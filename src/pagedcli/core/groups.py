@@ -65,11 +65,7 @@ def token_bytes(group: CacheGroup, kv_dtype: str) -> int:
     assert group.heads is not None, "the group names its heads"
     num_kv_heads, head_dim = group.heads
     of_both = block_bytes(
-        num_layers=len(group.layers),
-        block_size=1,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        kv_dtype=kv_dtype,
+        num_layers=len(group.layers), block_size=1, num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype=kv_dtype
     )
     return of_both if group.value_dim is None else of_both // 2
 

@@ -181,11 +181,7 @@ class Llama:
 
     def _layer(self, number: int, mixer: Mixer) -> LayerSpec:
         return LayerSpec(
-            mixer=mixer,
-            mlp=self.mlp(number),
-            norms=self.norm_places,
-            number=number,
-            has_scalar=self.has_layer_scalars,
+            mixer=mixer, mlp=self.mlp(number), norms=self.norm_places, number=number, has_scalar=self.has_layer_scalars
         )
 
     def mixer(self, i: int) -> Mixer:

@@ -409,8 +409,7 @@ class _Search:
         """Best first, then what is not certain; of equally good ones the cheapest."""
         served = [trial for trial in self.trials if trial.gain > -1.0]
         return sorted(
-            served,
-            key=lambda each: (not each.is_certain, -round(each.gain / _AS_GOOD), KINDS.index(each.setting.kind)),
+            served, key=lambda each: (not each.is_certain, -round(each.gain / _AS_GOOD), KINDS.index(each.setting.kind))
         )
 
 

@@ -230,10 +230,7 @@ class RunResult:
 
 def plan_for(workload: Workload, **limits: Any) -> Plan:
     """The plan of a simulated engine with these Limits, which serves every request that the pool can hold."""
-    return Plan(
-        limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits),
-        model="simulation",
-    )
+    return Plan(limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits), model="simulation")
 
 
 def simulate(

@@ -319,12 +319,12 @@ def render_page(
 ) -> bytes:
     """The page, in UTF-8."""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    legend = pages.legend((pages.legend_part(part), PART_NAMES[part]) for part in PARTS)
+    parts = pages.legend((pages.legend_part(part), PART_NAMES[part]) for part in PARTS)
     body = [
         f"<p>{plural(len(sweep.workload.requests), 'request')}, {sweep.workload.num_prompt_tokens:,} prompt tokens,"
         f" {sweep.num_unique_blocks:,} unique blocks of {plural(sweep.accesses.block_size, 'token')}</p>",
         pages.section("Hit rate by pool size", _chart(sweep, points, block_bytes), pages.legend(_chart_items(points))),
-        pages.section("Where the prompts' tokens went", _bars(points), legend),
+        pages.section("Where the prompts' tokens went", _bars(points), parts),
         pages.section("Answers", f"<ul>{items}</ul>"),
         *map(pages.as_html, tables),
     ]

@@ -247,9 +247,7 @@ class Granite(Llama):
     @property
     def scales(self) -> Scales:
         return Scales(
-            embedding=self.embedding_multiplier,
-            residual=self.residual_multiplier,
-            logits_divisor=self.logits_scaling,
+            embedding=self.embedding_multiplier, residual=self.residual_multiplier, logits_divisor=self.logits_scaling
         )
 
 

@@ -323,8 +323,7 @@ ARCHITECTURES = {
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "qwen2moe": Architecture(
-        family="qwen2_moe",
-        keys={"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
+        family="qwen2_moe", keys={"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)}
     ),
     "qwen3moe": Architecture(family="qwen3_moe", always={"norm_topk_prob": True}),
     "phimoe": Architecture(
