@@ -4,6 +4,8 @@ compiled for two GPUs without spills.
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from interpreter import interpreted, plain
@@ -146,31 +148,28 @@ def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_hea
     from pagedcli.attention.layer import AttentionLayer
     from pagedcli.attention.sdpa import SdpaAttention
     from pagedcli.models.blocks import Attention, LayerStep, Step
+    from pagedcli.models.mixers.attention import Attention as AttentionMixer
+    from pagedcli.models.rope import RopeSpec
 
     num_tokens, head_dim, kept = 5, 24, max(1, num_kv_heads)
     num_columns = (num_heads + (2 if has_values else 1) * num_kv_heads) * head_dim
     projected = noise(num_tokens, num_columns, dtype=dtype, scale=3.0)
     angles = noise(40, head_dim // 2, seed=4) * 3
-    layer = Attention(
-        index=0,
-        backend=SdpaAttention(AttentionSpec(torch.device("cpu"), dtype, 16, num_heads, kept, head_dim)),
+    backend = SdpaAttention(AttentionSpec(torch.device("cpu"), dtype, 16, num_heads, kept, head_dim))
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
+    norm = noise(num_heads + num_kv_heads, head_dim, seed=3), 1e-6
+    nothing = dict.fromkeys(("linear", "summed_linear", "small", "query_scales"), lambda _: None)
+    found = {"backend_of": lambda _: backend, "qk_norm": lambda *_: norm, "table": lambda *_: table}
+    parts = SimpleNamespace(device=torch.device("cpu"), fused_store=True, **nothing, **found)
+    mixer = AttentionMixer(
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=kept,
         head_dim=head_dim,
-        qkv=None,
-        norm=(noise(num_heads + num_kv_heads, head_dim, seed=3), 1e-6),
-        value_norm=torch.ones(head_dim),
-        norms_all=False,
-        norms_last=False,
-        table=torch.cat((angles.cos(), angles.sin()), 1).to(dtype),
-        interleaved=False,
-        query_scales=None,
-        out=None,
-        fused_store=True,
-        sinks=None,
-        gate=None,
-        num_gates=0,
+        rope=RopeSpec(),
+        source=None if num_kv_heads else 0,
+        value_norm=True,
     )
+    layer = Attention(parts, mixer, 0, "layer")
     slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
     batch = PagedBatch(None, None, None, slots, 1, 1)
     found = []

@@ -7,7 +7,7 @@ would double that."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,12 @@ from pagedcli.layers.basic import (
 )
 from pagedcli.layers.parallel import ParallelContext, VocabularyEmbedding
 from pagedcli.layers.recurrent import StateStep
-from pagedcli.models.mixers.attention import OutputGate
+from pagedcli.models.mixers.attention import Attention as AttentionMixer
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import layer_groups
+
+if TYPE_CHECKING:
+    from pagedcli.models.decoder import Builder
 
 
 @dataclass(slots=True)
@@ -289,28 +292,27 @@ class Branch:
         return self.body(self.join(hidden, residual), step)
 
 
-@dataclass(slots=True)
 class Attention:
     """Projection, rotary embedding, cache, attention and projection of one layer."""
 
-    index: int  # its place among the layers that attend
-    backend: AttentionBackend
-    num_heads: int  # H
-    num_kv_heads: int  # G; 0: it attends over the K and V of an earlier layer
-    head_dim: int  # D
-    qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D; (H + G) * D where K is V
-    norm: tuple[Tensor, float] | None  # norm of q and k: weight [H + G, D] and eps
-    value_norm: Tensor | None  # norm of V, or of K as V before it is normed: weight [D] float32
-    norms_all: bool  # whether all of q and all of k are normed, not each head
-    norms_last: bool  # whether the norms come after the rotary embedding
-    table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
-    interleaved: bool  # see layers.basic.split_heads
-    query_scales: Tensor | None  # [P] of query_scales; None: all are 1
-    out: Callable[[Tensor], Tensor]  # H * D -> E
-    fused_store: bool  # the backend's cache is filled in one pass with the rotation
-    sinks: Tensor | None  # [H] float32
-    gate: OutputGate | None
-    num_gates: int
+    def __init__(self, parts: "Builder", mixer: AttentionMixer, place: int, key: str) -> None:
+        """`place`: of the layer among those that attend."""
+        self.index, self.backend, rope = place, parts.backend_of(place), mixer.rope
+        self.num_heads, self.head_dim = mixer.num_heads, mixer.head_dim  # H, D
+        self.num_kv_heads = mixer.num_kv_heads if mixer.keeps else 0  # G; 0: it has those of an earlier layer
+        self.qkv = parts.linear(f"{key}.qkv")  # E -> (H + 2G) * D; (H + G) * D where K is V
+        self.norm = parts.qk_norm(mixer, key)  # norm of q and k: weight [H + G, D] and eps, or None
+        # norm of V, or of K as V before it is normed: weight [D] float32
+        self.value_norm = torch.ones(mixer.head_dim, device=parts.device) if mixer.value_norm else None
+        self.norms_all, self.norms_last = mixer.qk_norm == "all", mixer.norms_last
+        self.table = None if rope is None else parts.table(rope, mixer.head_dim)  # [P, R] of rope_table
+        self.interleaved = rope is not None and rope.interleaved  # see layers.basic.split_heads
+        self.query_scales = None if rope is None else parts.query_scales(rope)  # [P], or None: all are 1
+        self.out = parts.summed_linear(f"{key}.out")  # H * D -> E
+        # whether the backend's cache is filled in one pass with the rotation
+        self.fused_store = parts.fused_store and not mixer.norms_last
+        self.sinks = parts.small(f"{key}.sinks")  # [H] float32, or None
+        self.gate, self.num_gates = mixer.output_gate, mixer.num_gates
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [A, E] of the tokens that attend, see LayerStep. Changes: the layer's cache."""

@@ -279,7 +279,7 @@ class Builder(Parts):
         super().__init__(request, spec, tensors, formats)
         self.linear_bytes = 0  # the layers' linear layers as they are kept, without biases
         self.num_early_branches = 0  # branches that every token runs through: up to the mixer of the last keeper
-        self._fused_store = stores_in_one_pass(request.backend)
+        self.fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
         self.kernels = linear_kernels(spec, request.backend)
 
@@ -385,71 +385,31 @@ class Builder(Parts):
         return Join(norm_after, self.norm(norm), residual, factor, style.eps, style.added_eps, style.centred != "no")
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> Body:
-        match mixer:
-            case LatentAttentionMixer():
-                return self._latent_attention(mixer, place, key)
-            case AttentionMixer():
-                return self._attention(mixer, place, key)
-        return BODIES[type(mixer)](self, mixer, place, key)
+        bodies: dict[type, Callable[..., Body]] = {AttentionMixer: Attention, LatentAttentionMixer: LatentAttention}
+        body: Body = (bodies | BODIES)[type(mixer)](self, mixer, place, key)
+        return body
 
-    def _attention(self, mixer: AttentionMixer, place: int, key: str) -> Attention:
-        weight, rope = self._head_norms(mixer, key), mixer.rope
+    def backend_of(self, place: int) -> AttentionBackend:
+        """The backend of a layer, by its place among those that attend."""
+        return self._request.backend.of(self._spec.attention_layers[place])
+
+    def qk_norm(self, mixer: AttentionMixer, key: str) -> tuple[Tensor, float] | None:
+        """The norm of q and k, [H + G, D] and eps; without k where a layer has none; None: they are not normed."""
         q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
         if q_norm is not None and k_norm is not None:
-            weight = torch.cat((q_norm, k_norm)).view(-1, mixer.head_dim)
-        return Attention(
-            index=place,
-            backend=self._request.backend.of(self._spec.attention_layers[place]),
-            num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads if mixer.keeps else 0,
-            head_dim=mixer.head_dim,
-            qkv=self.linear(f"{key}.qkv"),
-            norm=None if weight is None else (weight, self._spec.norm.eps),
-            value_norm=torch.ones(mixer.head_dim, device=self.device) if mixer.value_norm else None,
-            norms_all=mixer.qk_norm == "all",
-            norms_last=mixer.norms_last,
-            table=None if rope is None else self.table(rope, mixer.head_dim),
-            interleaved=rope is not None and rope.interleaved,
-            query_scales=None if rope is None else self.query_scales(rope),
-            out=self._summed_linear(f"{key}.out"),
-            fused_store=self._fused_store and not mixer.norms_last,
-            sinks=self._tensors.pop(f"{key}.sinks", None),
-            gate=mixer.output_gate,
-            num_gates=mixer.num_gates,
-        )
+            return torch.cat((q_norm, k_norm)).view(-1, mixer.head_dim), self.eps
+        if (weights := self.head_norms(mixer, key)) is None:
+            return None
+        of_queries, *of_keys = weights.unbind(0)
+        rows = [of_queries.expand(mixer.num_heads, -1), *(each.expand(mixer.num_kv_heads, -1) for each in of_keys)]
+        return torch.cat(rows), self.eps
 
-    def _latent_attention(self, mixer: LatentAttentionMixer, place: int, key: str) -> LatentAttention:
-        latent_norm, rope = self.norm(f"{key}.latent_norm"), mixer.rope
-        assert latent_norm is not None, "every such layer norms its latents"
-        key_up, value_up = self.latents_up(mixer, key)
-        return LatentAttention(
-            index=place,
-            backend=self._request.backend,
-            mixer=mixer,
-            projected=self.linear(f"{key}.latents"),
-            query_norm=self.norm(f"{key}.query_norm"),
-            queries=None if mixer.query_rank is None else self.linear(f"{key}.queries"),
-            latent_norm=latent_norm,
-            table=None if rope is None else self.table(rope, mixer.rope_dim),
-            key_up=self._head_linear(key_up),
-            value_up=self._head_linear(value_up),
-            out=self._summed_linear(f"{key}.out"),
-        )
-
-    def _head_linear(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
+    def head_linear(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
         """A linear layer for each head. Shapes: weights [H, O, I]."""
         if self.uses_cpu_kernels:
             return HeadLinear([self._made(AS_STORED, [{"weight": weight}], None) for weight in weights.unbind(0)])
         self.linear_bytes += weights.nbytes
         return partial(torch.einsum, "hoi,thi->tho", weights)
-
-    def _head_norms(self, mixer: AttentionMixer, key: str) -> Tensor | None:
-        """Norms of each head, [H + G, D], without those of k where a layer has none; None: heads are not normed."""
-        if (weights := self.head_norms(mixer, key)) is None:
-            return None
-        of_queries, *of_keys = weights.unbind(0)
-        rows = [of_queries.expand(mixer.num_heads, -1), *(each.expand(mixer.num_kv_heads, -1) for each in of_keys)]
-        return torch.cat(rows)
 
     def _mlp(self, spec: MlpSpec | ExpertsSpec, key: str) -> Mlp | Experts | ExpertsBesideMlp:
         experts = spec if isinstance(spec, ExpertsSpec) else None
@@ -459,7 +419,7 @@ class Builder(Parts):
             return self._experts(experts, key)
         first = self.linear(f"{key}.{dense.input_name}")
         activation = ACTIVATIONS.get(dense.activation) or partial(xielu, numbers=self.xielu(key))
-        mlp = Mlp(first, activation, self._summed_linear(f"{key}.down"))
+        mlp = Mlp(first, activation, self.summed_linear(f"{key}.down"))
         if experts is None:
             return mlp
         names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
@@ -550,7 +510,7 @@ class Builder(Parts):
         self.linear_bytes += linear.nbytes
         return linear
 
-    def _summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
+    def summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
         """A layer with its inputs split over the ranks: only rank 0 adds the bias."""
         parallel = self._request.parallel
         linear = self.linear(key, with_bias=parallel.rank == 0)

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend
 from pagedcli.layers.basic import rms_norm, rotate
 from pagedcli.models.blocks import Step
 from pagedcli.models.mixers.latent_attention import LatentAttention as LatentAttentionMixer
+
+if TYPE_CHECKING:
+    from pagedcli.models.decoder import Builder
 
 NORM_EPS = 1e-6  # norms of latents and query vectors; config.json's is for the others
 
@@ -25,21 +28,23 @@ class HeadLinear:
         return torch.stack([linear(x[:, h].contiguous()) for h, linear in enumerate(self.heads)], dim=1)
 
 
-@dataclass(slots=True)
 class LatentAttention:
     """Projections, latents, cache, attention and projection of one layer. See models.mixers.latent_attention."""
 
-    index: int  # its place among the layers that attend
-    backend: AttentionBackend
-    mixer: LatentAttentionMixer
-    projected: Callable[[Tensor], Tensor]  # E -> queries or what they are made of, latent, rotary key
-    query_norm: Tensor | None
-    queries: Callable[[Tensor], Tensor] | None  # None: `projected` has them
-    latent_norm: Tensor
-    table: Tensor | None  # [P, R] of rope_table; None: nothing is rotated
-    key_up: Callable[[Tensor], Tensor]  # [T, H, nope_dim] -> [T, H, rank]
-    value_up: Callable[[Tensor], Tensor]  # [A, H, rank] -> [A, H, value_dim]
-    out: Callable[[Tensor], Tensor]
+    def __init__(self, parts: "Builder", mixer: LatentAttentionMixer, place: int, key: str) -> None:
+        """`place`: of the layer among those that attend."""
+        self.index, self.backend, self.mixer, rope = place, parts.backend_of(place), mixer, mixer.rope
+        self.projected = parts.linear(f"{key}.latents")  # E -> queries or what they are made of, latent, rotary key
+        self.query_norm = parts.norm(f"{key}.query_norm")
+        # None: `projected` has them
+        self.queries = None if mixer.query_rank is None else parts.linear(f"{key}.queries")
+        latent_norm = parts.norm(f"{key}.latent_norm")
+        assert latent_norm is not None, "every such layer norms its latents"
+        self.latent_norm = latent_norm
+        self.table = None if rope is None else parts.table(rope, mixer.rope_dim)  # [P, R] of rope_table
+        # [T, H, nope_dim] -> [T, H, rank], and [A, H, rank] -> [A, H, value_dim]
+        self.key_up, self.value_up = map(parts.head_linear, parts.latents_up(mixer, key))
+        self.out = parts.summed_linear(f"{key}.out")
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [A, E] of the tokens that attend, see LayerStep. Changes: the layer's cache."""

@@ -2,7 +2,7 @@
 in torch."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.recurrent import RecurrentMixer
 from pagedcli.models.mixers.short_conv import ShortConv
 
+if TYPE_CHECKING:
+    from pagedcli.models.decoder import Builder
+
 
 def triton_kernels(x: Tensor) -> Any:
     """The module triton_recurrent where it serves a layer's input: on a GPU on which Triton runs. Else None."""
@@ -36,21 +39,7 @@ def triton_kernels(x: Tensor) -> Any:
     return triton_recurrent
 
 
-class Parts(Protocol):
-    """What a decoder hands to a body: the parts of its layer, each once."""
-
-    @property
-    def eps(self) -> float: ...
-    @property
-    def device(self) -> torch.device: ...
-    def linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
-    def plain_linear(self, key: str) -> Callable[[Tensor], Tensor]: ...
-    def small(self, key: str) -> Tensor | None: ...
-    def conv(self, key: str) -> Tensor: ...
-    def decay(self, key: str) -> Tensor: ...
-
-
-def _needed(parts: Parts, key: str) -> Tensor:
+def _needed(parts: "Builder", key: str) -> Tensor:
     tensor = parts.small(key)
     assert tensor is not None, f"{key} is a parameter"
     return tensor
@@ -59,7 +48,7 @@ def _needed(parts: Parts, key: str) -> Tensor:
 class GatedDeltaNet:
     """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    def __init__(self, parts: Parts, shape: GatedDelta, place: int, key: str) -> None:
+    def __init__(self, parts: "Builder", shape: GatedDelta, place: int, key: str) -> None:
         self.place, self.shape = place, shape
         self.inner = parts.linear(f"{key}.inner")  # E -> C + I: q, k, v and z
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> 2H: b and a
@@ -118,7 +107,7 @@ class GatedDeltaNet:
 class KimiDeltaAttention:
     """Kimi delta attention: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    def __init__(self, parts: Parts, shape: KimiDelta, place: int, key: str) -> None:
+    def __init__(self, parts: "Builder", shape: KimiDelta, place: int, key: str) -> None:
         self.place, self.shape, self.eps = place, shape, parts.eps
         self.inner = parts.linear(f"{key}.inner")  # E -> 3I: q, k and v
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> H
@@ -170,7 +159,7 @@ class KimiDeltaAttention:
 class MambaMixer:
     """Mamba-2: projection, convolution, scan, gated norm and projection of one layer."""
 
-    def __init__(self, parts: Parts, shape: Mamba2, place: int, key: str) -> None:
+    def __init__(self, parts: "Builder", shape: Mamba2, place: int, key: str) -> None:
         self.place, self.shape, self.eps = place, shape, parts.eps
         self.inner = parts.linear(f"{key}.inner")  # E -> I + C + H: the gate, then x, B and C, then the steps
         self.conv = parts.conv(key)  # [K, C] float32
@@ -219,7 +208,7 @@ class MambaMixer:
 class ShortConvolution:
     """A convolution between two gates: out(c * conv(b * x))."""
 
-    def __init__(self, parts: Parts, shape: ShortConv, place: int, key: str) -> None:
+    def __init__(self, parts: "Builder", shape: ShortConv, place: int, key: str) -> None:
         self.place = place
         self.inner = parts.linear(f"{key}.inner")  # E -> 3E: b, c and x
         self.conv = parts.conv(key)  # [K, E] float32
@@ -253,7 +242,7 @@ def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor
 
 
 # The body of each kind of mixer: from the parts of its layer, the mixer, its place among those with a state, its key.
-BODIES: dict[type[RecurrentMixer], Callable[[Parts, Any, int, str], Callable[[Tensor, Step], Tensor]]] = {
+BODIES: dict[type[RecurrentMixer], Callable[["Builder", Any, int, str], Callable[[Tensor, Step], Tensor]]] = {
     GatedDelta: GatedDeltaNet,
     KimiDelta: KimiDeltaAttention,
     Mamba2: MambaMixer,
