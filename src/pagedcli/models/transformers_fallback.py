@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
-from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, cache_shape
+from pagedcli.models.base import DecoderNeeds, DecoderRequest, cache_shape
 from pagedcli.models.blocks import DraftHead, LayerStep, layer_steps
 from pagedcli.models.fallback_spec import NESTED_TEXT, AttentionTrace, first_sentence, read_config, refuse_length
 from pagedcli.models.fallback_spec import refusal as refused
@@ -283,16 +283,6 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # 
 _ALLOWED_OUTLIERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 2}
 
 
-class ProbedModel(CausalLM, Protocol):
-    """A model whose forward can run on a different backend."""
-
-    def forward_through(
-        self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
-    ) -> Tensor:
-        """CausalLM.forward, on a cache with that backend's layout."""
-        ...
-
-
 @torch.inference_mode()
 def own_logits(model: Any, vocab_size: int) -> Tensor:
     """Logits [12, V] of the probe by transformers' own attention, one call per sequence."""
@@ -301,7 +291,7 @@ def own_logits(model: Any, vocab_size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def check_equal(paged: ProbedModel, expected: Tensor, dtype: torch.dtype) -> None:
+def check_equal(paged: TransformersLM, expected: Tensor, dtype: torch.dtype) -> None:
     """Raise ModelError if the paged cache gives logits different from `expected`, the result of own_logits.
 
     Uses the reference backend: this tests whether the model suits a paged cache, not the kernels.
@@ -317,7 +307,7 @@ def check_equal(paged: ProbedModel, expected: Tensor, dtype: torch.dtype) -> Non
         )
 
 
-def _paged_logits(paged: ProbedModel, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _paged_logits(paged: TransformersLM, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same logits from both sequences together, in two steps."""
     spec, backend, block_size = paged.spec, ReferenceAttention(), 2
     ids = _probe_ids(spec.vocab_size, device)
