@@ -119,7 +119,7 @@ class PoolApp(PlayerApp):
         self._shown_events: tuple[int, int] | None = None  # how many there were, and the width
         self._has_followed = False
         self._has_shown_end = False
-        self._go_to_seq: int | None = None  # where the cursor goes next
+        self._go_to_seq: int | None = None  # sequence that the cursor goes to next
         self._hits: list[Hit] = []
         self._hit = -1  # the last one that was gone to
 

@@ -166,8 +166,8 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self._goal_reached = False
         self._last_step_s = 0.0
         self._moment: Moment | None = None
-        self._due_s = 0.0  # when the screen wants the next moment
-        self._shown_s = self._shown_cpu_s = 0.0  # when, and the processor time of the screen's thread by then
+        self._due_s = 0.0  # time at which the screen wants the next moment
+        self._shown_s = self._shown_cpu_s = 0.0  # time of that, and the processor time of the screen's thread by then
 
     # ------------------------------------------------------------------ the engine's thread
 

@@ -60,7 +60,7 @@ class Flash2Attention(ReferenceAttention):
         self._varlen = varlen
 
     def prepare(self, batch: PagedBatch) -> None:
-        batch.work = torch.zeros_like(batch.cu_q)  # where each sequence's keys would start if they were contiguous
+        batch.work = torch.zeros_like(batch.cu_q)  # starts of the sequences' keys, as if they were contiguous
         torch.cumsum(batch.num_tokens, 0, dtype=torch.int32, out=batch.work[1:])
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:

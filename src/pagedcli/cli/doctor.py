@@ -18,6 +18,7 @@ from pagedcli.show.terminal import say
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
+    from pagedcli.planning.machine import Machine
     from pagedcli.runner.self_test import CheckResult, LookUp
 
 _PACKAGES = (
@@ -69,9 +70,10 @@ def doctor(
     from pagedcli.planning.machine import this_machine
     from pagedcli.runner.self_test import CheckResult
 
-    decision = _decided(device)
+    machine = this_machine()
+    decision = _decided(device, machine)
     chosen = str(decision.attention.device)
-    found = available_backends(decision.attention, this_machine().missing)
+    found = available_backends(decision.attention, machine.missing)
     backends = [Backend(name, reason is None, reason) for name, reason in found]
     results = _self_test(chosen, [each.backend for each in backends if each.available])
     tables = [
@@ -94,19 +96,20 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _decided(device: str, model: str = BUILTIN_MODEL) -> "Decision":
+def _decided(device: str, machine: "Machine", model: str = BUILTIN_MODEL) -> "Decision":
     """How a model runs here, of which only config.json is read."""
     from pagedcli.models.reading import read_spec
     from pagedcli.planning.decide import decide, model_folder
-    from pagedcli.planning.machine import this_machine
 
     config = EngineConfig(model=model, device=device)
-    return decide(config, read_spec(model_folder(config, weights=False)), this_machine())
+    return decide(config, read_spec(model_folder(config, weights=False)), machine)
 
 
 def _judge(model: str, device: str, format_: Format) -> None:
     """Says whether and how a model runs here."""
-    decision = _decided(device, model)
+    from pagedcli.planning.machine import this_machine
+
+    decision = _decided(device, this_machine(), model)
     pool = decision.pool
     fits = pool is None or pool.num_blocks > 0
     found = _model_facts(decision)

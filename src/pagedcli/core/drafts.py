@@ -22,7 +22,7 @@ MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are
 class Draft(NamedTuple):
     """A guess of a sequence's next tokens."""
 
-    token_ids: list[int]  # at least one
+    token_ids: list[int]  # guesses, at least one
     source: DraftSource
 
 

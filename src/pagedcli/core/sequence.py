@@ -105,7 +105,7 @@ class Sequence:
     num_writable_tokens: int = 0  # see core.block_manager.CacheUser
     state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
     state_write: int | None = None  # slot of its state after that step
-    state_sees_draft: bool = False  # that is the state after the draft; state_read is kept until it is checked
+    state_sees_draft: bool = False  # whether state_write has seen the draft; state_read is kept until that is checked
     row: int | None = None  # row of the runner's persistent block tables; None: not running
     synced_blocks: int = 0  # leading entries of block_table that are in that row
     num_kept_tokens: int = 0  # tokens that the executor keeps for penalties, with the one being sampled

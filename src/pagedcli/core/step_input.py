@@ -305,7 +305,7 @@ class StepTokens:
     """The tokens of one step, on the host."""
 
     token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by row: if requested, and of all beams
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> logprobs, if requested, and of beams
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
     guesses: Mapping[int, list[int]] | None = None  # row -> guesses of the model's head; None: it did not run

@@ -46,7 +46,7 @@ class Node:
         self.lora = lora
         self.tokens: bytes | None = None  # int64, kept only on request
         self.num_copies = 0  # copies in all media
-        self.stored_s: float | None = None  # when the oldest present copy was stored
+        self.stored_s: float | None = None  # time at which the oldest present copy was stored
         self.gone_s: float | None = None
         self.cause: Cause | None = None  # why it is gone; None: it is resident
 

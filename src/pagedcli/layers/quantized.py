@@ -64,7 +64,7 @@ class CodedWeight:
     zeros: Tensor | int  # uint8 [out, groups], or one for all
     group_size: int  # inputs of a group; the last may have fewer
     groups: Tensor | None = None  # int64 [in]: the group of each input; None: neighbours
-    levels: tuple[int, ...] = ()  # by code: E2M1 or IQ4 of native/packed_groups.h; empty: codes are numbers
+    levels: tuple[int, ...] = ()  # level of each code: E2M1 or IQ4 of native/packed_groups.h; empty: codes are numbers
     minima: Tensor | None = None  # float32 [out, groups]
     # scales as float32 [out, in / 256] times int8 or e4m3 [out, groups], and minima so, times uint8; None: none such
     steps: Tensor | None = None

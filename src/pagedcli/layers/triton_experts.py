@@ -26,7 +26,7 @@ _COLUMNS_PER_SUM = 1024
 _MOST_PARTS = 4  # most parts that the inputs are cut into
 _LENGTH_MULTIPLE = 128  # Tile.inputs are multiples of it
 _LEAST_LENGTH = 512  # inputs of a part: fewer would not pay for writing and adding its sums
-_PROGRAMS_PER_PROCESSOR = 2  # where there would be fewer, the inputs are cut
+_PROGRAMS_PER_PROCESSOR = 2  # programs side by side; where there would be fewer, the inputs are cut
 
 
 @dataclass(frozen=True, slots=True)

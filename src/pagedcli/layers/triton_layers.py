@@ -291,7 +291,7 @@ def rotate_and_store_kernel(
     inside = (head < H + 2 * G) & (half < HALF)
     dtype = q_out_ptr.dtype.element_ty
     is_v = head >= H + G
-    at, partner = here, there  # where they are in qkv
+    at, partner = here, there  # their places in qkv
     if INTERLEAVED:
         moves = (half < TURNED) & (head < H + G)
         at, partner = tl.where(moves, 2 * half, here), tl.where(moves, 2 * half + 1, there)

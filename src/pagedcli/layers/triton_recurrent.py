@@ -474,7 +474,7 @@ def _products(
 
     Channel by channel, as the factors of a product of matrices, exp(-decay), would overflow.
     """
-    CHANNELS: tl.constexpr = 16  # at a time
+    CHANNELS: tl.constexpr = 16  # channels at a time
     N: tl.constexpr = HEADS.key_dim
     q_column, k_column, _ = _columns(head, HEADS)
     of_q, of_k = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
