@@ -77,42 +77,30 @@ def shard_parameters(
     return {key: replace(p, parts=_parts(key, p, spec, parallel)) for key, p in parameters.items()}
 
 
+_TABLES = ("embedding", "lm_head", "layer_table", "key_up", "value_up")  # split along their first dimension
+_BY_OUTPUTS = ("qkv", "gate_up", "up", "latents", "queries", "latents_up")
+_BY_INPUTS = ("out", "down")
+_OF_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")  # modules of latent attention whose outputs are those of heads
+
+
 def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, Part]:
     stored, layer = parameter.stored, key.split(".")[-2].split("[")[0] if "." in key else key
-    if layer in ("embedding", "lm_head", "layer_table"):
-        inputs = spec.layer_inputs
-        num_rows = inputs.vocab_size if layer == "layer_table" and inputs is not None else spec.vocab_size
-        return {name: Part(0, *parallel.part_of(num_rows)) for name in parameter.shapes}
-    out_dim, out_per = stored.out_dim, stored.out_per
-    in_dim, in_per = stored.in_dim, stored.in_per
-    if key.endswith(".sinks"):
-        return {name: Part(0, *parallel.part_of(num_heads)) for name, (num_heads,) in parameter.shapes.items()}
-    if layer == "qkv" and out_dim is not None and out_per is not None:
+    if layer in _TABLES or key.endswith(".sinks"):
+        return {name: Part(0, *parallel.part_of(shape[0])) for name, shape in parameter.shapes.items()}
+    dim, per = (stored.in_dim, stored.in_per) if layer in _BY_INPUTS else (stored.out_dim, stored.out_per)
+    if layer not in (*_BY_INPUTS, *_BY_OUTPUTS) or dim is None or per is None:
+        return {}
+    ranges = {name: parallel.part_of(shape[dim] * per) for name, shape in parameter.shapes.items()}
+    if layer == "qkv":
         mixer = spec.layers[int(key.split(".")[1])].attention
         assert mixer is not None, "others are not split"
-        counts = {name: mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads for name in parameter.shapes}
-        heads = {name: _head_rows(count, mixer.head_dim, parallel) for name, count in counts.items()}
-        if mixer.output_gate is not None and (gate := mixer.output_gate.module) is not None:
-            heads |= {name: parallel.part_of(mixer.num_gates) for name in heads if f".{gate}." in name}
-        return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
-    if layer in ("key_up", "value_up"):
-        return {name: Part(0, *parallel.part_of(shape[0])) for name, shape in parameter.shapes.items()}
-    if layer in ("latents", "queries", "latents_up") and out_dim is not None and out_per is not None:
-        of_heads = {name: s for name, s in parameter.shapes.items() if any(f".{p}." in name for p in _OF_HEADS)}
-        ranges = {name: parallel.part_of(shape[out_dim] * out_per) for name, shape in of_heads.items()}
-        return {name: _part(out_dim, rows, out_per, stored) for name, rows in ranges.items()}
-    if layer in ("gate_up", "up") and out_dim is not None and out_per is not None:
-        sizes = {name: shape[out_dim] * out_per for name, shape in parameter.shapes.items()}
-        parts = {name: parallel.part_of(size) for name, size in sizes.items()}
-        return {name: _part(out_dim, rows, out_per, stored) for name, rows in parts.items()}
-    if layer in ("out", "down") and in_dim is not None and in_per is not None:
-        sizes = {name: shape[in_dim] * in_per for name, shape in parameter.shapes.items()}
-        parts = {name: parallel.part_of(size) for name, size in sizes.items()}
-        return {name: _part(in_dim, columns, in_per, stored) for name, columns in parts.items()}
-    return {}
-
-
-_OF_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")  # modules of latent attention whose outputs are those of heads
+        gate = mixer.output_gate.module if mixer.output_gate is not None else None
+        for name in ranges:
+            is_gate, count = f".{gate}." in name, mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads
+            ranges[name] = parallel.part_of(mixer.num_gates) if is_gate else _head_rows(count, mixer.head_dim, parallel)
+    elif layer in ("latents", "queries", "latents_up"):
+        ranges = {name: rows for name, rows in ranges.items() if any(f".{part}." in name for part in _OF_HEADS)}
+    return {name: _part(dim, features, per, stored) for name, features in ranges.items()}
 
 
 def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -> Part:
