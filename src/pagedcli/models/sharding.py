@@ -96,7 +96,8 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         assert mixer is not None, "others are not split"
         gate = mixer.output_gate.module if mixer.output_gate is not None else None
         for name in ranges:
-            is_gate, count = f".{gate}." in name, mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads
+            count = mixer.num_heads if ".q_proj." in name else mixer.num_kv_heads
+            is_gate = gate is not None and f".{gate}." in name
             ranges[name] = parallel.part_of(mixer.num_gates) if is_gate else _head_rows(count, mixer.head_dim, parallel)
     elif layer in ("latents", "queries", "latents_up"):
         ranges = {name: rows for name, rows in ranges.items() if any(f".{part}." in name for part in _OF_HEADS)}
