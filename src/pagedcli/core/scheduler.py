@@ -259,16 +259,21 @@ class Scheduler:
         ):
             if can_grow and (num_fitting := self._num_fitting_tokens(seq)) > 0:
                 return num_fitting
-            victim = self._victim(seq, index, work)
-            if victim is None:
-                if not self._release_context():
-                    return 0
-                continue
-            if victim.is_unread:
-                work.waits_for_tokens = True
+            if not self._free_blocks(seq, index, work):
                 return 0
-            self._preempt(victim, seq, work)
         return num_new
+
+    def _free_blocks(self, for_seq: Sequence, index: int, work: ScheduledStep) -> bool:
+        """Preempt one of the running sequences from `index` on, or release a context. False: there is none, or its
+        tokens must be read first."""
+        victim = self._victim(for_seq, index, work)
+        if victim is None:
+            return self._release_context()
+        if victim.is_unread:
+            work.waits_for_tokens = True
+            return False
+        self._preempt(victim, for_seq, work)
+        return True
 
     def _append(self, seq: Sequence, num_new: int, work: ScheduledStep) -> None:
         """Schedule the next tokens of a running sequence; their blocks are free."""
@@ -294,16 +299,9 @@ class Scheduler:
             for seq in group:
                 manager.release_unseen(seq)
         while not self.cache.can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
-            victim = self._victim(group[0], index, work)
-            if victim is None:
-                if not self._release_context():
-                    return 0
-                continue
-            if victim.is_unread:
-                work.waits_for_tokens = True
-                return budget
             needs_block = (seq for seq in group if manager.num_append_blocks(seq, 1))
-            self._preempt(victim, next(needs_block, group[0]), work)
+            if not self._free_blocks(next(needs_block, group[0]), index, work):
+                return budget if work.waits_for_tokens else 0
         for seq in group:
             self._append(seq, 1, work)
         return len(group)
