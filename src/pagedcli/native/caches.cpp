@@ -3,8 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace {
 
@@ -33,7 +38,24 @@ int64_t measured() {
     return DEFAULT;
 }
 
+// With one row of 4-bit weights Zen 4 reads 34 GB/s if nothing is fetched ahead and 31 if 8 KB are, Zen 5 73 and 92 (two cores).
+// Others were not measured.
+bool is_zen_3_or_4() {
+#if defined(__x86_64__)
+    unsigned about, name[3], unused;
+    if (!__get_cpuid(0, &unused, &name[0], &name[2], &name[1]) || memcmp(name, "AuthenticAMD", sizeof name)) return false;
+    return __get_cpuid(1, &about, &unused, &unused, &unused) && (about >> 8 & 15) + (about >> 20 & 255) == 0x19;  // its family
+#else
+    return false;
+#endif
+}
+
 }  // namespace
+
+bool fetches_alone() {
+    static const bool alone = is_zen_3_or_4();
+    return alone;
+}
 
 extern "C" {
 

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+// Whether the processor reads a stream from memory faster if kernels do not fetch what is some KB ahead.
+bool fetches_alone();
+
 extern "C" {
 
 // Bytes of L2 cache per core: one that several cores share counts in equal parts. 1 MiB where the system does not say.

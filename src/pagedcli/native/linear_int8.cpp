@@ -20,25 +20,27 @@ namespace {
 // Four columns of a panel of int8.
 struct Int8Columns {
     static constexpr int STEPS = 1;
-    static constexpr int64_t BYTES = PANEL * GROUP;
-    // Where a panel is fetched from memory: how far ahead, and into which cache. Many rows leave the time to fetch more, for which
-    // the L1 cache has no room.
-    static constexpr int64_t ahead(int rows) { return rows < 4 ? 4 << 10 : 8 << 10; }
-    static constexpr int locality(int rows) { return rows < 4 ? 3 : 2; }
+    static constexpr int64_t BYTES = PANEL * GROUP, AHEAD = 4 << 10;
     const uint8_t* from;
     explicit Int8Columns(const uint8_t* from) : from(from) {}
     vi four(int, int v) const { return load_any<vi>(from + v * VL * GROUP); }
 };
 
+// How far ahead of what is read a panel is fetched from memory; 0 fetches what is being read, so nothing. More rows leave time to
+// fetch more, for which the L1 cache has no room if it is int8.
+template <class Columns, int R> int64_t bytes_ahead() { return R > 3 ? 8 << 10 : fetches_alone() ? 0 : Columns::AHEAD; }
+template <class Columns, int R> constexpr int LOCALITY = R > 3 && std::is_same_v<Columns, Int8Columns> ? 2 : 3;
+
 // sums[R][PANEL] = x[R][k] . panel, which consists of Columns. With PREFETCH, what is needed next is fetched, some bytes at
 // each step; without, the panel is read from memory, and fetched some way ahead.
 template <class Columns, int R, bool PREFETCH>
 inline void multiply(const uint8_t* x, int64_t stride, const uint8_t* panel, const char* next, int64_t next_bytes, int32_t* sums) {
+    const int64_t ahead = bytes_ahead<Columns, R>();
     vi acc[R][PANEL_VECTORS] = {};
     for (const uint8_t* end = x + stride; x < end; panel += Columns::BYTES) {
         const Columns columns(panel);
         for (int64_t i = 0; !PREFETCH && i < Columns::BYTES; i += 64)
-            __builtin_prefetch(panel + Columns::ahead(R) + i, 0, Columns::locality(R));
+            __builtin_prefetch(panel + ahead + i, 0, LOCALITY<Columns, R>);
 #pragma GCC unroll 8
         for (int i = 0; i < Columns::STEPS; i++, x += GROUP) {
             vi w[PANEL_VECTORS];
@@ -72,14 +74,14 @@ struct Rounded {
 // sums[R][PANEL] of x as multiply() gives them with OFFSET.
 template <int R>
 void multiply_codes(const Rounded& x, int64_t row, const uint8_t* panel, const int32_t* weight_sums, int32_t* sums) {
-    const int64_t groups = x.stride / BLOCK_COLUMNS;
+    const int64_t groups = x.stride / BLOCK_COLUMNS, ahead = bytes_ahead<Int4Group, R>();
     const int8_t* from = (const int8_t*)x.bytes + row * x.stride;
     const int32_t* of_group = x.group_sums + row * groups;
     vi acc[R][PANEL_VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = OFFSET * load_any<vi>(weight_sums + v * VL);
     for (int64_t g = 0; g < groups; g++, panel += Int4Group::BYTES, from += BLOCK_COLUMNS) {
-        for (int64_t i = 0; i < Int4Group::BYTES; i += 64) __builtin_prefetch(panel + Int4Group::ahead(R) + i);
+        for (int64_t i = 0; i < Int4Group::BYTES; i += 64) __builtin_prefetch(panel + ahead + i);
         NibbleSum codes[R][PANEL_VECTORS];
 #pragma GCC unroll 8
         for (int i = 0; i < Int4Group::STEPS; i++)

@@ -11,9 +11,7 @@
 // A group of a panel, widened in registers.
 struct Int4Group {
     static constexpr int STEPS = BLOCK_STEPS;  // of four columns
-    static constexpr int64_t BYTES = 2 * PANEL + Nibbles::BYTES;
-    static constexpr int64_t ahead(int) { return 8 << 10; }
-    static constexpr int locality(int) { return 3; }
+    static constexpr int64_t BYTES = 2 * PANEL + Nibbles::BYTES, AHEAD = 8 << 10;
     const uint8_t* block;
     vi step[PANEL_VECTORS], zero[PANEL_VECTORS];  // in both halves of a lane, in its four bytes
 
