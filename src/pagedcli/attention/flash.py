@@ -42,9 +42,7 @@ class Flash3Attention(ReferenceAttention):
             page_table=batch.block_table,
             cu_seqlens_q=batch.cu_q,
             max_seqlen_q=batch.max_new,
-            softmax_scale=layer.scale,
-            causal=True,
-            window_size=_window_size(layer),
+            **_options(layer),
         )
         return out
 
@@ -71,9 +69,7 @@ class Flash2Attention(ReferenceAttention):
                 *kv,
                 cache_seqlens=batch.num_tokens,
                 block_table=batch.block_table,
-                softmax_scale=layer.scale,
-                causal=True,
-                window_size=_window_size(layer),
+                **_options(layer),
             )
             return out.squeeze(1)
         if batch.work is None:
@@ -85,17 +81,16 @@ class Flash2Attention(ReferenceAttention):
             cu_seqlens_k=batch.work,
             max_seqlen_q=batch.max_new,
             max_seqlen_k=batch.max_total,
-            softmax_scale=layer.scale,
-            causal=True,
-            window_size=_window_size(layer),
             block_table=batch.block_table,
+            **_options(layer),
         )
         return ragged
 
 
-def _window_size(layer: AttentionLayer) -> tuple[int, int]:
-    """How many tokens before and after its own a query sees; -1: all. What is after it is left to `causal`."""
-    return (-1, -1) if layer.window is None else (layer.window - 1, 0)
+def _options(layer: AttentionLayer) -> dict[str, Any]:
+    """window_size: how many tokens before and after its own a query sees; -1: all. `causal` hides what is after it."""
+    window = (-1, -1) if layer.window is None else (layer.window - 1, 0)
+    return {"softmax_scale": layer.scale, "causal": True, "window_size": window}
 
 
 def flash3_backend(interface: Any) -> Flash3Attention:
