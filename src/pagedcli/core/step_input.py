@@ -22,7 +22,6 @@ from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import Sequence, TokenLogprobs, TokenMask
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
 
 _is_greedy: Callable[[Sequence], bool] = attrgetter("is_greedy")

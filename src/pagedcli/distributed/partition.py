@@ -19,7 +19,6 @@ from pagedcli.core.prefixes import unit_digests
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks at the start of a prompt that are in its sort key
 _CUT_TOLERANCE = 0.1  # share of a part's cost by which a cut may move to fall between two prefixes
 Ints = npt.NDArray[np.int64]
-Hashes = npt.NDArray[np.uint64]
 
 
 class PrefixKeys:

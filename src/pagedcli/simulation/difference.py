@@ -17,8 +17,7 @@ import numpy as np
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import num_equal
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.planning.step_time import StepTime, StepWork
+from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import plural
 from pagedcli.simulation.caches import NEVER, accesses_of, stack_distances
 from pagedcli.simulation.causes import CAUSES, Measures, num_runs, shares
@@ -387,8 +386,7 @@ class Comparison:
         return self.sides[0].step_time if self.sides[1].step_time is not None else None
 
     def _runs(self, segments: list[list[TraceRequest]], limits: Limits) -> list[RunResult]:
-        step_time = self._step_time
-        schedule = Schedule() if step_time is None else Schedule(step_time=partial(_step_ns, step_time))
+        schedule = Schedule(step_time=self._step_time)
         plan = replace(self.sides[0].plan, limits=limits)
         return [simulate(self._workload(segment), plan, schedule) for segment in segments]
 
@@ -422,10 +420,6 @@ class Comparison:
             num_computed += int((~hit).sum())
         computed = Fraction(num_computed * limits.block_size)
         return {"hit_rate": Fraction(num_hit, max(1, num_looked_up)), "computed_tokens": computed}
-
-
-def _step_ns(step_time: StepTime, work: ScheduledStep, scheduler: Scheduler) -> int:
-    return round(1e9 * step_time.seconds(StepWork.of(work, scheduler, step_time.layers)))
 
 
 def parted_at(one: TraceRequest, other: TraceRequest, block_size: int) -> int | None:
