@@ -8,6 +8,9 @@ only pagedcli runs. Takes about five minutes on two cores.
 
 --shape gpt-oss-20b --types MXFP4: experts in MXFP4 and all else in Q8_0, as in the published 12 GB; the programs
 run one after the other, and each needs 14 GB of memory.
+
+--shape deepseek-v2-lite-3: three of its 27 layers, one with an MLP and two with experts. llama.cpp takes queries
+without a rank only from files of 26 or 27 layers, so these have rank 1,536, as DeepSeek-V2's.
 """
 
 import argparse
@@ -41,8 +44,13 @@ SHAPES = {
     "tiny": (256, 4, 4, 2, 64, 512, 2048),
     "gpt-oss-20b": (2880, 24, 64, 8, 64, 2880, 201088),
     "gpt-oss-tiny": (256, 4, 4, 2, 64, 256, 2048),
+    "deepseek-v2-lite-3": (2048, 3, 16, 1, 576, 10944, 102400),
+    "deepseek-tiny": (256, 2, 4, 1, 576, 256, 2048),
 }
 EXPERTS = {"gpt-oss-20b": (32, 4), "gpt-oss-tiny": (4, 2)}  # of a layer, and of a token
+# layers, the first of them with an MLP, experts of a layer, of a token and shared, their inner size, rank of queries
+LATENTS = {"deepseek-v2-lite-3": (3, 64, 6, 2, 1408, 1536), "deepseek-tiny": (2, 4, 2, 1, 256, 256)}
+LATENT_SIZES = (512, 64, 128, 128)  # rank of latents, numbers of the rotary key, of the rest of a query, of V
 Prompts = list[list[int]]
 
 
@@ -61,7 +69,7 @@ def types_of(kind: str, layers: int) -> Callable[[str], str]:
     return type_of
 
 
-def writer_of(path: Path, architecture: str, shape: str) -> Any:
+def writer_of(path: Path, architecture: str, shape: str, value_dim: int | None = None) -> Any:
     """A writer of a file, with the sizes of a shape."""
     import gguf
 
@@ -74,7 +82,7 @@ def writer_of(path: Path, architecture: str, shape: str) -> Any:
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_value_length(value_dim or head_dim)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(vocabulary)
@@ -129,6 +137,64 @@ def write_gpt_oss(path: Path, shape: str, kind: str) -> None:
     finish(writer)
 
 
+def write_deepseek(path: Path, shape: str, kind: str) -> None:
+    """A deepseek2 file with random blocks of type `kind`. Layers with experts are equal: memory holds one."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    import gguf
+    from gguf_files import random_blocks
+
+    width, layers, heads, _, _, inner, vocabulary = SHAPES[shape]
+    _, num_experts, num_picked, num_shared, each_inner, query_rank = LATENTS[shape]
+    rank, rope, nope, value = LATENT_SIZES
+    type_, rng = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
+    writer = writer_of(path, "deepseek2", shape, rank)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_count(num_experts)
+    writer.add_expert_used_count(num_picked)
+    writer.add_expert_shared_count(num_shared)
+    writer.add_expert_feed_forward_length(each_inner)
+    writer.add_expert_weights_scale(1.0)
+    writer.add_q_lora_rank(query_rank)
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length_mla(nope + rope)
+    writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(rope)
+
+    def add(name: str, rows: int, columns: int, count: int = 0, among: range = range(layers)) -> None:
+        blocks = [random_blocks(type_, rows, columns, rng, 0.02) for _ in range(count or 1)]
+        weight = np.stack(blocks) if count else blocks[0]
+        for layer in among:
+            writer.add_tensor(f"blk.{layer}.{name}.weight", weight, raw_dtype=type_)
+
+    for name in ("token_embd", "output"):
+        writer.add_tensor(f"{name}.weight", random_blocks(type_, vocabulary, width, rng, 0.02), raw_dtype=type_)
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    add("attn_q_a", query_rank, width)
+    add("attn_q_b", heads * (nope + rope), query_rank)
+    add("attn_kv_a_mqa", rank + rope, width)
+    add("attn_k_b", rank, nope, heads)
+    add("attn_v_b", value, rank, heads)
+    add("attn_output", width, heads * value)
+    mixtures, shared = range(1, layers), num_shared * each_inner
+    for part in ("gate", "up", "down"):
+        parts = {
+            "": (inner, 0, range(1)),
+            "_exps": (each_inner, num_experts, mixtures),
+            "_shexp": (shared, 0, mixtures),
+        }
+        for suffix, (size, count, among) in parts.items():
+            shape_of = (width, size) if part == "down" else (size, width)
+            add(f"ffn_{part}{suffix}", *shape_of, count, among)
+    norms = {"attn_norm": width, "ffn_norm": width, "attn_q_a_norm": query_rank, "attn_kv_a_norm": rank}
+    for layer in range(layers):
+        for norm, size in norms.items():
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(size, np.float32))
+    router = rng.standard_normal((num_experts, width), np.float32) * 0.02
+    for layer in mixtures:
+        writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
+    finish(writer)
+
+
 def finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -137,9 +203,9 @@ def finish(writer: Any) -> None:
 
 
 def write_model(path: Path, shape: str, kind: str) -> None:
-    """A file with random blocks: Qwen3, or of a shape with experts gpt-oss."""
-    if shape in EXPERTS:
-        write_gpt_oss(path, shape, kind)
+    """A file with random blocks: Qwen3, or of a shape with experts gpt-oss or DeepSeek-V2."""
+    if shape in EXPERTS or shape in LATENTS:
+        (write_gpt_oss if shape in EXPERTS else write_deepseek)(path, shape, kind)
         return
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
     import gguf
