@@ -38,7 +38,14 @@ FAMILIES: dict[str, Row] = {
     "gemma4-26b": {"sliding_window": 20},
     "gemma4-31b": {"sliding_window": 20},
 }
-HYBRIDS: dict[str, Row] = {"qwen3_5": {}, "qwen3_next": {}, "lfm2": {}, "bamba": {}, "granite-hybrid": {}}
+HYBRIDS: dict[str, Row] = {
+    "qwen3_5": {},
+    "qwen3_next": {},
+    "kimi_linear": {},
+    "lfm2": {},
+    "bamba": {},
+    "granite-hybrid": {},
+}
 QUANTIZED = ("gptq", "gptq-act-order", "gptq-8bit", "awq", "pack-int4", "int8", "fp8-block", "mxfp4")
 # how a step can be run: kernels one by one or in graphs, each step after or before the last one is read
 LOOPS = {
