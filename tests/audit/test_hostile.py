@@ -214,7 +214,7 @@ def shows_key(text):
 def test_the_key_is_sent_and_never_repeated(answer):
     with listening(sending(answer)) as (url, seen):
         with pytest.raises(ServerError) as caught:
-            ask(url, key=KEY)
+            ask(url, key=KEY, timeout_s=15.0)
         assert f"Bearer {KEY}".encode() in seen[0]
     shown = "".join(traceback.format_exception(caught.value))
     assert not shows_key(shown), shown

@@ -1,6 +1,8 @@
 """Real servers with tiny models: skipped, with the reason, where this machine has none (see real_servers)."""
 
+import json
 import sys
+from urllib.request import Request, urlopen
 
 import pytest
 from real_servers import command_in, free_port, running, write_gguf, write_qwen
@@ -65,6 +67,36 @@ def test_llama_server(stories, cache, tmp_path):
         assert run.evidence.survey.target.bypass == "cache_prompt"
     else:
         assert not run.evidence.survey.target.reports
+
+
+def test_llama_server_restarted_with_saved_slots(stories, tmp_path):
+    """It takes the first slots first, so what is restored into the last ones outlives the survey."""
+    num_slots = 160
+    command = [
+        command_in("PAGEDCLI_LLAMA_SERVER"), "-m", str(stories), "-c", str(512 * num_slots), "-np", str(num_slots),
+        "-t", "1", "--host", "127.0.0.1", "--slot-save-path", str(tmp_path),
+    ]  # fmt: skip
+    port = free_port()
+    with running([*command, "--port", str(port)], port, log=tmp_path / "before", wait_s=120) as url:
+        before, _ = audit(url, checks=("repeat",), remembers=True)
+        saved = [slot for slot in range(num_slots) if ask_slot(url, slot, "save", slot)["n_saved"]]
+    port = free_port()
+    with running([*command, "--port", str(port)], port, log=tmp_path / "after", wait_s=120) as url:
+        for place, slot in enumerate(saved):
+            ask_slot(url, num_slots - 1 - place, "restore", slot)
+        after, verdicts = audit(url, checks=("repeat",), memory=before.memory)
+    recalled = after.evidence.recalled
+    assert len(recalled) == 16
+    assert sum(outcome.seen[0].is_hit for outcome in recalled) >= 12
+    assert verdicts["restart"].status is Status.OK
+
+
+def ask_slot(url, slot, action, number):
+    """Save a slot of a llama-server to the file of this number, or restore it."""
+    place = f"{url.removesuffix('/v1')}/slots/{slot}?action={action}"
+    body = json.dumps({"filename": f"slot-{number}"}).encode()
+    with urlopen(Request(place, body, {"Content-Type": "application/json"}), timeout=60) as answer:
+        return json.load(answer)
 
 
 @pytest.mark.parametrize("cache", [True, False])
