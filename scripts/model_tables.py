@@ -51,6 +51,7 @@ _SMALL = {
     "num_key_value_heads": 2,
     "full_attn_idxs": [1],  # LFM2 attends in all layers by default, which no published model does
     "linear_attn_config": {"full_attn_layers": [4]},
+    "num_nextn_predict_layers": 1,  # NemotronH has a head only where its config names one
     "hybrid_override_pattern": "M-*-",
     "num_experts": 16,
     "num_experts_per_tok": 2,

@@ -1,4 +1,4 @@
-"""Tiny models with an MTP head, as their publishers write them: the head's layer is one more of the model's."""
+"""Tiny models with an MTP head, as their publishers write them: the head's layers are further ones of the model's."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,11 @@ from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-_DEPTHS: dict[str, int] = {"qwen3_5": 4, "qwen3_next": 4, "glm4-moe": 2, "deepseek_v3": 3}
+_DEPTHS: dict[str, int] = {"qwen3_5": 4, "qwen3_next": 4, "glm4-moe": 2, "deepseek_v3": 3, "nemotron_h-moe": 7}
 HEAD_FAMILIES = tuple(_DEPTHS)
 _QWEN = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 _DEEPSEEK = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+_NEMOTRON = ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")
 _OUT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 
@@ -24,7 +25,12 @@ def model_with_head(family: str, path: Path, *, branches: float | None = None) -
     depth, options = _DEPTHS[family], {}
     if family.startswith("qwen"):
         options["layer_types"] = ["linear_attention", "full_attention"] * 2 + ["full_attention"]
-    deep = tiny_model(family, path / "deep", num_hidden_layers=depth + 1, **options)
+    is_nemotron = family == "nemotron_h-moe"
+    if is_nemotron:
+        options = {"hybrid_override_pattern": "MEM*EME" + "*E", "num_nextn_predict_layers": 1}
+    else:
+        options["num_hidden_layers"] = depth + 1
+    deep = tiny_model(family, path / "deep", **options)
     tensors, config = load_file(deep / "model.safetensors"), json.loads((deep / "config.json").read_text())
     last, width = f"model.layers.{depth}.", config["hidden_size"]
     is_qwen = family.startswith("qwen")
@@ -34,7 +40,7 @@ def model_with_head(family: str, path: Path, *, branches: float | None = None) -
     if branches is not None:
         parts[0] = torch.eye(width, 2 * width)
         parts[1:] = [torch.full((width,), float(not is_qwen))] * 3
-        tensors["model.norm.weight"] = parts[1].clone()
+        tensors["backbone.norm_f.weight" if is_nemotron else "model.norm.weight"] = parts[1].clone()
         for name in tensors:
             tensors[name] *= branches if name.endswith(_OUT) else 1
     save_file(tensors, deep / "model.safetensors", metadata={"format": "pt"})
@@ -42,6 +48,12 @@ def model_with_head(family: str, path: Path, *, branches: float | None = None) -
         tensors = {name.replace(last, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
         names = [f"mtp.{part}.weight" for part in _QWEN]
         config["layer_types"] = config["layer_types"][:depth]
+    elif is_nemotron:
+        for i in range(2):
+            begin, own = f"backbone.layers.{depth + i}.", f"mtp.layers.{i}."
+            tensors = {name.replace(begin, own): tensor for name, tensor in tensors.items()}
+        names = [f"mtp.layers.{part}.weight" for part in _NEMOTRON]
+        config |= {key: config[key][:depth] for key in ("layers_block_type", "layer_types") if config.get(key)}
     else:
         names = [f"{last}{part}.weight" for part in _DEEPSEEK]
         copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -61,10 +73,14 @@ class ReferenceHead:
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         deep = AutoModelForCausalLM.from_pretrained(path / "deep", **options).eval().model
-        self.layer, self.rotary, self.eps = deep.layers[-1], deep.rotary_emb, deep.config.rms_norm_eps
-        tensors = load_file(path / "model.safetensors")
-        begin = "mtp." if "mtp.fc.weight" in tensors else f"model.layers.{self.model.config.num_hidden_layers}."
-        names = _QWEN if begin == "mtp." else _DEEPSEEK
+        tensors, depth = load_file(path / "model.safetensors"), self.model.config.num_hidden_layers
+        self.layers, self.rotary = deep.layers[depth:], getattr(deep, "rotary_emb", None)
+        self.eps = getattr(deep.config, "rms_norm_eps", None) or deep.config.layer_norm_epsilon
+        begin, names = f"model.layers.{depth}.", _DEEPSEEK
+        if "mtp.fc.weight" in tensors:
+            begin, names = "mtp.", _QWEN
+        elif "mtp.layers.0.eh_proj.weight" in tensors:
+            begin, names = "mtp.layers.", _NEMOTRON
         self.projection, *norms = (tensors[f"{begin}{name}.weight"] for name in names)
         self.norms = [norm + (begin == "mtp.") for norm in norms]  # Qwen stores them less 1
 
@@ -74,14 +90,18 @@ class ReferenceHead:
         ids, found = torch.tensor([token_ids]), []
         hidden = self.model.model(ids[:, :-1]).last_hidden_state
         for _ in range(num_guesses):
-            embedded = self._norm(self.model.model.embed_tokens(ids[:, 1:]), 0)
+            embedded = self._norm(self.model.get_input_embeddings()(ids[:, 1:]), 0)
             x = torch.cat((embedded, self._norm(hidden, 1)), dim=-1) @ self.projection.T
             length = x.shape[1]
             positions = torch.arange(length)[None]
             mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-            angles = self.rotary(x, positions)
-            out = self.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=positions)
-            out = self._norm(out[0] if isinstance(out, tuple) else out, 2)[:, -1:]
+            given = {"attention_mask": mask, "position_ids": positions}
+            if self.rotary is not None:
+                given["position_embeddings"] = self.rotary(x, positions)
+            for layer in self.layers:
+                x = layer(x, **given)
+                x = x[0] if isinstance(x, tuple) else x
+            out = self._norm(x, 2)[:, -1:]
             found.append(self.model.lm_head(out)[0, 0])
             ids = torch.cat((ids, found[-1].argmax()[None, None]), dim=1)
             hidden = torch.cat((hidden, out), dim=1)

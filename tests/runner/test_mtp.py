@@ -4,6 +4,7 @@ changes a bit."""
 import json
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import quantized_zoo
@@ -20,7 +21,8 @@ from pagedcli.bench.calibration import calibration_config
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
-from pagedcli.models.reading import read_spec
+from pagedcli.models.mlps import Experts, Mlp
+from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 from pagedcli.runner import weight_cache
@@ -186,6 +188,30 @@ def test_a_model_without_a_head_is_refused_by_name(tmp_path_factory):
     with pytest.raises(ConfigError, match="has no MTP head") as caught:
         decision(path, speculation="mtp")
     assert "--speculation auto" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mlp"),
+    [
+        ({"mtp_layers_block_type": ["attention", "moe"]}, Experts),
+        ({"mtp_layers_block_type": ["full_attention", "mlp"]}, Mlp),
+        ({"mtp_hybrid_override_pattern": "*E"}, Experts),
+        ({"mtp_hybrid_override_pattern": "*-"}, Mlp),
+        ({"mtp_hybrid_override_pattern": "E*"}, None),
+        ({"mtp_hybrid_override_pattern": "*E*E"}, None),
+        ({"num_nextn_predict_layers": 2}, None),
+        ({"num_nextn_predict_layers": 0}, None),
+    ],
+)
+def test_a_head_of_nemotron_is_attention_and_an_mlp(changes, mlp):
+    config = {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 8,
+    }
+    head = native_spec(Path(), config | {"num_nextn_predict_layers": 1} | changes, "nemotron_h").head
+    assert (head is None) == (mlp is None)
+    assert head is None or isinstance(head.layer.mlp, mlp)
 
 
 def test_where_nothing_can_be_guessed_the_head_is_not_loaded(folder):

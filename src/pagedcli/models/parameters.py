@@ -71,9 +71,11 @@ def _head(spec: ModelSpec, make: Tensors) -> dict[str, Parameter]:
 
 
 def _layer(spec: ModelSpec, layer: LayerSpec, make: Tensors, key: str, num_experts: int | None) -> dict[str, Parameter]:
-    is_head = spec.head is not None and layer is spec.head.layer
-    name = spec.head.name if spec.head is not None and is_head else _name(spec, layer.number)
-    mlp_name = name if layer.mlp_number is None else _name(spec, layer.mlp_number)
+    if spec.head is not None and layer is spec.head.layer:
+        name, mlp_name = spec.head.name, spec.head.mlp_name or spec.head.name
+    else:
+        name = _name(spec, layer.number)
+        mlp_name = name if layer.mlp_number is None else _name(spec, layer.mlp_number)
     norms, found = _NORMS[layer.norms], dict[str, Parameter]()
     if spec.names.branch_norms is not None:
         norms = dict(zip(norms, spec.names.branch_norms, strict=True))

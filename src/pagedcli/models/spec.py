@@ -107,6 +107,7 @@ class DraftHead:
 
     layer: LayerSpec
     name: str  # name of the layer
+    mlp_name: str | None = None  # name of its MLP, where checkpoints call that a layer, too; None: the layer's
     embedding_norm: str
     hidden_norm: str
     projection: str

@@ -432,6 +432,9 @@ class NemotronH(RotatesIfNamed, Bamba):
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
+    num_nextn_predict_layers: int = 0
+    mtp_layers_block_type: list[str] | None = None
+    mtp_hybrid_override_pattern: str = "*E"
     num_experts: Size = 8
     num_experts_per_tok: Size = 2
     moe_intermediate_size: Size = 7688
@@ -474,8 +477,12 @@ class NemotronH(RotatesIfNamed, Bamba):
 
     def __post_init__(self) -> None:
         if self.layer_types is None and self.hybrid_override_pattern is not None:
-            self.layer_types = [self._LETTERS.get(letter, letter) for letter in self.hybrid_override_pattern]
+            self.layer_types = self._listed(self.hybrid_override_pattern)
         self.num_hidden_layers = len(self.layer_types or ())
+
+    def _listed(self, pattern: str) -> list[str]:
+        """Kinds of layers, given by a letter each."""
+        return [self._LETTERS.get(letter, letter) for letter in pattern]
 
     def check(self) -> None:
         kinds = self.layer_types
@@ -505,9 +512,27 @@ class NemotronH(RotatesIfNamed, Bamba):
                 found.append(replace(layer, mlp=mlp, mlp_number=number))
         return tuple(found)
 
+    def head(self, names: TensorNames) -> DraftHead | None:
+        """Attention and an MLP after it, two layers of the checkpoint. Other patterns are not published."""
+        first, *others = self.mtp_layers_block_type or self._listed(self.mtp_hybrid_override_pattern) or [""]
+        if self.num_nextn_predict_layers != 1 or first not in ATTENDS or others not in (["mlp"], ["moe"]):
+            return None
+        mlp = self._experts() if others == ["moe"] else super().mlp(0)
+        mixer = replace(self.attention(0), rope=self.ropes()[0])
+        return DraftHead(
+            layer=LayerSpec(mixer=mixer, mlp=mlp, norms=self.norm_places, number=0),
+            name="mtp.layers.0",
+            mlp_name="mtp.layers.1",
+            embedding_norm="mtp.layers.0.enorm",
+            hidden_norm="mtp.layers.0.hnorm",
+            projection="mtp.layers.0.eh_proj",
+            norm="mtp.layers.1.final_layernorm",
+        )
+
     def mlp(self, i: int) -> Mlp | Experts | None:
-        if (self.layer_types or [])[i] != "moe":
-            return super().mlp(i)
+        return self._experts() if (self.layer_types or [])[i] == "moe" else super().mlp(i)
+
+    def _experts(self) -> Experts:
         if not self.num_experts_per_tok <= self.num_experts:
             raise ModelError(f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts")
         each = Mlp(width=self.moe_intermediate_size, activation=self.activation, gated=False)
