@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.long
 def test_conformance_through_the_interpreter():
     others = "x512 or 16x1x16 or 32x1x1 or 48x1x3 or negative or inside"
     chosen = f"triton and (not f16 or 16x2x2x8) and not (long_sequence and (300 or shape0)) and not ({others})"
