@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pagedcli.models.formats import VECTOR
 from pagedcli.models.mixers.recurrent import RecurrentMixer
-from pagedcli.models.mixers.state import StateTensor
+from pagedcli.models.mixers.state import StateTensor, conv_and_matrix
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
 
@@ -34,8 +34,7 @@ class KimiDelta(RecurrentMixer):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        matrix = (self.num_heads, self.head_dim, self.head_dim)
-        return (StateTensor("conv", (self.kernel - 1, self.channels)), StateTensor("matrix", matrix, "float32"))
+        return conv_and_matrix(self.kernel, self.channels, (self.num_heads, self.head_dim, self.head_dim))
 
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         """What decides on forgetting and correcting is as exact as a router: it is never rounded."""

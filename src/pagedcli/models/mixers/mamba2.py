@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pagedcli.models.formats import VECTOR
 from pagedcli.models.mixers.recurrent import RecurrentMixer
-from pagedcli.models.mixers.state import StateTensor
+from pagedcli.models.mixers.state import StateTensor, conv_and_matrix
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
 
@@ -42,8 +42,7 @@ class Mamba2(RecurrentMixer):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        matrix = (self.num_heads, self.state_size, self.head_dim)
-        return (StateTensor("conv", (self.kernel - 1, self.channels)), StateTensor("matrix", matrix, "float32"))
+        return conv_and_matrix(self.kernel, self.channels, (self.num_heads, self.state_size, self.head_dim))
 
     @property
     def grouping(self) -> tuple[int, int]:

@@ -17,3 +17,8 @@ class StateTensor:
         for length in self.shape:
             size *= length
         return size
+
+
+def conv_and_matrix(kernel: int, channels: int, matrix: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    """What a recurrence behind a convolution keeps: its last inputs, and a matrix per head, [H, N, P] in float32."""
+    return StateTensor("conv", (kernel - 1, channels)), StateTensor("matrix", matrix, "float32")
