@@ -14,6 +14,13 @@ HEAD_FAMILIES = tuple(_DEPTHS)
 _QWEN = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 _DEEPSEEK = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 _NEMOTRON = ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_YARN |= {"mscale": 0.9, "mscale_all_dim": 0.9}  # equal, as all files have them: GGUF keeps one of them
 _OUT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 
@@ -25,6 +32,8 @@ def model_with_head(family: str, path: Path, *, branches: float | None = None) -
     depth, options = _DEPTHS[family], {}
     if family.startswith("qwen"):
         options["layer_types"] = ["linear_attention", "full_attention"] * 2 + ["full_attention"]
+    if family == "deepseek_v3":
+        options["rope_parameters"] = _YARN
     is_nemotron = family == "nemotron_h-moe"
     if is_nemotron:
         options = {"hybrid_override_pattern": "MEM*EME" + "*E", "num_nextn_predict_layers": 1}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from pagedcli.bench.calibration import calibration_config
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.config import EngineConfig
-from pagedcli.errors import ConfigError
+from pagedcli.errors import ConfigError, ModelError
 from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.decide import decide
@@ -222,20 +222,35 @@ def test_where_nothing_can_be_guessed_the_head_is_not_loaded(folder):
     assert plan.block_bytes == decision(path, attention_backend="sdpa").plan.block_bytes
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen3_5"], ["qwen3_5", "glm4-moe"]))
-def test_the_head_of_a_gguf_file_guesses_as_that_of_its_folder(family, folder, tmp_path):
-    path = folder(family, 0.1)
+def file_with_head(family, path, target):
+    """The GGUF file of a model, as llama.cpp's conversion writes its head: further layers, one of them Nemotron's two."""
     spec, stored = read_spec(path), load_file(path / "model.safetensors")
-    head, shift = spec.head, float(family.startswith("qwen"))  # which files have added to norms
-    names = {"enorm": head.embedding_norm, "hnorm": head.hidden_norm, "shared_head_norm": head.norm}
+    config, head, shift = json.loads((path / "config.json").read_text()), spec.head, float(family.startswith("qwen"))
+    number = len(config.get("layers_block_type") or spec.layers)
+    norms = {"enorm": head.embedding_norm, "hnorm": head.hidden_norm, "shared_head_norm": head.norm}
 
     def with_head(tensors, writer):
         writer.add_nextn_predict_layers(1)
-        begin = f"blk.{spec.num_layers}.nextn"
-        tensors[f"{begin}.eh_proj.weight"] = stored[f"{head.projection}.weight"].numpy()
-        tensors |= {f"{begin}.{part}.weight": stored[f"{name}.weight"].numpy() + shift for part, name in names.items()}
+        begin, after = f"blk.{number}.", f"blk.{number + 1}."
+        of_mlp = {name: tensors.pop(name) for name in list(tensors) if name.startswith(after)}
+        if of_mlp:
+            writer.kv_data[0][f"{writer.arch}.block_count"].value = number + 1
+            of_mlp[f"{after}post_attention_norm.weight"] = of_mlp.pop(f"{after}attn_norm.weight")
+        tensors |= {name.replace(after, begin): each for name, each in of_mlp.items()}
+        tensors[f"{begin}nextn.eh_proj.weight"] = stored[f"{head.projection}.weight"].numpy()
+        parts = {part: stored[f"{name}.weight"].numpy() + shift for part, name in norms.items()}
+        tensors |= {f"{begin}nextn.{part}.weight": each for part, each in parts.items()}
 
-    file = converted(path / "deep", tmp_path / "model.gguf", change=with_head)
+    return converted(path / "deep", target, change=with_head)
+
+
+GGUF_HEADS = ["qwen3_5", "nemotron_h-moe", "glm4-moe", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", GGUF_HEADS)
+def test_the_head_of_a_gguf_file_guesses_as_that_of_its_folder(family, folder, tmp_path):
+    path = folder(family, 0.1)
+    file = file_with_head(family, path, tmp_path / "model.gguf")
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
     expected, engine = outcome(path, params=params, **ROOMY)
     found, of_file = outcome(file, params=params, **ROOMY)
@@ -243,6 +258,37 @@ def test_the_head_of_a_gguf_file_guesses_as_that_of_its_folder(family, folder, t
     assert of_file.stats.drafted == engine.stats.drafted
     assert of_file.stats.accepted == engine.stats.accepted
     assert engine.stats.accepted["mtp"] > 0
+
+
+@pytest.mark.parametrize("family", GGUF_HEADS)
+def test_the_head_of_a_gguf_file_is_skipped_and_said_so_where_nothing_is_guessed(family, folder, tmp_path):
+    path = folder(family)
+    file = file_with_head(family, path, tmp_path / "model.gguf")
+    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
+    expected, _ = outcome(path, params=params, speculation="off", **ROOMY)
+    found, of_file = outcome(file, params=params, speculation="off", **ROOMY)
+    assert {key: each[0] for key, each in found.items()} == {key: each[0] for key, each in expected.items()}
+    assert any("tensors of the file are not read, as they predict further" in note for note in of_file.model.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, writer: writer.add_moe_latent_size(16), "moe_latent_size is 16, which is not supported"),
+        (
+            lambda tensors, writer: [tensors.pop(name) for name in list(tensors) if not name.startswith("token")],
+            "it has only layers that predict further tokens",
+        ),
+    ],
+)
+def test_experts_of_a_narrower_vector_and_a_head_alone_are_refused(change, message, folder, tmp_path):
+    def changed(tensors, writer):
+        writer.add_nextn_predict_layers(1)
+        change(tensors, writer)
+
+    path = converted(folder("nemotron_h-moe") / "deep", tmp_path / "model.gguf", change=changed)
+    with pytest.raises(ModelError, match=message):
+        read_spec(path)
 
 
 @pytest.mark.slow

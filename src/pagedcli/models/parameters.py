@@ -71,14 +71,16 @@ def _head(spec: ModelSpec, make: Tensors) -> dict[str, Parameter]:
 
 
 def _layer(spec: ModelSpec, layer: LayerSpec, make: Tensors, key: str, num_experts: int | None) -> dict[str, Parameter]:
+    own_norms = spec.names.branch_norms
     if spec.head is not None and layer is spec.head.layer:
         name, mlp_name = spec.head.name, spec.head.mlp_name or spec.head.name
+        own_norms = None if spec.head.has_usual_norms else own_norms
     else:
         name = _name(spec, layer.number)
         mlp_name = name if layer.mlp_number is None else _name(spec, layer.mlp_number)
     norms, found = _NORMS[layer.norms], dict[str, Parameter]()
-    if spec.names.branch_norms is not None:
-        norms = dict(zip(norms, spec.names.branch_norms, strict=True))
+    if own_norms is not None:
+        norms = dict(zip(norms, own_norms, strict=True))
     for norm, stored in norms.items():
         of_mlp = norm.startswith("mlp")
         if layer.mlp is not None or not of_mlp:

@@ -112,6 +112,9 @@ class DraftHead:
     hidden_norm: str
     projection: str
     norm: str  # norm of the layer's result
+    has_usual_norms: bool = (
+        False  # norms of its layer are called as Llama's are, whatever those of the model are called
+    )
     keeps_projection: bool = True  # whether it is unquantized, whatever a quantized checkpoint says of its layers
     unread: tuple[str, ...] = ()  # beginnings of names of other tensors, among them copies of the model's tables
 

@@ -42,6 +42,8 @@ def describe(header: Header) -> Description:
         known = ", ".join(ARCHITECTURES)
         raise header.error(f"general.architecture is {said.prefix!r:.40}; from GGUF files these run: {known}")
     kind = ARCHITECTURES[said.prefix]
+    if said.get("nextn_predict_layers") and not any(name.startswith("blk.0.") for name in header.tensors):
+        raise header.error("it has only layers that predict further tokens", "use the file of the model itself")
     own = fields_of(said, kind)
     model_type = next((family for key, family in kind.others.items() if said.get(key)), kind.family)
     return Description(model_type, _common(said, own) | rope_of(said) | own)
@@ -98,7 +100,7 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
     names = TensorNames(recurrent=spec.names.recurrent, qkv=spec.names.qkv, projections=projections)
     if spec.names.recurrent == spec.names.mlp:  # layers of one branch each, all with a norm of the same name
         names = replace(names, recurrent="mamba", branch_norms=("input_layernorm", "input_layernorm"))
-    number = spec.num_layers
+    number = Metadata(header).layers()
     name, head = f"model.layers.{number}", None
     if spec.head is not None and f"blk.{number}.nextn.eh_proj.weight" in tensors:
         head = DraftHead(
@@ -108,6 +110,7 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
             hidden_norm=f"{name}.hnorm",
             projection=f"{name}.eh_proj",
             norm=f"{name}.shared_head_norm",
+            has_usual_norms=True,
         )
     return replace(
         spec,

@@ -37,10 +37,10 @@ def _part(name: str) -> str:
 class GgufWeights:
     """Tensors of a GGUF file or of all parts of a split one, which are memory-mapped."""
 
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]  # what is not read, known after load
 
     def __init__(self, header: Header) -> None:
-        self._header, self._orders = header, Orders.of(header)
+        self._header, self._orders, self.notes = header, Orders.of(header), ()
         self._maps: dict[Path, Tensor] = {}
 
     def load(
@@ -68,10 +68,15 @@ class GgufWeights:
         return UnreadTensors({key: partial(read, parameter) for key, parameter in parameters.items()})
 
     def _check_names(self, expected: set[str], allowed: set[str]) -> None:
-        """Layers after the last one only predict further tokens: of these, only what is expected is read."""
+        """Layers after the last one only predict further tokens: of these, only what is expected is read.
+
+        Changes: notes, which say what is skipped."""
         layers, tensors = self._orders.num_layers, self._header.tensors
-        found = {name for name in tensors if not name.startswith("blk.") or _layer(name) < layers}
-        found |= expected & tensors.keys()
+        skipped = {name for name in tensors if name.startswith("blk.") and _layer(name) >= layers} - expected
+        if skipped:
+            blocks = " and ".join(f"blk.{i}.*" for i in sorted({_layer(name) for name in skipped}))
+            self.notes = (f"{len(skipped)} tensors of the file are not read, as they predict further tokens: {blocks}",)
+        found = tensors.keys() - skipped
         if missing := sorted(expected - found):
             raise self._header.error(
                 f"tensor {missing[0]!r} is missing{and_others(missing)}", "download the file again"
