@@ -45,6 +45,7 @@ def test_arm_computes_what_plain_loops_compute(target, tmp_path):
         (["-march=haswell"], "avx2"),
         (["-march=haswell", "-mavxvnni"], "avx_vnni"),
         (["-march=skylake-avx512"], "avx512bw"),  # no VNNI, no bf16
+        (["-march=skylake-avx512", "-DEMULATE_TILES"], "avx512bw"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )

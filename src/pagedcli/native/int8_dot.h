@@ -31,7 +31,8 @@ static inline vi dot_unsigned(vi acc, vi bytes, vi signed_bytes) {
 }
 #endif
 
-#if defined(USE_AVX512) && defined(__AVX512BW__)
+// with_sign needs activations as signed bytes; emulated tiles take them with OFFSET added.
+#if defined(USE_AVX512) && defined(__AVX512BW__) && !defined(EMULATE_TILES)
 static inline vi pair_sums(vi bytes, vi signed_bytes) { return (vi)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)signed_bytes); }
 static inline vi add_pairs(vi a, vi b) { return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b); }
 static inline vi lane_sums(vi pairs) { return (vi)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
