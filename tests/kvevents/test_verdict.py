@@ -7,7 +7,6 @@ from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
 from pagedcli.cli.partings import find_partings, in_words
-from pagedcli.core.limits import Limits
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import LargerCache, curve
@@ -127,7 +126,7 @@ def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tm
     sample = PromptSample()
     for ids in rows:
         sample.add(ids)
-    [expected] = in_words(find_partings(sample, 16, None), Limits(block_size=16))
+    [expected] = in_words(find_partings(sample, 16, None))
     assert {name: with_tokens[0][name] for name in ("finding", "now", "after")} == {
         "finding": expected.finding, "now": expected.now, "after": expected.after,
     }  # fmt: skip

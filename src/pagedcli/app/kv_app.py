@@ -127,19 +127,15 @@ class CapturePlayer(Recording[Snapshot]):
     """A recording, message by message. Stepping back folds it again from the start."""
 
     unit = "message"
+    position = 0  # messages folded
 
     def __init__(self, messages: Iterable[Message], sources: list[str]) -> None:
         super().__init__()
         self._messages = list(messages)
         self._sources = sources
         self._state = KVState(sources, keep_tokens=True)
-        self._position = 0  # messages folded
         self._snapshot: Snapshot | None = None
         self._places: dict[str, list[int]] = {}  # places by kind, found at the first jump
-
-    @property
-    def position(self) -> int:
-        return self._position
 
     @property
     def last(self) -> int:
@@ -153,14 +149,14 @@ class CapturePlayer(Recording[Snapshot]):
 
     @property
     def place(self) -> str:
-        return f"message {self._position:,} of {self.last:,}"
+        return f"message {self.position:,} of {self.last:,}"
 
     def go(self, position: int) -> None:
-        if position < self._position:
-            self._state, self._position = KVState(self._sources, keep_tokens=True), 0
-        for frames, time_s, source in self._messages[self._position : position]:
+        if position < self.position:
+            self._state, self.position = KVState(self._sources, keep_tokens=True), 0
+        for frames, time_s, source in self._messages[self.position : position]:
             self._state.take(frames, time_s, source)
-        self._position, self._snapshot = position, None
+        self.position, self._snapshot = position, None
 
     def go_to(self, number: int) -> str:
         return f"there is no message {number:,}" if number > self.last else self.move_to(number)

@@ -33,10 +33,7 @@ _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may tak
 class PoolPlayer(Player[Moment]):
     """A player that tells stories, too."""
 
-    @property
-    @abstractmethod
-    def series(self) -> StepSeries:
-        """The pool at each step so far."""
+    series: StepSeries  # the pool at each step so far
 
     @abstractmethod
     def events(self) -> Iterable[StepEvent]:
@@ -62,12 +59,9 @@ class ReplayPlayer(Recording[Moment], PoolPlayer):
     def __init__(self, replay: Replay, *, start: int = 0, at_end: str = "END") -> None:
         super().__init__()
         self.replay = replay
+        self.series = replay.series
         self._at_end = at_end
         self.move_to(start)
-
-    @property
-    def series(self) -> StepSeries:
-        return self.replay.series
 
     def events(self) -> Iterable[StepEvent]:
         return self.replay.events()
@@ -147,7 +141,8 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         recorded: Path | None = None,
     ) -> None:
         super().__init__(paused=paused, speed=None)
-        self._whole_run = WholeRun() if whole_run is None else whole_run
+        whole_run = WholeRun() if whole_run is None else whole_run
+        self.series = whole_run.series
         self.past: ReplayPlayer | None = None
         self._recorded = recorded
         self._num_events = 0  # events so far, forgotten ones included
@@ -157,7 +152,7 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self.damage: str | None = None
         self._abort = False
         self.is_released = False
-        self._fold = pool_fold(self.live, self._whole_run)
+        self._fold = pool_fold(self.live, whole_run)
         self._unfolded: list[Event] = []
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._changed = threading.Condition()  # the user wants something else
@@ -321,10 +316,6 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self._change(False)
         self.is_released = True
         super().release()
-
-    @property
-    def series(self) -> StepSeries:
-        return self._whole_run.series
 
     def events(self) -> Iterable[StepEvent]:
         return with_steps(self._events.copy())

@@ -197,14 +197,9 @@ class ParquetRows:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         import pyarrow as pa
 
-        schema = pa.schema([("index", pa.int64()), ("id", pa.string())])
-        schema = pa.schema(
-            [
-                *schema,
-                *_kept_schema((row for _, row in rows()), self.columns, marked),
-                *answer_schema(self.columns, marked),
-            ]
-        )
+        own = [("index", pa.int64()), ("id", pa.string())]
+        kept = _kept_schema((row for _, row in rows()), self.columns, marked)
+        schema = pa.schema([*own, *kept, *answer_schema(self.columns, marked)])
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
             yield columns_of(self._cells(some), schema), schema.names

@@ -2,7 +2,8 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -37,14 +38,6 @@ class Caching(Protocol):
     def enable_prefix_caching(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """The prefix cache of a server, which publishes the blocks of one."""
-
-    block_size: int  # tokens
-    enable_prefix_caching: bool = True
-
-
 def find_partings(
     drawn: PromptSample,
     block_size: int,
@@ -56,8 +49,9 @@ def find_partings(
     `rates_in_file`: block size -> the hits of all prompts in an unlimited cache, drawn or not, where counted."""
     from pagedcli.planning.parting import Finder  # loads numpy
 
+    finder = Finder(block_size, num_in_file=drawn.num_seen, rates_in_file=rates_in_file)
     if tokenizer is None:
-        return Finder(block_size, num_in_file=drawn.num_seen, rates_in_file=rates_in_file).find(drawn.prompts)
+        return finder.find(drawn.prompts)
 
     def encode(texts: Sequence[str]) -> "Iterator[array[int]]":
         for first in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -68,27 +62,27 @@ def find_partings(
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    try:
-        template = tokenizer.encode_chat([{"role": "user", "content": "word"}])
-    except RequestError:  # no template, or none that takes a single word
-        template = []
-    return Finder(block_size, decode, encode, template, drawn.num_seen, rates_in_file).find(drawn.prompts)
+    finder.decode, finder.encode = decode, encode
+    with suppress(RequestError):  # no template, or none that takes a single word
+        finder.template = tokenizer.encode_chat([{"role": "user", "content": "word"}])
+    return finder.find(drawn.prompts)
 
 
 def part_verdicts(drawn: PromptSample, limits: Caching, tokenizer: "Tokenizer | None") -> list[Verdict]:
     """The same as verdicts."""
-    return in_words(find_partings(drawn, limits.block_size, tokenizer), limits) if drawn.num_seen else []
+    found = find_partings(drawn, limits.block_size, tokenizer) if drawn.num_seen else []
+    return in_words(found, is_cached=limits.enable_prefix_caching)
 
 
 def in_words(
-    partings: "Sequence[Parting]", limits: Caching, *, change: str | None = None, has_all: bool = False
+    partings: "Sequence[Parting]", *, is_cached: bool = True, change: str | None = None, has_all: bool = False
 ) -> list[Verdict]:
     """These causes as verdicts, which without prefix caching are about a run with it. `change`, `has_all`: see
     parting_verdict."""
     from pagedcli.planning.parting_words import parting_verdict
 
     found = [parting_verdict(each, change=change, has_all=has_all) for each in partings]
-    if limits.enable_prefix_caching:
+    if is_cached:
         return found
     return [
         replace(
@@ -129,7 +123,7 @@ def seen_verdicts(found: "Lookups", tokenizer: "Tokenizer | None") -> list[Verdi
         sample.add(token_ids, salt)
     if not sample.num_seen or found.block_size is None:
         return None
-    parts = in_words(find_partings(sample, found.block_size, tokenizer), _Blocks(found.block_size))
+    parts = in_words(find_partings(sample, found.block_size, tokenizer))
     return [
         replace(
             each,

@@ -297,7 +297,7 @@ def _verdicts(
     change = None
     if options.try_reordered is None and options.prompts != "-":
         change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
-    found = in_words(partings, engine, change=change, has_all=options.takes_all)
+    found = in_words(partings, is_cached=engine.enable_prefix_caching, change=change, has_all=options.takes_all)
     if advice is None:
         return found
     left = not_drawn if not_drawn is None or options.takes_all else f"{not_drawn} (--all: every row)"

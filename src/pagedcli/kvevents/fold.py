@@ -358,13 +358,11 @@ class KVState:
                 node = tree.store(block_hash, event.parent, event.block_size, medium, clock)
                 if node is not None and event.token_ids is not None and self._keep_tokens:
                     self.history.keep_tokens(node, event.token_ids.tobytes())
-        if event.media and (event.key in publisher.objects or self._num_objects() < _MAX_OBJECTS):
+        num_objects = sum(len(each.objects) for each in self.publishers.values())
+        if event.media and (event.key in publisher.objects or num_objects < _MAX_OBJECTS):
             publisher.objects[event.key] = (block_hash, event.media)
         else:
             publisher.objects.pop(event.key, None)
-
-    def _num_objects(self) -> int:
-        return sum(len(publisher.objects) for publisher in self.publishers.values())
 
     def _tree(self, publisher: Publisher, group: str | None) -> PrefixTree:
         name = _group_name(group)

@@ -6,7 +6,7 @@ hashes 256 characters: an event's memory is bounded by its message's.
 
 from array import array
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pagedcli.kvevents import wire
 
@@ -139,21 +139,12 @@ def _removed(fields: Fields) -> wire.Removed:
     return wire.Removed(_hashes(get("block_hashes")), _medium(get("medium")), _group(get("group_idx")), extra)
 
 
-def _cleared(fields: Fields) -> wire.Cleared:
-    return wire.Cleared(_medium(fields.get("medium")))
-
-
 def _hashes(value: Any) -> list[wire.BlockHash]:
     if type(value) is not list:
         raise wire.WireError("block_hashes")
     for item in value:
         _check_hash(item)
     return value
-
-
-def _checked_hash(value: Any) -> wire.BlockHash:
-    _check_hash(value)
-    return cast(wire.BlockHash, value)
 
 
 def _check_hash(value: Any) -> None:
@@ -276,7 +267,8 @@ def _trt_stored(data: Fields, group: str | None) -> list[wire.KVEvent]:
     for block in blocks:
         if type(block) is not dict or type(block.get("tokens")) is not list:
             raise wire.WireError("a block")
-        block_hash = _checked_hash(block.get("block_hash"))
+        block_hash: Any = block.get("block_hash")
+        _check_hash(block_hash)
         tokens = [token.get("token_id") if type(token) is dict else None for token in block["tokens"]]
         extra = {name: block[name] for name in ("priority", "mm_keys", "cache_salt") if block.get(name)}
         lora = None if block.get("lora_id") is None else f"id {_small_int(block['lora_id'])}"
@@ -284,10 +276,6 @@ def _trt_stored(data: Fields, group: str | None) -> list[wire.KVEvent]:
         events.append(wire.Stored([block_hash], parent, len(tokens), _token_ids(tokens), medium, group, lora, extra))
         parent = block_hash
     return events
-
-
-def _trt_removed(data: Fields, group: str | None) -> list[wire.KVEvent]:
-    return [wire.Removed(_hashes(data.get("block_hashes")), None, group, {})]
 
 
 def _trt_updated(data: Fields, group: str | None) -> list[wire.KVEvent]:
@@ -308,7 +296,7 @@ def _level(value: Any) -> str:
 _READERS: dict[str, tuple[tuple[str, ...], Callable[[Fields], wire.KVEvent]]] = {
     "BlockStored": (_STORED, _stored),
     "BlockRemoved": (_REMOVED, _removed),
-    "AllBlocksCleared": (_CLEARED, _cleared),
+    "AllBlocksCleared": (_CLEARED, lambda fields: wire.Cleared(_medium(fields.get("medium")))),
     "BlockStoreEvent": (_MOONCAKE_STORED, _placed),
     "BlockUpdateEvent": (_MOONCAKE_UPDATED, _placed),
     "RemoveAllEvent": ((), lambda _fields: wire.Cleared(None)),
@@ -318,7 +306,7 @@ _KNOWN_NAMES = {tag: frozenset({"type", *names}) for tag, names in FIELD_NAMES.i
 _TRT_READERS: dict[str, Callable[[Fields, str | None], list[wire.KVEvent]]] = {
     "created": _trt_created,
     "stored": _trt_stored,
-    "removed": _trt_removed,
+    "removed": lambda data, group: [wire.Removed(_hashes(data.get("block_hashes")), None, group, {})],
     "updated": _trt_updated,
 }
 

@@ -59,11 +59,13 @@ class Lookups:
 
     def chain(self, request: SeenRequest) -> list[Content]:
         """The contents of the blocks of a request, the first one first."""
-        found, node = [], request.end
+        return [self._contents[node] for node in self._up(request.end)][::-1]
+
+    def _up(self, node: int) -> Iterator[int]:
+        """A node and those before it."""
         while node >= 0:
-            found.append(self._contents[node])
+            yield node
             node = self._parents[node]
-        return found[::-1]
 
     def add(self, parent: int, content: Content) -> int:
         """The node of a block after another one."""
@@ -88,24 +90,16 @@ class Lookups:
                 yield token_ids, request.salt
 
     def _prompt(self, request: SeenRequest) -> "array[int] | None":
-        blocks: list[array[int]] = []
-        node = request.end
-        while node >= 0:
-            if node not in self._tokens:
-                return None
-            blocks.append(self._tokens[node])
-            node = self._parents[node]
-        found = array("q")
-        for block in blocks[::-1][: request.num_prompt]:
-            found.extend(block)
+        nodes, found = list(self._up(request.end))[::-1], array("q")
+        if not self._tokens.keys() >= set(nodes):
+            return None
+        for node in nodes[: request.num_prompt]:
+            found.extend(self._tokens[node])
         return found
 
     def depth(self, node: int) -> int:
         """Blocks up to this one."""
-        count = 0
-        while node >= 0:
-            count, node = count + 1, self._parents[node]
-        return count
+        return sum(1 for _ in self._up(node))
 
 
 def _are_ids(values: "array[int]") -> bool:
@@ -235,13 +229,9 @@ class _Publisher:
 
     def _remove(self, event: wire.Removed) -> None:
         gone = self._resident.intersection(event.hashes)
-        if gone and (event.group, event.medium or self._medium) == self._place:
+        if gone and self._place is not None and (event.group, event.medium or self._place[1]) == self._place:
             self._found.evicting_blocks = max(self._found.evicting_blocks or 0, len(self._resident))
             self._resident -= gone
-
-    @property
-    def _medium(self) -> str | None:
-        return None if self._place is None else self._place[1]
 
     def _clear(self) -> None:
         if self._resident:

@@ -86,14 +86,12 @@ class Metrics:
     def silence(self) -> str:
         """Why no event may have come although the server works; empty if it has computed no prompt."""
         num_new = self.growth("queries") - self.growth("hits")
+        if num_new <= 0:
+            return ""
         return (
-            ""
-            if num_new <= 0
-            else (
-                f"the server has computed {num_new:,.0f} prompt tokens since attach started, but no event came: it"
-                " publishes none (enable_kv_cache_events), or not there (vLLM binds tcp://*:PORT and ipc:///PATH; to"
-                " any other address it connects, and nothing listens), a firewall is between, or --topic is another one"
-            )
+            f"the server has computed {num_new:,.0f} prompt tokens since attach started, but no event came: it"
+            " publishes none (enable_kv_cache_events), or not there (vLLM binds tcp://*:PORT and ipc:///PATH; to"
+            " any other address it connects, and nothing listens), a firewall is between, or --topic is another one"
         )
 
     def figures(self) -> Iterator[Metric]:

@@ -26,44 +26,35 @@ OTHER_MEDIUM = "OTHER"
 Cause = Literal["evicted", "cleared", "restarted"]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """One block: its tokens, its parent and its history."""
 
-    __slots__ = ("cause", "gone_s", "hash", "home", "lora", "num_copies", "num_tokens", "parent", "stored_s", "tokens")
-
-    def __init__(
-        self,
-        home: "dict[BlockHash, Node]",
-        block_hash: BlockHash,
-        parent: BlockHash | None,
-        num_tokens: int,
-        lora: str | None,
-    ) -> None:
-        self.home = home  # the nodes of its tree
-        self.hash = block_hash
-        self.parent = parent  # None: it begins a prompt
-        self.num_tokens = num_tokens
-        self.lora = lora
-        self.tokens: bytes | None = None  # int64, kept only on request
-        self.num_copies = 0  # copies in all media
-        self.stored_s: float | None = None  # time at which the oldest present copy was stored
-        self.gone_s: float | None = None
-        self.cause: Cause | None = None  # why it is gone; None: it is resident
+    home: "dict[BlockHash, Node]"  # the nodes of its tree
+    hash: BlockHash
+    parent: BlockHash | None  # None: it begins a prompt
+    num_tokens: int
+    lora: str | None
+    tokens: bytes | None = None  # int64, kept only on request
+    num_copies: int = 0  # copies in all media
+    stored_s: float | None = None  # time at which the oldest present copy was stored
+    gone_s: float | None = None
+    cause: Cause | None = None  # why it is gone; None: it is resident
 
 
+@dataclass(slots=True)
 class History:
     """What trees have in common: how many blocks are resident in all of them, those that were removed, and the limits
     of blocks and tokens."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, max_token_bytes: int = MAX_TOKEN_BYTES) -> None:
-        self.max_blocks = max_blocks
-        self.max_token_bytes = max_token_bytes
-        self.num_resident = 0  # blocks with at least one copy
-        self.peak_resident = 0
-        self.num_blocks = 0
-        self.token_bytes = 0
-        self.num_forgotten = 0
-        self.gone: dict[Node, None] = {}  # the longest gone first
+    max_blocks: int = MAX_BLOCKS
+    max_token_bytes: int = MAX_TOKEN_BYTES
+    num_resident: int = 0  # blocks with at least one copy
+    peak_resident: int = 0
+    num_blocks: int = 0
+    token_bytes: int = 0
+    num_forgotten: int = 0
+    gone: dict[Node, None] = field(default_factory=dict)  # the longest gone first
 
     def make_room(self) -> bool:
         """Make room for one more block by forgetting the one gone for longest. False if all are resident."""
@@ -138,8 +129,7 @@ class PrefixTree:
             self.num_resident_tokens += node.num_tokens
             history = self._history
             history.num_resident += 1
-            if history.num_resident > history.peak_resident:
-                history.peak_resident = history.num_resident
+            history.peak_resident = max(history.peak_resident, history.num_resident)
         node.num_copies += 1
         copies = self._copies_on(medium)
         copies[block_hash] = copies.get(block_hash, 0) + 1

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -149,8 +149,8 @@ def place_of(pairs: Sequence[tuple[Difference, Difference]], *, has_words: bool)
     """The place that these pairs, in the order of their texts, have in common. None if nothing marks it."""
     differences = [each for pair in pairs for each in pair]
     befores = [each.text[: each.start] for each in differences]
-    before = reduce(_both_end, [text[-_MOST_CONTEXT:] for text in befores])
-    after = reduce(_both_begin, [each.text[each.end : each.end + _MOST_CONTEXT] for each in differences])
+    before = _common_start([text[: -_MOST_CONTEXT - 1 : -1] for text in befores])[::-1]
+    after = _common_start([each.text[each.end : each.end + _MOST_CONTEXT] for each in differences])
     is_first = all(text == before for text in befores)
     parts = [each.part for each in differences]
     kind, pattern = kind_of(parts) if has_words else ("text", "")
@@ -170,20 +170,17 @@ def place_of(pairs: Sequence[tuple[Difference, Difference]], *, has_words: bool)
     return Place(kind, before, after, is_first, pattern, tuple(values) if is_few else ())
 
 
+def _common_start(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)  # the others begin with what these two do
+    return first[: common_prefix(first, last)]
+
+
 def _after_all(differences: Sequence[Difference]) -> str:
     """A text that comes soon after nearly all of these parts: some end a few characters late, by chance."""
     texts = [each.text[each.end : each.end + 4 * _MOST_CONTEXT] for each in differences]
     candidates = [text[:_MOST_CONTEXT] for text in texts[:: max(1, len(texts) // 16)] if text]
     count, found = max(((sum(each in text for text in texts), each) for each in candidates), default=(0, ""))
     return found if count >= _FITS * len(texts) else ""
-
-
-def _both_begin(a: str, b: str) -> str:
-    return a[: common_prefix(a, b)]
-
-
-def _both_end(a: str, b: str) -> str:
-    return a[len(a) - common_suffix(a, b) :]
 
 
 def kind_of(parts: Sequence[str]) -> tuple[Kind, str]:
@@ -194,24 +191,17 @@ def kind_of(parts: Sequence[str]) -> tuple[Kind, str]:
         if not any(has_marks):
             return "blank", ""
         marks = {mark for part in parts for mark in _MARK.findall(part)}
-        return ("start" if _repeats(parts, marks) else "template"), ""
+        is_one_mark_repeated = len(marks) == 1 and len(set(parts)) > 1
+        return ("start" if is_one_mark_repeated else "template"), ""
     if sum(_MARK.search(part) is not None for part in parts) > len(parts) / 2 and len(set(parts)) <= _MOST_FEW:
         return "template", ""
     if set(map(str.lower, found)) <= set(_LANGUAGES.split()):
         return "language", r"[^\W\d_]+"
     for kind, pattern in _PATTERNS.items():
-        matcher = re.compile(pattern, re.IGNORECASE if kind in ("time", "date") else 0)
-        if sum(matcher.fullmatch(part) is not None for part in found) < _FITS * len(found):
-            continue
-        flags = "i" if kind in ("time", "date") else ""
-        shown = f"(?{flags}:{pattern})" if flags else f"(?:{pattern})"
-        return (kind if kind != "counter" or _counts(found[::2]) else "number"), shown
+        pattern = f"(?i:{pattern})" if kind in ("time", "date") else f"(?:{pattern})"
+        if sum(re.fullmatch(pattern, part) is not None for part in found) >= _FITS * len(found):
+            return (kind if kind != "counter" or _counts(found[::2]) else "number"), pattern
     return "text", ""
-
-
-def _repeats(parts: Sequence[str], marks: set[str]) -> bool:
-    """Whether the parts are one mark, more or less often."""
-    return len(marks) == 1 and len(set(parts)) > 1
 
 
 def _counts(parts: Sequence[str]) -> bool:
@@ -240,18 +230,6 @@ def unit_around(text: str, span: Span) -> Span:
     return (max(begins), found.end()) if found.end() - max(begins) <= _MOST_UNIT else span
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """A part of a text, and where it would be instead."""
-
-    span: Span
-    moved_to: int  # a place in the text without the part
-
-    def apply(self, text: str) -> str:
-        start, end = self.span
-        return inserted(text[:start] + text[end:], self.moved_to, text[start:end])
-
-
 def inserted(text: str, place: int, part: str) -> str:
     """A part in a text, on its own line if nothing separates it from what is around it."""
     before, after = text[:place], text[place:]
@@ -260,8 +238,8 @@ def inserted(text: str, place: int, part: str) -> str:
     return before + gap + part + ("\n" if needs_end else "") + after
 
 
-def moves(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> list[Edit | None]:
-    """For each text, how what differs moves to the end of what it shares with any other; None: it stays."""
+def moved(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> list[str]:
+    """The texts with what differs at the place moved to the end of what each shares with any other."""
     spans: list[Span | None] = []
     for text in texts:
         span = place.find(text)
@@ -269,24 +247,17 @@ def moves(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> 
     bases = [
         text if span is None else text[: span[0]] + text[span[1] :] for text, span in zip(texts, spans, strict=True)
     ]
-    shared = _shared_beginnings(bases)
-    edits: list[Edit | None] = []
-    for base, span, num_shared in zip(bases, spans, shared, strict=True):
+    changed = list(texts)
+    for row, (base, span, num_shared) in enumerate(zip(bases, spans, _shared_beginnings(bases), strict=True)):
         if span is None:
-            edits.append(None)
             continue
         most = len(base) - (len(tail) if tail and base.endswith(tail) else _last_line(base) if has_words else 0)
         target = min(num_shared, most)
         if target < most and has_words:
             target = _boundary_before(base, target, span[0])
-        edits.append(Edit(span, target) if target > span[0] else None)
-    return edits
-
-
-def moved(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> list[str]:
-    """The texts with what differs at the place moved to the end of what each shares with any other."""
-    edits = moves(texts, place, tail, has_words=has_words)
-    return [text if edit is None else edit.apply(text) for text, edit in zip(texts, edits, strict=True)]
+        if target > span[0]:
+            changed[row] = inserted(base, target, texts[row][span[0] : span[1]])
+    return changed
 
 
 def _shared_beginnings(texts: Sequence[str]) -> list[int]:

@@ -101,11 +101,21 @@ class _State:
     hits: Ints
 
     def rate(self) -> float:
-        return float(self.hits.sum()) / max(1, sum(map(len, self.ids)))
+        return _rate(self.ids, self.hits)
 
     def part(self, rows: Sequence[int], block_size: int) -> "_State":
         ids, salts = [self.ids[row] for row in rows], [self.salts[row] for row in rows]
         return _State(ids, salts, [self.texts[row] for row in rows], hit_tokens(ids, salts, block_size))
+
+
+def _as_text(ids: Ids) -> str:
+    """A character per token: fast to compare."""
+    return array("i", ids).tobytes().decode(_UTF_32, "surrogatepass")
+
+
+def _all_ids(texts: Texts) -> Iterable[Ids]:
+    """The token ids of `_as_text`."""
+    return (array("i", text.encode(_UTF_32, "surrogatepass")) for text in texts)
 
 
 @dataclass(slots=True)
@@ -114,15 +124,15 @@ class Finder:
     included; without them places are found, but not what differs. `template`: token ids of a chat of one word."""
 
     block_size: int
-    decode: Decode | None = None
-    encode: Encode | None = None
+    decode: Decode = _as_text
+    encode: Encode = _all_ids
     template: Ids = ()
     num_in_file: int | None = None  # prompts, if more than are looked at
     rates_in_file: Mapping[int, float] = field(default_factory=dict)  # block size -> hits of the whole file as it is
 
     @property
     def has_words(self) -> bool:
-        return self.decode is not None
+        return self.decode is not _as_text
 
     def find(self, prompts: Sequence[Prompt], most: int = 3) -> list[Parting]:
         """Causes, the largest first; each with the rates after those before it."""
@@ -165,7 +175,7 @@ class Finder:
         if not pairs:
             return None
         if not state.texts:
-            state.texts = self._texts(state.ids)
+            state.texts = [self.decode(ids) for ids in state.ids]
         rows = self._tried(pairs, len(state.ids))
         probe = state if rows is None else state.part(rows, self.block_size)
         best, best_gain = None, 0.0
@@ -225,7 +235,7 @@ class Finder:
     def _is_enough(self, state: _State, ids: Sequence[Ids], hits: Ints) -> bool:
         gain = float((hits - state.hits).sum())
         num_better = int((hits > state.hits).sum())
-        is_better = float(hits.sum()) / max(1, sum(map(len, ids))) - state.rate() >= LEAST_GAIN
+        is_better = _rate(ids, hits) - state.rate() >= LEAST_GAIN
         return is_better and gain >= LEAST_GAIN * sum(map(len, state.ids)) and self._are_enough(num_better, len(ids))
 
     @staticmethod
@@ -238,13 +248,6 @@ class Finder:
         if len(runs.pairs) < LEAST_SHARE * len(state.ids) or runs.share < LEAST_GAIN / 2:
             return []
         return runs.pairs
-
-    def _texts(self, ids: Sequence[Ids]) -> list[str]:
-        decode = self.decode or _as_text
-        return [decode(each) for each in ids]
-
-    def _tokens(self, texts: Texts) -> Iterable[Ids]:
-        return map(_ids_of, texts) if self.encode is None else self.encode(texts)
 
     def _tried(self, pairs: list[Pair], num_rows: int) -> list[int] | None:
         """The rows that changes are tried on, with those that they are equal to. None: all."""
@@ -269,9 +272,8 @@ class Finder:
             num_equal = back + common_prefix(a[pair.place :], b[pair.other_place :])
             if num_equal < 2 * self.block_size:
                 continue
-            decode = self.decode or _as_text
             text, other_text = state.texts[pair.row], state.texts[pair.other]
-            end, other_end = len(decode(ids[: pair.place])), len(decode(other[: pair.other_place]))
+            end, other_end = len(self.decode(ids[: pair.place])), len(self.decode(other[: pair.other_place]))
             mine, theirs = diff.between(text, end, other_text, other_end, has_words=self.has_words)
             is_elsewhere = diff.is_within(mine.part, theirs.text) or diff.is_within(theirs.part, mine.text)
             compared.append(_Compared(mine, theirs, token, num_equal, is_elsewhere))
@@ -304,7 +306,7 @@ class Finder:
 
     def _tail(self, texts: Texts) -> str:
         """What the template writes after the last message."""
-        if self.decode is None or not len(self.template):
+        if not self.has_words or not len(self.template):
             return ""
         template = self.decode(self.template)
         num = min((common_suffix(template, text) for text in texts[:100]), default=0)
@@ -315,7 +317,7 @@ class Finder:
         texts = change.apply(state.texts)
         rows = [row for row, (old, new) in enumerate(zip(state.texts, texts, strict=True)) if old != new]
         ids = list(state.ids)
-        for row, new_ids in zip(rows, self._tokens([texts[row] for row in rows]), strict=True):
+        for row, new_ids in zip(rows, self.encode([texts[row] for row in rows]), strict=True):
             ids[row] = new_ids
         return ids, hit_tokens(ids, state.salts, self.block_size), texts
 
@@ -344,7 +346,7 @@ class Finder:
         for name, new in others:
             apply = partial(diff.replaced, place=change.place, new=new)
             ids, hits, _ = self._changed(state, Change("replace", change.kind, apply))
-            rates.append((name, float(hits.sum()) / max(1, sum(map(len, ids)))))
+            rates.append((name, _rate(ids, hits)))
         return tuple(rates)
 
     def _parting(
@@ -353,7 +355,6 @@ class Finder:
     ) -> Parting:  # fmt: skip
         """`places`: the tokens at which prompts part. `cause`: the other fields of Parting that are not counted."""
         ordered = sorted(places)
-        num_tokens = sum(map(len, ids))
         return Parting(
             first_token=ordered[len(ordered) // 20],
             last_token=ordered[len(ordered) - 1 - len(ordered) // 20],
@@ -362,7 +363,7 @@ class Finder:
             num_looked_at=len(ids),
             is_sample=self.num_in_file is not None and self.num_in_file > len(ids),
             rate=state.rate(),
-            new_rate=float(hits.sum()) / max(1, num_tokens),
+            new_rate=_rate(ids, hits),
             margin=self._margin(ids, hits),
             block_size=block_size or self.block_size,
             **cause,
@@ -373,10 +374,13 @@ class Finder:
         num, all_rows = len(ids), self.num_in_file or len(ids)
         if all_rows <= num or num < 2:
             return 0.0
-        num_tokens = sum(map(len, ids))
-        rate = float(hits.sum()) / num_tokens
+        rate = _rate(ids, hits)
         squares = sum((float(hit) - rate * len(each)) ** 2 for hit, each in zip(hits, ids, strict=True))
-        return 1.96 * math.sqrt(squares * num / (num - 1) * (1 - num / all_rows)) / num_tokens
+        return 1.96 * math.sqrt(squares * num / (num - 1) * (1 - num / all_rows)) / sum(map(len, ids))
+
+
+def _rate(ids: Sequence[Ids], hits: Ints) -> float:
+    return float(hits.sum()) / max(1, sum(map(len, ids)))
 
 
 def _first(value: str, _: str) -> str:
@@ -386,18 +390,6 @@ def _first(value: str, _: str) -> str:
 def num_equal_ids(a: Ids, b: Ids) -> int:
     """The length of the common beginning of token ids."""
     return common_prefix(_as_text(a), _as_text(b))
-
-
-def _as_text(ids: Ids) -> str:
-    """A character per token: fast to compare."""
-    return array("i", ids).tobytes().decode(_UTF_32, "surrogatepass")
-
-
-def _ids_of(text: str) -> "array[int]":
-    """The token ids of `_as_text`."""
-    ids = array("i")
-    ids.frombytes(text.encode(_UTF_32, "surrogatepass"))
-    return ids
 
 
 def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:

@@ -196,7 +196,7 @@ class PromptSurvey:
         """
         rows = []
         for size in BLOCK_SIZES:
-            slots = self._num_spans(size) * size
+            slots = self._total(_Shape.num_spans, size) * size
             num_tokens = self._total(_Shape.num_tokens, size)
             hit_tokens = self._total(_Shape.hit_tokens, size)
             rows.append(
@@ -206,7 +206,7 @@ class PromptSurvey:
                     "hit_tokens": hit_tokens,
                     "waste": 1 - num_tokens / slots if slots else 0.0,
                     "num_blocks": self._all_blocks(size),
-                    "num_slots": slots - self._hit_spans(size) * size,
+                    "num_slots": slots - self._total(_Shape.hit_spans, size) * size,
                     "longest_table": self._tables(size).num_entries(self.most_cached_tokens()),
                 }
             )
@@ -316,11 +316,8 @@ class PromptSurvey:
             },
         ]
         if block_size in BLOCK_SIZES:
-            kept = {
-                "enough_for": "all rows kept: no eviction, ideal hit rate",
-                "num_blocks": self._all_blocks(block_size),
-            }
-            rows.append(kept)
+            kept = "all rows kept: no eviction, ideal hit rate"
+            rows.append({"enough_for": kept, "num_blocks": self._all_blocks(block_size)})
         return rows
 
     def _tables(self, block_size: int) -> TableShape:
@@ -351,14 +348,8 @@ class PromptSurvey:
 
     def _all_blocks(self, block_size: int) -> int:
         """Blocks of all rows together, shared ones once, none released before the end."""
-        return (self._num_spans(block_size) - self._hit_spans(block_size)) * len(self.windows)
-
-    def _num_spans(self, block_size: int) -> int:
-        """Spans of all prompts and outputs; the sequences of a request share the full blocks of its prompt."""
-        return self._total(_Shape.num_spans, block_size)
-
-    def _hit_spans(self, block_size: int) -> int:
-        return self._total(_Shape.hit_spans, block_size)
+        spans = self._total(_Shape.num_spans, block_size) - self._total(_Shape.hit_spans, block_size)
+        return spans * len(self.windows)
 
 
 def percentile(lengths: Counter[int], share: float) -> int:

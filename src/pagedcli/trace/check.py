@@ -458,7 +458,8 @@ class QueueLaws(LawBook):
         # logits that are no numbers give no token, and a callback fails after one
         may_be_either = scores or event.reason == "error"
         if not may_be_either and (event.reason == "abort") == (event.seq_id in self._just_sampled):
-            refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
+            got = f"got {'a' if event.reason == 'abort' else 'no'} token in this step"
+            refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {got}")
 
     def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         if state.finished[event.seq_id].block_table:
@@ -652,7 +653,3 @@ class DraftLaws(LawBook):
 
     def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._drafted.clear()
-
-
-def _got(no: bool) -> str:
-    return f"got {'no' if no else 'a'} token in this step"
