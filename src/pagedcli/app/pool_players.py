@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,7 @@ from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepScheduled
 from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.files import TraceReader
-from pagedcli.trace.fold import EventSource, pool_fold
+from pagedcli.trace.fold import EventList, EventSource, pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Landmark, Moment, Replay, landmark
 from pagedcli.views.names import NamedRequest
@@ -100,24 +101,15 @@ class ReplayPlayer(Recording[Moment], PoolPlayer):
         return self.replay.landmarks[cast(Landmark, name)]
 
 
-class KeptEvents:
+class KeptEvents(EventList):
     """Events of a finished run as a source. It ends early once nobody needs it."""
 
     def __init__(self, events: Iterable[Event], is_needed: Callable[[], bool]) -> None:
-        self.notes: list[str] = []
-        self._events, self._is_needed = events, is_needed
-        self._number = 0
+        super().__init__(events)
+        self._is_needed = is_needed
 
     def __iter__(self) -> Iterator[Event]:
-        for event in self._events:
-            if not self._is_needed():
-                return
-            self._number += 1
-            yield event
-
-    @property
-    def place(self) -> str:
-        return f"event {self._number:,}"
+        return takewhile(lambda _: self._is_needed(), super().__iter__())
 
 
 class LivePlayer(RunningPlayer[Moment], PoolPlayer):

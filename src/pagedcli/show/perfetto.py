@@ -53,12 +53,9 @@ class _Export(View):
 
     def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
         self._write(ph="i", s="p", name="step failed", pid=_ENGINE, tid=0, ts=self._at(event.time_ns))
-        self._end_step(state)
+        self.on_step_finished(event, state)
 
-    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
-        self._end_step(state)
-
-    def _end_step(self, state: PoolState) -> None:
+    def on_step_finished(self, event: StepFinished | StepFailed, state: PoolState) -> None:
         self._write_step(state)
         for seq_id in self._ended:
             self._write_sequence(seq_id, state)

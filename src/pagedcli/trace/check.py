@@ -394,20 +394,16 @@ class SequenceLaws(LawBook):
         self._num_starts += 1
         self._starts[seq_id] = self._num_starts
 
-    def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
+    def _stop(self, event: ev.RequestPreempted | ev.RequestFinished, state: PoolState) -> None:
         self._starts.pop(event.seq_id, None)
 
-    def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
-        self._starts.pop(event.seq_id, None)
+    before_request_preempted = after_request_finished = _stop
 
     def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._starts.clear()
 
-    def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
-        self._check_order_of(event, event.seq_ids, state)
-
     def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
-        self._check_order_of(event, event.seq_ids, state)
+        self.before_step_scheduled(event, state)
         for seq_id in event.seq_ids:
             seq = state.seqs.get(seq_id)
             if seq is None or seq.beam_width in (None, 1) or not seq.num_output_tokens:
@@ -415,11 +411,11 @@ class SequenceLaws(LawBook):
             if len(self._requests[seq.request_id]) < 2:
                 refuse(event, f"seq {seq_id} generates alone, as no search of {seq.beam_width} beams does")
 
-    def _check_order_of(self, event: ev.Event, seq_ids: tuple[int, ...], state: PoolState) -> None:
+    def before_step_scheduled(self, event: ev.StepScheduled | ev.TokensSampled, state: PoolState) -> None:
         """Sequences are computed and sampled in the order in which they were started; the beams of a search, which are
         computed when the first of them has its turn, stand apart."""
         last = 0
-        for seq_id in seq_ids:
+        for seq_id in event.seq_ids:
             seq = state.seqs.get(seq_id)
             if seq is None or seq.beam_width is not None:
                 continue
@@ -522,14 +518,11 @@ class QueueLaws(LawBook):
 
     # ------------------------------------------------------------------ steps
 
-    def _check_time(self, event: ev.StepStarted | ev.StepFinished | ev.StepFailed) -> None:
+    def before_step_started(self, event: ev.StepStarted | ev.StepFinished | ev.StepFailed, state: PoolState) -> None:
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
         self._just_sampled.clear()
-
-    def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
-        self._check_time(event)
 
     def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         engine, num_new = state.started, sum(event.num_new_tokens)
@@ -580,7 +573,7 @@ class QueueLaws(LawBook):
                 refuse(event, f"seq {seq_id} has {seq.num_output_tokens} new tokens of {seq.max_new_tokens}")
 
     def before_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
-        self._check_time(event)
+        self.before_step_started(event, state)
         step = state.step
         assert step is not None, "a step is running"
         parts_ns = event.schedule_ns + event.forward_ns + event.sample_ns + event.observer_ns
@@ -592,7 +585,7 @@ class QueueLaws(LawBook):
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
 
     def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        self._check_time(event)
+        self.before_step_started(event, state)
         self._unreleased.clear()
 
 

@@ -202,16 +202,19 @@ class SlotLedger:
         if parent_id in self.held:
             self.hold(child_id, self.held[parent_id][-1])
 
-    def release(self, seq_id: int, slot_ids: tuple[int, ...]) -> None:
-        held = self.held[seq_id]
-        for slot_id in slot_ids:
+    def on_state_slot_taken(self, event: ev.StateSlotTaken) -> None:
+        self.hold(event.seq_id, event.slot_id)
+
+    def on_state_slots_released(self, event: ev.StateSlotsReleased) -> None:
+        held = self.held[event.seq_id]
+        for slot_id in event.slot_ids:
             held.remove(slot_id)
             self.ref_counts[slot_id] -= 1
             if not self.ref_counts[slot_id]:
                 free = self.empty if self.checkpoints[slot_id] is None else self.idle
                 free[slot_id] = None
         if not held:
-            del self.held[seq_id]
+            del self.held[event.seq_id]
 
     def keep(self, event: ev.CheckpointMade | ev.CheckpointRestored, step: int | None) -> None:
         """Make a checkpoint. `step`: None: any step can read it."""
@@ -219,31 +222,28 @@ class SlotLedger:
         self.checkpoints[event.slot_id] = found
         self.index[event.hash] = event.slot_id
 
-    def restore(self, event: ev.CheckpointRestored) -> None:
-        """Fill an empty slot with a checkpoint of an earlier run, which any step can read."""
+    def on_checkpoint_restored(self, event: ev.CheckpointRestored) -> None:
+        """A checkpoint of an earlier run fills an empty slot, and any step can read it."""
         del self.empty[event.slot_id]
         self.idle[event.slot_id] = None
         self.keep(event, None)
 
-    def drop(self, slot_id: int) -> None:
-        """Drop a checkpoint."""
-        found = self.checkpoints[slot_id]
-        assert found is not None, "the laws have checked it"
-        del self.index[found.hash]
-        self.checkpoints[slot_id] = None
-        if self.idle.pop(slot_id, 0) is None:
-            self.empty[slot_id] = None
+    def on_checkpoint_dropped(self, event: ev.CheckpointDropped) -> None:
+        del self.index[event.hash]
+        self.checkpoints[event.slot_id] = None
+        if self.idle.pop(event.slot_id, 0) is None:
+            self.empty[event.slot_id] = None
 
-    def recover(self, idle_slot_ids: tuple[int, ...]) -> None:
-        """Release all slots; only these keep their checkpoints."""
-        kept = set(idle_slot_ids)
+    def on_states_recovered(self, event: ev.StatesRecovered) -> None:
+        """All slots are released; only these keep their checkpoints."""
+        kept = set(event.idle_slot_ids)
         for slot_id, found in enumerate(self.checkpoints):
             if found is not None and slot_id not in kept:
                 del self.index[found.hash]
                 self.checkpoints[slot_id] = None
         self.ref_counts = [0] * self.num_slots
         self.held = {}
-        self.idle = OrderedDict.fromkeys(idle_slot_ids)
+        self.idle = OrderedDict.fromkeys(event.idle_slot_ids)
         self.empty = OrderedDict.fromkeys(slot_id for slot_id in range(self.num_slots) if slot_id not in kept)
 
     def copy(self) -> "SlotLedger":

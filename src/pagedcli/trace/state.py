@@ -482,23 +482,11 @@ class PoolState(BlockLedger):
         if event.slot_id is not None:
             self.known_slots.hold(event.seq_id, event.slot_id)
 
-    def on_state_slot_taken(self, event: ev.StateSlotTaken) -> None:
-        self.known_slots.hold(event.seq_id, event.slot_id)
-
-    def on_state_slots_released(self, event: ev.StateSlotsReleased) -> None:
-        self.known_slots.release(event.seq_id, event.slot_ids)
-
     def on_checkpoint_made(self, event: ev.CheckpointMade) -> None:
         self.known_slots.keep(event, self.step_number)
 
-    def on_checkpoint_restored(self, event: ev.CheckpointRestored) -> None:
-        self.known_slots.restore(event)
-
-    def on_checkpoint_dropped(self, event: ev.CheckpointDropped) -> None:
-        self.known_slots.drop(event.slot_id)
-
-    def on_states_recovered(self, event: ev.StatesRecovered) -> None:
-        self.known_slots.recover(event.idle_slot_ids)
+    def _change_slots(self, event: ev.Event) -> None:
+        _OF_SLOTS[type(event)](self.known_slots, event)
 
     def on_request_preempted(self, event: ev.RequestPreempted) -> None:
         self._preempt(self.seqs[event.seq_id])
@@ -650,4 +638,5 @@ class PoolState(BlockLedger):
         return self._queue_head
 
 
-PoolState._on = handlers_of(PoolState, "on_")
+_OF_SLOTS = handlers_of(SlotLedger, "on_")
+PoolState._on = handlers_of(PoolState, "on_") | dict.fromkeys(_OF_SLOTS, PoolState._change_slots)

@@ -226,18 +226,18 @@ class Replay:
         self._decoder: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
         self._chunks: list[bytes] = []  # per stop the events that lead to it from the one before
         self.landmarks: dict[Landmark, list[int]] = {name: [] for name in get_args(Landmark)}  # stops, rising
-        self._position = -1
-        self._moment = Moment(follow=follow)
+        self.position = -1  # the stop that `moment` shows
+        self.moment = Moment(follow=follow)
         self.series = StepSeries()
         self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
-        self._snapshots: dict[int, Moment] = {-1: self._moment.copy()}  # the snapshots by stop
+        self._snapshots: dict[int, Moment] = {-1: self.moment.copy()}  # the snapshots by stop
         self._interval = 32  # stops between snapshots
         self._read(source)
 
     def _read(self, source: EventSource) -> None:
         lines: list[bytes] = []
         try:
-            for event in pool_fold(self._moment, self.series).steps(source):
+            for event in pool_fold(self.moment, self.series).steps(source):
                 lines.append(self._encode(event))
                 self._note_landmark(event)
                 if isinstance(event, ev.StepScheduled | ev.StepFailed) and self.steps[-1:] != [event.step]:
@@ -249,19 +249,19 @@ class Replay:
             self.damage = error.message
         else:
             self._add_stop(None, lines)
-        self.seqs = self._moment.state.all_seqs()
+        self.seqs = self.moment.state.all_seqs()
         for stops in self.landmarks.values():
             del stops[bisect_right(stops, self.last_stop) :]  # The damaged part leads to no stop.
         if self.damage is not None:
-            self._position, self._moment = -1, self._snapshots[-1].copy()
+            self.position, self.moment = -1, self._snapshots[-1].copy()
 
     def _add_stop(self, step: int | None, lines: list[bytes]) -> None:
-        self._position = len(self.steps)
+        self.position = len(self.steps)
         self.steps.append(step)
         self._chunks.append(b"\n".join(lines))
-        if self._position % self._interval == 0:
-            self._snapshots[self._position] = self._moment.copy()
-            state = self._moment.state
+        if self.position % self._interval == 0:
+            self._snapshots[self.position] = self.moment.copy()
+            state = self.moment.state
             snapshot_bytes = 20_000 + 130 * state.num_blocks + 100 * len(state.finished) + 1000 * len(state.seqs)
             if len(self._snapshots) * snapshot_bytes > _SNAPSHOT_BYTES:
                 self._interval *= 2
@@ -279,31 +279,22 @@ class Replay:
     # ------------------------------------------------------------------ navigation
 
     @property
-    def position(self) -> int:
-        """The stop that `moment` shows."""
-        return self._position
-
-    @property
     def last_stop(self) -> int:
         return len(self.steps) - 1
-
-    @property
-    def moment(self) -> Moment:
-        return self._moment
 
     def go(self, stop: int) -> Moment:
         """Show a stop, clamped to the first and last."""
         stop = min(max(stop, 0), self.last_stop)
         nearest = stop - stop % self._interval
         nearest = nearest if nearest in self._snapshots else -1
-        if not nearest <= self._position <= stop:
-            self._position, self._moment = nearest, self._snapshots[nearest].copy()
-        again = Fold(self._moment.state, self._moment)  # the laws have seen these events
-        while self._position < stop:
-            self._position += 1
-            for line in self._chunks[self._position].splitlines():
+        if not nearest <= self.position <= stop:
+            self.position, self.moment = nearest, self._snapshots[nearest].copy()
+        again = Fold(self.moment.state, self.moment)  # the laws have seen these events
+        while self.position < stop:
+            self.position += 1
+            for line in self._chunks[self.position].splitlines():
                 again(self._decoder.decode(line))
-        return self._moment
+        return self.moment
 
     def stop_of_step(self, step: int) -> int | None:
         """The stop of a step, None if the trace has no such step."""

@@ -285,18 +285,13 @@ class StepSeries(View):
         )  # fmt: skip
         self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
 
-    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        self._append(state)  # a step that the earlier part of a resumed run did not finish
-
-    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
-        self._append(state)
-
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         if not self._at_schedule:  # it failed before: the empty pool stands for it
             self._see(state, 0)
-        self._append(state)
+        self._append(event, state)
 
-    def _append(self, state: PoolState) -> None:
+    def _append(self, event: ev.EngineStarted | ev.StepFinished | ev.StepFailed, state: PoolState) -> None:
+        """Append the step. One that the earlier part of a resumed run did not finish ends as the engine starts."""
         step = state.step
         if step is None or not self._at_schedule:
             return
@@ -312,3 +307,5 @@ class StepSeries(View):
         self.blocked.append(WAITING_REASONS.index(None if step.waiting is None else step.waiting.reason))
         for column, value in zip(self.columns.values(), row, strict=True):
             column.append(value)
+
+    on_engine_started = on_step_finished = _append
