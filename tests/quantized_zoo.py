@@ -19,7 +19,8 @@ LAYERS += ("in_proj_qkv", "in_proj_z", ".in_proj", "out_proj")  # of layers with
 
 def quantized_twins(source, folder, quantize, quantization_config):
     """Writes folder/packed and folder/plain from the model at `source`; quantize(weight, generator) gives a module's
-    stored tensors and its dequantized weight; there may be one for each end of the modules' names. Returns both paths.
+    stored tensors and its dequantized weight; there may be one for each end of the modules' names, of the output layer
+    only then. Returns both paths.
     """
     packed, plain = folder / "packed", folder / "plain"
     for path in (packed, plain):
@@ -28,8 +29,8 @@ def quantized_twins(source, folder, quantize, quantization_config):
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if module.endswith(LAYERS) and name.endswith(".weight"):
-            by_name = quantize if isinstance(quantize, dict) else {"": quantize}
+        by_name = quantize if isinstance(quantize, dict) else {"": quantize}
+        if (module.endswith(LAYERS) or module in by_name) and name.endswith(".weight"):
             own = next(each for end, each in by_name.items() if module.endswith(end))
             parts, widened[name] = own(tensor, generator)
             stored |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
@@ -282,6 +283,18 @@ def nvfp4(*, by_compressed_tensors=False):
     return quantize, {**config, "ignore": ["lm_head", "model.visual*"]}
 
 
+def modelopt_mixed(modules):
+    """As most are published: these modules of attention, by name, in FP8, MLPs and the output layer in NVFP4, with
+    activations that are not rounded, and scales of the KV cache."""
+    (four_bits, content), (eight_bits, _) = nvfp4(), float8("tensor")
+    in_fp8 = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
+    others = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    names = (*modules, *(f"model.layers.{i}.mlp" for i in range(4)), "lm_head")
+    layers = {name: {"quant_algo": "FP8"} if name.endswith(in_fp8) else others for name in names}
+    content = {**content, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["mtp*"]}
+    return {**dict.fromkeys(in_fp8, eight_bits), "lm_head": four_bits, "": four_bits}, content
+
+
 FORMATS = {
     "gptq": gptq(),
     "gptq-8bit": gptq(8, 64),
@@ -307,6 +320,7 @@ FORMATS = {
     "auto-round-gptq": auto_round(),
     "auto-round-gptq-v2": auto_round("auto_round"),
     "auto-round-awq": auto_round("auto_round:auto_awq"),
+    "nvfp4-by-name": modelopt_mixed([f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qkvo"]),
     "mixed-bits": mixed(pack_quantized(), pack_quantized(8, None), ["down_proj"]),
     "mixed-fp8": mixed(pack_quantized(), float8("channel", by_compressed_tensors=True), ["q_proj", "k_proj", "v_proj"]),
 }

@@ -92,6 +92,7 @@ def test_numbers_multiply_whole_weights_of_nvfp4(backend, tmp_path):
     scales["ffn_down_exps"] = np.linspace(0.6, 1.7, 8)
 
     def extra(writer):
+        writer.add_tensor("output.scale", np.array([1.3], np.float32))
         for name, values in scales.items():
             writer.add_tensor(f"blk.0.{name}.scale", np.array(values, np.float32))
             writer.add_tensor(f"blk.0.{name}.input_scale", np.array([3.0], np.float32))
@@ -107,6 +108,7 @@ def test_numbers_multiply_whole_weights_of_nvfp4(backend, tmp_path):
             name = f"ffn_{part}_exps"
             tensors[f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"] *= float(np.float32(scales[name][i]))
     tensors["model.layers.0.self_attn.q_proj.weight"] *= 0.7
+    tensors["lm_head.weight"] *= float(np.float32(1.3))
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     engine = make_engine(path, attention_backend=backend)
     found, expected = run(engine, prompts, PARAMS), run(make_engine(plain, attention_backend=backend), prompts, PARAMS)

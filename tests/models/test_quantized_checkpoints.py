@@ -1,6 +1,7 @@
 """Checkpoints that others quantized: the same logits as from their dequantized weights."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from quantized_zoo import (
     compressed,
     float8,
     gptq,
+    modelopt_mixed,
+    mxfp8,
     nvfp4,
     pack_quantized,
     quantized_twins,
@@ -113,7 +116,6 @@ MIXED = {
         ({**PACKED, "format": "mxfp6-pack-quantized"}, "MXFP6 weights"),
         ({**PACKED, "format": "marlin-24"}, "2:4 sparse weights in the order of a GPU kernel"),
         ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights, sparse-24-bitmask"),
-        ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "scales of a quantized KV cache"),
         ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
         ({**PACKED, "config_groups": {}}, "no config_groups"),
         (
@@ -133,13 +135,11 @@ MIXED = {
         ),
         ({**AUTO_ROUND, "dynamic": {"-:.*": {}}}, "layers named as by GPTQ"),
         ({**PACKED, "config_groups": {"a": {**SCHEME, "weights": None}}}, "only activations are quantized"),
-        ({**PACKED, "ignore": []}, "its output layer is quantized, too"),
         ({**PACKED, "format": "int-quantized"}, "strategy group"),
         ({**PACKED, "format": "nvfp4-pack-quantized"}, "4-bit int weights in this format"),
         ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
         ({**MODELOPT, "group_size": 32}, "quant_algo NVFP4 in groups of 32"),
         ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION without quantized_layers"),
-        ({**MODELOPT, "ignore": []}, "its output layer is quantized, too"),
         ({**PACKED, "format": "float-quantized"}, "4-bit int weights in this format"),
     ],
 )
@@ -254,6 +254,13 @@ def test_layers_of_modelopt_may_have_different_formats(tmp_path):
     assert (float8_layers.layout, float8_layers.per_tensor) == ("float8", True)
 
 
+@pytest.mark.parametrize(("algorithm", "quantize"), [("FP8", float8("tensor")[0]), ("MXFP8", mxfp8()[0])])
+def test_all_layers_of_modelopt_in_eight_bits(algorithm, quantize, plain_model, tmp_path):
+    content = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    packed, plain = quantized_twins(plain_model, tmp_path, quantize, content)
+    torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
+
+
 def test_modelopt_says_its_format_in_a_file_of_its_own_too(plain_model, tmp_path):
     packed, plain = quantized_twins(plain_model, tmp_path, *nvfp4())
     config = json.loads((packed / "config.json").read_text())
@@ -281,6 +288,60 @@ def test_experts_in_nvfp4_are_kept_so_whatever_the_company(tmp_path):
     assert "the scales of activations are not used" in exact[0].model.notes[0]
     of_all = [run(each, prompts, params) for each in exact]
     assert of_all.count(of_all[0]) == len(of_all)
+
+
+def as_published(path, target):
+    """A checkpoint that sees images, too, with scales of the KV cache and an MTP head that is not quantized."""
+    config = json.loads((path / "config.json").read_text())
+    content, old, new = config.pop("quantization_config"), "model.", "model.language_model."
+    layers = {name.replace(old, new, 1): each for name, each in content["quantized_layers"].items()}
+    outer = {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": config,
+    }
+    target.mkdir()
+    (target / "config.json").write_text(
+        json.dumps(outer | {"quantization_config": {**content, "quantized_layers": layers}})
+    )
+    tensors = {name.replace(old, new, 1): each for name, each in load_file(path / "model.safetensors").items()}
+    tensors |= {f"{new}layers.1.self_attn.{part}_scale": torch.tensor(0.5) for part in "kv"}
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(3)}, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_mixed_checkpoint_of_modelopt_is_read_as_published(tmp_path):
+    """Experts and output layer in NVFP4 by the name of all experts of a layer, projections of attention in FP8."""
+    sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+    source = tiny_model("qwen3_5-moe", tmp_path / "model", **sizes)
+    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.experts", "mlp.shared_expert"]
+    parts += [f"linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")]
+    packed, plain = quantized_twins(
+        source, tmp_path, *modelopt_mixed([f"model.layers.{i}.{part}" for i in range(4) for part in parts])
+    )
+    whole = as_published(packed, tmp_path / "whole")
+    prompts, params = ragged_prompts(3), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    exact = [run(make_engine(path, attention_backend="reference"), prompts, params) for path in (whole, plain)]
+    assert exact[0] == exact[1]
+    engine = make_engine(whole, dtype="bfloat16")
+    notes = " ".join(engine.model.notes)
+    assert "the scales of the KV cache are not used" in notes
+    assert "1 tensors of the checkpoint are not read" in notes
+    assert engine.model._lm_head.nbytes == 320 * (64 // 2 + 64 // 16 + 4), "packed, in 4.5 bits and a step per feature"
+    tokens = run(engine, prompts, params)
+    alone = make_engine(whole, dtype="bfloat16", chunked_prefill_size=7, max_num_seqs=1, enable_prefix_caching=False)
+    assert run(alone, prompts, params) == tokens
+
+
+def test_thousands_of_layers_that_are_named_are_looked_up_in_a_second(tmp_path):
+    names = [f"backbone.layers.{i}.mixer.experts.{j}.{part}" for i in range(23) for j in range(128) for part in "ud"]
+    layers = {name: {"quant_algo": "w4a16_nvfp4"} for name in names}
+    content = {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": []}
+    start = time.process_time()
+    found = CheckpointFormat(read_spec(config_of(tmp_path, content)).quantization)
+    assert all(found.of(name) is not AS_STORED for name in names)
+    assert found.of("backbone.layers.3.mixer.gate") is AS_STORED
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("change", [{"weight_scale": -1.0}, {"weight_scale": float("nan")}, {"weight_scale_2": 1e9}])

@@ -223,7 +223,7 @@ def test_where_nothing_can_be_guessed_the_head_is_not_loaded(folder):
 
 
 def file_with_head(family, path, target):
-    """The GGUF file of a model, as llama.cpp's conversion writes its head: a further layer, which is two of Nemotron."""
+    """The GGUF file of a model, as llama.cpp's conversion writes its head: a further layer, two of Nemotron."""
     spec, stored = read_spec(path), load_file(path / "model.safetensors")
     config, head, shift = json.loads((path / "config.json").read_text()), spec.head, float(family.startswith("qwen"))
     number = len(config.get("layers_block_type") or spec.layers)

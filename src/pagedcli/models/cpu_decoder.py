@@ -214,8 +214,10 @@ class _Builder(Parts):
             return PackedLayer(linear, bias.nbytes if bias is not None else 0)
 
         def discard() -> None:
-            self._tensors.discard("lm_head")
-            self._tensors.discard("lm_head.bias")
+            if "lm_head" in self._formats:
+                self.discard("lm_head")
+            for name in ("lm_head", "lm_head.bias"):
+                self._tensors.discard(name)
 
         layer = packed.get("lm_head", make, discard)
         self.weight_bytes += layer.bias_bytes

@@ -248,6 +248,9 @@ class Parts:
         """The modules of the output layer, which are the embedding [V, E] if tied, and its bias."""
         if self._spec.tie_word_embeddings:
             return [{"weight": embedding}], self._tensors.pop("lm_head.bias", None)
+        if "lm_head" in self._formats:
+            _, modules, bias = self.stored("lm_head")
+            return modules, bias
         return self.unquantized("lm_head")
 
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor:

@@ -41,18 +41,25 @@ class CheckpointFormat(WeightFormat):
         self.name = quantization.description
         self._formats = tuple(Packed(stored) for stored in quantization.formats)
 
+        self._has_cache_scales = quantization.has_cache_scales
+        self._found: dict[str, Packed | AsStored] = {}  # by module: a checkpoint may name each of thousands of experts
+
     @property
     def lm_head(self) -> LayerFormat:
-        return AS_STORED
+        return self.of("lm_head")
 
     def of(self, module: str) -> "Packed | AsStored":
-        return next((each for each in self._formats if each.quantization.covers(module)), AS_STORED)
+        if module not in self._found:
+            covering = (each for each in self._formats if each.quantization.covers(module))
+            self._found[module] = next(covering, AS_STORED)
+        return self._found[module]
 
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return kernels == "cpu" and any(each.kernel_refusal(kernels, itemsize) is None for each in self._formats)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
-        return "; ".join(dict.fromkeys(each.note(dtype, kernels) for each in self._formats))
+        notes = [*dict.fromkeys(each.note(dtype, kernels) for each in self._formats)]
+        return "; ".join([*notes, *(["the scales of the KV cache are not used"] if self._has_cache_scales else [])])
 
 
 class CodedLayer(LayerFormat):

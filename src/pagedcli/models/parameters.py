@@ -32,8 +32,10 @@ def decoder_parameters(
     embedding = make.table(f"{names.body}.{names.embedding}.weight", spec.vocab_size, head if tied else WEIGHT)
     last = replace(make, norms=replace(spec.norm, offset=spec.norm.offset and spec.norm.offset_last))
     parameters = {"embedding": embedding, **last.layer_norm("final_norm", f"{names.body}.{names.final_norm}")}
-    if not tied:
-        parameters["lm_head"] = make.table("lm_head.weight", spec.vocab_size, head)
+    if not tied and weight_format.lm_head.stacks:
+        parameters["lm_head"] = make.table("lm_head.weight", spec.vocab_size)
+    elif not tied:
+        parameters |= make.linear("lm_head", {"lm_head": spec.vocab_size}, spec.hidden_size)
     if spec.head_bias:
         parameters["lm_head.bias"] = Parameter({"lm_head.bias": (spec.vocab_size,)}, stored=VECTOR)
     parameters |= _layer_inputs(spec, make)

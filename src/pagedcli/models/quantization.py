@@ -21,9 +21,9 @@ from pagedcli.models.stored_quantization import (
 )
 
 
-def read_quantization(config: dict[str, Any], where: Path) -> Quantization | None:
+def read_quantization(config: dict[str, Any], where: Path, *, tied: bool = False) -> Quantization | None:
     """The quantization of a checkpoint by its config.json at `where`; None if it has none, or if its weights become
-    plain numbers when they are read. A tied output layer is never quantized.
+    plain numbers when they are read. `tied`: the output layer is the embedding table, which is never quantized.
 
     Raises: ModelError that names the method and the reason if its weights cannot be read.
     """
@@ -39,14 +39,16 @@ def read_quantization(config: dict[str, Any], where: Path) -> Quantization | Non
         return None  # models.bitsandbytes unpacks them to plain numbers
     if method not in READERS:
         raise refusal(where, method, REFUSED.get(method, "an unknown method"))
-    quantization = Quantization(READERS[method](content, where))
+    has_cache_scales = any(content.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
+    quantization = Quantization(READERS[method](content, where), has_cache_scales)
     for stored in quantization.formats:
         for pattern in (*stored.targets, *stored.skipped):
             _check_pattern(pattern, where)
-    names_head = any("lm_head" in stored.targets for stored in quantization.formats)
-    names_head |= method in ("compressed-tensors", "modelopt")
-    if names_head and not config.get("tie_word_embeddings") and quantization.covers("lm_head"):
-        raise refusal(where, method, "its output layer is quantized, too")
+    if tied or method not in _QUANTIZES_HEAD:
+        if not tied and any("lm_head" in stored.targets for stored in quantization.formats):
+            raise refusal(where, method, "its output layer is quantized, too")
+        formats = tuple(replace(each, skipped=(*each.skipped, "lm_head")) for each in quantization.formats)
+        return replace(quantization, formats=formats)
     return quantization
 
 
@@ -56,6 +58,9 @@ def refusal(where: Path, method: str, why: str) -> ModelError:
         f"{where}: quantization_config {method!r} is not supported ({why})",
         hint=f"use the unquantized version of the model, or one of: {', '.join(READABLE)}",
     )
+
+
+_QUANTIZES_HEAD = ("compressed-tensors", "modelopt")  # methods that quantize the output layer unless they skip it
 
 
 # ---------------------------------------------------------------------- one method each
@@ -230,7 +235,6 @@ class _Fp8(msgspec.Struct):
     weight_block_size: list[int] | None = None
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
     scale_fmt: str | None = None
 
 
@@ -238,8 +242,6 @@ def _fp8(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]
     fields, method = convert(content, _Fp8, where), content["quant_method"]
     if fields.fmt not in ("e4m3", "float8_e4m3fn"):
         raise refusal(where, method, f"fmt {fields.fmt}")
-    if fields.kv_cache_scheme is not None:
-        raise refusal(where, method, "scales of a quantized KV cache")
     if fields.scale_fmt not in (None, "float"):
         raise refusal(where, method, f"scale_fmt {fields.scale_fmt}")
     block = _block(fields.weight_block_size, where, method)
@@ -290,24 +292,29 @@ def _of_model_optimizer(where: Path) -> dict[str, Any] | None:
 
 
 def _modelopt(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
-    """Scales of activations and of the KV cache, which it may say, are not used."""
+    """Of thousands of named layers, those of one format are one entry."""
     fields = convert(content, _ModelOpt, where)
     skipped = tuple(map(_wildcards, (*(fields.ignore or ()), *(fields.exclude_modules or ()))))
-    if fields.quant_algo != "MIXED_PRECISION":
+    if (fields.quant_algo or "").upper() != "MIXED_PRECISION":
         return (_modelopt_layers(fields, (), skipped, where),)
-    layers = fields.quantized_layers or {}
-    if not layers:
+    names: dict[StoredQuantization, list[str]] = {}
+    for name, each in (fields.quantized_layers or {}).items():
+        names.setdefault(_modelopt_layers(each, (), skipped, where), []).append(_wildcards(name))
+    if not names:
         raise refusal(where, "modelopt", "MIXED_PRECISION without quantized_layers")
-    return tuple(_modelopt_layers(each, (_wildcards(name),), skipped, where) for name, each in layers.items())
+    return tuple(replace(stored, targets=tuple(targets)) for stored, targets in names.items())
 
 
 def _modelopt_layers(
     fields: _Algorithm, targets: tuple[str, ...], skipped: tuple[str, ...], where: Path
 ) -> StoredQuantization:
     layout: Layout
-    if fields.quant_algo == "NVFP4" and fields.group_size in (None, 16):
+    algorithm = (fields.quant_algo or "").upper()
+    if algorithm in ("NVFP4", "W4A16_NVFP4") and fields.group_size in (None, 16):
         layout, bits, group_size = "nvfp4", 4, 16
-    elif fields.quant_algo == "FP8":
+    elif algorithm == "MXFP8" and fields.group_size in (None, 32):
+        layout, bits, group_size = "mxfp8", 8, 32
+    elif algorithm == "FP8":
         layout, bits, group_size = "float8", 8, None
     else:
         groups = "" if fields.group_size is None else f" in groups of {fields.group_size}"
@@ -349,7 +356,6 @@ class _CompressedTensors(msgspec.Struct):
     config_groups: dict[str, _CtGroup]
     format: str = "dense"
     ignore: list[str] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
 
@@ -357,8 +363,6 @@ class _CompressedTensors(msgspec.Struct):
 def _compressed_tensors(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
     fields = convert(content, _CompressedTensors, where)
     name, sparsity = "compressed-tensors", (fields.sparsity_config or {}).get("format", "dense")
-    if fields.kv_cache_scheme is not None:
-        raise refusal(where, name, "scales of a quantized KV cache")
     if sparsity != "dense":
         raise refusal(where, name, f"sparse weights, {sparsity}")
     if (fields.transform_config or {}).get("config_groups"):

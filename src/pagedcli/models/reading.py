@@ -124,7 +124,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         eos_token_ids=stop_ids(path, fields.eos_token_id),
         bos_token_id=fields.bos_token_id,
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
-        quantization=read_quantization(config, where),
+        quantization=read_quantization(config, where, tied=fields.tie_word_embeddings),
     )
 
 

@@ -77,8 +77,8 @@ def shard_parameters(
     return {key: replace(p, parts=_parts(key, p, spec, parallel)) for key, p in parameters.items()}
 
 
-_TABLES = ("embedding", "lm_head", "layer_table", "key_up", "value_up")  # split along their first dimension
-_BY_OUTPUTS = ("qkv", "gate_up", "up", "latents", "queries", "latents_up")
+_TABLES = ("embedding", "layer_table", "key_up", "value_up")  # split along their first dimension
+_BY_OUTPUTS = ("lm_head", "qkv", "gate_up", "up", "latents", "queries", "latents_up")
 _BY_INPUTS = ("out", "down")
 _OF_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")  # modules of latent attention whose outputs are those of heads
 

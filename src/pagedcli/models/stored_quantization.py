@@ -28,7 +28,7 @@ READABLE: Mapping[str, str] = {
     "bitsandbytes": "4 bits, NF4 and FP4, with and without double quantization, widened while they are read",
     "fp8": "FP8 e4m3, per tensor or in blocks",
     "fbgemm_fp8": "FP8 e4m3, per channel",
-    "modelopt": "NVFP4; FP8 e4m3, per tensor; single layers in either or in none",
+    "modelopt": "NVFP4; MXFP8; FP8 e4m3, per tensor; single layers in one of these or in none",
     "mxfp4": "MXFP4 experts: e2m1 in groups of 32 that share a power of 2",
 }
 # packing_format of AutoRound -> the layout that it equals, and what is added to stored zero points.
@@ -83,7 +83,7 @@ class StoredQuantization:
 
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
-        if self.targets and not any(_matches(pattern, module) for pattern in self.targets):
+        if self.targets and module not in self.targets and not any(_matches(each, module) for each in self.targets):
             return False
         return not any(_matches(pattern, module) for pattern in self.skipped)
 
@@ -108,6 +108,7 @@ class Quantization:
     quantized."""
 
     formats: tuple[StoredQuantization, ...]
+    has_cache_scales: bool = False  # whether it has scales for a KV cache of 8 bits, which are not used
 
     @property
     def method(self) -> str:
