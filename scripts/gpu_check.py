@@ -52,6 +52,7 @@ SPEED = {
     "products": 60,
     "memory": 60,
     "workload": 170,
+    "steps": 60,
     "sampling": 90,
     "mixed": 150,
     "shapes": 120,
@@ -125,6 +126,8 @@ def run_part(name: str, log: Path, limit: float, *, dry_run: bool, part: str | N
     """Run a stage, or a part of its cases, with its children; what it says is appended to `log`."""
     threads = 1 if dry_run or name == "ahead" else 4  # `ahead` starts up to 16 processes
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
+    paths = [str(STAGES.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]  # for the processes that a stage starts
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"TRITON_INTERPRET": "1"} if dry_run else {}
     environment |= {"CUDA_LAUNCH_BLOCKING": "1"} if part is not None else {}
     problem = None

@@ -1,5 +1,5 @@
-"""The stages of gpu_check.py that run whole engines: their tokens against transformers, against a CPU and against each
-other, in float32, where other batch shapes hardly change a choice.
+"""The stages of gpu_check.py that run whole engines: their tokens against a CPU's and against each other, in float32,
+where other batch shapes hardly change a choice. The tests hold the CPU's tokens to those of transformers.
 """
 
 import tempfile
@@ -112,7 +112,7 @@ def smoke(scale: Scale, rows: Rows) -> Result:
 
 
 def families(scale: Scale, rows: Rows) -> Result:
-    """Greedy tokens of every family and of transformers on a CPU, for small random models."""
+    """Greedy tokens of every family on the GPU and on a CPU, for small random models."""
     return check_families(scale, rows, FAMILIES if scale.on_gpu else {"qwen3": {}})
 
 
@@ -123,7 +123,7 @@ def hybrids(scale: Scale, rows: Rows) -> Result:
 
 
 def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: int = 1, **options: Any) -> Result:
-    """Tokens of all families and of transformers on a CPU."""
+    """Tokens of all families and of a CPU."""
     from model_zoo import tiny_model
 
     from pagedcli.sampling_params import SamplingParams
@@ -137,7 +137,7 @@ def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: in
         with tempfile.TemporaryDirectory() as folder:
             try:
                 path = tiny_model(family, Path(folder) / "model", **chosen[family])
-                expected = transformers_tokens(path, prompts, num_new)
+                expected = generate(engine_of(path, "cpu"), prompts, params)
                 engine = judged(scale, path, chunked_prefill_size=7, **options)
                 equal = [num_equal(generate(engine, prompts, params), expected) for _ in range(repeats)]
                 row |= {"equal": min(equal), "cached": engine.stats.num_cached_tokens}
@@ -150,17 +150,7 @@ def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: in
                 row |= {"equal": 0, "problem": problem_of(error)}
         rows.append(row)
     equal = [row["family"] for row in rows if row["equal"] >= 0.95 * num_prompts]
-    return len(equal) == len(names), f"tokens equal to transformers: {', '.join(equal)}"
-
-
-def transformers_tokens(path: Path, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """Greedy tokens by transformers on the CPU, each prompt alone."""
-    import transformers as hf
-
-    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
-    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    return len(equal) == len(names), f"tokens equal to a CPU's: {', '.join(equal)}"
 
 
 def requests(scale: Scale, rows: Rows) -> Result:

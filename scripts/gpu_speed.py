@@ -63,6 +63,57 @@ def random_prompts(scale: Scale, count: int, length: int, *, seed: int) -> list[
     return [[rng.randint(3, top_id) for _ in range(length)] for _ in range(count)]
 
 
+def steps(scale: Scale, rows: Rows) -> Result:
+    """What a decode step of the scale's model takes, and its kernels: the longest ones, and all of them together."""
+    from pagedcli.sampling_params import SamplingParams
+
+    length, num_new = (600, 48) if scale.on_gpu else (5, 4)
+    params = SamplingParams(temperature=0.6, max_tokens=num_new, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(scale, Path(folder), enable_prefix_caching=False)
+        for num_seqs in (1, 16, 64, 256) if scale.on_gpu else (1, 2):
+            for turn in range(2):  # the first compiles
+                for number, prompt in enumerate(random_prompts(scale, num_seqs, length, seed=turn)):
+                    engine.add_request(str(number), prompt, params)
+                while engine.stats.num_generated_tokens % (num_seqs * num_new) < 2 * num_seqs:
+                    engine.step()  # until every prompt has its first tokens
+                spent, seconds, count = _profiled(engine, scale, (num_new - 4) // 2 if scale.on_gpu else 1)
+                while engine.has_unfinished_requests():
+                    engine.step()
+            kernels = sorted(spent.items(), key=lambda item: -item[1][0])
+            rows.append({
+                "sequences": num_seqs, "ms per step": round(seconds / count * 1e3, 3),
+                "kernels ms": round(sum(us for us, _ in spent.values()) / count / 1e3, 3),
+                "kernels": round(sum(number for _, number in spent.values()) / count),
+                "longest, us per step": ", ".join(
+                    f"{name} {us / count:.0f} ({number / count:.0f}x)" for name, (us, number) in kernels[:9]
+                ),
+            })  # fmt: skip
+    return True, "ms per step: " + ", ".join(f"{row['sequences']} sequences {row['ms per step']}" for row in rows)
+
+
+def _profiled(engine: Any, scale: Scale, count: int) -> tuple[dict[str, tuple[float, int]], float, int]:
+    """Microseconds and launches of each kernel in so many steps, and the seconds of as many that nobody watched."""
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize(scale)
+    start = time.perf_counter()
+    for _ in range(count):
+        engine.step()
+    synchronize(scale)
+    seconds = time.perf_counter() - start
+    activity = ProfilerActivity.CUDA if scale.on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as watched:
+        for _ in range(count):
+            engine.step()
+        synchronize(scale)
+    spent = {
+        each.key[:60]: (each.self_device_time_total if scale.on_gpu else each.self_cpu_time_total, each.count)
+        for each in watched.key_averages()
+    }
+    return {name: cost for name, cost in spent.items() if cost[0] > 0}, seconds, count
+
+
 def sampling(scale: Scale, rows: Rows) -> Result:
     """A full batch, all rows with the same kind of sampling: the time of a step against greedy's."""
     from pagedcli.sampling_params import SamplingParams

@@ -240,7 +240,7 @@ RUN: dict[str, Callable[[Scale, Rows], Result]] = {
         *(gpu_engines.smoke, gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
         *(gpu_engines.hybrids, gpu_engines.windows),
         *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
-        *(gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),
+        *(gpu_speed.steps, gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),
         *(gpu_tools.sanitizer, gpu_tools.profiler, gpu_tools.tiles),
     )
 }
