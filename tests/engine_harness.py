@@ -1,6 +1,7 @@
 """Prompts for an engine, and a run that checks the block pool after each step."""
 
 import random
+import time
 
 from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
@@ -41,6 +42,6 @@ def run(engine, prompts, params):
     return [[sample.token_ids for sample in outputs[str(i)].samples] for i in range(len(prompts))]
 
 
-def make_engine(path, *, emit=None, trace_tokens=False, **config):
+def make_engine(path, *, emit=None, trace_tokens=False, clock_ns=time.perf_counter_ns, **config):
     config = EngineConfig(model=str(path), device="cpu", **{"dtype": "float32", "max_num_seqs": 16, **config})
-    return LLMEngine(config, emit=emit, trace_tokens=trace_tokens)
+    return LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)

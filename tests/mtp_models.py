@@ -94,15 +94,17 @@ class ReferenceHead:
         self.norms = [norm + (begin == "mtp.") for norm in norms]  # Qwen stores them less 1
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int], num_guesses: int) -> list[torch.Tensor]:
-        """For the tokens after the given ones: of each guess [V], the next one after the likeliest of the last."""
+    def logits(self, token_ids: list[int], num_guesses: int, *, begin: int = 0) -> list[torch.Tensor]:
+        """For the tokens after the given ones: of each guess [V], the next one after the likeliest of the last. The
+        head sees the tokens from `begin` on."""
         ids, found = torch.tensor([token_ids]), []
-        hidden = self.model.model(ids[:, :-1]).last_hidden_state
+        hidden = self.model.model(ids[:, :-1]).last_hidden_state[:, begin:]
+        ids = ids[:, begin:]
         for _ in range(num_guesses):
             embedded = self._norm(self.model.get_input_embeddings()(ids[:, 1:]), 0)
             x = torch.cat((embedded, self._norm(hidden, 1)), dim=-1) @ self.projection.T
             length = x.shape[1]
-            positions = torch.arange(length)[None]
+            positions = torch.arange(begin, begin + length)[None]
             mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
             given = {"attention_mask": mask, "position_ids": positions}
             if self.rotary is not None:

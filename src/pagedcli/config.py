@@ -226,7 +226,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Speculation,
         _batching(
             "Guess next tokens from the row's text and finished answers, or by the model's MTP head (mtp), and check"
-            " them in one step, CPU only; auto: from texts, only where it pays",
+            " them in one step, CPU only; auto: from both, only where it pays",
             affects_rows=False,
         ),
     ] = "off"

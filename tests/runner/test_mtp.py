@@ -2,6 +2,7 @@
 changes a bit."""
 
 import json
+import random
 import shutil
 import threading
 from pathlib import Path
@@ -14,17 +15,23 @@ from engine_harness import make_engine, ragged_prompts
 from gguf_conversions import converted
 from model_zoo import cached_model
 from mtp_models import HEAD_FAMILIES, ReferenceHead, model_with_head
+from oracle import Oracle
 from quick import slow_but
 from safetensors.torch import load_file, save_file
 
 from pagedcli.bench.calibration import calibration_config
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.config import EngineConfig
+from pagedcli.core.drafting import EveryGuess
+from pagedcli.core.drafts import HeadDrafter
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.reading import native_spec, read_spec
+from pagedcli.planning import step_time
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
+from pagedcli.planning.step_time import StepTime, save_step_time
+from pagedcli.records import size
 from pagedcli.runner import weight_cache
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -56,7 +63,20 @@ def folder(tmp_path_factory):
     return make
 
 
-def outcome(path, *, speculation="mtp", params=KINDS, **config):
+class Pausing(EveryGuess):
+    """Runs the head in some steps and not in others."""
+
+    head_pauses = True
+
+    def __init__(self):
+        super().__init__(HeadDrafter())
+        self.random = random.Random(0)
+
+    def ahead(self, seqs, most):
+        return [self.random.randint(0, each) for each in most()] if self.random.random() < 0.7 else None
+
+
+def outcome(path, *, speculation="mtp", params=KINDS, drafting=None, **config):
     """Tokens, ends and log-probabilities of every sample, and the engine."""
     checker, rebuilt = TraceChecker(), PoolState()
 
@@ -65,6 +85,7 @@ def outcome(path, *, speculation="mtp", params=KINDS, **config):
         rebuilt.apply(event)
 
     engine = make_engine(path, emit=emit, trace_tokens=True, speculation=speculation, seed=5, **config)
+    engine.scheduler.drafting = engine.scheduler.drafting if drafting is None else drafting(engine)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, params[i % len(params)])
     outputs = {}
@@ -105,6 +126,60 @@ def test_guesses_are_those_of_the_published_formula(family, folder):
             num_guesses.append(len(seq.ahead))
     assert len(num_guesses) > 4
     assert max(num_guesses) > 1
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
+def test_after_steps_without_the_head_it_sees_the_tokens_since_then(family, folder):
+    path, prompt = folder(family), PROMPTS[3]
+    reference, num_compared = ReferenceHead(path), 0
+    engine = make_engine(path, speculation="mtp", block_size=1, **{**ROOMY, "num_gpu_blocks_override": 400})
+    engine.scheduler.drafting = Pausing()
+    engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    [seq] = engine.scheduler.waiting
+    while engine.has_unfinished_requests():
+        engine.step()
+        if seq.ahead and seq.finish_reason is None:
+            expected = reference.logits(seq.token_ids, len(seq.ahead), begin=seq.head_begin)
+            assert list(seq.ahead) == [each.argmax().item() for each in expected]
+            num_compared += seq.head_begin > len(prompt)
+    assert num_compared > 5
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("limits", [pytest.param(ROOMY, marks=pytest.mark.slow), TINY], ids=["roomy", "tiny"])
+@pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
+def test_a_head_that_runs_in_some_steps_changes_no_bit(family, limits, folder):
+    path = folder(family, 0.1)
+    expected, _ = outcome(path, speculation="off", **ROOMY)
+    found, engine = outcome(path, drafting=lambda _: Pausing(), **limits)
+    assert found == expected
+    assert by_default(engine.stats.drafted["mtp"] > 20)
+
+
+@pytest.mark.parametrize(("branches", "num_tokens"), [(0.0, 30), pytest.param(None, 120, marks=pytest.mark.slow)])
+def test_auto_uses_the_head_where_its_guesses_are_right(branches, num_tokens, folder):
+    """By a clock on which steps take a second, and the head what it takes. Nothing is guessed from texts."""
+    path, now_ns = folder("qwen3_5", branches), [0]
+
+    def on_clock(engine):
+        def observe(_):
+            now_ns[0] += 10**9
+
+        engine.observe_work, engine.scheduler.drafting.drafter = observe, Oracle({})
+        return engine.scheduler.drafting
+
+    params = SamplingParams(temperature=0.0 if branches == 0 else 1.0, max_tokens=num_tokens, ignore_eos=True, seed=1)
+    limits = {**ROOMY, "max_model_len": 256, "max_num_seqs": 2}
+    expected, without = outcome(path, speculation="off", params=[params], **limits)
+    found, engine = outcome(path, speculation="auto", params=[params], drafting=on_clock, clock_ns=lambda: now_ns[0],
+                            **limits)  # fmt: skip
+    assert found == expected
+    stats = engine.stats
+    if branches == 0:
+        assert stats.accepted["mtp"] > 0.9 * stats.drafted["mtp"] > 60
+        assert stats.num_steps < 0.7 * without.stats.num_steps
+    else:
+        assert 0 < stats.drafted["mtp"] < 0.1 * stats.num_generated_tokens
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
@@ -168,8 +243,12 @@ def decision(path, **config):
 @pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
 def test_the_head_counts_in_the_plan_only_where_it_guesses(family, folder):
     path = folder(family)
-    off, mtp = (decision(path, speculation=each) for each in ("off", "mtp"))
+    off, mtp, auto = (decision(path, speculation=each) for each in ("off", "mtp", "auto"))
     assert decision(path, speculation="ngram").footprint == off.footprint
+    assert (auto.footprint, auto.plan.block_bytes) == (mtp.footprint, mtp.plan.block_bytes)
+    assert auto.time_key == mtp.time_key == off.time_key
+    per_block = f"{size(auto.plan.block_bytes)} per block instead of {size(off.plan.block_bytes)}"
+    assert auto.plan.notes[-1].endswith(f" of weights, and {per_block}")
     names = load_file(path / "model.safetensors")
     own = [name for name in names if name.startswith(("mtp.", f"model.layers.{off.spec.num_layers}."))]
     tables = ("embed_tokens.weight", "shared_head.head.weight")
@@ -181,6 +260,17 @@ def test_the_head_counts_in_the_plan_only_where_it_guesses(family, folder):
     note = guess_note(mtp, None, None, knows_answers=True, forecast=None)
     assert note is not None
     assert note.startswith("speculation: mtp; how many of its guesses are right shows only the run")
+
+
+def test_auto_does_without_the_head_where_it_would_be_of_no_use(folder, tmp_path, monkeypatch):
+    path = folder("qwen3_5")
+    assert not decision(path, speculation="auto", prefix_store=str(tmp_path)).spec.uses_head
+    monkeypatch.setattr(step_time, "cache_folder", lambda: tmp_path)
+    knots = ((1, 0.01), (3, 0.02))  # three rows take twice as long as one
+    known = StepTime(prompts=knots, decodes=knots, attended_by_prompts_s=0.0, attended_by_decodes_s=0.0)
+    assert decision(path, speculation="auto").spec.uses_head
+    save_step_time(decision(path).time_key, known)
+    assert not decision(path, speculation="auto").spec.uses_head
 
 
 def test_a_model_without_a_head_is_refused_by_name(tmp_path_factory):

@@ -3,15 +3,16 @@
 Used by the scheduler; needs no torch. What is decided here changes how long a run takes, never what it generates.
 """
 
+import operator
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
-from pagedcli.core.drafts import Draft, Drafter, HeadDrafter, NgramDrafter, draft_of
+from pagedcli.core.drafts import Draft, Drafter, HeadDrafter, NgramDrafter, draft_of, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
 from pagedcli.events import DraftSource, Speculation
@@ -22,6 +23,14 @@ FIRST_TRIES = 0.5  # the account at first, in steps without guesses
 UNKNOWN_RISK = 1.0  # least assumed cost of several guesses of which no step is timed, in steps without guesses
 MOST_SAVED = 8.0  # the most in the account, in steps without guesses
 STEPS_BETWEEN_TRIES = 16  # steps between two with guesses that are not expected to pay
+STEPS_BETWEEN_ESTIMATES = 4  # steps between two that look whether the head pays by now
+STEPS_WITHOUT_AHEAD = 16  # steps in which the head runs for its K and V alone, as texts repeat themselves
+UNKNOWN_HEAD = (
+    0.25  # assumed time of the head before it has run, for a token of each sequence, in steps without guesses
+)
+PROMPT_HEADS = (
+    2  # times its own that the head takes of a prompt: the model's last layer computes all tokens for it, too
+)
 STEPS_WITH_GUESSES = 64  # the most in a row; a step without guesses then is timed again
 STEPS_KNOWN = 256  # the age at which the time with a number of guesses is forgotten
 FEWEST_PLAIN = 2  # timed steps without guesses before the first with some
@@ -51,7 +60,8 @@ class Drafting(Protocol):
     """Decides what steps check."""
 
     drafter: Drafter
-    head: HeadDrafter | None  # the drafter, if it needs the model's head
+    head: HeadDrafter | None  # drafts what the model's head guessed; None: the head is not used
+    head_pauses: bool  # whether there are steps in which the head does not run
 
     def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
         """The places of sequences of a step, and what it guesses of each."""
@@ -62,8 +72,12 @@ class Drafting(Protocol):
     def ended(self, seq: Sequence) -> None:
         """A sequence has ended, by itself or not."""
 
-    def step_took(self, step_ns: int) -> None:
-        """The step for which `choose` was called last has ended."""
+    def ahead(self, seqs: Items[Sequence], most: Callable[[], list[int]]) -> list[int] | None:
+        """How many tokens the model's head guesses of each sequence after the step for which `choose` was called last.
+        None: the head does not run. `most`: gives the most that it can guess of each."""
+
+    def step_took(self, step_ns: int, head_ns: int = 0) -> None:
+        """The step for which `choose` was called last has ended; the head took a part of its time."""
 
 
 def guess(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
@@ -73,6 +87,8 @@ def guess(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
 
 class EveryGuess:
     """Checks every guess, as far as the step has room."""
+
+    head_pauses = False
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -95,7 +111,10 @@ class EveryGuess:
     def ended(self, seq: Sequence) -> None:
         self.drafter.ended(seq)
 
-    def step_took(self, step_ns: int) -> None:
+    def ahead(self, seqs: Items[Sequence], most: Callable[[], list[int]]) -> list[int] | None:
+        return most()
+
+    def step_took(self, step_ns: int, head_ns: int = 0) -> None:
         pass
 
 
@@ -111,35 +130,121 @@ class GuessesThatPay:
     Chances and times can be wrong, so there is an account of time: each step pays a small share into it, right guesses
     pay what they save, and wrong ones, looking for guesses and trying again are paid from it. While it is empty,
     nothing is guessed: so a run loses no more than that share, however wrong the guesses are.
+
+    The model's head guesses at the end of a step, before it is known what else is guessed in the next one. It runs
+    where the guesses are expected to pay for its time, too, and that time is paid from the account.
     """
 
-    head: HeadDrafter | None = None
+    head_pauses = True
 
     def __init__(
-        self, drafter: Drafter, *, clock_ns: Callable[[], int], least_ns: Callable[[int], float] | None = None
+        self,
+        drafter: Drafter,
+        *,
+        clock_ns: Callable[[], int],
+        least_ns: Callable[[int], float] | None = None,
+        head: HeadDrafter | None = None,
     ) -> None:
-        self.drafter = drafter
+        self.drafter, self.head = drafter, head
+        self._head_times = _HeadTimes()
+        self._head_pays = False  # by the latest estimate, which steps with prompts rely on
+        self._num_ahead = self._depth = 0  # sequences of which the head guesses in the step that runs, and how far
+        self._last_head_try = self._last_estimate = self._last_ahead = 0  # steps that only decode
         self._clock_ns = clock_ns
         self._times = _StepTimes(least_ns)
         self._chances = _Chances()
         self._account_ns: float | None = None  # None: no step has been timed
         self._num_steps = self._last_try = self._last_plain = 0  # steps that only decode
         self._num_seqs = 0  # sequences of the step that runs; 0: it is not one that only decodes
+        self._budget = 0  # tokens that it may guess
+        self._chosen: list[tuple[int, Draft]] = []  # what it guesses
         self._num_drafted = self._num_accepted = self._num_behind = self._choose_ns = 0  # counts of that step
 
     def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
         self._num_seqs = len(seqs) if room.only_decodes and room.budget > 0 else 0
-        self._num_behind = room.num_behind
-        self._num_drafted = self._num_accepted = self._choose_ns = 0
+        self._num_behind, self._budget = room.num_behind, room.budget
+        self._num_drafted = self._num_accepted = self._choose_ns = self._num_ahead = 0
+        self._chosen = []
         if not self._num_seqs or self._account_ns is None or self._account_ns <= 0:
             return []
         plain_ns = self._times.plain_ns(self._num_seqs)
         if plain_ns is None or self._num_steps - self._last_plain >= STEPS_WITH_GUESSES:
             return []
         start_ns = self._clock_ns()
-        chosen = self._worth(self._guesses(seqs, room, start_ns + self._account_ns), plain_ns, room.budget)
+        self._chosen = self._worth(self._guesses(seqs, room, start_ns + self._account_ns), plain_ns, room.budget)
         self._choose_ns = self._clock_ns() - start_ns
-        return chosen
+        return self._chosen
+
+    def ahead(self, seqs: Items[Sequence], most: Callable[[], list[int]]) -> list[int] | None:
+        if self._account_ns is None or self._account_ns <= 0:
+            return None
+        if not self._num_seqs:  # K and V of the tokens for later guesses, and none now: prompts may come next, too
+            return [0] * len(seqs) if self._head_pays else None
+        plain_ns = self._times.plain_ns(self._num_seqs)
+        if plain_ns is None:
+            return [0] * len(seqs) if self._head_pays else None
+        if not self._head_pays and self._num_steps - self._last_estimate < STEPS_BETWEEN_ESTIMATES:
+            return None
+        start_ns, self._last_estimate = self._clock_ns(), self._num_steps
+        size = self._size_ahead(seqs, plain_ns)
+        counts = self._counts_ahead(seqs, size, most()) if size else [0] * len(seqs)
+        self._num_ahead, self._depth = sum(map(bool, counts)), max(counts)
+        if self._num_ahead:
+            self._last_ahead = self._num_steps
+        self._choose_ns += self._clock_ns() - start_ns
+        is_wanted = self._head_pays and self._num_steps - self._last_ahead < STEPS_WITHOUT_AHEAD
+        return counts if self._num_ahead or is_wanted else None
+
+    def _size_ahead(self, seqs: Items[Sequence], plain_ns: float) -> int:
+        """How many tokens of all sequences together the head should guess; 0: none."""
+        assert self._account_ns is not None
+        num_seqs, chances = self._num_seqs, self._chances.of_head(seqs)
+        sums = list(accumulate(chances, initial=0.0))
+        best = untried = most = 0
+        best_gain, is_due = 0.0, self._num_steps - self._last_head_try >= STEPS_BETWEEN_TRIES
+        for size in _SIZES:
+            depth, num_deeper = divmod(size, num_seqs)
+            took_ns = self._times.with_guesses_ns(num_seqs, size, plain_ns)
+            if size > min(self._budget, num_seqs * MOST_DRAFTED) or took_ns is None:
+                break
+            head_ns = self._head_times.of(min(size, num_seqs), -(-size // num_seqs), plain_ns)
+            risk_ns = head_ns + self._risk_ns(size, took_ns, plain_ns)
+            if risk_ns > self._account_ns:
+                break
+            right = num_seqs * sums[depth] + (num_deeper and num_deeper * chances[depth])
+            gain = (1 + right / num_seqs) * plain_ns / (took_ns + head_ns)
+            if gain > best_gain:
+                best, best_gain = size, gain
+            if gain >= LEAST_GAIN and not self._times.is_known(num_seqs, size):
+                untried = size
+            if size == 1 or risk_ns <= self._account_ns / 2:
+                most = size
+        self._head_pays = best_gain >= LEAST_GAIN
+        if self._num_steps + 1 - self._last_plain >= STEPS_WITH_GUESSES:  # the next step checks none
+            return 0
+        if self._head_pays:
+            return max(best, untried)
+        if not is_due or not most:
+            return 0
+        self._last_head_try, self._last_try = self._num_steps, self._num_steps - STEPS_BETWEEN_TRIES  # checked next
+        return most
+
+    def _counts_ahead(self, seqs: Items[Sequence], size: int, most: list[int]) -> list[int]:
+        """The guesses of each sequence: of those with more left first, and of none whose text repeats itself more
+        surely than the head guesses."""
+        counts, first = [0] * len(seqs), self._chances.of_head(seqs)[0]
+        repeating = {
+            place
+            for place, draft in self._chosen
+            if draft.source != "mtp" and self._chances.of(seqs[place], draft)[0] > first
+        }
+        places = [place for place in range(len(seqs)) if most[place] > 0 and place not in repeating]
+        places.sort(key=lambda place: len(seqs[place].token_ids) - seqs[place].max_num_tokens)
+        if places:
+            depth, num_deeper = divmod(size, len(places))
+            for index, place in enumerate(places):
+                counts[place] = min(most[place], depth + (index < num_deeper))
+        return counts
 
     def checked(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
         self.drafter.checked(seq, num_accepted)
@@ -152,11 +257,15 @@ class GuessesThatPay:
         self.drafter.ended(seq)
         self._chances.forget(seq)
 
-    def step_took(self, step_ns: int) -> None:
+    def step_took(self, step_ns: int, head_ns: int = 0) -> None:
         if not self._num_seqs:
+            if self.head is not None and self._account_ns is not None:
+                self._account_ns += SHARE_OF_TRIES * step_ns - PROMPT_HEADS * head_ns
             return
         self._num_steps += 1
-        took_ns = step_ns - self._choose_ns
+        took_ns = step_ns - self._choose_ns - head_ns
+        if self._num_ahead:
+            self._head_times.add(self._num_ahead, self._depth, head_ns)
         has_guesses = self._num_drafted or self._num_behind  # or what is left of those of the step before
         if not has_guesses:
             self._last_plain = self._num_steps
@@ -169,7 +278,7 @@ class GuessesThatPay:
             return
         assert self._account_ns is not None, "it is opened when the first time is known"
         saved_ns = plain_ns * (1 + self._num_accepted / self._num_seqs) - took_ns if has_guesses else 0
-        account_ns = self._account_ns + saved_ns - self._choose_ns + SHARE_OF_TRIES * took_ns
+        account_ns = self._account_ns + saved_ns - self._choose_ns - head_ns + SHARE_OF_TRIES * took_ns
         self._account_ns = min(account_ns, MOST_SAVED * plain_ns)
 
     def _guesses(self, seqs: Items[Sequence], room: Room, end_ns: float) -> list[tuple[int, Draft, list[float], int]]:
@@ -179,10 +288,21 @@ class GuessesThatPay:
         for place, seq in enumerate(seqs):
             if self._clock_ns() > end_ns:  # the account has no more for looking
                 break
-            if (draft := guess(self.drafter, seq, room.most(seq))) is not None:
+            most = room.most(seq)
+            if most > 0 and seq.can_draft and (draft := self._guess(seq, most)) is not None:
                 num_left = seq.max_num_tokens - len(seq.token_ids)
                 found.append((place, draft, self._chances.of(seq, draft), num_left))
         return found
+
+    def _guess(self, seq: Sequence, most: int) -> Draft | None:
+        """The guess from texts or of the head, of which more is expected to be right."""
+        draft = self.drafter.draft(seq, most)
+        ahead = None if self.head is None else self.head.draft(seq, most)
+        if ahead is not None and (
+            draft is None or sum(self._chances.of(seq, ahead)) > sum(self._chances.of(seq, draft))
+        ):
+            draft = ahead
+        return within_grammar(draft, seq, most)
 
     def _worth(
         self, guesses: list[tuple[int, Draft, list[float], int]], plain_ns: float, budget: int
@@ -214,7 +334,9 @@ class GuessesThatPay:
                 best, best_gain = size, gain
             if gain >= LEAST_GAIN and not self._times.is_known(num_seqs, size):
                 untried = size
-        if best_gain < LEAST_GAIN:
+        # guesses of the head are there already, so what they took does not count any more
+        is_paid = any(draft.source == "mtp" for _, draft, _, _ in guesses)
+        if best_gain < (1.0 if is_paid else LEAST_GAIN):
             best = self._size_of_try(sizes, plain_ns)
         elif untried > best:  # even if it were worse than the best, it would be better than nothing
             best = untried
@@ -339,15 +461,52 @@ class _Chances:
         own[0] = KEPT_OF_OWN * own[0] + num_accepted
         own[1] = KEPT_OF_OWN * own[1] + num_tried
 
+    def of_head(self, seqs: Items[Sequence]) -> list[float]:
+        """The chances that all tokens of a guess of the head up to each are right, in the mean of these sequences."""
+        places, chances = self._run["mtp"], list[float]()
+        run = [places[i][0] / places[i][1] if i < len(places) else UNKNOWN_RIGHT / UNKNOWN_TRIED
+               for i in range(MOST_DRAFTED)]  # fmt: skip
+        known = [each["mtp"] for seq in seqs if (each := self._own.get(seq.seq_id)) is not None and "mtp" in each]
+        num_unknown = len(seqs) - len(known)
+        for place in range(MOST_DRAFTED):
+            own = [(right + OWN_WEIGHT * run[place]) / (tried + OWN_WEIGHT) for right, tried in known]
+            chances.append((sum(own) + num_unknown * run[place]) / len(seqs))
+        return list(accumulate(chances, operator.mul))
+
     def forget(self, seq: Sequence) -> None:
         """A sequence has ended."""
         self._own.pop(seq.seq_id, None)
 
 
+class _HeadTimes:
+    """How long the model's head takes, by how many sequences it guesses of and how far: medians of the latest."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, int], deque[int]] = {}
+
+    def add(self, num_seqs: int, depth: int, took_ns: int) -> None:
+        """It took so long for at most `depth` tokens of each of so many sequences."""
+        self._latest.setdefault((_class_of(num_seqs), depth), deque(maxlen=NUM_LATEST)).append(took_ns)
+
+    def of(self, num_seqs: int, depth: int, plain_ns: float) -> float:
+        """The time for at most `depth` tokens of each of so many sequences, by the most similar case that was timed:
+        each further token takes as long as one. Before any, a part of a step without guesses."""
+        kind = _class_of(num_seqs), depth
+        if not self._latest:
+            return UNKNOWN_HEAD * plain_ns * depth
+        near = min(self._latest, key=lambda each: (abs(each[0] - kind[0]), abs(each[1] - depth)))
+        return median_low(self._latest[near]) * max(1.0, depth / near[1])
+
+
 def make_drafting(
-    speculation: Speculation, *, clock_ns: Callable[[], int], least_ns: Callable[[int], float] | None = None
+    speculation: Speculation,
+    *,
+    clock_ns: Callable[[], int],
+    least_ns: Callable[[int], float] | None = None,
+    has_head: bool = False,
 ) -> Drafting | None:
-    """What decides for a plan's `speculation`; `least_ns` as for GuessesThatPay."""
+    """What decides for a plan's `speculation`; `least_ns` as for GuessesThatPay, `has_head`: whether the model has one
+    that runs."""
     match speculation:
         case "off":
             return None
@@ -356,4 +515,5 @@ def make_drafting(
         case "mtp":
             return EveryGuess(HeadDrafter())
         case "auto":
-            return GuessesThatPay(NgramDrafter(one_more=False), clock_ns=clock_ns, least_ns=least_ns)
+            head = HeadDrafter(one_more=False) if has_head else None
+            return GuessesThatPay(NgramDrafter(one_more=False), clock_ns=clock_ns, least_ns=least_ns, head=head)

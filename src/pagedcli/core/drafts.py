@@ -138,10 +138,11 @@ class NgramDrafter:
 
 
 class HeadDrafter:
-    """Drafts what the model's head guessed when the last token was sampled (Sequence.ahead): one token more than was
-    right of the last draft."""
+    """Drafts what the model's head guessed when the last token was sampled (Sequence.ahead): with `one_more` one token
+    more than was right of the last draft."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_more: bool = True) -> None:
+        self._one_more = one_more
         self._num_right: dict[int, int] = {}  # seq_id -> right guesses of its last draft
 
     def num_ahead(self, seq: Sequence) -> int:
@@ -149,7 +150,8 @@ class HeadDrafter:
         if seq.no_drafts is not None:
             return 0
         num_left = seq.max_num_tokens - seq.num_tokens - 2  # the step that checks them adds one in any case
-        return min(MOST_DRAFTED, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1, num_left)
+        most = self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1 if self._one_more else MOST_DRAFTED
+        return min(MOST_DRAFTED, most, num_left)
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
         token_ids = list(seq.ahead[:most])
@@ -166,8 +168,12 @@ class HeadDrafter:
 
 
 def draft_of(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
-    """The next tokens that a drafter guesses, as far as the sequence's grammar allows them, and what that forces."""
-    guessed = drafter.draft(seq, most)
+    """The next tokens that a drafter guesses, see within_grammar."""
+    return within_grammar(drafter.draft(seq, most), seq, most)
+
+
+def within_grammar(guessed: Draft | None, seq: Sequence, most: int) -> Draft | None:
+    """A draft as far as the sequence's grammar allows it, and at most so many tokens with what the grammar forces."""
     if seq.guide is None:
         return guessed
     guesses = [] if guessed is None else guessed.token_ids

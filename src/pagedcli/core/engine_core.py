@@ -81,6 +81,7 @@ class EngineCore:
         self._builder = make_builder(self.scheduler)
         self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
+        self._head_ns = 0  # time of the model's head in the step that was read last
         self._requests: dict[str, Request] = {}
         self._finished: list[FinishedRequest] = []  # requests that `step` has not returned yet
         self._next_seq_id = 0
@@ -312,6 +313,7 @@ class EngineCore:
         been scheduled since."""
         assert step.tokens is not None, "the step has been sampled"
         tokens = step.tokens.read()
+        self._head_ns = tokens.head_ns
         self.cache.confirm(latest=is_latest)
         if not is_latest:
             for seq in step.seqs:
@@ -373,6 +375,8 @@ class EngineCore:
                 seq.logprobs.append(logprobs[row])
             if guesses is not None:
                 seq.ahead = guesses.get(row, ())
+            elif seq.ahead:  # of another token, as the head did not run
+                seq.ahead = ()
             if not sampled or sampled[-1] is not seq:
                 sampled.append(seq)
             try:
@@ -505,7 +509,8 @@ class EngineCore:
             sample_ns=sample_ns,
         )
         if self.scheduler.drafting is not None:
-            self.scheduler.drafting.step_took(schedule_ns + forward_ns + sample_ns)
+            self.scheduler.drafting.step_took(schedule_ns + forward_ns + sample_ns, self._head_ns)
+        self._head_ns = 0
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9

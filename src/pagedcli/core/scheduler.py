@@ -4,6 +4,7 @@ free blocks. There are no separate prefill and decode phases. Used by EngineCore
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 from msgspec import UNSET
@@ -216,10 +217,13 @@ class Scheduler:
             for seq in work.drafted:
                 self.cache.add_draft(seq)
         if drafting.head is not None:
-            work.num_ahead = self._num_ahead(work, drafting.head)
+            work.num_ahead = drafting.ahead(work.seqs, partial(self._most_ahead, work, drafting.head))
+            if work.num_ahead is not None and drafting.head_pauses:
+                _note_begins(work)
 
-    def _num_ahead(self, work: ScheduledStep, head: HeadDrafter) -> list[int]:
-        """See ScheduledStep. As many as the next step can check, if it computes the sequences that run now."""
+    def _most_ahead(self, work: ScheduledStep, head: HeadDrafter) -> list[int]:
+        """As many tokens as the head can guess of each sequence and the next step can check, if it computes the
+        sequences that run now."""
         room = min(self.limits.max_num_batched_tokens, self.limits.most_sampled) - len(self.running)
         found = []
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
@@ -233,6 +237,7 @@ class Scheduler:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
         num_drafted, seq.draft, seq.draft_masks = len(seq.draft), [], []
         end = seq.num_computed_tokens + num_accepted
+        seq.head_end = min(seq.head_end, end)
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
         self.cache.take_draft(seq, num_drafted, num_accepted, token_ids)
         if self.drafting is not None:
@@ -628,3 +633,12 @@ class Scheduler:
 def _num_waiting_forks(context: Sequence) -> int:
     """Continuations that have not forked from the context, or have to once more."""
     return sum(seq.status is SequenceStatus.WAITING for seq in context.forks)
+
+
+def _note_begins(work: ScheduledStep) -> None:
+    """Note where the head's layer begins to have K and V of each sequence: after a step that it did not see, anew."""
+    for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+        first = seq.num_computed_tokens - seq.num_behind_tokens
+        if seq.head_end < first:
+            seq.head_begin = first
+        seq.head_end = seq.num_computed_tokens + num_new

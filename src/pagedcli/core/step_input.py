@@ -67,6 +67,7 @@ class HeadInput:
 
     next_ids: Ints  # [T] int64, the token after each of the step's; -1: the step samples it, or nothing follows
     num_guesses: Ints  # [B] int64, most tokens to guess of each sequence, after those that the step samples
+    begins: Ints | None = None  # [B] int64, first token of each sequence that the head sees; None: the first of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,7 @@ class StepTokens:
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
     guesses: Mapping[int, list[int]] | None = None  # row -> guesses of the model's head; None: it did not run
+    head_ns: int = 0  # time of the head
 
 
 class TokensToRead(Protocol):
@@ -368,7 +370,7 @@ class StepBuilder:
             "copies": tuple(work.copies),
             "state_reads": state_reads,
             "state_writes": state_writes,
-            "head": None if work.num_ahead is None else HeadInput(_next_ids(work), _integers(work.num_ahead)),
+            "head": None if work.num_ahead is None else _head_input(work, work.num_ahead),
         }
         if work.is_decode:
             step = self._decode(work, before, source_rows, of_seqs)
@@ -511,6 +513,11 @@ def _input_ids(work: ScheduledStep) -> Ints:
         chunk = seq.token_ids[first - seq.num_behind_tokens : first + num_new]
         ids += [*chunk, *seq.draft] or [0]  # only the single token of a decode can be pending
     return np.array(ids, dtype=np.int64)
+
+
+def _head_input(work: ScheduledStep, num_ahead: list[int]) -> HeadInput:
+    begins = [seq.head_begin for seq in work.seqs]
+    return HeadInput(_next_ids(work), _integers(num_ahead), _integers(begins) if any(begins) else None)
 
 
 def _next_ids(work: ScheduledStep) -> Ints:

@@ -168,7 +168,9 @@ class Decision:
     @property
     def time_key(self) -> TimeKey:
         """What identifies the time of the plan's steps on this machine. Of the limits only the block size is part of
-        it: a step of so many tokens takes as long whatever the pool."""
+        it: a step of so many tokens takes as long whatever the pool. Nor is a head: steps are timed without one."""
+        if self.spec.uses_head:
+            return replace(self, spec=replace(self.spec, uses_head=False)).time_key
         spec, plan, on_gpu = self.spec, self.plan, not self.plan.on_cpu
         experts, windows = spec.experts, {mixer.window or 0 for mixer in spec.attentions}
         sizes = (

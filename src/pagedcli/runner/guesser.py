@@ -4,13 +4,15 @@ them at once. Used by ModelRunner.
 The head's layer keeps K and V of every token in the same blocks as the others, under the same block tables. Entry i is
 of token i + 1 and the hidden state of token i, so it is written in the step that computes token i, once it is known
 which token follows. The last entry of a full block that sequences share may belong to another continuation: guesses may
-be wrong by it, and nothing else is.
+be wrong by it, and nothing else is. Of tokens that were computed in steps without the head there are no entries: it
+sees the tokens after them alone.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pagedcli.attention.base import LateTokens, PagedBatch
@@ -18,7 +20,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import HeadInput, Ints, StepInput
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
 from pagedcli.models.base import CausalLM
-from pagedcli.models.blocks import DraftHead
+from pagedcli.models.blocks import DraftHead, layer_steps
 from pagedcli.runner.device_state import DeviceState
 
 
@@ -59,6 +61,10 @@ class Guesser:
         last = _last_rows(step, given, next_ids, seqs)
         late = LateTokens.of(step.cu_q, last, self.state.upload)
         batch = _each_group(seen.batch, lambda each: replace(each, late=late))
+        before: Ints = np.zeros(step.num_seqs, dtype=np.int64)  # tokens in blocks that the head does not see
+        if given.begins is not None:
+            batch = self._from(batch, step, given.begins)
+            before = given.begins // self.state.block_size * self.state.block_size
         [ids] = self.state.upload([next_ids])
         hidden = self.head(ids, seen.hidden, seen.positions, batch, self.state.kv_cache)
         if not len(seqs):
@@ -80,12 +86,50 @@ class Guesser:
             if len(places):
                 at = positions[places] + num_guessed
                 ids, kept, at_device = self.state.upload([guessed[more], more, at])
-                further = self._further(batch, seqs[places], at)
+                further = self._further(batch, seqs[places], at - before[seqs[places]])
                 hidden = self.head(ids, hidden.index_select(0, kept), at_device, further, self.state.kv_cache)
         return {row_of[row]: guesses for row, guesses in zip(last.tolist(), found, strict=True)}
 
+    def _from(self, batch: PagedBatch, step: StepInput, begins: Ints) -> PagedBatch:
+        """The batch, as if each sequence began with the block of this token. Where that token is new, what the block
+        has before it is another sequence's, or nobody's, and becomes 0.
+
+        Changes: the cache of the head's layer.
+        """
+        size = self.state.block_size
+        spans, firsts = begins // size, step.num_tokens - np.diff(step.cu_q)
+        num_tokens = (step.num_tokens - spans * size).astype(np.int32)
+        fresh = np.flatnonzero((begins > 0) & (begins == firsts) & (step.slots[0, step.cu_q[:-1]] >= 0))
+        # tokens that are computed once more have K and V of the model's layers, but perhaps none of the head's
+        again = np.flatnonzero(step.slots[0] < 0)
+        seqs = np.searchsorted(step.cu_q, again, side="right") - 1
+        arrays = [spans, num_tokens, fresh, spans[fresh], again, seqs, step.positions[again]]
+        skipped, kept, rows, columns, again_rows, again_seqs, at = self.state.upload(arrays)
+
+        def of_group(each: PagedBatch) -> PagedBatch:
+            width = each.block_table.shape[1]
+            columns = (torch.arange(width, device=skipped.device) + skipped[:, None]).clamp_(max=width - 1)
+            slots = each.block_table[again_seqs, at // size] * size + at % size
+            return replace(
+                each,
+                slots=each.slots.index_copy(0, again_rows, slots.int()),
+                num_tokens=kept,
+                block_table=each.block_table.gather(1, columns),
+                max_total=int(num_tokens.max()),
+                num_tokens_host=num_tokens.tolist(),
+                work=None,
+            )
+
+        if len(fresh):
+            layers = self.head.attention_layers
+            own = layer_steps(batch, self.state.kv_cache, self.head.backend, layers)[-1]
+            block_ids = own.batch.block_table[rows, columns]
+            for cache in (own.k_cache, own.v_cache):
+                cache[block_ids] = 0
+        return _each_group(batch, of_group)
+
     def _further(self, batch: PagedBatch, seqs: Ints, positions: Ints) -> PagedBatch:
-        """A token of each of these sequences after those of the step."""
+        """A token of each of these sequences after those of the step; positions are those in the batch."""
         size, ends, cu_q = self.state.block_size, (positions + 1).astype(np.int32), np.arange(len(seqs) + 1)
         rows, spans, offsets, starts, num_tokens = self.state.upload(
             [seqs, positions // size, positions % size, cu_q.astype(np.int32), ends]

@@ -51,7 +51,9 @@ class LLMEngine(EngineCore, Closes):
             emit=emit,
             trace_tokens=trace_tokens,
             clock_ns=clock_ns,
-            drafting=make_drafting(plan.speculation, clock_ns=clock_ns, least_ns=self.least_ns),
+            drafting=make_drafting(
+                plan.speculation, clock_ns=clock_ns, least_ns=self.least_ns, has_head=loaded.model.head is not None
+            ),
         )
         if with_store:
             self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner, key)

@@ -3,6 +3,7 @@
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,7 +72,9 @@ class ModelRunner:
             return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
         sampled = self._sample(logits, scores, sampling)
         if self._guesser is not None and step.head is not None:
+            start_ns = time.perf_counter_ns()
             sampled.guesses = self._guesser.guess(step, step.head, sampled.token_ids, sampling.logits_rows)
+            sampled.head_ns = time.perf_counter_ns() - start_ns
         return sampled
 
     @torch.inference_mode()
