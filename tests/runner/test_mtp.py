@@ -259,7 +259,7 @@ def test_the_head_counts_in_the_plan_only_where_it_guesses(family, folder):
     assert calibration_config(mtp).speculation == "off"  # it times steps of known numbers of tokens
     note = guess_note(mtp, None, None, knows_answers=True, forecast=None)
     assert note is not None
-    assert note.startswith("speculation: mtp; how many of its guesses are right shows only the run")
+    assert note.startswith("speculation: mtp; how many of its guesses are right shows only a run, see --guesses")
 
 
 def test_auto_does_without_the_head_where_it_would_be_of_no_use(folder, tmp_path, monkeypatch):

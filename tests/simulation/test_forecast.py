@@ -37,7 +37,7 @@ def file_of(path, num_rows, *, n=1):
     return path
 
 
-def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None, clock=CLOCK):
+def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None, clock=CLOCK, decode_gain=None):
     """The forecast of `generate` with these flags, decided as the command does."""
     loaded = load_config(None, flags)
     folder = model_folder(loaded.config.engine)
@@ -47,7 +47,9 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None, clock=CL
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
     reorder = loaded.config.run.reorder
-    found = forecast(requests.finish(), plan, clock, reorder=reorder, left_out=requests.left_out)
+    found = forecast(
+        requests.finish(), plan, clock, reorder=reorder, left_out=requests.left_out, decode_gain=decode_gain
+    )
     if not requests.left_out:
         return found
     whole = PromptRequests(str(path))
@@ -97,6 +99,17 @@ def test_with_the_answers_of_a_run_guesses_are_those_of_the_run(tmp_path):
     assert run["accepted_tokens"] > 0
     slower = predicted(path, {**flags, "engine.speculation": "off"}, outputs=read_outputs(str(out)))
     assert slower.num_steps > found.num_steps
+
+
+def test_decodes_may_be_faster_than_their_steps_take(tmp_path):
+    path, flags = file_of(tmp_path / "prompts.jsonl", 12), {"engine.max_num_seqs": 2}
+    plain = predicted(path, flags)
+    found = predicted(path, flags, decode_gain=lambda num_seqs: {1: 2.0, 2: 4.0}[num_seqs])
+    assert found.num_steps == plain.num_steps
+    prompts, generation = (plain.parts[part] / found.parts[part] for part in ("prompts", "generation"))
+    assert prompts == pytest.approx(1)
+    assert 1.5 < generation < 4
+    assert found.seconds < plain.seconds - 0.3 * plain.parts["generation"]
 
 
 @pytest.mark.parametrize(
