@@ -1,18 +1,22 @@
 """`pagedcli doctor`: passes on a sound machine, and fails where the cache or a backend gives wrong answers."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cli_harness import pagedcli
+from model_zoo import LATENT_FAMILIES, cached_model
 from typer.testing import CliRunner
 
 from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.cli.main import app
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.planning.decision import NOT_PREDICTED
 
 
 def doctor(*arguments, expect=0):
@@ -56,13 +60,51 @@ def test_a_model_is_judged_by_its_config_alone(tmp_path):
     assert found["fits"]
     assert facts["runs as"].startswith("LlamaForCausalLM, decoder 'native")
     layers = 2 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 96 + 2 * 64)
-    assert facts["parameters"].startswith(f"{(2 * 320 * 64 + layers + 64) / 1e9:.3g} billion")
+    assert facts["parameters"].startswith(f"{(2 * 320 * 64 + layers + 64) / 1e6:.3g} million")
     assert facts["cache"] == f"{2 * 2 * 2 * 16 * 4} B per token"
     assert "tokens/s for one sequence" in facts["speed"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4000, "hidden_size": 2**14}))
     found = json.loads(doctor("-m", str(tmp_path), "--format", "json", expect=1).stdout)
     assert not found["fits"]
     assert "only" in {row["what"]: row["value"] for row in found["model"]}["memory"]
+
+
+def facts_of(path):
+    """What doctor says of a model by its configuration alone, and the notes on its weights."""
+    found = json.loads(doctor("-m", str(path), "--format", "json").stdout)
+    assert found["fits"]
+    return {row["what"]: row["value"] for row in found["model"]}, [
+        row["value"] for row in found["engine"] if row["what"] == "note"
+    ]
+
+
+@pytest.mark.slow
+def test_what_becomes_of_quantized_weights_and_what_is_not_predicted_is_told(tmp_path, tmp_path_factory):
+    config = json.loads((cached_model("qwen3", tmp_path_factory) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts, notes = facts_of(tmp_path)
+    assert notes == ["weights are bitsandbytes, 4 bits, widened to float32 while loading"]
+    assert facts["parameters"].endswith("million")
+    shutil.copy(cached_model("gpt2", tmp_path_factory) / "config.json", tmp_path)
+    facts, _ = facts_of(tmp_path)
+    assert facts["memory"] == NOT_PREDICTED
+    assert facts["cache"] == f"{2 * 2 * 64 * 4 / 1024:.2f} KiB per token"
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}')
+    assert f"no forecast: {NOT_PREDICTED}" in pagedcli("plan", tmp_path / "in.jsonl", "-m", tmp_path).stderr
+
+
+ASKED = [*LATENT_FAMILIES, "kimi_linear", "nemotron_h-moe", "lfm3", "laguna", "olmo_hybrid", "falcon_h1", "cohere2_moe"]
+ASKED += ["exaone_moe", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "solar_open", "apertus", "phimoe"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ASKED)
+def test_every_family_that_people_ask_for_is_judged_by_its_config_alone(family, tmp_path, tmp_path_factory):
+    shutil.copy(cached_model(family, tmp_path_factory) / "config.json", tmp_path)
+    facts, _ = facts_of(tmp_path)
+    assert facts["runs as"].endswith("decoder 'native in one call'")
+    assert facts.keys() >= {"parameters", "weights", "cache", "memory", "speed"}
 
 
 def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):

@@ -10,8 +10,11 @@ from quantized_zoo import quantized_twins
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.config import EngineConfig
 from pagedcli.errors import ModelError
 from pagedcli.models.reading import read_spec
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
 
 CPU = torch.device("cpu")
 # quantiles of a normal distribution, as QLoRA lists them
@@ -69,6 +72,8 @@ def test_numbers_are_those_of_bitsandbytes_to_the_bit(double, dtype, tmp_path, t
         assert all(map(torch.equal, found, expected))
     [note] = notes
     assert note.startswith("14 weights that bitsandbytes rounded to 4 bits are widened")
+    before = decide(EngineConfig(model=str(packed), device="cpu"), read_spec(packed), this_machine()).plan.notes
+    assert before == ("weights are bitsandbytes, 4 bits, widened to float32 while loading",)
 
 
 @pytest.mark.parametrize(

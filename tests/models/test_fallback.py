@@ -110,7 +110,7 @@ def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal
         assert [group.layers for group in engine.plan.limits.groups] == [(0,), (1,)]
         assert run(engine, prompts, params) == expected
         assert engine.stats.num_preemptions > 0
-    assert "1 tensors of the checkpoint are not used by it" in engine.plan.notes
+    assert "1 tensor of the checkpoint is not read, of which transformers makes no use" in engine.plan.notes
 
 
 @pytest.mark.parametrize("sliding_window", [3, 40])
@@ -238,7 +238,7 @@ def test_damaged_incomplete_and_unused_weights_are_named(tmp_path):
     save_file({k: v for k, v in tensors.items() if k != "model.norm.weight"}, file, metadata={"format": "pt"})
     assert "tensors are missing, the first is 'model.norm.weight'" in refusal_of(path).message
     save_file(tensors | {"lora_A.weight": torch.ones(2)}, file, metadata={"format": "pt"})
-    assert load(path).notes[1:] == ("1 tensors of the checkpoint are not used by it",)
+    assert load(path).notes[1:] == ("1 tensor of the checkpoint is not read, of which transformers makes no use",)
     save_file(tensors | {"model.norm.weight": torch.ones(32)}, file, metadata={"format": "pt"})
     assert "'model.norm.weight' has shape [32], but config.json asks for [64]" in refusal_of(path).message
     file.write_bytes(file.read_bytes()[:1000])

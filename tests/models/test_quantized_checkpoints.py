@@ -285,7 +285,7 @@ def test_experts_in_nvfp4_are_kept_so_whatever_the_company(tmp_path):
     assert run(alone, prompts, params) == tokens
     exact = [make_engine(path, attention_backend=name) for path in (packed, plain) for name in ("cpu", "sdpa")]
     assert "widened to float32" in exact[0].model.notes[0], "float32 is not rounded"
-    assert "the scales of activations are not used" in exact[0].model.notes[0]
+    assert "the scales of activations and the KV cache are not used" in exact[0].model.notes[0]
     of_all = [run(each, prompts, params) for each in exact]
     assert of_all.count(of_all[0]) == len(of_all)
 
@@ -325,8 +325,10 @@ def test_a_mixed_checkpoint_of_modelopt_is_read_as_published(tmp_path):
     assert exact[0] == exact[1]
     engine = make_engine(whole, dtype="bfloat16")
     notes = " ".join(engine.model.notes)
-    assert "the scales of the KV cache are not used" in notes
-    assert "1 tensors of the checkpoint are not read" in notes
+    assert "some weights are modelopt, NVFP4 in groups of 16, kept so; their activations are rounded" in notes
+    assert "some weights are modelopt, FP8 e4m3 per tensor, widened to bfloat16 while loading: no CPU kernel" in notes
+    assert notes.count("the scales of activations and the KV cache are not used") == 1
+    assert "1 tensor of the checkpoint is not read" in notes
     assert engine.model._lm_head.nbytes == 320 * (64 // 2 + 64 // 16 + 4), "packed, in 4.5 bits and a step per feature"
     tokens = run(engine, prompts, params)
     alone = make_engine(whole, dtype="bfloat16", chunked_prefill_size=7, max_num_seqs=1, enable_prefix_caching=False)

@@ -114,7 +114,7 @@ def _judge(model: str, device: str, format_: Format) -> None:
     fits = pool is None or pool.num_blocks > 0
     found = _model_facts(decision)
     tables = [
-        table(Fact, "model", f"{model} on {decision.plan.device}, by its config.json", found),
+        table(Fact, "model", f"{model} on {decision.plan.device}, by its configuration alone", found),
         engine_table(f"Engine settings for {model}", decision.plan),
     ]
     said = {fact.what: fact.value for fact in found}
@@ -128,15 +128,17 @@ def _judge(model: str, device: str, format_: Format) -> None:
 def _model_facts(decision: "Decision") -> list[Fact]:
     """What a person asks of a model before downloading its weights."""
     from pagedcli.core.budget import ITEMSIZE
+    from pagedcli.planning.decision import NOT_PREDICTED
 
     spec, plan, pool = decision.spec, decision.plan, decision.pool
     found = [Fact("runs as", f"{spec.architecture}, decoder '{plan.decoder}'")]
     if pool is None:
-        return [*found, Fact("memory", "not predicted: transformers runs the layers")]
+        cache = Fact("cache", f"{size(plan.block_bytes // plan.limits.block_size)} per token")
+        return [*found, cache, Fact("memory", NOT_PREDICTED)]
     weights = decision.footprint
     active = weights.active_parameters + weights.head.parameters
     found += [
-        Fact("parameters", f"{weights.parameters / 1e9:.3g} billion, of which a token uses {active / 1e9:.3g}"),
+        Fact("parameters", f"{_count(weights.parameters)}, of which a token uses {_count(active)}"),
         Fact("weights", size(weights.num_bytes)),
         Fact("cache", f"{size(plan.block_bytes // plan.limits.block_size)} per token"),
     ]
@@ -152,6 +154,11 @@ def _model_facts(decision: "Decision") -> list[Fact]:
     return found
 
 
+def _count(number: float) -> str:
+    """`30.5 billion`, `268 million`."""
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
 def _speed(decision: "Decision") -> str:
     """The most that memory and processor allow."""
     from pagedcli.bench.rates import measure_rates
@@ -161,9 +168,10 @@ def _speed(decision: "Decision") -> str:
     dtype = resolve_dtype(decision.config.dtype, decision.spec)
     roofline = measure_rates(dtype).limits
     floor = StepFloor.of(decision.own, decision.footprint, roofline, kv_dtype=decision.plan.kv_dtype)
-    rates = [f"{num / floor.seconds([(0, 1)] * num, num):,.3g}" for num in (1, 32)]
+    rates = [num / floor.seconds([(0, 1)] * num, num) for num in (1, 32)]
+    one, many = (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates)
     gb_per_s = roofline.read_bytes_per_s / 1e9
-    return f"at most {rates[0]} tokens/s for one sequence and {rates[1]} for 32, at {gb_per_s:.3g} GB/s"
+    return f"at most {one} tokens/s for one sequence and {many} for 32, at {gb_per_s:.3g} GB/s"
 
 
 # ---------------------------------------------------------------------- the machine

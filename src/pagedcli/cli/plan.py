@@ -179,12 +179,13 @@ def _compare(models: list[str], flags: Flags, options: PlanOptions) -> int:
 def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow":
     """What the file takes with a model. Raises: PagedcliError."""
     from pagedcli.cli.plan_models import ModelRow, memory_of
+    from pagedcli.planning.decision import NOT_PREDICTED
     from pagedcli.planning.step_time import load_seconds
 
     survey = _survey(loaded, options)
     decision, num_bad = survey.decision, survey.scan.num_bad
     if decision is None or decision.pool is None:
-        reason = survey.refusal or "it runs through transformers: neither its memory nor its time is predicted"
+        reason = survey.refusal or NOT_PREDICTED
         return ModelRow(model, fits=None if decision else False, num_bad_rows=num_bad, reason=reason)
     if not has_pool(decision):
         return ModelRow(model, fits=False, num_bad_rows=num_bad, reason=decision.pool.reason)
@@ -204,6 +205,7 @@ def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
     from pagedcli.cli.tuning import tuned_settings
+    from pagedcli.planning.decision import NOT_PREDICTED
     from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
     from pagedcli.simulation.settings import BLOCK_SIZE
@@ -240,6 +242,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         if options.all_ and options.format_ is Format.TABLE:
             run_tables += _curve_tables(run.subject)
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
+    elif survey.decision is not None and survey.decision.pool is None and not options.tune:
+        say(f"no forecast: {NOT_PREDICTED}")
     elif options.tune:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
     is_short = options.format_ is Format.TABLE and not options.all_

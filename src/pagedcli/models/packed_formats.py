@@ -58,8 +58,11 @@ class CheckpointFormat(WeightFormat):
         return kernels == "cpu" and any(each.kernel_refusal(kernels, itemsize) is None for each in self._formats)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
-        notes = [*dict.fromkeys(each.note(dtype, kernels) for each in self._formats)]
-        return "; ".join([*notes, *(["the scales of the KV cache are not used"] if self._has_cache_scales else [])])
+        formats = {each.name: each for each in self._formats}.values()
+        notes = [each.note(dtype, kernels, alone=len(formats) == 1) for each in formats]
+        unused = ["activations"] if any(each.quantization.layout == "nvfp4" for each in formats) else []
+        unused += ["the KV cache"] if self._has_cache_scales else []
+        return "; ".join([*notes, *([f"the scales of {' and '.join(unused)} are not used"] if unused else [])])
 
 
 class CodedLayer(LayerFormat):
@@ -90,14 +93,13 @@ class Packed(CodedLayer):
         stores, self._read = LAYOUTS[quantization.layout]
         self.stored = stores(quantization)
 
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str:
-        name = self.quantization.description
+    def note(self, dtype: torch.dtype, kernels: Kernels, *, alone: bool = True) -> str:
+        """`alone`: the checkpoint has no other format."""
+        name, (some, whose) = self.quantization.description, ("", "") if alone else ("some ", "their ")
         if (why := self.kernel_refusal(kernels, dtype.itemsize)) is not None:
-            said = f"weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
-        else:
-            rounded = "are rounded to 8 bits per token" if kernels == "cpu" else "are not rounded"
-            said = f"weights are {name}, kept so; activations {rounded}"
-        return f"{said}; the scales of activations are not used" if self.quantization.layout == "nvfp4" else said
+            return f"{some}weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
+        rounded = "are rounded to 8 bits per token" if kernels == "cpu" else "are not rounded"
+        return f"{some}weights are {name}, kept so; {whose}activations {rounded}"
 
     def kernel_refusal(self, kernels: Kernels, itemsize: int) -> str | None:
         """Why the kernels do not compute with the numbers as they are; None if they do. `itemsize`: of activations."""
@@ -106,7 +108,7 @@ class Packed(CodedLayer):
         if kernels == "torch":
             return "torch has no kernel for them"
         if is_float8 and kernels == "cpu":
-            return "no CPU kernel reads FP8; activations are not rounded"
+            return "no CPU kernel reads FP8"
         if self.quantization.layout == "nvfp4" and kernels == "cpu" and itemsize == 4:
             return "CPU kernels round activations, which float32 must not be; bfloat16 keeps the weights as they are"
         multiple = 16 if self.quantization.layout == "nvfp4" else 32 if is_float8 or kernels == "cpu" else 8

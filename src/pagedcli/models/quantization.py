@@ -36,7 +36,7 @@ def read_quantization(config: dict[str, Any], where: Path, *, tied: bool = False
     if method == "bitsandbytes":
         if content.get("load_in_4bit") is not True:
             raise refusal(where, method, "8 bits with outliers: LLM.int8()")
-        return None  # models.bitsandbytes unpacks them to plain numbers
+        return None
     if method not in READERS:
         raise refusal(where, method, REFUSED.get(method, "an unknown method"))
     has_cache_scales = any(content.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
@@ -50,6 +50,13 @@ def read_quantization(config: dict[str, Any], where: Path, *, tied: bool = False
         formats = tuple(replace(each, skipped=(*each.skipped, "lm_head")) for each in quantization.formats)
         return replace(quantization, formats=formats)
     return quantization
+
+
+def becomes_plain(config: dict[str, Any]) -> str | None:
+    """How weights are quantized that models.bitsandbytes unpacks; None if none are."""
+    content = config.get("quantization_config")
+    is_one = isinstance(content, dict) and content.get("quant_method") == "bitsandbytes"
+    return "bitsandbytes, 4 bits" if is_one else None
 
 
 def refusal(where: Path, method: str, why: str) -> ModelError:

@@ -13,7 +13,7 @@ from pagedcli.models.config_json import check_supported, convert, read_json, sto
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
-from pagedcli.models.quantization import read_quantization, refusal
+from pagedcli.models.quantization import becomes_plain, read_quantization, refusal
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import DraftHead, LayerSpec, ModelSpec
 from pagedcli.models.tensors import TensorNames
@@ -124,6 +124,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         eos_token_ids=stop_ids(path, fields.eos_token_id),
         bos_token_id=fields.bos_token_id,
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
+        widened=becomes_plain(config),
         quantization=read_quantization(config, where, tied=fields.tie_word_embeddings),
     )
 

@@ -140,6 +140,7 @@ class ModelSpec:
     attention_chunk: int | None = None  # tokens; some layer attends only within chunks of so many
     layer_inputs: LayerInputs | None = None
     names: TensorNames = LLAMA_NAMES
+    widened: str | None = None  # how the files store weights that become plain numbers while they are read
     quantization: Quantization | GgufQuantization | None = None  # how linear layers are stored; None: plain numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
     head: DraftHead | None = None  # None: the checkpoint has none, or one that is not supported

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.models.tensors import Parameter
+from pagedcli.printable import plural
 
 
 class UnreadTensors(MutableMapping[str, Tensor]):
@@ -63,6 +64,11 @@ def stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | 
         target.narrow(parameter.dim, place, part.shape[parameter.dim]).copy_(part)
         place += part.shape[parameter.dim]
     return target
+
+
+def not_read(count: int, where: str, why: str) -> str:
+    """The note on tensors of a checkpoint or a file that are left out."""
+    return f"{plural(count, 'tensor')} of the {where} {'is' if count == 1 else 'are'} not read, {why}"
 
 
 def and_others(names: list[str]) -> str:

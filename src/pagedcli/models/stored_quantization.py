@@ -96,7 +96,7 @@ class StoredQuantization:
             scales = f"in groups of {self.group_size}"
         else:
             scales = "per tensor" if self.per_tensor else "per channel"
-        number = {"float8": "FP8 e4m3", "mxfp4": "e2m1", "mxfp8": "e4m3", "nvfp4": "e2m1"}.get(
+        number = {"float8": "FP8 e4m3", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}.get(
             self.layout, f"{self.bits} bits"
         )
         return f"{self.method}, {number} {scales}{', act-order' if self.act_order else ''}"

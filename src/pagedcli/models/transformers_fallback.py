@@ -31,6 +31,7 @@ from pagedcli.models.fallback_spec import NESTED_TEXT, AttentionTrace, first_sen
 from pagedcli.models.fallback_spec import refusal as refused
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.spec import ModelSpec, layer_groups
+from pagedcli.models.stacking import not_read
 
 _ATTENTION_NAME = "pagedcli"
 _AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
@@ -178,7 +179,7 @@ def load(request: DecoderRequest) -> TransformersLM:
                 model = _AUTO_MODEL.from_config(config, **options)
         else:
             model, num_unused = _from_pretrained(path, config, options)
-            notes += [f"{num_unused} tensors of the checkpoint are not used by it"] if num_unused else []
+            notes += [not_read(num_unused, "checkpoint", "of which transformers makes no use")] if num_unused else []
     except ValueError as error:  # how transformers reports that it has no such causal language model
         raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
     except ImportError as error:

@@ -23,7 +23,7 @@ from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, stacked
+from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, not_read, stacked
 from pagedcli.models.tensors import LLAMA_NAMES, Parameter, TensorNames
 
 # rotary tables, the shapes of packed weights, scales of activations, which are rounded per token or not at all, and of
@@ -233,7 +233,7 @@ class CheckpointWeights:
             del where[name]
         if found:
             begin = " and ".join(f"{each}*" for each in self._skipped if any(name.startswith(each) for name in found))
-            self.notes = (f"{len(found)} tensors of the checkpoint are not read, as only text is generated: {begin}",)
+            self.notes = (not_read(len(found), "checkpoint", f"as only text is generated: {begin}"),)
 
     def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, Any]) -> Tensor:
         tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)

@@ -163,6 +163,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """What the user should know of the linear layers."""
     notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
+    if spec.widened is not None and stored is AS_STORED:
+        notes += (f"weights are {spec.widened}, widened to {dtype_name(dtype)} while loading",)
     note = stored.note(dtype, kernels)
     return notes if note is None else (*notes, note)
 

@@ -14,7 +14,7 @@ from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import Orders
 from pagedcli.models.gguf.header import Header, TensorInfo
 from pagedcli.models.gguf.names import Place, stored_tensor
-from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, stacked
+from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, not_read, stacked
 from pagedcli.models.tensors import Parameter
 
 # used by the rotary embedding, or by nothing
@@ -75,7 +75,7 @@ class GgufWeights:
         skipped = {name for name in tensors if name.startswith("blk.") and _layer(name) >= layers} - expected
         if skipped:
             blocks = " and ".join(f"blk.{i}.*" for i in sorted({_layer(name) for name in skipped}))
-            self.notes = (f"{len(skipped)} tensors of the file are not read, as they predict further tokens: {blocks}",)
+            self.notes = (not_read(len(skipped), "file", f"as they predict further tokens: {blocks}"),)
         found = tensors.keys() - skipped
         if missing := sorted(expected - found):
             raise self._header.error(
