@@ -205,7 +205,6 @@ def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
     from pagedcli.cli.tuning import tuned_settings
-    from pagedcli.planning.decision import NOT_PREDICTED
     from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
     from pagedcli.simulation.settings import BLOCK_SIZE
@@ -219,8 +218,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         return EXIT_BAD_ROWS if survey.scan.num_bad else 0
     scan, here = survey.scan, survey.here
     code = EXIT_BAD_ROWS if scan.num_bad else 0
-    if not scan.plan.num_prompts:
-        say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
+    _say_what_is_missing(survey)
     facts, advice, enough = survey_facts(scan, engine, here), None, None
     run_tables: list[Table] = []
     run: _ExpectedRun | None = None
@@ -242,8 +240,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         if options.all_ and options.format_ is Format.TABLE:
             run_tables += _curve_tables(run.subject)
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
-    elif survey.decision is not None and survey.decision.pool is None and not options.tune:
-        say(f"no forecast: {NOT_PREDICTED}")
     elif options.tune:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
     is_short = options.format_ is Format.TABLE and not options.all_
@@ -347,6 +343,15 @@ class _Survey:
     def is_of_a_run(self) -> bool:
         """Whether there is an engine with a pool, and a row for it."""
         return has_pool(self.decision) and bool(self.requests.workload.requests)
+
+
+def _say_what_is_missing(survey: _Survey) -> None:
+    from pagedcli.planning.decision import NOT_PREDICTED
+
+    if not survey.scan.plan.num_prompts:
+        say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
+    if survey.decision is not None and survey.decision.pool is None:
+        say(f"no forecast: {NOT_PREDICTED}")
 
 
 def has_pool(decision: "Decision | None") -> bool:
