@@ -64,8 +64,8 @@ def main() -> None:
             )  # fmt: skip
             run = simulate(work, plan, Schedule(step_time=time))
             print(
-                f"{most_prompt:>6,} {most_output:>7,} {num_blocks:>8,} {least:>7,} {run.num_steps:>7,}"
-                f" {time.num_mixed:>7,} {time.num_mixed / run.num_steps:>9.1%} {run.total_s:>11.2f}"
+                f"{most_prompt:>6,} {most_output:>7,} {num_blocks:>8,} {least:>7,} {run.facts.num_steps:>7,}"
+                f" {time.num_mixed:>7,} {time.num_mixed / run.facts.num_steps:>9.1%} {run.total_s:>11.2f}"
             )
 
 

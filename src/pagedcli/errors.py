@@ -3,11 +3,13 @@
 Used by every package; imports none.
 """
 
+EXIT_FATAL, EXIT_BAD_ROWS = 1, 3
+
 
 class PagedcliError(Exception):
     """An error that the user can fix: `message` says what and where, `hint` the next action."""
 
-    exit_code = 1
+    exit_code = EXIT_FATAL
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)

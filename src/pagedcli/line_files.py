@@ -95,13 +95,10 @@ class LineReader:
         """How to keep the lines before damage; None: there are none."""
         if not num_lines:
             return None
-        path = self.path
-        if has_compressed_name(path, self._what):
-            whole = path.with_name(path.name.removesuffix(".jsonl.zst") + ".whole.jsonl")
-            command = f"zstdcat {shlex.quote(str(path))} | head -n {num_lines}"
-        else:
-            whole = path.with_name(path.name.removesuffix(".jsonl") + ".whole.jsonl")
-            command = f"head -n {num_lines} {shlex.quote(str(path))}"
+        path, head = self.path, f"head -n {num_lines}"
+        whole = path.with_name(path.name.removesuffix(".zst").removesuffix(".jsonl") + ".whole.jsonl")
+        quoted = shlex.quote(str(path))
+        command = f"zstdcat {quoted} | {head}" if has_compressed_name(path, self._what) else f"{head} {quoted}"
         return f"what precedes the damage is still a {self._what}: {command} > {shlex.quote(str(whole))}"
 
     def __iter__(self) -> Iterator[bytes]:

@@ -207,10 +207,9 @@ class LLM(Closes):
         refuse_unsupported("generate", unsupported)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("generate() needs either prompts or prompt_token_ids")
-        prompts = _as_list(prompts if prompts is not None else prompt_token_ids)
         with self._turn:
-            all_params = self._per_prompt(sampling_params, len(prompts))
-            return self._generate([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+            given = _as_list(prompts if prompts is not None else prompt_token_ids)
+            return self._generate(given, sampling_params, use_tqdm)
 
     def score(
         self,
@@ -270,8 +269,7 @@ class LLM(Closes):
         arguments |= chat_template_kwargs or {}
         with self._turn:
             prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
-            all_params = self._per_prompt(sampling_params, len(prompts))
-            return self._generate([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+            return self._generate(prompts, sampling_params, use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
         given, cache_salt = self._read_prompt(prompt)
@@ -328,7 +326,11 @@ class LLM(Closes):
         spec = self.llm_engine.spec
         return Grammars(self.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
 
-    def _generate(self, requests: list[_Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        pairs = zip(prompts, self._per_prompt(params, len(prompts)), strict=True)
+        requests = [self._request(*pair) for pair in pairs]
         outputs = self._run(requests, use_tqdm)
         return [self._output(output, request) for output, request in zip(outputs, requests, strict=True)]
 

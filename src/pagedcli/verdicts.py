@@ -33,13 +33,11 @@ class Verdict:
         after = percent_text(self.after)
         if self.low is not None and self.high is None:
             after = f"at least {percent_text(self.low)}"
-        change = f"{percent_text(self.now)} -> {after}" if self.now is not None else ""
-        interval = ""
-        if self.low is not None and self.high is not None and percent_text(self.low) != percent_text(self.high):
-            interval = f" ({percent_text(self.low)} to {percent_text(self.high)})"
-        if not change:
-            return f"{after}{interval} less {self.measure}"
-        return f"{self.measure} {change}{interval}"
+        elif self.low is not None and self.high is not None and percent_text(self.low) != percent_text(self.high):
+            after += f" ({percent_text(self.low)} to {percent_text(self.high)})"
+        if self.now is None:
+            return f"{after} less {self.measure}"
+        return f"{self.measure} {percent_text(self.now)} -> {after}"
 
     def text(self) -> str:
         """The finding, and in the same paragraph what to do."""

@@ -115,10 +115,10 @@ def outcome(requests, settings, emit=None):
     hits = [run.hit_tokens() for run in runs]
     return {
         "hit_rate": Fraction(sum(hit for hit, _ in hits), sum(tokens for _, tokens in hits)),
-        "computed_tokens": sum(run.num_computed_tokens for run in runs),
-        "preemptions": sum(run.num_preemptions for run in runs),
-        "peak_used_blocks": max(run.peak_used_blocks for run in runs),
-        "steps": sum(run.num_steps for run in runs),
+        "computed_tokens": sum(run.facts.num_computed_tokens for run in runs),
+        "preemptions": sum(run.facts.num_preemptions for run in runs),
+        "peak_used_blocks": max(run.facts.peak_used_blocks for run in runs),
+        "steps": sum(run.facts.num_steps for run in runs),
     }
 
 

@@ -84,9 +84,11 @@ class BatchResult:
     ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of lines where it had no effect
 
 
-def read_ahead(limits: Limits) -> int:
+def read_ahead(limits: Limits, given: int | None) -> int:
     """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them, and
     checkpoints are made where prompts that are known branch."""
+    if given is not None:
+        return given
     looks = sees_queue(limits.eviction) or (limits.has_states and limits.checkpoints == "branches")
     if limits.num_blocks is None or not looks:
         return 0
@@ -100,7 +102,7 @@ class InWork:
     def __init__(self, limits: Limits, given: int | None) -> None:
         """`given`: prompt tokens that the user wants in work; None: see read_ahead."""
         self._max_requests = limits.max_in_work
-        self._max_tokens = read_ahead(limits) if given is None else given
+        self._max_tokens = read_ahead(limits, given)
         self._num_requests = self._num_tokens = 0
 
     @property

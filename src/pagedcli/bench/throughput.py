@@ -63,11 +63,6 @@ class Throughput:
         """The run with the median wall time; of two middle ones, the faster."""
         return sorted(self.runs, key=lambda run: run.wall_s)[(len(self.runs) - 1) // 2]
 
-    @property
-    def median_machine(self) -> MachineRates | None:
-        """The machine during the median run."""
-        return self.machines[self.runs.index(self.median)] if self.machines else None
-
 
 def shape_folder(name: str) -> Path:
     """The folder with the config.json of a built-in shape."""
@@ -229,7 +224,8 @@ class WorkloadRow:
 
 def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) -> WorkloadRow:
     """The share of the floor is None where other work disturbed the passes so much that it would exceed 1."""
-    runs, machine = result.runs, result.median_machine
+    runs = result.runs
+    machine = result.machines[runs.index(result.median)] if result.machines else None
     floor = UNSET if machine is None else _floor_s(result, workload, machine)
     walls = [run.wall_s for run in runs]
     values: dict[str, list[float | None]] = {

@@ -96,7 +96,7 @@ def attach(
             writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens, key=secret))
         session = _Session(subscriber, writer, scraper, keep_tokens=decode is not None)
         if is_interactive(with_stdout=False) and not no_live:
-            _watch(session, duration, idle, f"pagedcli attach {' '.join(endpoints)}", decode, scraper)
+            session.watch(duration, idle, decode)
         else:
             try:
                 session.follow(duration, idle)
@@ -116,22 +116,6 @@ def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None,
     if not state.num_messages:
         unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
-
-
-def _watch(
-    session: "_Session",
-    duration: float | None,
-    idle: float | None,
-    title: str,
-    decode: Decode | None,
-    scraper: "Scraper | None",
-) -> None:
-    from pagedcli.app.base import watch
-    from pagedcli.app.kv_app import AttachPlayer, KVApp
-
-    session.player = AttachPlayer(decode)
-    app = KVApp(session.player, title, decode=decode, scraper=scraper)
-    watch(app, session.player, lambda: session.follow(duration, idle))
 
 
 def _scraper(stack: ExitStack, url: str) -> "Scraper":
@@ -167,6 +151,16 @@ class _Session:
         self._subscriber = subscriber
         self._writer = writer
         self._scraper = scraper
+
+    def watch(self, duration: float | None, idle: float | None, decode: Decode | None) -> None:
+        """The same in the application."""
+        from pagedcli.app.base import watch
+        from pagedcli.app.kv_app import AttachPlayer, KVApp
+
+        self.player = AttachPlayer(decode)
+        title = f"pagedcli attach {' '.join(self._subscriber.endpoints)}"
+        app = KVApp(self.player, title, decode=decode, scraper=self._scraper)
+        watch(app, self.player, lambda: self.follow(duration, idle))
 
     def follow(self, duration: float | None, idle: float | None) -> None:
         """Process messages until the time is up, none arrive, or the user quits."""

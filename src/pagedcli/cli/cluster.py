@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pagedcli.batch.job import Job
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
-from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_OK, StopRequest
+from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import resume_command, say_model, say_summary, write_summary
 from pagedcli.config import EngineConfig
 from pagedcli.errors import UsageError
@@ -76,7 +76,11 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     progress.say_workers()
     if job.summary_json is not None:
         write_summary(job.summary_json, result)
-    return _exit_code(output, result)
+    if result.outcome == "complete":
+        say(f"parts: {output}; one file: pagedcli merge {output} -o OUT")
+    else:
+        say(f"continue with: {resume_command(sys.argv[1:])}")
+    return exit_code(result)
 
 
 def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]:
@@ -230,12 +234,3 @@ def _num_gpus(engine: EngineConfig) -> int:
 
         return engine.tensor_parallel_size if torch.cuda.is_available() else 0
     return 0 if engine.device == "cpu" else engine.tensor_parallel_size
-
-
-def _exit_code(output: Path, result: BatchResult) -> int:
-    if result.outcome != "complete":
-        say(f"continue with: {resume_command(sys.argv[1:])}")
-        return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
-    say(f"parts: {output}; one file: pagedcli merge {output} -o OUT")
-    stats = result.stats
-    return EXIT_ERROR_ROWS if stats.num_failed + stats.num_resumed_failed else EXIT_OK

@@ -10,7 +10,7 @@ from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, con
 from pagedcli.cli.partings import request_verdicts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
 from pagedcli.config import LoadedConfig, load_config
-from pagedcli.errors import UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE, check_files
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pagedcli.simulation.difference import Comparison, Side
 
 _SIDES_HELP = "A trace, a recording of `attach`, or a prompt file."
-EXIT_BAD_ROWS = 3
 _PAGE_HELP = "Also write an HTML page."
 _KINDS = {"trace": "a recorded run", "recording": "a recording of KV events", "prompts": "a prompt file"}
 

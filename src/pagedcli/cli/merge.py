@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK
-from pagedcli.errors import UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import check_files
 from pagedcli.printable import plural
 from pagedcli.show.terminal import say
@@ -55,4 +54,4 @@ def merge(
     order = "input order" if merged.in_input_order else "shard after shard, in order of completion"
     say(f"{plural(merged.num_rows, 'row')} of {what}, {order}; {merged.num_failed:,} failed")
     say(f"rows: {output_file}")
-    raise typer.Exit(EXIT_ERROR_ROWS if merged.num_failed else EXIT_OK)
+    raise typer.Exit(EXIT_BAD_ROWS if merged.num_failed else 0)

@@ -22,7 +22,7 @@ from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.distributed.partition import SharePlan
-from pagedcli.errors import BackendError, ConfigError, MissingModelError, ModelError, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, BackendError, ConfigError, MissingModelError, ModelError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import expected_text, percent_text, plural
@@ -62,7 +62,6 @@ _ALL_HELP = (
 )
 _REORDERED_HELP = "Write the prompts with what makes them part moved, sorted or made alike, to check and compare."
 _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
-EXIT_BAD_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)

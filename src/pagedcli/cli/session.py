@@ -22,10 +22,10 @@ from pagedcli.cli.summary import (
     say_summary,
     write_summary,
 )
-from pagedcli.errors import UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
 from pagedcli.garbage import nothing_to_collect
-from pagedcli.interrupt import on_signals
+from pagedcli.interrupt import EXIT_INTERRUPTED, on_signals
 from pagedcli.planning.step_time import TimeKey, learn, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # the time that advice may take at the end of a run
 ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.1, 1.0, 5.0
-EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
 def run_job(
@@ -109,10 +108,10 @@ def run_job(
         observe_verdicts(verdicts)
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, advice, verdicts)
-        code = _exit_code(job, sink, result)
+        _say_rows(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
             return EXIT_FATAL
-        return code
+        return exit_code(result)
 
 
 def _say_complete(job: Job, record: RunRecord) -> int:
@@ -120,7 +119,7 @@ def _say_complete(job: Job, record: RunRecord) -> int:
     failed = f", {record.num_failed_rows:,} failed" if record.num_failed_rows else ""
     job.watch(BatchStats(num_resumed=record.num_rows, num_resumed_failed=record.num_failed_rows))
     say(f"{job.output} is complete ({plural(record.num_rows, 'row')}{failed}): nothing to resume")
-    return EXIT_ERROR_ROWS if record.num_failed_rows else EXIT_OK
+    return EXIT_BAD_ROWS if record.num_failed_rows else 0
 
 
 def _run(
@@ -212,24 +211,24 @@ def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:
     return False
 
 
-def _exit_code(job: Job, sink: Sink, result: BatchResult) -> int:
+def exit_code(result: BatchResult) -> int:
+    if result.outcome != "complete":
+        return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
+    return EXIT_BAD_ROWS if result.stats.num_failed + result.stats.num_resumed_failed else 0
+
+
+def _say_rows(job: Job, sink: Sink, result: BatchResult) -> None:
+    """Print where the rows are, or how to continue the run."""
     if result.outcome != "complete":
         _say_resumable(sink)
-        return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
-    stats = result.stats
-    if job.output_file is not None:
+    elif job.output_file is not None:
         say(f"rows: {job.output_file}")
-    return EXIT_ERROR_ROWS if stats.num_failed + stats.num_resumed_failed else EXIT_OK
 
 
 def _say_resumable(sink: Sink) -> None:
     """Print how to continue an interrupted run."""
-    if not isinstance(sink, FileSink):
-        return
-    if sink.rows_are_kept:
-        say(f"continue with: {resume_command(sys.argv[1:])}")
-    else:
-        say(f"note: {sink.loss}")
+    if isinstance(sink, FileSink):
+        say(f"continue with: {resume_command(sys.argv[1:])}" if sink.rows_are_kept else f"note: {sink.loss}")
 
 
 def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]) -> "LLMEngine":

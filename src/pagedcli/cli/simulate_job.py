@@ -20,7 +20,7 @@ from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.states import POLICIES
-from pagedcli.errors import UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import decide
@@ -57,7 +57,6 @@ from pagedcli.verdicts import MOST_SAID, Verdict
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
 
-EXIT_BAD_ROWS = 3
 _LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
 
 

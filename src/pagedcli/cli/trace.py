@@ -19,9 +19,9 @@ from pagedcli.cli.dump_kv import Dump, DumpFiles, DumpKv, Every, Steps, table_wi
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.replay import Follow, StepFormat, no_such_step
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
-from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
+from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import RequestError, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, RequestError, UsageError
 from pagedcli.events import Emit, only_wanted, to_all
 from pagedcli.show.panels import PlainView, print_ending
 from pagedcli.show.step_tables import StepConsole, StepPrinter
@@ -102,7 +102,7 @@ def trace(
     else:
         with PlainView(Console(stderr=True), whole_run, follow=request) as view:
             code = run(view, terminal_is_taken=True)
-    if request is not None and code in (EXIT_OK, EXIT_ERROR_ROWS):
+    if request is not None and code in (0, EXIT_BAD_ROWS):
         request.check("this run")
     raise typer.Exit(code)
 

@@ -245,7 +245,7 @@ class EngineCore:
             work = self.scheduler.schedule(step, report=False)
         launched: LaunchedStep | None = None
         if earlier is not None:
-            if work.seqs and self._may_run_ahead(work):
+            if work.seqs and not any(map(self._forks.will_fork, work.seqs)):  # observers see the step before its forks
                 with clock.phase(FORWARD):
                     launched = self._launch(work, earlier)
                 self.num_steps_ahead += 1
@@ -268,10 +268,6 @@ class EngineCore:
                 seq.num_pending_tokens += 1
         self._in_flight = launched
         return work
-
-    def _may_run_ahead(self, work: ScheduledStep) -> bool:
-        """Whether the step can be launched before the pending tokens are read."""
-        return not any(map(self._forks.will_fork, work.seqs))  # observers must see the step before its forks
 
     def _launch(self, work: ScheduledStep, earlier: "LaunchedStep | None" = None) -> "LaunchedStep":
         """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read: with a grammar,

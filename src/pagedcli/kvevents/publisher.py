@@ -34,24 +34,19 @@ class KVEventPublisher(TokenView):
         self._flush()
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
-        table, size = state.seqs[event.seq_id].block_table, state.block_size
+        table, num_groups = state.seqs[event.seq_id].block_table, state.num_groups
         first = table.index(event.block_ids[0])
         for index, (block_id, block_hash) in enumerate(zip(event.block_ids, event.hashes, strict=True), first):
             if block_hash not in self._published and state.hash_to_block_id.get(block_hash) == block_id:
-                span, group = divmod(index, state.num_groups)
-                before = table[index - state.num_groups] if span else None  # the group's block before it
-                self._published[block_hash] = group
-                tokens = self._token_ids[event.seq_id][span * size : (span + 1) * size]
-                self._stored(block_hash, None if before is None else state.hashes[before], tokens, group, state)
+                before = table[index - num_groups] if index >= num_groups else None  # the group's block before it
+                self._stored(event.seq_id, index, block_hash, None if before is None else state.hashes[before], state)
 
     def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
-        size, num_groups = state.block_size, state.num_groups
+        num_groups = state.num_groups
         for index, _, block_hash, _ in event.blocks:
             if block_hash not in self._published:
-                span, group = divmod(index, num_groups)
-                self._published[block_hash] = group
-                tokens = self._token_ids[event.seq_id][span * size : (span + 1) * size]
-                self._stored(block_hash, event.hashes[index - num_groups] if span else None, tokens, group, state)
+                parent = event.hashes[index - num_groups] if index >= num_groups else None
+                self._stored(event.seq_id, index, block_hash, parent, state)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.hash in self._published and event.hash not in state.hash_to_block_id:
@@ -65,7 +60,10 @@ class KVEventPublisher(TokenView):
             self._removed(block_hash)
         self._flush()
 
-    def _stored(self, block_hash: int, parent: int | None, tokens: list[int], group: int, state: PoolState) -> None:
+    def _stored(self, seq_id: int, index: int, block_hash: int, parent: int | None, state: PoolState) -> None:
+        span, group = divmod(index, state.num_groups)
+        self._published[block_hash] = group
+        tokens = self._token_ids[seq_id][span * state.block_size : (span + 1) * state.block_size]
         last = self._events[-1] if self._events else None
         if last is not None and last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:
             last["block_hashes"].append(block_hash)

@@ -98,7 +98,7 @@ class Picture:
         light, dark = _colours()
         chosen = dark if theme is Theme.DARK else light
         body = _CLASS.sub(lambda found: f"{found[0]} {_attributes(found[1], chosen)}", "".join(self.parts))
-        style = f"<style>@media (prefers-color-scheme: dark) {{ {_dark_rules(body)} }}</style>"
+        style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(_dark_rules(body, dark))} }}</style>"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="pagedcli-{theme}" viewBox="0 0 {self.width:g}'
             f' {self.height:.0f}" role="img" font-family="system-ui, \'Helvetica Neue\', Arial, sans-serif">'
@@ -213,12 +213,7 @@ def _attributes(css_class: str, colours: dict[str, str]) -> str:
     return " ".join(f'{name}="{colours.get(value, value)}"' for name, value in _LOOKS[css_class].items())
 
 
-def _dark_rules(body: str) -> str:
-    return " ".join(_rules(sorted(set(_CLASS.findall(body)))))
-
-
-def _rules(classes: Iterable[str]) -> Iterator[str]:
-    _, dark = _colours()
-    for css_class in classes:
+def _dark_rules(body: str, dark: dict[str, str]) -> Iterator[str]:
+    for css_class in sorted(set(_CLASS.findall(body))):
         coloured = [f"{name}: {dark[value]}" for name, value in _LOOKS[css_class].items() if value in dark]
         yield f".pagedcli-auto .{css_class} {{ {'; '.join(coloured)} }}"

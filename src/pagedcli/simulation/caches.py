@@ -85,9 +85,13 @@ def accesses_of(workload: Workload, block_size: int, *, partial_blocks: bool = F
             tokens[-1] -= 1
         starts.append(len(blocks))
     weights, ends = _as_ints(tokens), _as_ints(starts)
-    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights)])
     prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
-    return Accesses(_as_ints(blocks), ends, weights, prompt_tokens, total[ends[1:]] - total[ends[:-1]], block_size)
+    return Accesses(_as_ints(blocks), ends, weights, prompt_tokens, np.diff(sums_before(weights)[ends]), block_size)
+
+
+def sums_before(values: Ints | Bools) -> Ints:
+    """[N+1] the sum of the values before each place, and of all."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
 
 
 def ideal_hit_rate(accesses: Accesses) -> float:
@@ -150,7 +154,7 @@ def _count_larger(values: Ints, ends: Ints, limits: Ints) -> Ints:
     num_bits = int(max(values.max(initial=0), limits.max(initial=0))).bit_length()
     for bit in range(num_bits - 1, -1, -1):
         ones = (values >> bit) & 1
-        rank = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ones)])  # ones before each place
+        rank = sums_before(ones)
         num_zeros = len(values) - int(rank[-1])
         ones_low, ones_high = rank[low], rank[high]
         has_one = ((limits >> bit) & 1).astype(bool)
@@ -203,9 +207,7 @@ def lru_curve(accesses: Accesses, distances: Ints, warmup: float = 0.0) -> LruCu
 
 def hits_per_request(accesses: Accesses, hit: Bools) -> Ints:
     """[R] tokens that hit, where `hit` [A] is true for the first blocks of a request that hit."""
-    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.where(hit, accesses.tokens, 0))])
-    hits: Ints = total[accesses.starts[1:]] - total[accesses.starts[:-1]]
-    return hits
+    return np.diff(sums_before(np.where(hit, accesses.tokens, 0))[accesses.starts])
 
 
 Access = tuple[int, int, int]  # (-place of the next use, -index in the chain, block): the lowest is dropped first
@@ -335,8 +337,7 @@ def _prompts(accesses: Accesses, manager: BlockManager, chunk: int) -> Iterator[
 
 def tokens_of_hits(accesses: Accesses, hits: Ints) -> Ints:
     """[R] tokens that the first `hits` blocks of each request save."""
-    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(accesses.tokens)])
-    first = accesses.starts[:-1]
+    total, first = sums_before(accesses.tokens), accesses.starts[:-1]
     saved: Ints = total[first + hits] - total[first]
     return saved
 

@@ -5,6 +5,8 @@ from fractions import Fraction
 from itertools import combinations
 from math import comb
 
+from pagedcli.core.facts import RunFacts
+
 CAUSES = {
     "prompts": "other prompts",
     "outputs": "other outputs",
@@ -22,6 +24,16 @@ MOST_AVERAGED = 5  # causes whose every order of swapping is tried: 32 runs
 
 Measures = dict[str, Fraction]
 """What a run did, by name: the hit rate, and counts."""
+
+
+def counts_in(*runs: RunFacts) -> Measures:
+    """The counts of these runs, one after another."""
+    return {
+        "computed_tokens": Fraction(sum(facts.num_computed_tokens for facts in runs)),
+        "preemptions": Fraction(sum(facts.num_preemptions for facts in runs)),
+        "peak_used_blocks": Fraction(max(facts.peak_used_blocks for facts in runs)),
+        "steps": Fraction(sum(facts.num_steps for facts in runs)),
+    }
 
 
 def minus(one: Measures, other: Measures) -> Measures:

@@ -20,7 +20,7 @@ from pagedcli.core.prefixes import num_equal
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import plural
 from pagedcli.simulation.caches import NEVER, accesses_of, stack_distances
-from pagedcli.simulation.causes import CAUSES, Measures, num_runs, shares
+from pagedcli.simulation.causes import CAUSES, Measures, counts_in, num_runs, shares
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
@@ -395,10 +395,7 @@ class Comparison:
         hits = [run.hit_tokens() for run in runs]
         found = {
             "hit_rate": Fraction(sum(hit for hit, _ in hits), max(1, sum(looked_up for _, looked_up in hits))),
-            "computed_tokens": Fraction(sum(run.num_computed_tokens for run in runs)),
-            "preemptions": Fraction(sum(run.num_preemptions for run in runs)),
-            "peak_used_blocks": Fraction(max(run.peak_used_blocks for run in runs)),
-            "steps": Fraction(sum(run.num_steps for run in runs)),
+            **counts_in(*(run.facts for run in runs)),
         }
         return found if self._step_time is None else {**found, "seconds": Fraction(sum(run.total_s for run in runs))}
 

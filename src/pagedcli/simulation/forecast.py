@@ -159,14 +159,14 @@ class _Timer:
 
 
 def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:
-    served = run.served()
+    served, facts = run.served(), run.facts
     num_prompt, num_cached = int(run.prompt_tokens[served].sum()), run.hit_tokens()[0]
     seconds = first_row_s = as_tokens_s = None
     parts: dict[str, float] = {}
     if step_time is not None and timer is not None:
         num_rows = run.num_requests - run.num_refused
         num_text = int(run.prompt_tokens[served & texts].sum())
-        rows_s = step_time.host_s(num_rows, num_prompt, run.num_generated_tokens)
+        rows_s = step_time.host_s(num_rows, num_prompt, facts.num_generated_tokens)
         text_s = num_text * step_time.text_token_s
         parts = {**timer.parts, "rows": rows_s + text_s}
         as_tokens_s = (run.total_s + rows_s) / share
@@ -182,12 +182,12 @@ def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _
         num_refused=whole(run.num_refused),
         num_prompt_tokens=whole(num_prompt),
         num_cached_tokens=whole(num_cached),
-        num_generated_tokens=whole(run.num_generated_tokens),
-        num_computed_tokens=whole(run.num_computed_tokens),
-        num_recomputed_tokens=whole(run.num_recomputed_tokens),
-        num_preemptions=whole(run.num_preemptions),
-        num_steps=whole(run.num_steps),
-        peak_used_blocks=run.peak_used_blocks,
+        num_generated_tokens=whole(facts.num_generated_tokens),
+        num_computed_tokens=whole(facts.num_computed_tokens),
+        num_recomputed_tokens=whole(facts.num_recomputed_tokens),
+        num_preemptions=whole(facts.num_preemptions),
+        num_steps=whole(facts.num_steps),
+        peak_used_blocks=facts.peak_used_blocks,
         seconds=seconds,
         first_row_s=first_row_s,
         parts=parts,

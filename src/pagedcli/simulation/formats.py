@@ -238,9 +238,8 @@ class _Reader:
     def finish(self) -> Workload:
         workload = self.workload
         if not workload.requests:
-            first = f" ({workload.bad_lines[0].place}: {workload.bad_lines[0].reason})" if workload.bad_lines else ""
             raise UsageError(
-                f"no line is a request of a known trace format{first}",
+                f"no line is a request of a known trace format{workload.first_bad}",
                 hint=f"formats: {', '.join(FORMATS)}, prompt files, and traces and recordings of pagedcli",
             )
         workload.format = self.format_name or ""

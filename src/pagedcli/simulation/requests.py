@@ -87,6 +87,11 @@ class Workload:
         if len(self.bad_lines) < MAX_LISTED:
             self.bad_lines.append(BadLine(place, reason))
 
+    @property
+    def first_bad(self) -> str:
+        """Names the first bad line behind a message: ` (trace.jsonl:3: no prompt)`."""
+        return f" ({self.bad_lines[0].place}: {self.bad_lines[0].reason})" if self.bad_lines else ""
+
     def finish(self) -> None:
         """Sort by time, and note what is odd."""
         times = [request.arrival_s for request in self.requests if request.arrival_s is not None]

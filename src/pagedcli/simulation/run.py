@@ -6,7 +6,7 @@ The engine core is the real one; its executor computes nothing.
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
 from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
+from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.requests import FinishedRequest
@@ -24,7 +25,7 @@ from pagedcli.core.step_input import SamplingInput, StepInput, StepTokens
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.caches import Bools, Ints, num_warmup
+from pagedcli.simulation.caches import Bools, Ints, num_warmup, sums_before
 from pagedcli.simulation.requests import TraceRequest, Workload, early_ends, largest_output, synthetic_prefixes
 
 StepTime = Callable[[ScheduledStep, Scheduler], int]
@@ -183,10 +184,6 @@ class Schedule:
     step_time: StepTime | None = None  # None: time is counted in steps
     read_ahead: int | None = None  # prompt tokens in work, as in batch.run; None: see read_ahead
 
-    def tokens_ahead(self, plan: Plan) -> int:
-        """Prompt tokens in work, unless twice max_num_seqs requests are more."""
-        return read_ahead(plan.limits) if self.read_ahead is None else self.read_ahead
-
 
 @dataclass(slots=True)
 class RunResult:
@@ -197,15 +194,10 @@ class RunResult:
     cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
     waited_steps: "array[int]"  # steps from arrival to the first that computed it
     waited_s: "array[float]"
+    facts: RunFacts
     num_requests: int = 0
     num_refused: int = 0
     refusals: dict[str, str] = field(default_factory=dict)  # code -> the first message
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_computed_tokens: int = 0
-    peak_used_blocks: int = 0
     total_s: float = 0.0  # virtual seconds
     first_s: float = 0.0  # the end of the first request
 
@@ -251,14 +243,15 @@ def simulate(
                 driver.finish(output)
         if observe is not None:
             observe(driver.num_done)
-    return driver.result()
+    driver.result.total_s = core.clock.now_ns / STEP_NS
+    return driver.result
 
 
 def known_ahead(prompt_tokens: Ints, plan: Plan, schedule: Schedule) -> Ints:
     """[R] when a request starts, the end of those that are in the queue: what next-use knows in a real run."""
     counted = np.maximum(prompt_tokens, LEAST_TOKENS)
-    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counted)])
-    by_tokens = np.searchsorted(total, total[:-1] + schedule.tokens_ahead(plan))
+    total = sums_before(counted)
+    by_tokens = np.searchsorted(total, total[:-1] + read_ahead(plan.limits, schedule.read_ahead))
     ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.limits.max_num_seqs)
     return np.minimum(ends, len(counted))
 
@@ -278,8 +271,8 @@ class _Driver:
         self._step_starts = array("q")  # virtual time at which each step began
         prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
         missing = array("q", [_NOT_SERVED]) * num
-        self._result = RunResult(
-            core.plan, prompt_tokens, missing, missing[:], array("d", [_NOT_SERVED]) * num, num_requests=num
+        self.result = RunResult(
+            core.plan, prompt_tokens, missing, missing[:], array("d", [_NOT_SERVED]) * num, core.stats, num
         )
         self._index: dict[str, int] = {}  # id of an unfinished request -> its number
         self._added_ns: dict[str, int] = {}
@@ -308,8 +301,8 @@ class _Driver:
         try:
             self._core.add(request)
         except RequestError as error:
-            self._result.num_refused += 1
-            self._result.refusals.setdefault(error.code, error.message)
+            self.result.num_refused += 1
+            self.result.refusals.setdefault(error.code, error.message)
             self.num_done += 1
         else:
             self._index[request.request_id] = self._next
@@ -318,27 +311,14 @@ class _Driver:
         self._next += 1
 
     def finish(self, output: FinishedRequest) -> None:
-        if not self._result.first_s:
-            self._result.first_s = self._core.clock.now_ns / STEP_NS
+        if not self.result.first_s:
+            self.result.first_s = self._core.clock.now_ns / STEP_NS
         index = self._index.pop(output.request_id)
         self._work.count(self._requests[index].num_prompt_tokens, -1)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
         arrival_ns = self._arrival_ns(self._requests[index])
-        self._result.cached_tokens[index] = output.num_cached_tokens
-        self._result.waited_s[index] = (admitted_ns - arrival_ns) / STEP_NS
+        self.result.cached_tokens[index] = output.num_cached_tokens
+        self.result.waited_s[index] = (admitted_ns - arrival_ns) / STEP_NS
         steps = self._step_starts
-        self._result.waited_steps[index] = bisect_left(steps, admitted_ns) - bisect_left(steps, arrival_ns)
+        self.result.waited_steps[index] = bisect_left(steps, admitted_ns) - bisect_left(steps, arrival_ns)
         self.num_done += 1
-
-    def result(self) -> RunResult:
-        stats = self._core.stats
-        return replace(
-            self._result,
-            num_steps=stats.num_steps,
-            num_preemptions=stats.num_preemptions,
-            num_recomputed_tokens=stats.num_recomputed_tokens,
-            num_generated_tokens=stats.num_generated_tokens,
-            num_computed_tokens=stats.num_computed_tokens,
-            peak_used_blocks=stats.peak_used_blocks,
-            total_s=self._core.clock.now_ns / STEP_NS,
-        )

@@ -11,7 +11,7 @@ from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.lookups import Lookups, read_lookups
 from pagedcli.printable import plural
 from pagedcli.simulation.advice import recorded_plan, timed_of
-from pagedcli.simulation.causes import Measures
+from pagedcli.simulation.causes import Measures, counts_in
 from pagedcli.simulation.difference import Restart, Side
 from pagedcli.simulation.requests import Chains, TraceRequest, Workload
 from pagedcli.simulation.sources import RecordedRequests
@@ -87,10 +87,7 @@ def _recorded_side(path: Path, chains: Chains) -> tuple[Side, Outcomes]:
         raise UsageError(f"{path}: no request finished in this run")
     recorded = {
         "hit_rate": Fraction(facts.num_cached_tokens, max(1, facts.num_prompt_tokens)),
-        "computed_tokens": Fraction(facts.num_computed_tokens),
-        "preemptions": Fraction(facts.num_preemptions),
-        "peak_used_blocks": Fraction(facts.peak_used_blocks),
-        "steps": Fraction(facts.num_steps),
+        **counts_in(facts),
         "seconds": Fraction(facts.steps_ns, 10**9),
     }
     side = Side(path.name, workload, recorded_plan(state), recorded, step_time=timed_of(state))

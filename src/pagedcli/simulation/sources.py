@@ -331,8 +331,7 @@ class PromptRequests:
         """The workload. Raises: UsageError if it is empty."""
         workload = self.workload
         if not workload.requests:
-            first = f" ({workload.bad_lines[0].place}: {workload.bad_lines[0].reason})" if workload.bad_lines else ""
-            raise UsageError(f"{self._name} has no valid row{first}")
+            raise UsageError(f"{self._name} has no valid row{workload.first_bad}")
         if self._num_without:
             workload.notes.append(
                 f"no output in the earlier run for {plural(self._num_without, 'row')}: simulated up to max_tokens"

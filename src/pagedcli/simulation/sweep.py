@@ -27,6 +27,7 @@ from pagedcli.simulation.caches import (
     num_warmup,
     split,
     stack_distances,
+    sums_before,
     tokens_of_hits,
     unscheduled_hits,
 )
@@ -174,9 +175,7 @@ class Sweep:
         """[R] blocks that hit without running requests."""
         if policy != "lru" or self.has_windows:
             return unscheduled_hits(self.accesses, num_blocks, policy, known, windows=self.windows, chunk=self._chunk)
-        total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.distances <= num_blocks)])
-        hits: Ints = total[self.accesses.starts[1:]] - total[self.accesses.starts[:-1]]
-        return hits
+        return np.diff(sums_before(self.distances <= num_blocks)[self.accesses.starts])
 
     def _bounds(self, num_blocks: int, policy_hits: Ints) -> CacheBounds:
         return CacheBounds(tokens_of_hits(self.accesses, policy_hits), self.clairvoyant(num_blocks), self._unlimited)
@@ -234,7 +233,7 @@ def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | 
     curve, num_hit = sweep.curve, sweep.curve.ceiling[1]
     unlimited, of_all = num_hit / max(1, curve.num_tokens), _percent(num_hit, curve)
     is_served = any(point.run is None or point.run.num_refused < point.run.num_requests for point in points)
-    most = max((point.run.peak_used_blocks for point in points if point.run is not None), default=0)
+    most = max((point.run.facts.peak_used_blocks for point in points if point.run is not None), default=0)
     certainty = "exact for LRU without running requests"
     if most:
         certainty += f", which use up to {plural(most, 'block')} at once"
@@ -300,18 +299,18 @@ def _doubling(sweep: Sweep, pools: Sequence[int], points: Sequence[SweepPoint]) 
     if gains:
         return [f"Doubling the memory raises the hit rate {', '.join(gains)} (LRU without running requests)."]
     sentence = "Doubling any of these pools raises the hit rate by less than 0.1 points (LRU without running requests)"
-    if any(point.run is not None and point.run.num_preemptions for point in points):
+    if any(point.run is not None and point.run.facts.num_preemptions for point in points):
         return [f"{sentence}, but it also saves preemptions."]
     return [f"{sentence}."]
 
 
 def _in_use(points: Sequence[SweepPoint]) -> list[str]:
     runs = [point.run for point in points if point.run is not None]
-    most = max((run.peak_used_blocks for run in runs), default=0)
+    most = max((run.facts.peak_used_blocks for run in runs), default=0)
     if not most:
         return []
     sentences = [f"Running requests use up to {plural(most, 'block')} at once; the rest of a pool is the cache."]
-    preempted = [run for run in runs if run.num_preemptions]
+    preempted = [run for run in runs if run.facts.num_preemptions]
     if preempted:
         largest = max(run.plan.num_blocks for run in preempted)
         sentences.append(f"Requests are preempted in pools of up to {plural(largest, 'block')}.")

@@ -183,14 +183,14 @@ def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
         row |= {
             "num_refused": run.num_refused,
             "refusals": run.refusals,
-            "num_steps": run.num_steps,
+            "num_steps": run.facts.num_steps,
             "mean_waiting_steps": float(waited.mean()) if len(waited) else None,
             "p95_waiting_steps": float(np.percentile(waited, 95)) if len(waited) else None,
             "mean_waiting_s": float(waited_s.mean()) if len(waited) else None,
-            "num_preemptions": run.num_preemptions,
-            "num_recomputed_tokens": run.num_recomputed_tokens,
-            "num_generated_tokens": run.num_generated_tokens,
-            "peak_used_blocks": run.peak_used_blocks,
+            "num_preemptions": run.facts.num_preemptions,
+            "num_recomputed_tokens": run.facts.num_recomputed_tokens,
+            "num_generated_tokens": run.facts.num_generated_tokens,
+            "peak_used_blocks": run.facts.peak_used_blocks,
             "total_s": run.total_s,
         }
     return row
@@ -225,7 +225,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
     """Hit rates, waiting and preemptions of every pool and policy."""
     rows = [point_row(point, sweep) for point in points]
     hits = "tokens, blocks: hits of the prompts' tokens and full blocks, when they are first computed; "
-    hits += _warmup_text(sweep.warmup)
+    hits += f"the first {sweep.warmup:.0%} of the requests fill the cache uncounted" if sweep.warmup else "no warm-up"
     if block_bytes is None:
         pool, notes = "pool_share", ["share: of the distinct blocks of all prompts", hits]
     else:
@@ -284,10 +284,6 @@ def _pool_range(sizes: Sequence[int], num_unique: int) -> tuple[int, int]:
     """The smallest and the largest pool of a chart, in blocks."""
     first = min([*sizes, max(1, num_unique // 200)])
     return first, max([*sizes, num_unique, 2 * first])
-
-
-def _warmup_text(warmup: float) -> str:
-    return f"the first {warmup:.0%} of the requests fill the cache uncounted" if warmup else "no warm-up"
 
 
 def miss_table(points: Sequence[SweepPoint]) -> Table:

@@ -21,7 +21,6 @@ from pagedcli.line_files import LineReader, LineWriter, has_compressed_name
 from pagedcli.printable import plural
 
 _log = logging.getLogger("pagedcli")
-_SUFFIXES = (".jsonl.zst", ".jsonl")
 
 
 def part_path(path: Path, number: int) -> Path:
@@ -48,10 +47,8 @@ def parts(path: Path) -> list[Path]:
 
 
 def _split(path: Path) -> tuple[str, str]:
-    for suffix in _SUFFIXES:
-        if path.name.endswith(suffix):
-            return path.name.removesuffix(suffix), suffix
-    raise UsageError(f"{path} is not named like a trace", hint="a trace file ends in .jsonl or .jsonl.zst")
+    suffix = ".jsonl.zst" if has_compressed_name(path, "trace") else ".jsonl"
+    return path.name.removesuffix(suffix), suffix
 
 
 _COMPRESS_EVERY_NS = 50_000_000  # compressing step by step took 5 % of the throughput of a small model
