@@ -31,8 +31,8 @@ class Run:
     step in the run; `texts`: how often one from texts is."""
 
     def __init__(self, cost, head_cost, right, *, num_seqs=1, length=240, num_rounds=1, prompt_ms=0.0, texts=0.0,
-                 has_head=True, guesses=True):  # fmt: skip
-        self.clock, self.random = Clock(), random.Random(0)
+                 has_head=True, guesses=True, seed=0):  # fmt: skip
+        self.clock, self.random = Clock(), random.Random(seed)
         self.cost, self.head_cost, self.right = cost, head_cost, right
         self.num_steps = self.num_head_steps = self.num_right = 0
         self.head_steps = []
@@ -125,6 +125,12 @@ def test_it_never_loses(head_cost, right, num_seqs):
 def test_right_guesses_make_it_faster(head_cost, right, num_seqs, least):
     faster, found = gain(steep, head_cost, right, num_seqs=num_seqs)
     assert faster >= least
+    assert found.num_head_steps > found.num_steps / 3
+
+
+def test_several_rows_get_a_guess_each_although_one_guess_would_not_pay():
+    faster, found = gain(two_passes, dear, 0.9, num_seqs=8)
+    assert faster >= 1.25
     assert found.num_head_steps > found.num_steps / 3
 
 

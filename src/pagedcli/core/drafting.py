@@ -24,6 +24,8 @@ UNKNOWN_RISK = 1.0  # least assumed cost of several guesses of which no step is 
 MOST_SAVED = 8.0  # the most in the account, in steps without guesses
 STEPS_BETWEEN_TRIES = 16  # steps between two with guesses that are not expected to pay
 STEPS_BETWEEN_ESTIMATES = 4  # steps between two that look whether the head pays by now
+SURE_CHANCE = 0.7  # chance of the head's first guess from which on it has a credit, after two right ones of two
+HEAD_CREDIT = 1.0  # the credit, in steps without guesses
 STEPS_WITHOUT_AHEAD = 16  # steps in which the head runs for its K and V alone, as texts repeat themselves
 UNKNOWN_HEAD = (
     0.25  # assumed time of the head before it has run, for a token of each sequence, in steps without guesses
@@ -199,7 +201,7 @@ class GuessesThatPay:
         """How many tokens of all sequences together the head should guess; 0: none."""
         assert self._account_ns is not None
         num_seqs, chances = self._num_seqs, self._chances.of_head(seqs)
-        sums = list(accumulate(chances, initial=0.0))
+        sums, credit_ns = list(accumulate(chances, initial=0.0)), self._credit_ns(plain_ns)
         best = untried = most = 0
         best_gain, is_due = 0.0, self._num_steps - self._last_head_try >= STEPS_BETWEEN_TRIES
         for size in _SIZES:
@@ -209,7 +211,7 @@ class GuessesThatPay:
                 break
             head_ns = self._head_times.of(min(size, num_seqs), -(-size // num_seqs), plain_ns)
             risk_ns = head_ns + self._risk_ns(size, took_ns, plain_ns)
-            if risk_ns > self._account_ns:
+            if risk_ns > self._account_ns + (credit_ns if size <= num_seqs else 0.0):
                 break
             right = num_seqs * sums[depth] + (num_deeper and num_deeper * chances[depth])
             gain = (1 + right / num_seqs) * plain_ns / (took_ns + head_ns)
@@ -228,6 +230,12 @@ class GuessesThatPay:
             return 0
         self._last_head_try, self._last_try = self._num_steps, self._num_steps - STEPS_BETWEEN_TRIES  # checked next
         return most
+
+    def _credit_ns(self, plain_ns: float) -> float:
+        """What one guess of the head for each of several sequences may take on top of the account, once its guesses
+        were mostly right: for a single one the head takes nearly as long, which hardly ever pays."""
+        is_sure = self._num_seqs > 1 and self._chances.of_run("mtp") >= SURE_CHANCE
+        return HEAD_CREDIT * plain_ns if is_sure else 0.0
 
     def _counts_ahead(self, seqs: Items[Sequence], size: int, most: list[int]) -> list[int]:
         """The guesses of each sequence: of those with more left first, and of none whose text repeats itself more
@@ -320,6 +328,9 @@ class GuessesThatPay:
         if not likeliest:
             return []
         assert self._account_ns is not None, "there is nothing to choose before it is opened"
+        # guesses of the head are there already, so what they took does not count any more
+        is_paid = any(draft.source == "mtp" for _, draft, _, _ in guesses)
+        credit_ns = self._credit_ns(plain_ns) if is_paid else 0.0
         best, best_gain, sums = 0, 0.0, [0.0]
         for _, chance, _ in likeliest:
             sums.append(sums[-1] + chance)
@@ -327,15 +338,14 @@ class GuessesThatPay:
         untried = 0
         for size in sizes:
             took_ns = self._times.with_guesses_ns(num_seqs, size, plain_ns)
-            if took_ns is None or self._risk_ns(size, took_ns, plain_ns) > self._account_ns:
+            limit_ns = self._account_ns + (credit_ns if size <= num_seqs else 0.0)
+            if took_ns is None or self._risk_ns(size, took_ns, plain_ns) > limit_ns:
                 break
             gain = (1 + sums[size] / num_seqs) * plain_ns / took_ns
             if gain > best_gain:
                 best, best_gain = size, gain
             if gain >= LEAST_GAIN and not self._times.is_known(num_seqs, size):
                 untried = size
-        # guesses of the head are there already, so what they took does not count any more
-        is_paid = any(draft.source == "mtp" for _, draft, _, _ in guesses)
         if best_gain < (1.0 if is_paid else LEAST_GAIN):
             best = self._size_of_try(sizes, plain_ns)
         elif untried > best:  # even if it were worse than the best, it would be better than nothing
@@ -460,6 +470,11 @@ class _Chances:
         own = self._own[seq.seq_id].setdefault(source, [0.0, 0.0])
         own[0] = KEPT_OF_OWN * own[0] + num_accepted
         own[1] = KEPT_OF_OWN * own[1] + num_tried
+
+    def of_run(self, source: DraftSource) -> float:
+        """The chance that the first token of a guess is right, in the run."""
+        right, tried = places[0] if (places := self._run[source]) else (UNKNOWN_RIGHT, UNKNOWN_TRIED)
+        return right / tried
 
     def of_head(self, seqs: Items[Sequence]) -> list[float]:
         """The chances that all tokens of a guess of the head up to each are right, in the mean of these sequences."""
