@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, BlockCodes, CodedWeight, Plane, bit_fields
+from pagedcli.models.gguf.codebooks import codebook_codes
 from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -163,28 +164,17 @@ def _codebook(unit: float, odds: Callable[[Tensor], Tensor], kind: str, raw: Ten
     `unit` and times a factor 2 n + 1 of their group. `odds`: blocks -> n."""
     factors = 2 * odds(raw).to(torch.int8) + 1
     factors = factors.repeat_interleave(16 // factors.shape[-1], -1)
-    plain, place = raw.clone(), raw[..., :2]
+    place = raw[..., :2]
     if kind == "IQ1_M":  # its float16 lies in the upper halves of four bytes
         bits = ((raw[..., 49::2].int() >> 4) << _shifts(0, 4, 8, 12, like=raw)).sum(-1, keepdim=True)
         place = bits.to(torch.int16).view(torch.uint8)
-        plain[..., 49::2] = raw[..., 49::2] & 15 | _shifts(0, 0, 12, 3, like=raw).to(torch.uint8) << 4  # 1
-    else:
-        plain[..., :2] = _shifts(0, 60, like=raw).to(torch.uint8)  # 1
     steps = place.contiguous().view(torch.float16).float() * unit
-    whole = _numbers_by_package(plain, kind).reshape(*factors.shape, -1) / (unit * factors.unsqueeze(-1))
-    codes = (whole + 128).to(torch.uint8).flatten(-2)
+    codes = codebook_codes(raw, kind)
     return CodedWeight(codes, 8, steps * factors, 128, 1, steps=steps, factors=factors)
 
 
 def _shifts(*numbers: int, like: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=like.device)
-
-
-def _numbers_by_package(raw: Tensor, kind: str) -> Tensor:
-    import gguf  # description.quantization checks that it is there
-
-    found = gguf.dequantize(raw.flatten(1).cpu().numpy(), gguf.GGMLQuantizationType[kind])
-    return torch.from_numpy(found).to(raw.device)
 
 
 def _odds_of_iq1_m(raw: Tensor) -> Tensor:
