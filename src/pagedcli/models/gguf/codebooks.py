@@ -61,7 +61,7 @@ def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _iq2_xxs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    parts = raw[..., 2:66].unflatten(-1, (8, 8))
+    parts = raw[..., 2:66].reshape(*raw.shape[:-1], 8, 8)
     signs = _fields(_words(parts[..., 4:], torch.int32).squeeze(-1), 7, 4, 127)
     return parts[..., :4].flatten(-2), _even_minuses().to(raw.device)[signs]
 
