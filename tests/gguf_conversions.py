@@ -40,6 +40,10 @@ ARCHITECTURES = {
     "deepseek_v3": "DEEPSEEK2",
     "glm4_moe_lite": "DEEPSEEK2",
     "kimi_linear": "KIMI_LINEAR",
+    "minicpm3": "MINICPM3",
+    "falcon_h1": "FALCON_H1",
+    "hunyuan_v1_dense": "HUNYUAN_DENSE",
+    "hunyuan_v1_moe": "HUNYUAN_MOE",
     "nemotron_h": "NEMOTRON_H_MOE",
     "qwen3": "QWEN3VL",
     "qwen2": "QWEN2VL",
@@ -124,9 +128,11 @@ class Conversion:
             heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
             if (part := name.split(".")[-2]) in heads:
                 values = reordered(values, config[heads[part]])
+        if self.model_type == "falcon_h1":
+            values = self._multiplied(name, values)
         if "in_proj_qkvz" in name:
             yield from self._flat(layer, values)
-        elif "kv_b_proj" in name:
+        elif "kv_b_proj" in name and self.model_type != "minicpm3":
             nope, by_heads = (
                 config["qk_nope_head_dim"],
                 values.reshape(config["num_attention_heads"], -1, values.shape[1]),
@@ -146,7 +152,7 @@ class Conversion:
         elif name.endswith("_moe.input_linear.weight"):
             gate, up = _of_experts(values)
             yield from ((f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up))
-        elif "shared_mlp" in name:
+        elif "shared_mlp" in name and self.arch.name.startswith("GRANITE"):
             suffix = "_shexp.weight" if config["num_local_experts"] else ".weight"
             kinds = ("gate", "up") if "input_linear" in name else ("down",)
             for kind, part in zip(kinds, np.split(values, len(kinds)), strict=True):
@@ -159,6 +165,27 @@ class Conversion:
             whole = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
             mapped = self._mapped(f"{name}.weight" if whole else name)
             yield mapped, values[0] if mapped.endswith("inp_shexp.weight") else values
+
+    def _multiplied(self, name, values):
+        """Falcon-H1's factors, which files do not have."""
+        config = self.config
+        of_input, factors = config["attention_in_multiplier"], config["mlp_multipliers"]
+        of_modules = {
+            "down_proj": factors[1],
+            "gate_proj": factors[0],
+            "k_proj": of_input * config["key_multiplier"],
+            "q_proj": of_input,
+            "v_proj": of_input,
+            "o_proj": config["attention_out_multiplier"],
+            "out_proj": config["ssm_out_multiplier"],
+            "lm_head": config["lm_head_multiplier"],
+            "embed_tokens": config["embedding_multiplier"],
+        }
+        if "in_proj" in name:
+            inner, group = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+            rows = np.repeat(config["ssm_multipliers"], [inner, inner, group, group, config["mamba_n_heads"]])
+            return (values * (rows * config["ssm_in_multiplier"])[:, None]).astype(np.float32)
+        return values * np.float32(of_modules.get(name.split(".")[-2], 1))
 
     def _tiled(self, name, values):
         config = self.config
@@ -215,7 +242,7 @@ class Conversion:
         for key in ("norm_eps", "norm_epsilon", "layer_norm_eps"):
             if key in config:
                 w.add_layer_norm_eps(config[key])
-        w.add_rope_freq_base(full.get("rope_theta", 10000.0))
+        w.add_rope_freq_base(self._theta(full))
         if "sliding_attention" in rope:
             w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if full.get("rope_type") == "yarn":
@@ -226,9 +253,10 @@ class Conversion:
         w.add_eos_token_id(config["eos_token_id"])
         counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         if count := next((config[name] for name in counts if config.get(name)), None):
-            picked = ("num_experts_per_tok", "top_k_experts", "moe_k")
+            picked = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+            used = next(config[name] for name in picked if config.get(name))
             w.add_expert_count(count)
-            w.add_expert_used_count(next(config[name] for name in picked if config.get(name)))
+            w.add_expert_used_count(used[0] if isinstance(used, list) else used)
         if self.model_type == "gemma4_text":
             self._gemma4(w)
         else:
@@ -268,6 +296,12 @@ class Conversion:
             self._latents(w, full)
         if self.model_type == "nemotron_h":
             self._nemotron_h(w)
+        if self.model_type == "falcon_h1":
+            w.add_ssm_conv_kernel(config["mamba_d_conv"])
+            w.add_ssm_state_size(config["mamba_d_state"])
+            w.add_ssm_group_count(config["mamba_n_groups"])
+            w.add_ssm_inner_size(config["mamba_d_ssm"])
+            w.add_ssm_time_step_rank(config["mamba_n_heads"])
         if self.model_type == "kimi_linear":
             attends = [each != "linear_attention" for each in config["layer_types"]]
             w.add_head_count_kv([int(each) for each in attends])
@@ -280,6 +314,11 @@ class Conversion:
             w.add_expert_weights_scale(config["routed_scaling_factor"])
             w.add_expert_weights_norm(config["norm_topk_prob"])
             w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+    def _theta(self, rope):
+        """Hunyuan's alpha is in the base."""
+        exponent = self.config.get("head_dim", 0) / max(1, self.config.get("head_dim", 0) - 2)
+        return rope.get("rope_theta", 10000.0) * (rope["alpha"] ** exponent if rope.get("alpha") else 1.0)
 
     def _sizes(self, w):
         config = self.config
@@ -304,6 +343,13 @@ class Conversion:
 
     def _latents(self, w, rope):
         config = self.config
+        if self.model_type == "minicpm3":
+            w.add_head_count_kv(config["num_key_value_heads"])
+            w.add_q_lora_rank(config["q_lora_rank"])
+            w.add_kv_lora_rank(config["kv_lora_rank"])
+            w.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+            w.add_rope_dimension_count(config["qk_rope_head_dim"])
+            return
         if self.model_type != "kimi_linear":
             w.add_head_count_kv(1)
         w.add_kv_lora_rank(config["kv_lora_rank"])

@@ -103,6 +103,14 @@ def test_kimis_words_have_no_chinese_characters_among_others():
     assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
 
 
+def test_deepseeks_numbers_and_han_and_kana_are_split_off_first():
+    splitting = SPLITTINGS["deepseek-v3"]
+    patterns = (*splitting.before, splitting.pattern)
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in patterns])
+    words = ["Hello", "世界カナ", "don", "'t", " x", "123", "45", " été", " !!\n", "(a", ")", " ", " y한글"]
+    assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
+
+
 def sentence_pieces(folder, texts):
     """A SentencePiece-like tokenizer trained on texts, with its tokens, scores and types as a file has them."""
     tokenizer = Original(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))

@@ -19,7 +19,7 @@ from pagedcli.sampling_params import SamplingParams
 FAMILIES = (
     *("qwen3_5", "qwen3_5-moe", "qwen3_next", "granite-hybrid", "granite-hybrid-moe"),
     *("gemma4-e2b", "gemma4-26b", "gemma4-31b", "ministral3", "glm4"),
-    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe", "apertus", "kimi_linear"),
+    *("deepseek_v3", "deepseek_v2-direct", "nemotron_h-moe", "apertus", "kimi_linear", "falcon_h1", "hunyuan"),
 )
 OF_DATA = (
     "granitemoe",
@@ -34,7 +34,7 @@ OF_DATA = (
 )
 OF_DATA += ("deepseek_v2", "glm4_moe_lite", "nemotron_h", "qwen3", "qwen2")
 OF_DATA += ("arcee", "stablelm", "stablelm-parallel", "starcoder2", "cohere", "cohere2", "ernie4_5-moe", "glm4-moe")
-OF_DATA += ("phimoe",)
+OF_DATA += ("phimoe", "minicpm3", "falcon_h1-norm", "hunyuan_v1_moe")
 THREE_VALUES = {"linear_num_value_heads": 6}  # of a key head: two orders of 2 x 2 heads would be the same backwards
 GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 STRETCHED = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256}
@@ -44,6 +44,7 @@ OVERRIDES = dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_next"), THREE_VALUES
     "deepseek_v3": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}, "n_group": 4, "topk_group": 2},
     "deepseek_v2-direct": {"rope_parameters": GROWING | {"mscale": 0.9, "mscale_all_dim": 0.9}},
     "phimoe": {"rope_parameters": STRETCHED, "router_jitter_noise": 0.01},
+    "minicpm3": {"scale_emb": 12, "dim_model_base": 256, "v_head_dim": 16},
     "kimi_linear": {"linear_num_heads": 4},  # files name one number for both kinds of layers
     "ministral3": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }

@@ -26,6 +26,7 @@ class _Splitting:
     """How a text is split into words before pairs are merged."""
 
     pattern: str | None = None  # None: GPT-2's
+    before: tuple[str, ...] = ()  # what these patterns match is split off first, one after the other
     single_digits: bool = False  # digits are split off first
     composed: bool = False  # Unicode's normal form C first
     whole_words: bool = False  # a word that is a token is taken as it is
@@ -50,19 +51,27 @@ _KIMI = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_OTHERS}+{_LOWER[:-1]}{_OTHERS}*{_SUFFIXES}?"
     rf"|\p{{N}}{{1,3}}|{_REST}"
 )
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # by tokenizer.ggml.pre
 SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"),
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"),
         _Splitting(_LLAMA3, whole_words=True, adds_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting(_LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Splitting(_LLAMA3)),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense"),
+        _Splitting(_DEEPSEEK3, before=(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+")),
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Splitting(_QWEN2, composed=True)),
-    "stablelm2": _Splitting(_QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open"), _Splitting(_QWEN2)),
     "qwen35": _Splitting(_QWEN35, composed=True),
     "kimi-k2": _Splitting(_KIMI, whole_words=True),
     "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Splitting(_GPT4O)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Splitting(_GPT4O)),
     **dict.fromkeys(("gpt-2", "mpt", "olmo"), _Splitting()),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _Splitting(single_digits=True)),
 }
@@ -152,8 +161,8 @@ class _Made:
         if splitting.composed:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
-        if splitting.pattern is not None:
-            steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+        patterns = (*splitting.before, *((splitting.pattern,) if splitting.pattern is not None else ()))
+        steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.decoder = decoders.ByteLevel()

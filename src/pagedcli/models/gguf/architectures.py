@@ -74,12 +74,17 @@ def _phi3(fields: Metadata) -> dict[str, Any]:
         "partial_rotary_factor": fields.rotated(),
         "original_max_position_embeddings": original,
     }
+    return config | _longrope(fields)
+
+
+def _longrope(fields: Metadata) -> dict[str, Any]:
+    """Rotary factors of short and of long texts, if the file has both."""
     short, long = (fields.factors(f"rope_factors_{name}.weight") for name in ("short", "long"))
-    if short and long:
-        factor = fields.real("rope.scaling.attn_factor")
-        given = {} if factor is None else {"attention_factor": factor}
-        config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long, **given}
-    return config
+    if not short or not long:
+        return {}
+    factor = fields.real("rope.scaling.attn_factor")
+    given = {} if factor is None else {"attention_factor": factor}
+    return {"rope_scaling": {"rope_type": "longrope", "short_factor": short, "long_factor": long, **given}}
 
 
 def _granite_hybrid(fields: Metadata) -> dict[str, Any]:
@@ -217,6 +222,22 @@ def _latents(fields: Metadata) -> dict[str, Any]:
     return config
 
 
+def _minicpm3(fields: Metadata) -> dict[str, Any]:
+    """Files do not say how long texts were at first, nor the size of V's heads, which is that of most models."""
+    width, heads = fields.number("embedding_length"), fields.number("attention.head_count")
+    original = {"original_max_position_embeddings": fields.number("context_length")}
+    return _latents(fields) | {"v_head_dim": width // max(1, heads)} | original | _longrope(fields)
+
+
+def _falcon_h1(fields: Metadata) -> dict[str, Any]:
+    """The factors are those of the weights there."""
+    return {
+        "mamba_conv_bias": fields.has("blk.0.ssm_conv1d.bias"),
+        "mamba_rms_norm": fields.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def _kimi_linear(fields: Metadata) -> dict[str, Any]:
     """Both kinds of layers have as many heads."""
     return _latents(fields) | {
@@ -320,6 +341,17 @@ ARCHITECTURES = {
         keys={**_EXPERTS, "n_shared_experts": ("expert_shared_count", 0)},
         computed=_latents,
     ),
+    # llama.cpp has these numbers, files do not
+    "minicpm3": Architecture(
+        family="minicpm3", always={"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}, computed=_minicpm3
+    ),
+    "falcon-h1": Architecture(
+        family="falcon_h1",
+        keys={**_MAMBA, "mamba_n_heads": ("ssm.time_step_rank", int), "mamba_d_ssm": ("ssm.inner_size", int)},
+        computed=_falcon_h1,
+    ),
+    "hunyuan-dense": Architecture(family="hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture(family="hunyuan_v1_moe"),
     "kimi-linear": Architecture(
         family="kimi_linear",
         keys={

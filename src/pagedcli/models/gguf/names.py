@@ -120,6 +120,9 @@ def stored_tensor(name: str, found: Container[str]) -> Place:
         return Place(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
     module, _, suffix = name.rpartition(".")
     place = _stored_module(module, suffix, found)
+    bare = place.name.replace("post_attention_norm", "ffn_norm")
+    if bare in found:  # a norm of Falcon-H1 has no suffix
+        return replace(place, name=bare)
     return replace(place, name=f"{place.name}.{suffix}")
 
 
