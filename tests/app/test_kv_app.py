@@ -115,7 +115,7 @@ def test_a_running_server_is_shown_until_it_ends(monkeypatch):
         assert "3 blocks resident" in screen_text(app)
         await press(pilot, "space")
         next_message.set()
-        while player._snapshot is player._shown:
+        while player._snapshot is player.moment:
             await pilot.pause(0.02)
         assert "3 blocks resident" in await press(pilot, "z")  # paused: the snapshot is another one
         assert "5 blocks resident" in await press(pilot, ".")

@@ -285,6 +285,16 @@ def test_a_sequence_story_has_each_preemption_and_one_line_for_equal_waits(event
         assert sum(line == "first token" for line in words) == 1
 
 
+@pytest.mark.parametrize("windows", [(None,), (4, None)])
+def test_a_sequence_story_leaves_its_name_out_with_the_preposition_before_it(windows):
+    events = simulated(num_blocks=28, windows=windows)
+    state = fold(EventList(events))
+    steps = with_steps(events)
+    told = [line for seq in state.finished.values() for _, line in sequence_story(seq.seq_id, steps, state)]
+    assert any("no later token sees them" in line for line in told) == (windows != (None,))
+    assert not [line for line in told if re.search(" (of|to|with|for)(:|$)", line)]
+
+
 def test_the_events_of_a_replay_are_those_of_its_trace(events):
     assert [event for _, event in with_steps(events)] == events
 

@@ -88,7 +88,7 @@ class AttachPlayer(RunningPlayer[Snapshot]):
     def offer(self, state: KVState, seconds: float) -> None:
         """Draw a snapshot if it is time."""
         start_s = time.monotonic()
-        if start_s < self._next_s or self._snapshot is not self._shown:
+        if start_s < self._next_s or self._snapshot is not self.moment:
             return
         self._snapshot = Snapshot.of(state, seconds, self._decode)
         end_s = time.monotonic()
@@ -96,13 +96,13 @@ class AttachPlayer(RunningPlayer[Snapshot]):
 
     @property
     def place(self) -> str:
-        return "" if self._shown is None else f"{self._shown.seconds:,.0f} s"
+        return "" if self.moment is None else f"{self.moment.seconds:,.0f} s"
 
     def poll(self) -> bool:
-        if self._snapshot is self._shown or (self.paused and not self._num_allowed):
+        if self._snapshot is self.moment or (self.paused and not self._num_allowed):
             return False
         self._num_allowed = max(0, self._num_allowed - 1)
-        self._shown = self._snapshot
+        self.moment = self._snapshot
         return True
 
     def step(self, count: int) -> str:

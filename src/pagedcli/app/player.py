@@ -84,6 +84,7 @@ class RunningPlayer(Player[M]):
     """A player of something that runs in another thread."""
 
     no_way_back = "what runs cannot go back: record it with --record, then use pagedcli replay"
+    moment: M | None = None
 
     def __init__(self, *, paused: bool, speed: float | None) -> None:
         super().__init__(paused=paused, speed=speed)
@@ -91,11 +92,6 @@ class RunningPlayer(Player[M]):
         self.screen_is_open = threading.Event()
         self.has_ended = False
         self.stop_requested = False
-        self._shown: M | None = None
-
-    @property
-    def moment(self) -> M | None:
-        return self._shown
 
     def request_stop(self) -> None:
         """End it soon; the second time, at once."""

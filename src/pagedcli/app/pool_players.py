@@ -247,9 +247,9 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
 
     def poll(self) -> bool:
         moment, now_s, cpu_s = self._moment, time.monotonic(), time.thread_time()
-        is_new = moment is not self._shown
+        is_new = moment is not self.moment
         if is_new:
-            self._shown, self._shown_s, self._shown_cpu_s = moment, now_s, cpu_s
+            self.moment, self._shown_s, self._shown_cpu_s = moment, now_s, cpu_s
         elif self._due_s == math.inf:
             drawing_s = (cpu_s - self._shown_cpu_s) / _DRAW_SHARE if self._is_at_full_speed else 0.0
             self._due_s = self._shown_s + max(_INTERVAL_S, min(_MOST_S, drawing_s))
@@ -313,7 +313,7 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         return with_steps(self._events.copy())
 
     def all_seqs(self) -> list[SeqState]:
-        return [] if self._shown is None else self._shown.state.all_seqs()
+        return [] if self.moment is None else self.moment.state.all_seqs()
 
     # ------------------------------------------------------------------ after the run
 

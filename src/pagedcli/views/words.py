@@ -1,5 +1,6 @@
 """Events in words: one line for one event, and the story of a sequence or a block. Used by all that shows events."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from msgspec import UNSET
@@ -17,6 +18,19 @@ _WAITING: dict[ev.WaitingReason, str] = {
     "min_prefill_tokens": "prompts of {least} are to start in one step",
     "state_slots": f"all {ev.WAITING_WORDS['state_slots']} are in use",
     "checkpoint": "a running sequence will make a checkpoint for it",
+}
+
+
+_WORDS: dict[type[ev.Event], str] = {
+    ev.BlockCopied: "copy block {event.source_block_id} to {event.copy_block_id} for {seq}: it was shared",
+    ev.BlocksReused: "share blocks {ids} with {seq}",
+    ev.BlocksAllocated: "allocate blocks {ids} to {seq}",
+    ev.BlocksRestored: "read blocks {ids} from the prefix store for {seq}",
+    ev.BlocksFilled: "fill blocks {ids} of {seq}",
+    ev.BlocksReleased: "release blocks {ids} of {seq}",
+    ev.WindowPassed: "release blocks {ids} of {seq}: no later token sees them",
+    ev.StateSlotTaken: "take state slot {event.slot_id} for {seq}",
+    ev.CheckpointDropped: "drop the checkpoint in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty",
 }
 
 
@@ -79,6 +93,8 @@ def event_seq_ids(event: ev.Event) -> tuple[int, ...]:
 def event_words(event: ev.Event, state: PoolState) -> str | None:
     """The event as text without its step. None for events of every step."""
     seq = seq_name(state, getattr(event, "seq_id", -1))
+    if (words := _WORDS.get(type(event))) is not None:
+        return words.format(event=event, seq=seq, ids=_ids(getattr(event, "block_ids", ())))
     match event:
         case ev.RequestPreempted():
             return (
@@ -107,26 +123,10 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.SequenceForked():
             shared = plural(len(event.block_ids), "block")
             return f"fork {seq_name(state, event.parent_seq_id)} to {seq}: {shared} shared"
-        case ev.BlockCopied():
-            return f"copy block {event.source_block_id} to {event.copy_block_id} for {seq}: it was shared"
-        case ev.BlocksReused():
-            return f"share blocks {_ids(event.block_ids)} with {seq}"
-        case ev.BlocksAllocated():
-            return f"allocate blocks {_ids(event.block_ids)} to {seq}"
-        case ev.BlocksRestored():
-            return f"read blocks {_ids(event.block_ids)} from the prefix store for {seq}"
-        case ev.BlocksFilled():
-            return f"fill blocks {_ids(event.block_ids)} of {seq}"
-        case ev.BlocksReleased():
-            return f"release blocks {_ids(event.block_ids)} of {seq}"
-        case ev.WindowPassed():
-            return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}: no later token sees them"
         case ev.DraftChecked():
             return _checked_words(event, seq)
         case ev.CheckpointLookedUp():
             return _checkpoint_words(event, seq)
-        case ev.StateSlotTaken():
-            return f"take state slot {event.slot_id} for {seq}"
         case ev.StateSlotsReleased():
             return f"release state slots {_ids(event.slot_ids)} of {seq}"
         case ev.CheckpointMade():
@@ -135,8 +135,6 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.CheckpointRestored():
             at = plural(event.num_tokens, "token")
             return f"read the state after {at} from the prefix store into slot {event.slot_id} for {seq}"
-        case ev.CheckpointDropped():
-            return f"drop the checkpoint in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty"
         case ev.StepFailed():
             again, kept = plural(len(event.seq_ids), "sequence"), plural(len(event.cached_block_ids), "block")
             return f"fail step {event.step}: {again} back in the queue, {kept} still cached"
@@ -251,9 +249,7 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
 
 def _without_name(words: str, name: str) -> str:
     """The words without the sequence that the story is about."""
-    for preposition in ("of", "to", "with", "for"):
-        words = words.removesuffix(f" {preposition} {name}")
-    return words.replace(f" {name}:", ":", 1)
+    return re.sub(rf"( of| to| with| for)? {re.escape(name)}(?=:|$)", "", words, count=1)
 
 
 def _prompt_tokens(seq_id: int, event: ev.StepScheduled, num_drafted: int) -> str | None:
