@@ -16,8 +16,6 @@
 
 namespace {
 
-constexpr int AHEAD = 8;  // tiles between what is fetched and what is read
-
 // Queries and results of type A over a cache of type T.
 template <class A, class T> struct Attention {
     using Elem = typename T::Elem;
@@ -66,40 +64,35 @@ template <class A, class T> struct Attention {
             }
     }
 
-    // The tiles of an item as they lie in the cache, head after head, each found AHEAD tiles before it is read.
+    // The tiles of an item as they lie in the cache, head after head.
     struct Upcoming {
         const int32_t* table;
         int64_t begin, end, head_end;  // tokens, heads
         int64_t head, t;               // of the next one to find
-        int64_t place = 0;
-        const Elem *keys[AHEAD] = {}, *values[AHEAD] = {};
     };
 
-    // Finds the next tile of an item into its place, past the last one nothing. False if its block does not exist.
-    bool find_next(Upcoming& next, int64_t place) const {
-        next.keys[place] = nullptr;
-        if (next.head >= next.head_end) return true;
+    // Finds the next tile of an item, past the last one that one again. False if its block does not exist.
+    bool find_next(Upcoming& next, Tiles<T>& tiles, int64_t place) const {
+        if (next.head >= next.head_end) {
+            tiles.keys[place] = tiles.keys[place - 1], tiles.values[place] = tiles.values[place - 1];
+            return true;
+        }
         const uint32_t S = (uint32_t)g.block_size, token = (uint32_t)next.t;
         const int64_t block = next.table[token / S];
         if (block < 0 || block >= g.num_blocks) return false;
         const int64_t offset = block * g.block_stride + (next.head * S + token % S) * (g.head_dim + SCALE<T>);
-        next.keys[place] = k + offset;
-        next.values[place] = v + offset;
+        tiles.keys[place] = k + offset;
+        tiles.values[place] = v + offset;
         if ((next.t += VL) >= next.end) next.t = next.begin, next.head++;
         return true;
     }
 
-    // The next `count` tiles, and as many to fetch while those are read.
-    bool take_tiles(int64_t count, Upcoming& next, Tiles<T>& tiles, Tiles<T>& ahead) const {
+    // Goes on to the next `count` tiles, and finds as many that are read later.
+    bool take_tiles(int64_t count, Upcoming& next, Tiles<T>& tiles) const {
+        for (auto* places : {tiles.keys, tiles.values}) memmove(places, places + tiles.count, AHEAD * sizeof *places);
         tiles.count = count;
-        for (int64_t n = 0; n < count; n++) {
-            const int64_t place = next.place++ % AHEAD;
-            tiles.keys[n] = next.keys[place], tiles.values[n] = next.values[place];
-            if (!find_next(next, place)) return false;
-            const bool more = next.keys[place];
-            ahead.keys[n] = more ? next.keys[place] : tiles.keys[n];
-            ahead.values[n] = more ? next.values[place] : tiles.values[n];
-        }
+        for (int64_t place = AHEAD; place < AHEAD + count; place++)
+            if (!find_next(next, tiles, place)) return false;
         return true;
     }
 
@@ -121,6 +114,7 @@ template <class A, class T> struct Attention {
         const int32_t* table = work.table + part.b * work.table_stride;
         for (tiles.count = 0; t < end; t += VL, tiles.count++)
             if (!pack(w, part, table, head, t, tiles)) return false;
+        for (auto* places : {tiles.keys, tiles.values}) std::fill_n(places + tiles.count, AHEAD, places[0]);  // nothing to fetch
         return true;
     }
 
@@ -175,20 +169,20 @@ template <class A, class T> struct Attention {
 
     // Softmax and weighted values of one split for rows of an item.
     void attend_split(Registers<T>& registers, const Buffers<T>& w, int64_t rows, const Sight* sees, Tiles<T>& tiles,
-                      const Tiles<T>& ahead, const State& state) const {
+                      const State& state) const {
         const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        const Values<T> values(w, tiles, ahead, width);
+        const Values<T> values(w, tiles, width);
         for (int64_t r = 0; r < rows; r += PASS_ROWS<T>) {
             const Buffers<T> pass = w.from(r);
             const State of_pass = state.from(r, width);
             const int64_t count = std::min(rows - r, PASS_ROWS<T>);
             tiles.first_row = r, tiles.last_pass = r + count == rows;
-            all_scores(registers, pass, count, tiles, ahead, steps);
+            all_scores(registers, pass, count, tiles, steps);
             for (int64_t j = 0; j < count; j += SOFTMAX_ROWS)
                 with_constant<SOFTMAX_ROWS>(count - j, [&](auto R) {
                     softmax_rows<T, R()>(pass, of_pass, j, sees + r + j, tiles, factor, cap);
                 });
-            add_values(registers, pass, count, tiles, ahead, values, width, of_pass.out);
+            add_values(registers, pass, count, tiles, values, width, of_pass.out);
         }
     }
 
@@ -233,26 +227,25 @@ template <class A, class T> struct Attention {
         int64_t rows = 0;
         for (int32_t n = 0; n < it.count; n++) rows += parts[n].num_rows(g);
         Registers<T> registers;
-        Tiles<T> tiles, ahead;
+        Tiles<T> tiles;
         tiles.joined = joined;
         Upcoming next{work.table + first.b * work.table_stride, begin, end, it.head_end, it.head_begin, begin};
         for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
-            if (!find_next(next, place)) return false;
+            if (!find_next(next, tiles, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
             for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g)) load_queries(w, parts[n], head, row);
             for (int32_t split = it.split_begin; split < it.split_end; split++) {
                 const int64_t t = std::max<int64_t>(split * KEYS, begin);
                 const int64_t tokens = std::min<int64_t>((split + 1) * KEYS, end) - t;
                 const bool found = g.packed() ? pack_tiles(w, first, head, t, t + tokens, tiles)
-                                              : take_tiles((tokens + VL - 1) / VL, next, tiles, ahead);
+                                              : take_tiles((tokens + VL - 1) / VL, next, tiles);
                 if (!found) return false;
-                if (g.packed()) ahead = tiles;
                 tiles.odd = t % (2 * VL) != 0;
                 tiles.group = g.group(), tiles.first_sees = it.count > 1 ? tokens : work.begin(first) + 1 - t;
                 end_values(w, std::min<int64_t>(VL, work.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
                 const State& state = split == it.split_begin && !keep ? w.total : w.split;
                 look(it, t, w.sees);
-                attend_split(registers, w, rows, w.sees, tiles, ahead, state);
+                attend_split(registers, w, rows, w.sees, tiles, state);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))
                     copy(partial(parts[n], head, split), state.from(row, width), parts[n].num_rows(g), width);
                 if (!keep && split > it.split_begin) merge(w.total, w.split, rows, width);

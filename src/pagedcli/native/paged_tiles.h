@@ -58,7 +58,7 @@ template <class F> inline void with_flags(bool a, bool b, const F& f) {
 }
 
 inline void all_scores(Registers<BF16Tiles>& registers, const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles,
-                       const Tiles<BF16Tiles>& ahead, int64_t steps) {
+                       int64_t steps) {
     constexpr int64_t KEY_BYTES = TILE_ROWS * TILE_BYTES;  // of a tile of tokens, 32 of head_dim
     const int64_t q_bytes = w.q_stride * 4, seen = tiles.seen(rows - 1);
     const char* q = (const char*)w.q;
@@ -66,7 +66,7 @@ inline void all_scores(Registers<BF16Tiles>& registers, const Buffers<BF16Tiles>
     for (int64_t n = 0; n < seen; n += 2) {
         const int64_t other = std::min(n + 1, tiles.count - 1);
         const char *k0 = (const char*)tiles.keys[n], *k1 = (const char*)tiles.keys[other];
-        const char *next0 = (const char*)ahead.keys[n], *next1 = (const char*)ahead.keys[other];
+        const char *next0 = (const char*)tiles.keys[n + AHEAD], *next1 = (const char*)tiles.keys[other + AHEAD];
         with_flags(rows > TILE_ROWS, other > n, [&](auto two_rows, auto two_tiles) {
             zero_sums<two_rows(), two_tiles()>(registers);
             for (int64_t i = 0; i < steps / TILE_ROWS * KEY_BYTES; i += KEY_BYTES) {
@@ -97,7 +97,7 @@ template <> struct Values<BF16Tiles> {
     int64_t weights[KEYS / VL / 2];   // and the bytes in a row before its weights
     bool half_empty = false;          // the last product has one tile
 
-    Values(const Buffers<BF16Tiles>& w, const Tiles<BF16Tiles>& tiles, const Tiles<BF16Tiles>& ahead, int64_t width) {
+    Values(const Buffers<BF16Tiles>& w, const Tiles<BF16Tiles>& tiles, int64_t width) {
         constexpr int64_t PAIRS = VL / 2;
         const int64_t pair_bytes = width * 4;
         int64_t each = 0;  // tiles in the product
@@ -110,9 +110,9 @@ template <> struct Values<BF16Tiles> {
             if (tiles.joined && pairs == 2 * PAIRS) continue;
             char* copy = (char*)w.value_copy + count * 2 * PAIRS * pair_bytes;
             at[count] = copy;
-            copy_fetching(copy, tiles.values[t], std::min(pairs, PAIRS) * pair_bytes, ahead.values[t]);
+            copy_fetching(copy, tiles.values[t], std::min(pairs, PAIRS) * pair_bytes, tiles.values[t + AHEAD]);
             if (pairs > PAIRS)
-                copy_fetching(copy + PAIRS * pair_bytes, tiles.values[t + 1], (pairs - PAIRS) * pair_bytes, ahead.values[t + 1]);
+                copy_fetching(copy + PAIRS * pair_bytes, tiles.values[t + 1], (pairs - PAIRS) * pair_bytes, tiles.values[t + 1 + AHEAD]);
             memset(copy + pairs * pair_bytes, 0, (2 * PAIRS - pairs) * pair_bytes);
             if (is_last && tiles.half_pair) memcpy(copy + pairs * pair_bytes, tiles.half_pair, pair_bytes);
         }
@@ -121,7 +121,7 @@ template <> struct Values<BF16Tiles> {
 };
 
 inline void add_values(Registers<BF16Tiles>& registers, const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles,
-                       const Tiles<BF16Tiles>& ahead, const Values<BF16Tiles>& values, int64_t width, float* out) {
+                       const Values<BF16Tiles>& values, int64_t width, float* out) {
     constexpr int64_t WEIGHT_BYTES = KEYS * 2;  // of a row
     const int64_t seen = tiles.seen(rows - 1), count = (seen + tiles.odd + 1) / 2;
     const bool fetches = tiles.joined && tiles.last_pass;
@@ -134,7 +134,7 @@ inline void add_values(Registers<BF16Tiles>& registers, const Buffers<BF16Tiles>
             for (int64_t n = 0; n < count; n++) {
                 const char* v = values.at[n] + c * 4;
                 for (int64_t t = 2 * n; fetches && t < std::min(2 * n + 2, tiles.count); t++)  // a kilobyte of each tile
-                    for (int64_t j = 0; j < 1024; j += 64) fetch((const char*)ahead.values[t] + c * 32 + j);
+                    for (int64_t j = 0; j < 1024; j += 64) fetch((const char*)tiles.values[t + AHEAD] + c * 32 + j);
                 multiply_block<two_rows(), two_columns()>(registers, (const char*)w.weights + values.weights[n], WEIGHT_BYTES, v,
                                                           v + TILE_BYTES, width * 4);
             }
