@@ -456,6 +456,9 @@ def layer_weights(path, parallel):
         modules = take_linear(tensors, f"layers.0.{name}", layer_format)
         inputs = torch.eye(num_in // (parallel.size if name in ("out", "down") else 1))
         made[name] = layer_format.torch_linear(modules, None, torch.float32)(inputs).T
+    if "lm_head" in formats:
+        modules = take_linear(tensors, "lm_head", formats["lm_head"])
+        made["lm_head"] = formats["lm_head"].torch_linear(modules, None, torch.float32)(torch.eye(64)).T
     return made
 
 
@@ -469,6 +472,9 @@ def test_ranks_of_a_parallel_group_have_the_parts_of_packed_weights(twins):
     first, second = (layer_weights(packed, ParallelContext(rank, 2)) for rank in (0, 1))
     for name in ("out", "down"):
         assert torch.equal(torch.cat([first[name], second[name]], 1), whole[name])
+    assert ("lm_head" in whole) == ("by-name" in packed.parent.name)
+    if "lm_head" in whole:
+        assert torch.equal(torch.cat([first["lm_head"], second["lm_head"]]), whole["lm_head"])
     for name, sizes in {"qkv": (64, 32, 32), "gate_up": (64, 64)}.items():
         parts = zip(first[name].split(sizes), second[name].split(sizes), strict=True)
         assert torch.equal(torch.cat([part for pair in parts for part in pair]), whole[name])

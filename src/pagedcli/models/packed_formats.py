@@ -42,7 +42,7 @@ class CheckpointFormat(WeightFormat):
         self._formats = tuple(Packed(stored) for stored in quantization.formats)
 
         self._has_cache_scales = quantization.has_cache_scales
-        self._found: dict[str, Packed | AsStored] = {}  # by module: a checkpoint may name each of thousands of experts
+        self._found: dict[str, Packed | AsStored] = {}  # by module
 
     @property
     def lm_head(self) -> LayerFormat:

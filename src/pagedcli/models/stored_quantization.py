@@ -6,7 +6,8 @@ the layers.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal
 
 Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4", "mxfp8", "nvfp4"]
@@ -64,6 +65,27 @@ REFUSED: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What names modules: whole parts of their names, in a run, and regular expressions."""
+
+    parts: frozenset[str]
+    expressions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, patterns: tuple[str, ...]) -> "_Names":
+        expressions = tuple(each[3:] for each in patterns if each.startswith("re:"))
+        return cls(frozenset(each.strip(".") for each in patterns if not each.startswith("re:")), expressions)
+
+    def cover(self, module: str) -> bool:
+        """Looked up by every run of its parts: a checkpoint may name each of thousands of experts."""
+        parts = module.split(".")
+        runs = (".".join(parts[i:end]) for i, end in combinations(range(len(parts) + 1), 2))
+        if self.parts and any(run in self.parts for run in runs):
+            return True
+        return any(name_pattern(each).match(module) is not None for each in self.expressions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
     """How linear layers of a checkpoint are stored: those that `covers` names."""
@@ -80,12 +102,15 @@ class StoredQuantization:
     scale_name: str = "weight_scale"  # name of the scales of a float8 or int8 module
     targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
     skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
+    _named: tuple[_Names, _Names] = field(init=False, repr=False, compare=False)  # targets and skipped
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_named", (_Names.of(self.targets), _Names.of(self.skipped)))
 
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
-        if self.targets and module not in self.targets and not any(_matches(each, module) for each in self.targets):
-            return False
-        return not any(_matches(pattern, module) for pattern in self.skipped)
+        targets, skipped = self._named
+        return (not self.targets or targets.cover(module)) and not skipped.cover(module)
 
     @property
     def description(self) -> str:
@@ -128,13 +153,6 @@ class Quantization:
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
         return any(stored.covers(module) for stored in self.formats)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """A pattern from the name's beginning, or a run of whole parts of the name."""
-    if pattern.startswith("re:"):
-        return name_pattern(pattern[3:]).match(module) is not None
-    return f".{pattern.strip('.')}." in f".{module}."
 
 
 @functools.cache
