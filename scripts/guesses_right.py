@@ -2,18 +2,26 @@
 
 Prints the table of docs/speculation.md: --speculation ngram over stories, look-ups and JSON of a grammar, by rows at
 once. All answers are compared with those without guesses. The counts depend on the tokens alone, not on time.
+
+With --openvino PYTHON IR, one row at a time and greedily, here and by the prompt lookup of OpenVINO GenAI: PYTHON has
+openvino_genai, IR is the folder of the model as `optimum-cli export openvino` writes it.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pagedcli import LLM, SamplingParams
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core.drafting import make_drafting
+from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.events import DRAFT_WORDS
 from pagedcli.printable import percent_text
 
@@ -91,11 +99,73 @@ def run(llm: LLM, rows: list[Row], speculation: str) -> tuple[list[list[int]], C
     return [list(each.outputs[0].token_ids) for each in outputs], counts
 
 
+@dataclass
+class Lookup:
+    """What prompt lookup did. How many guesses there were in all is not known: the log has the share of right ones of
+    each step after the prompt's, which is 0 if all were wrong and if there were none."""
+
+    same: int = 0  # rows with the tokens of pagedcli
+    num_steps: int = 0
+    num_right: int = 0  # guesses
+    num_known: int = 0  # guesses in steps in which one was right
+
+
+def prompt_lookup(python: str, model: Path, prompts: list[list[int]], rows: list[Row], expected: list[list[int]],
+                  most: int) -> Lookup:  # fmt: skip
+    """The same rows by OpenVINO's prompt lookup with at most so many guesses a step."""
+    given = [{"ids": ids, "max_tokens": fields["max_tokens"]} for ids, (_, fields) in zip(prompts, rows, strict=True)]
+    driver, environment = Path(__file__).with_name("openvino_lookup.py"), {**os.environ, "OPENVINO_LOG_LEVEL": "3"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        request = json.dumps({"model": str(model), "rows": given, "most": most})
+        log = subprocess.run([python, str(driver), str(path)], input=request, env=environment, check=True,
+                             capture_output=True, text=True).stdout  # fmt: skip
+        found = json.loads(path.read_text(encoding="utf-8"))
+    counts = Lookup()
+    for row, answer, part in zip(found, expected, log.split("\nrow\n")[1:], strict=True):
+        counts.same += row["token_ids"] == answer
+        counts.num_steps += len(row["sizes"])
+        _, _, shares = part.rpartition("|||")
+        for size, share in zip(row["sizes"][1:], shares.split("\n")[0].split(), strict=True):
+            counts.num_right += size - 1
+            counts.num_known += round(100 * (size - 1) / float(share)) if size > 1 else 0
+    return counts
+
+
+def compare(python: str, model: str, folder: Path, texts: list[str]) -> None:
+    """Rows of a table: guesses of pagedcli and of prompt lookup, greedily and one row at a time."""
+    print("| text | guesses by | most at a time | steps without | steps | right guesses | guesses |")
+    print("|---|---|---|---|---|---|---|")
+    with LLM(model, device="cpu", speculation="ngram", max_num_seqs=1, enable_prefix_caching=False) as llm:
+        for text in texts:
+            lengths = {prompt: fields["max_tokens"] for prompt, fields in TEXTS[text]()}
+            rows: list[Row] = [(each, {"temperature": 0.0, "max_tokens": most}) for each, most in lengths.items()]
+            expected, without = run(llm, rows, "off")
+            found, counts = run(llm, rows, "ngram")
+            assert found == expected, "guesses have changed the tokens"
+            steps = f"{without.num_steps:,}"
+            drafted, right = counts.drafted.total(), counts.accepted.total()
+            print(f"| {text} | pagedcli | {MOST_DRAFTED} | {steps} | {counts.num_steps:,} | {right:,} | {drafted:,} |")
+            tokenizer = llm.get_tokenizer()
+            prompts = [list(tokenizer.encode(prompt)) for prompt, _ in rows]
+            for most in (3, MOST_DRAFTED):
+                other = prompt_lookup(python, folder, prompts, rows, expected, most)
+                name = f"{text}, {other.same} of {len(rows)} rows equal"
+                cells = name, "OpenVINO", most, steps, f"{other.num_steps:,}", f"{other.num_right:,}"
+                print("| " + " | ".join(map(str, cells)) + f" | at least {other.num_known:,} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "IR"), help="compare with OpenVINO's prompt lookup")
     parser.add_argument("--stories260k", help="folder of that model: its stories are counted, too")
     parser.add_argument("--json", action="store_true", help="the counts instead of the table")
     options = parser.parse_args()
+    if options.openvino is not None:
+        python, folder = options.openvino
+        model, texts = options.stories260k or BUILTIN_MODEL, ["stories", "look-ups in a list"]
+        compare(python, model, Path(folder), texts[:1] if options.stories260k else texts)
+        return
     models = {"built-in model": (BUILTIN_MODEL, list(TEXTS))}
     if options.stories260k is not None:
         models["stories260k"] = (options.stories260k, ["stories"])

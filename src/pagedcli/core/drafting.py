@@ -328,7 +328,8 @@ class GuessesThatPay:
         if not likeliest:
             return []
         assert self._account_ns is not None, "there is nothing to choose before it is opened"
-        # guesses of the head are there already, so what they took does not count any more
+        # guesses of the head are there already, so what they took does not count any more; one is checked in any case,
+        # which shows how often they are right
         is_paid = any(draft.source == "mtp" for _, draft, _, _ in guesses)
         credit_ns = self._credit_ns(plain_ns) if is_paid else 0.0
         best, best_gain, sums = 0, 0.0, [0.0]
@@ -347,7 +348,7 @@ class GuessesThatPay:
             if gain >= LEAST_GAIN and not self._times.is_known(num_seqs, size):
                 untried = size
         if best_gain < (1.0 if is_paid else LEAST_GAIN):
-            best = self._size_of_try(sizes, plain_ns)
+            best = self._size_of_try(sizes, plain_ns) or int(is_paid)
         elif untried > best:  # even if it were worse than the best, it would be better than nothing
             best = untried
         counts: dict[int, int] = defaultdict(int)
