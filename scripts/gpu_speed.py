@@ -75,8 +75,9 @@ def steps(scale: Scale, rows: Rows) -> Result:
             for turn in range(2):  # the first compiles
                 for number, prompt in enumerate(random_prompts(scale, num_seqs, length, seed=turn)):
                     engine.add_request(str(number), prompt, params)
-                while engine.stats.num_generated_tokens % (num_seqs * num_new) < 2 * num_seqs:
-                    engine.step()  # until every prompt has its first tokens
+                before = engine.stats.num_prompt_tokens
+                while engine.stats.num_prompt_tokens - before < num_seqs * length:
+                    engine.step()
                 spent, seconds, count = _profiled(engine, scale, (num_new - 4) // 2 if scale.on_gpu else 1)
                 while engine.has_unfinished_requests():
                     engine.step()
@@ -121,7 +122,9 @@ def sampling(scale: Scale, rows: Rows) -> Result:
     length, num_new = (64, 128) if scale.on_gpu else (5, 3)
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(scale, Path(folder))
-        generate(engine, random_prompts(scale, 2, length, seed=99), [SamplingParams(max_tokens=4, ignore_eos=True)] * 2)
+        for seed in (98, 99):  # a GPU that was idle is slow at first
+            full = [SamplingParams(max_tokens=num_new, ignore_eos=True)] * scale.batch
+            generate(engine, random_prompts(scale, scale.batch, length, seed=seed), full)
         for number, (kind, options) in enumerate(SAMPLING.items()):
             params = [
                 SamplingParams(max_tokens=num_new, seed=i, ignore_eos=True, **options) for i in range(scale.batch)

@@ -156,48 +156,60 @@ def _border(
     an ordered integer; and how many (of which mass) are above it.
 
     Each round divides the range that holds the number, at first by differences to the top in units of `scale`, and
-    reads the chunks that reach into it. Once it has few tokens, only those are read.
+    reads the chunks that reach into it. Once it has few tokens, they are copied, and only the copy is read. Threads
+    add what they read and wait for each other at the end of a round only, unless they copy.
     """
+    HALF: tl.constexpr = BLOCK // 2
     lo = _ordered(lowest, SHIFT).to(tl.int64)  # The tokens from here on are enough,
     hi = _ordered(top, SHIFT).to(tl.int64) + 1  # those from here on are not:
     above = tl.full((), 0, tl.int64)  # just these
-    step = tl.arange(0, PIVOTS)
+    step = tl.arange(0, PIVOTS)[:, None]
     pivots = _ordered(top - scale * tl.exp2(step.to(tl.float32) - 2.0), SHIFT).to(tl.int64)
-    num_candidates = tl.full((), -1, tl.int32)  # -1: too many to copy them out of the row
+    num_candidates = tl.full((), -1, tl.int32)  # -1: not copied
+    num_inside = tl.full((), 2**31 - 1, tl.int32)  # tokens in the range before the last round
     while hi - lo > 1:
         pivots = tl.minimum(tl.maximum(pivots, lo + 1), hi - 1).to(tl.int32)
+        wide = tl.broadcast_to(pivots, [PIVOTS, HALF])  # laid out once per round, not for each block
         low, high = lo.to(tl.int32), hi.to(tl.int32)
-        reached = tl.zeros([PIVOTS], dtype=tl.int64)
-        num_found = tl.full((), 0, tl.int32)
-        least, most = tl.full([BLOCK], 2**31 - 1, tl.int32), tl.full([BLOCK], -(2**31), tl.int32)
+        reached_by = tl.zeros([PIVOTS, HALF], dtype=tl.int64)
+        count, num_copied = tl.zeros([1, HALF], dtype=tl.int32), tl.full((), 0, tl.int32)
+        least, most = tl.full([1, HALF], 2**31 - 1, tl.int32), tl.full([1, HALF], -(2**31), tl.int32)
         in_row = num_candidates < 0
+        copies = in_row & (num_inside <= CANDIDATES)
         num_read = tl.where(in_row, V, num_candidates)
         for start in range(0, num_read, BLOCK):
             if _ordered(tl.load(tops_ptr + start // CHUNK, mask=in_row, other=float("inf")), SHIFT) >= low:
-                place = start + tl.arange(0, BLOCK)
-                if in_row:
+                place = start + tl.arange(0, HALF)[None, :]
+                other = place + HALF
+                if in_row:  # both loads are under way together
                     x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
-                    key = _ordered(x.to(tl.float32), SHIFT)
+                    y = tl.load(logits_ptr + other, mask=other < num_read, other=float("-inf"))
+                    key, other_key = _ordered(x.to(tl.float32), SHIFT), _ordered(y.to(tl.float32), SHIFT)
                 else:
                     key = tl.load(candidates_ptr + place, mask=place < num_read, other=0)
-                inside = (place < num_read) & (key >= low) & (key < high)
-                least = tl.minimum(least, tl.where(inside, key, least))
-                most = tl.maximum(most, tl.where(inside, key, most))
-                weight = _mass(_number(key, SHIFT), top, inverse) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
-                weight = tl.where(inside, weight, 0)
-                reached += tl.sum(tl.where(key[None, :] >= pivots[:, None], weight[None, :], 0), 1)
-                if in_row:
-                    found = inside.to(tl.int32)
-                    target_place = num_found + tl.cumsum(found, 0) - 1
-                    tl.store(candidates_ptr + target_place, key, mask=inside & (target_place < CANDIDATES))
-                    num_found += tl.sum(found, 0)
-        if in_row & (num_found <= CANDIDATES):
-            num_candidates = num_found
+                    other_key = tl.load(candidates_ptr + other, mask=other < num_read, other=0)
+                for part in tl.static_range(2):
+                    if part == 1:
+                        place, key = other, other_key
+                    inside = (place < num_read) & (key >= low) & (key < high)
+                    least = tl.minimum(least, tl.where(inside, key, least))
+                    most = tl.maximum(most, tl.where(inside, key, most))
+                    count += inside.to(tl.int32)
+                    weight = _mass(_number(key, SHIFT), top, inverse) if BY_MASS else tl.full([1, HALF], 1, tl.int64)
+                    reached_by += tl.where(inside & (key >= wide), weight, 0)
+                    if copies:
+                        copied = inside.to(tl.int32)
+                        tl.store(candidates_ptr + num_copied + tl.cumsum(copied, 1) - 1, key, mask=inside)
+                        num_copied += tl.sum(copied)
+        if copies:
+            num_candidates = num_copied
             tl.debug_barrier()  # all threads see the candidates
+        num_inside = tl.sum(count)
+        reached = tl.sum(reached_by, 1)[:, None]
         enough = above + reached >= target
-        lo = tl.maximum(tl.max(tl.where(enough, pivots.to(tl.int64), lo), 0), tl.min(least, 0).to(tl.int64))
-        hi = tl.minimum(tl.min(tl.where(enough, hi, pivots.to(tl.int64)), 0), tl.max(most, 0).to(tl.int64) + 1)
-        above += tl.max(tl.where(enough, 0, reached), 0)
+        lo = tl.maximum(tl.max(tl.where(enough, pivots.to(tl.int64), lo)), tl.min(least).to(tl.int64))
+        hi = tl.minimum(tl.min(tl.where(enough, hi, pivots.to(tl.int64))), tl.max(most).to(tl.int64) + 1)
+        above += tl.max(tl.where(enough, 0, reached))
         pivots = lo + (hi - lo) * (step.to(tl.int64) + 1) // (PIVOTS + 1)
     return lo.to(tl.int32), above
 
