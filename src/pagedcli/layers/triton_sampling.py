@@ -135,6 +135,19 @@ def _row_block(logits_ptr, start, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _two_blocks(logits_ptr, candidates_ptr, place, other, num_read, in_row, SHIFT: tl.constexpr):
+    """Two blocks of the row or of its candidates as ordered integers. Both loads are under way together."""
+    if in_row:
+        x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
+        y = tl.load(logits_ptr + other, mask=other < num_read, other=float("-inf"))
+        key, other_key = _ordered(x.to(tl.float32), SHIFT), _ordered(y.to(tl.float32), SHIFT)
+    else:
+        key = tl.load(candidates_ptr + place, mask=place < num_read, other=0)
+        other_key = tl.load(candidates_ptr + other, mask=other < num_read, other=0)
+    return key, other_key
+
+
+@triton.jit
 def _border(
     logits_ptr,
     tops_ptr,  # [C] float32
@@ -181,13 +194,7 @@ def _border(
             if _ordered(tl.load(tops_ptr + start // CHUNK, mask=in_row, other=float("inf")), SHIFT) >= low:
                 place = start + tl.arange(0, HALF)[None, :]
                 other = place + HALF
-                if in_row:  # both loads are under way together
-                    x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
-                    y = tl.load(logits_ptr + other, mask=other < num_read, other=float("-inf"))
-                    key, other_key = _ordered(x.to(tl.float32), SHIFT), _ordered(y.to(tl.float32), SHIFT)
-                else:
-                    key = tl.load(candidates_ptr + place, mask=place < num_read, other=0)
-                    other_key = tl.load(candidates_ptr + other, mask=other < num_read, other=0)
+                key, other_key = _two_blocks(logits_ptr, candidates_ptr, place, other, num_read, in_row, SHIFT)
                 for part in tl.static_range(2):
                     if part == 1:
                         place, key = other, other_key
