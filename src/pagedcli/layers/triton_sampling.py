@@ -135,8 +135,9 @@ def _row_block(logits_ptr, start, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _two_blocks(logits_ptr, candidates_ptr, place, other, num_read, in_row, SHIFT: tl.constexpr):
+def _two_blocks(logits_ptr, candidates_ptr, place, num_read, in_row, SHIFT: tl.constexpr, HALF: tl.constexpr):
     """Two blocks of the row or of its candidates as ordered integers. Both loads are under way together."""
+    other = place + HALF
     if in_row:
         x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
         y = tl.load(logits_ptr + other, mask=other < num_read, other=float("-inf"))
@@ -193,11 +194,10 @@ def _border(
         for start in range(0, num_read, BLOCK):
             if _ordered(tl.load(tops_ptr + start // CHUNK, mask=in_row, other=float("inf")), SHIFT) >= low:
                 place = start + tl.arange(0, HALF)[None, :]
-                other = place + HALF
-                key, other_key = _two_blocks(logits_ptr, candidates_ptr, place, other, num_read, in_row, SHIFT)
+                key, other_key = _two_blocks(logits_ptr, candidates_ptr, place, num_read, in_row, SHIFT, HALF)
                 for part in tl.static_range(2):
                     if part == 1:
-                        place, key = other, other_key
+                        place, key = place + HALF, other_key
                     inside = (place < num_read) & (key >= low) & (key < high)
                     least = tl.minimum(least, tl.where(inside, key, least))
                     most = tl.maximum(most, tl.where(inside, key, most))
@@ -205,9 +205,9 @@ def _border(
                     weight = _mass(_number(key, SHIFT), top, inverse) if BY_MASS else tl.full([1, HALF], 1, tl.int64)
                     reached_by += tl.where(inside & (key >= wide), weight, 0)
                     if copies:
-                        copied = inside.to(tl.int32)
-                        tl.store(candidates_ptr + num_copied + tl.cumsum(copied, 1) - 1, key, mask=inside)
-                        num_copied += tl.sum(copied)
+                        free = candidates_ptr + num_copied - 1
+                        tl.store(free + tl.cumsum(inside.to(tl.int32), 1), key, mask=inside)
+                        num_copied += tl.sum(inside.to(tl.int32))
         if copies:
             num_candidates = num_copied
             tl.debug_barrier()  # all threads see the candidates
