@@ -145,6 +145,17 @@ def test_after_steps_without_the_head_it_sees_the_tokens_since_then(family, fold
     assert num_compared > 5
 
 
+def test_samples_that_fork_begin_where_the_first_one_does(folder):
+    engine = make_engine(folder("glm4-moe"), speculation="mtp", **ROOMY)
+    engine.scheduler.drafting.head_pauses = True
+    engine.add_request("0", PROMPTS[3], SamplingParams(temperature=1, seed=0, n=3, max_tokens=6, ignore_eos=True))
+    begins = set()
+    while engine.has_unfinished_requests():
+        engine.step()
+        begins |= {(seq.sample_index, seq.head_begin) for seq in engine.scheduler.running}
+    assert begins == {(0, 0), (1, 0), (2, 0)}
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("limits", [pytest.param(ROOMY, marks=pytest.mark.slow), TINY], ids=["roomy", "tiny"])
 @pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))

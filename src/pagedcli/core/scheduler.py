@@ -537,6 +537,7 @@ class Scheduler:
             self.cache.expect(child, first=True)
             return False
         self.cache.fork(parent, child)
+        child.head_begin, child.head_end = parent.head_begin, parent.head_end
         self._start(child)
         return True
 
