@@ -66,8 +66,7 @@ def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
     linear = TritonLinear(weight, bias[: len(numbers)])
-    counts, gpu = (1, 17, 40, 200), (132, (9, 0))
-    constants = [linear_constants(linear._weight, count, torch.float16, *gpu)[0] for count in counts]
+    constants = [linear_constants(linear._weight, count, 132)[0] for count in (1, 17, 40, 64)]
     assert len({(each["LENGTH"], each["BLOCK_K"]) for each in constants}) == 1, "else a token depends on its company"
     assert constants[0]["LENGTH"] < numbers.shape[1] / 2
     exact = x.double() @ numbers.double().T + bias[: len(numbers)]
@@ -78,21 +77,15 @@ def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_of_a_large_decode_step_read_the_packed_weight(form, monkeypatch):
-    """Each adds its parts itself, with the bits of a step whose parts are added afterwards."""
+def test_the_company_of_a_row_does_not_change_its_bits(form, monkeypatch):
     from pagedcli.layers import triton_products
     from pagedcli.layers.triton_products import TritonLinear
 
-    monkeypatch.setattr(triton_products, "unpacked_weight", None)
     monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
     monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
     linear = TritonLinear(FORMS[form])
-    x = exact_activations(140, linear._weight.num_in).half() / 127
-    found = [linear(x)]
-    monkeypatch.setattr(triton_products, "_capability", lambda _: (9, 0))
-    found.append(linear(x))
-    rows = torch.cat([linear(x[:60]), linear(x[60:76]), linear(x[76:])])
-    assert all(torch.equal(each, rows) for each in found)
+    x = exact_activations(60, linear._weight.num_in).half() / 127
+    assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:30]), linear(x[30:])]))
 
 
 @interpreted
@@ -172,7 +165,7 @@ def check_compiled(dtype, capability, form, group_size, tmp_path, token_counts):
     weight_types = kernel_weight_types(form, capability, data)
     types = {"x_ptr": data, "bias_ptr": data, "out_ptr": "*fp32", "num_tokens": "i32", **weight_types}
     for num_tokens in token_counts:
-        constants, launch = products.linear_constants(weight, num_tokens, dtype, 132, divmod(capability, 10))
+        constants, launch = products.linear_constants(weight, num_tokens, 132)
         constants |= {"BIAS": False, "WHOLE": False}
         kernel = Compiled(products.linear_kernel, types, constants, capability, tmp_path=tmp_path, **launch)
         assert kernel.spilled_bytes == 0
@@ -207,7 +200,7 @@ def test_it_compiles_without_spills(dtype, capability, form, group_size, tmp_pat
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize(("form", "group_size"), STORED)
 def test_all_of_it_compiles_without_spills(dtype, capability, form, group_size, tmp_path):
-    check_compiled(dtype, capability, form, group_size, tmp_path, (1, 32, 200))
+    check_compiled(dtype, capability, form, group_size, tmp_path, (1, 32, 64))
 
 
 @interpreted
