@@ -101,7 +101,6 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
         patched.setattr(triton_paged, "launch_problem", lambda: None)
         for module in (product_kernels, expert_kernels):
             patched.setattr(module, "processors_of", lambda _: 132)
-        patched.setattr(product_kernels, "_capability", lambda _: capability)  # else it is that of the first call
         backend = load_backend("triton", decision.attention)
         model = load_model(
             folder, spec, backend=backend, dtype=named_dtype(decided.dtype), device=GPU, load_format="dummy",

