@@ -61,7 +61,7 @@ def _speed(by_name: dict[str, Stage]) -> list[str]:
     rates = [row for row in _rows(by_name, "attention") if row["share"] < LEAST_SHARE]
     far = [f"{row['kind']} of {row['sequences']} x {row['tokens']:,} {row['share']:.0%}" for row in rates]
     lines.append(f"**Which kernel is far from its roof?** {_list(far)}.")
-    for stage in ("attention", "products", "shapes", "tiles", "profiler"):
+    for stage in ("attention", "steps", "sampling", "products", "shapes", "tiles", "profiler"):
         lines += _table(stage, _rows(by_name, stage))
     return lines
 
