@@ -126,6 +126,7 @@ def test_a_kept_recording_of_kv_events_says_what_it_said(kept: Path) -> None:
     assert not list(differences(json.loads(unpacked(kept / "kv_events.explain.json.zst")), explained))[:5]
 
 
+@pytest.mark.long
 def test_a_kept_calibration_is_read_or_made_again(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under each name that the cache of today would look for."""
     steps = folder / "step-times"

@@ -115,6 +115,7 @@ def test_a_stage_that_aborts_leaves_its_stack(tmp_path, monkeypatch, module):
     assert "stage.py" in (tmp_path / "graphs.stderr.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_stopped_stage_leaves_no_children(tmp_path, monkeypatch, module):
     monkeypatch.setitem(module.LIMITS, "graphs", 5)
     child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"

@@ -145,6 +145,7 @@ def test_a_metrics_page_that_is_none_does_no_harm(publisher, content):
     assert document["num_batches"] == 3
 
 
+@pytest.mark.long
 def test_after_a_message_over_the_limit_it_connects_again_and_says_so():
     with PublisherSocket(LOOPBACK) as socket, ThreadPoolExecutor(1) as pool:
         ran = pool.submit(pagedcli, "attach", socket.endpoint, "--idle", "2", "--format", "json")

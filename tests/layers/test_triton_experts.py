@@ -211,7 +211,7 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
 
 
 @interpreted
-@pytest.mark.parametrize("form", slow_but(["floats", "fp8-channel"], ["floats", *QUANTIZED]))
+@pytest.mark.parametrize("form", slow_but(["floats"], ["floats", *QUANTIZED]))
 def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
     from pagedcli.layers import triton_experts
     from pagedcli.layers.triton_experts import GroupedExperts
@@ -320,6 +320,7 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
 
 
 @interpreted
+@pytest.mark.slow
 def test_an_engine_gives_the_tokens_of_experts_with_biases(tmp_path):
     from engine_harness import make_engine, ragged_prompts, run
     from model_zoo import tiny_model
