@@ -26,13 +26,9 @@ STEPS_BETWEEN_TRIES = 16  # steps between two with guesses that are not expected
 STEPS_BETWEEN_ESTIMATES = 4  # steps between two that look whether the head pays by now
 SURE_CHANCE = 0.7  # chance of the head's first guess from which on it has a credit, after two right ones of two
 HEAD_CREDIT = 1.0  # the credit, in steps without guesses
-STEPS_WITHOUT_AHEAD = 16  # steps in which the head runs for its K and V alone, as texts repeat themselves
-UNKNOWN_HEAD = (
-    0.25  # assumed time of the head before it has run, for a token of each sequence, in steps without guesses
-)
-PROMPT_HEADS = (
-    2  # times its own that the head takes of a prompt: the model's last layer computes all tokens for it, too
-)
+STEPS_WITHOUT_AHEAD = 16  # the most steps in a row of the head for its K and V alone, as texts repeat themselves
+UNKNOWN_HEAD = 0.25  # time of the head for a token of each sequence until it has run, in steps without guesses
+PROMPT_HEADS = 2  # the head's time counts so often in prompts, as the last layer computes all of their tokens for it
 STEPS_WITH_GUESSES = 64  # the most in a row; a step without guesses then is timed again
 STEPS_KNOWN = 256  # the age at which the time with a number of guesses is forgotten
 FEWEST_PLAIN = 2  # timed steps without guesses before the first with some
@@ -150,7 +146,7 @@ class GuessesThatPay:
         self.drafter, self.head = drafter, head
         self._head_times = _HeadTimes()
         self._head_pays = False  # by the latest estimate, which steps with prompts rely on
-        self._num_ahead = self._depth = 0  # sequences of which the head guesses in the step that runs, and how far
+        self._num_ahead = self._depth = 0  # of the running step: sequences with guesses of the head, and most of each
         self._last_head_try = self._last_estimate = self._last_ahead = 0  # steps that only decode
         self._clock_ns = clock_ns
         self._times = _StepTimes(least_ns)
@@ -158,8 +154,8 @@ class GuessesThatPay:
         self._account_ns: float | None = None  # None: no step has been timed
         self._num_steps = self._last_try = self._last_plain = 0  # steps that only decode
         self._num_seqs = 0  # sequences of the step that runs; 0: it is not one that only decodes
-        self._budget = 0  # tokens that it may guess
-        self._chosen: list[tuple[int, Draft]] = []  # what it guesses
+        self._budget = 0  # most guesses of the running step, in tokens
+        self._chosen: list[tuple[int, Draft]] = []  # its guesses
         self._num_drafted = self._num_accepted = self._num_behind = self._choose_ns = 0  # counts of that step
 
     def choose(self, seqs: Items[Sequence], room: Room) -> list[tuple[int, Draft]]:
@@ -188,8 +184,9 @@ class GuessesThatPay:
         if not self._head_pays and self._num_steps - self._last_estimate < STEPS_BETWEEN_ESTIMATES:
             return None
         start_ns, self._last_estimate = self._clock_ns(), self._num_steps
-        size = self._size_ahead(seqs, plain_ns)
-        counts = self._counts_ahead(seqs, size, most()) if size else [0] * len(seqs)
+        chances = self._chances.of_head(seqs)
+        size = self._size_ahead(chances, plain_ns)
+        counts = self._counts_ahead(seqs, size, chances[0], most()) if size else [0] * len(seqs)
         self._num_ahead, self._depth = sum(map(bool, counts)), max(counts)
         if self._num_ahead:
             self._last_ahead = self._num_steps
@@ -197,11 +194,11 @@ class GuessesThatPay:
         is_wanted = self._head_pays and self._num_steps - self._last_ahead < STEPS_WITHOUT_AHEAD
         return counts if self._num_ahead or is_wanted else None
 
-    def _size_ahead(self, seqs: Items[Sequence], plain_ns: float) -> int:
-        """How many tokens of all sequences together the head should guess; 0: none."""
+    def _size_ahead(self, chances: list[float], plain_ns: float) -> int:
+        """How many tokens of all sequences together the head should guess; 0: none. `chances`: see of_head."""
         assert self._account_ns is not None
-        num_seqs, chances = self._num_seqs, self._chances.of_head(seqs)
-        sums, credit_ns = list(accumulate(chances, initial=0.0)), self._credit_ns(plain_ns)
+        num_seqs, credit_ns = self._num_seqs, self._credit_ns(plain_ns)
+        sums = list(accumulate(chances, initial=0.0))
         best = untried = most = 0
         best_gain, is_due = 0.0, self._num_steps - self._last_head_try >= STEPS_BETWEEN_TRIES
         for size in _SIZES:
@@ -237,10 +234,10 @@ class GuessesThatPay:
         is_sure = self._num_seqs > 1 and self._chances.of_run("mtp") >= SURE_CHANCE
         return HEAD_CREDIT * plain_ns if is_sure else 0.0
 
-    def _counts_ahead(self, seqs: Items[Sequence], size: int, most: list[int]) -> list[int]:
+    def _counts_ahead(self, seqs: Items[Sequence], size: int, first: float, most: list[int]) -> list[int]:
         """The guesses of each sequence: of those with more left first, and of none whose text repeats itself more
-        surely than the head guesses."""
-        counts, first = [0] * len(seqs), self._chances.of_head(seqs)[0]
+        surely than the head guesses, whose first token is right with the chance `first`."""
+        counts = [0] * len(seqs)
         repeating = {
             place
             for place, draft in self._chosen
@@ -332,9 +329,8 @@ class GuessesThatPay:
         # which shows how often they are right
         is_paid = any(draft.source == "mtp" for _, draft, _, _ in guesses)
         credit_ns = self._credit_ns(plain_ns) if is_paid else 0.0
-        best, best_gain, sums = 0, 0.0, [0.0]
-        for _, chance, _ in likeliest:
-            sums.append(sums[-1] + chance)
+        best, best_gain = 0, 0.0
+        sums = list(accumulate((chance for _, chance, _ in likeliest), initial=0.0))
         sizes = [size for size in _SIZES if size < len(sums)]
         untried = 0
         for size in sizes:
@@ -450,10 +446,9 @@ class _Chances:
     def of(self, seq: Sequence, draft: Draft) -> list[float]:
         """The chances that all tokens of a guess up to each are right, without those that hardly ever are."""
         right, tried = self._own[seq.seq_id].get(draft.source, (0.0, 0.0))
-        places, chances, chance = self._run[draft.source], list[float](), 1.0
+        chances, chance = list[float](), 1.0
         for place in range(len(draft.token_ids)):
-            run_right, run_tried = places[place] if place < len(places) else (UNKNOWN_RIGHT, UNKNOWN_TRIED)
-            chance *= (right + OWN_WEIGHT * run_right / run_tried) / (tried + OWN_WEIGHT)
+            chance *= (right + OWN_WEIGHT * self.of_run(draft.source, place)) / (tried + OWN_WEIGHT)
             chances.append(chance)
             if chance < LEAST_CHANCE:
                 break
@@ -472,21 +467,21 @@ class _Chances:
         own[0] = KEPT_OF_OWN * own[0] + num_accepted
         own[1] = KEPT_OF_OWN * own[1] + num_tried
 
-    def of_run(self, source: DraftSource) -> float:
-        """The chance that the first token of a guess is right, in the run."""
-        right, tried = places[0] if (places := self._run[source]) else (UNKNOWN_RIGHT, UNKNOWN_TRIED)
+    def of_run(self, source: DraftSource, place: int = 0) -> float:
+        """The chance that this token of a guess is right if those before it are, in the run."""
+        places = self._run[source]
+        right, tried = places[place] if place < len(places) else (UNKNOWN_RIGHT, UNKNOWN_TRIED)
         return right / tried
 
     def of_head(self, seqs: Items[Sequence]) -> list[float]:
         """The chances that all tokens of a guess of the head up to each are right, in the mean of these sequences."""
-        places, chances = self._run["mtp"], list[float]()
-        run = [places[i][0] / places[i][1] if i < len(places) else UNKNOWN_RIGHT / UNKNOWN_TRIED
-               for i in range(MOST_DRAFTED)]  # fmt: skip
+        chances = list[float]()
         known = [each["mtp"] for seq in seqs if (each := self._own.get(seq.seq_id)) is not None and "mtp" in each]
         num_unknown = len(seqs) - len(known)
         for place in range(MOST_DRAFTED):
-            own = [(right + OWN_WEIGHT * run[place]) / (tried + OWN_WEIGHT) for right, tried in known]
-            chances.append((sum(own) + num_unknown * run[place]) / len(seqs))
+            run = self.of_run("mtp", place)
+            own = [(right + OWN_WEIGHT * run) / (tried + OWN_WEIGHT) for right, tried in known]
+            chances.append((sum(own) + num_unknown * run) / len(seqs))
         return list(accumulate(chances, operator.mul))
 
     def forget(self, seq: Sequence) -> None:

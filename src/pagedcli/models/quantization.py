@@ -67,7 +67,7 @@ def refusal(where: Path, method: str, why: str) -> ModelError:
     )
 
 
-_QUANTIZES_HEAD = ("compressed-tensors", "modelopt")  # methods that quantize the output layer unless they skip it
+_QUANTIZES_HEAD = ("compressed-tensors", "modelopt")  # methods with a quantized output layer unless it is skipped
 
 
 # ---------------------------------------------------------------------- one method each

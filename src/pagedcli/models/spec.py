@@ -112,9 +112,7 @@ class DraftHead:
     hidden_norm: str
     projection: str
     norm: str  # norm of the layer's result
-    has_usual_norms: bool = (
-        False  # norms of its layer are called as Llama's are, whatever those of the model are called
-    )
+    has_usual_norms: bool = False  # its layer's norms have Llama's names, whatever the model's are called
     keeps_projection: bool = True  # whether it is unquantized, whatever a quantized checkpoint says of its layers
     unread: tuple[str, ...] = ()  # beginnings of names of other tensors, among them copies of the model's tables
 

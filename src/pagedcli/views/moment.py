@@ -226,7 +226,7 @@ class Replay:
         self._decoder: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
         self._chunks: list[bytes] = []  # per stop the events that lead to it from the one before
         self.landmarks: dict[Landmark, list[int]] = {name: [] for name in get_args(Landmark)}  # stops, rising
-        self.position = -1  # the stop that `moment` shows
+        self.position = -1  # index of the stop of `moment`
         self.moment = Moment(follow=follow)
         self.series = StepSeries()
         self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
