@@ -164,6 +164,7 @@ def test_a_choice_of_models_has_to_be_made(correct):
     assert "there is no model" in pagedcli("audit", correct, *FEW, "-m", "other", expect=3).stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_shows_what_is_known(tmp_path):
     with serving(Settings(seconds_per_token=2e-3)) as server:
         process = subprocess.Popen(

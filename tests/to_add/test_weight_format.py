@@ -13,6 +13,8 @@ import pytest
 from pagedcli.errors import BackendError
 from pagedcli.native import load_library
 
+pytestmark = pytest.mark.long
+
 PROGRAM = """
 import json, sys
 from pagedcli.models.formats import FORMATS, Rounded
