@@ -8,7 +8,7 @@ from scripted import Simulation
 from test_core import same_pool, stop_after
 from trace_harness import EventList
 
-from pagedcli.core.drafts import NgramDrafter, draft_of
+from pagedcli.core.drafts import NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
 from pagedcli.events import BlockEvicted, BlocksFilled, DraftChecked, RequestPreempted, TokensDrafted
@@ -226,7 +226,7 @@ def test_what_a_grammar_forces_is_guessed_by_itself():
 def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
     guide = Pattern({0, 1}, {2}, {0, 1}, {3}, {1, 2}, {3, 4})
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide)
-    assert draft_of(Oracle({("0", 0): guesses}), seq, 8) == ((draft, "oracle") if draft else None)
+    assert within_grammar(Oracle({("0", 0): guesses}).draft(seq, 8), seq, 8) == ((draft, "oracle") if draft else None)
     assert [bits[0] for bits in seq.draft_masks] == [0b100, 0b11, 0b1000, 0b110, 0b11000][: len(draft)]
     assert not guide.taken
 
@@ -234,12 +234,12 @@ def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
 def test_an_end_token_is_no_guess():
     guide, ends = Pattern({0, 1}, {2, 3}, {1}), frozenset([3])
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide, eos_token_ids=ends)
-    assert draft_of(Oracle({("0", 0): [0, 3]}), seq, 8) == ([0], "oracle")
+    assert within_grammar(Oracle({("0", 0): [0, 3]}).draft(seq, 8), seq, 8) == ([0], "oracle")
 
 
 def test_a_token_that_a_grammar_leaves_no_choice_about_is_its_guess():
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=Pattern({2}, {0, 1}, {3}))
-    assert draft_of(NgramDrafter(), seq, 8) == ([2], "grammar")
+    assert within_grammar(NgramDrafter().draft(seq, 8), seq, 8) == ([2], "grammar")
 
 
 @pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])

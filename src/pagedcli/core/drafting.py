@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
-from pagedcli.core.drafts import Draft, Drafter, HeadDrafter, NgramDrafter, draft_of, within_grammar
+from pagedcli.core.drafts import Draft, Drafter, HeadDrafter, NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
 from pagedcli.events import DraftSource, Speculation
@@ -78,9 +78,9 @@ class Drafting(Protocol):
         """The step for which `choose` was called last has ended; the head took a part of its time."""
 
 
-def guess(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
+def guess(seq: Sequence, most: int, find: Callable[[Sequence, int], Draft | None]) -> Draft | None:
     """At most so many of a sequence's next tokens; None: no guess."""
-    return draft_of(drafter, seq, most) if most > 0 and seq.can_draft else None
+    return within_grammar(find(seq, most), seq, most) if most > 0 and seq.can_draft else None
 
 
 class EveryGuess:
@@ -98,7 +98,7 @@ class EveryGuess:
         for place, seq in enumerate(seqs):
             if budget <= 0:
                 break
-            if (draft := guess(self.drafter, seq, min(budget, room.most(seq)))) is not None:
+            if (draft := guess(seq, min(budget, room.most(seq)), self.drafter.draft)) is not None:
                 chosen.append((place, draft))
                 budget -= len(draft.token_ids)
         return chosen
@@ -293,8 +293,7 @@ class GuessesThatPay:
         for place, seq in enumerate(seqs):
             if self._clock_ns() > end_ns:  # the account has no more for looking
                 break
-            most = room.most(seq)
-            if most > 0 and seq.can_draft and (draft := self._guess(seq, most)) is not None:
+            if (draft := guess(seq, room.most(seq), self._guess)) is not None:
                 num_left = seq.max_num_tokens - len(seq.token_ids)
                 found.append((place, draft, self._chances.of(seq, draft), num_left))
         return found
@@ -303,11 +302,9 @@ class GuessesThatPay:
         """The guess from texts or of the head, of which more is expected to be right."""
         draft = self.drafter.draft(seq, most)
         ahead = None if self.head is None else self.head.draft(seq, most)
-        if ahead is not None and (
-            draft is None or sum(self._chances.of(seq, ahead)) > sum(self._chances.of(seq, draft))
-        ):
-            draft = ahead
-        return within_grammar(draft, seq, most)
+        if draft is None or ahead is None:
+            return draft or ahead
+        return max(draft, ahead, key=lambda each: sum(self._chances.of(seq, each)))
 
     def _worth(
         self, guesses: list[tuple[int, Draft, list[float], int]], plain_ns: float, budget: int

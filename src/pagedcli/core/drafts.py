@@ -167,11 +167,6 @@ class HeadDrafter:
 # ---------------------------------------------------------------------- grammars
 
 
-def draft_of(drafter: Drafter, seq: Sequence, most: int) -> Draft | None:
-    """The next tokens that a drafter guesses, see within_grammar."""
-    return within_grammar(drafter.draft(seq, most), seq, most)
-
-
 def within_grammar(guessed: Draft | None, seq: Sequence, most: int) -> Draft | None:
     """A draft as far as the sequence's grammar allows it, and at most so many tokens with what the grammar forces."""
     if seq.guide is None:
