@@ -3,9 +3,12 @@
 import pytest
 
 from pagedcli.core.admission import admit, admit_scores, room_for
+from pagedcli.core.groups import CacheGroup
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
+
+WINDOWED = tuple(CacheGroup(window, (layer,), (1, 1), 4) for layer, window in enumerate((8, None)))
 
 
 def limits(**changes):
@@ -31,6 +34,7 @@ def refused(ask, *args, **params):
         ({"num_blocks": 6}, 9, 2, 8),  # two blocks of the prompt are shared, each beam has two of its own
         ({"num_blocks": 6, "enable_prefix_caching": False}, 9, 2, 4),
         ({"num_blocks": 6, "num_state_slots": 9}, 9, 2, 4),  # states are not shared after a preemption
+        ({"num_blocks": 12, "groups": WINDOWED}, 9, 2, 4),  # nor what a window shows
         ({"num_blocks": 7}, 9, 2, 8),
         ({"num_blocks": 8, "max_model_len": 14}, 9, 2, 5),
     ],

@@ -1,11 +1,14 @@
 """The scheduler on small pools: limits, order, preemption, progress."""
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation
 
 from pagedcli.core.sequence import SequenceStatus
+from pagedcli.errors import RequestError
 from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting, StepScheduled, StepStarted
 from pagedcli.sampling_params import SamplingParams
 
@@ -198,6 +201,18 @@ def test_beams_without_room_leave_the_whole_budget_to_the_queue_and_no_more():
     sim.add(range(100, 104), 3)
     sim.run()
     assert max(sum(new) for new in sim.executor.steps) == 4
+
+
+def test_beams_of_a_model_with_windows_end_in_any_pool_that_admits_them():
+    admitted = []
+    for num_blocks in range(12, 20):
+        sim = Simulation(num_blocks, windows=(4, None))
+        sim.add([3, 3, 1, 3, 0, 0], 6)
+        with suppress(RequestError):
+            sim.add([3, 1, 4, 0, 4, 2], params=SamplingParams(max_tokens=3, beam_width=2, temperature=0))
+            admitted.append(num_blocks)
+        sim.run(max_steps=200)
+    assert admitted == [16, 17, 18, 19]
 
 
 def test_beams_take_a_token_each_of_the_budget_and_leave_the_rest():

@@ -93,9 +93,9 @@ def room_for(limits: Limits, num_prompt: int, width: int) -> int:
 
 
 def _shares_prompts(limits: Limits) -> bool:
-    """Whether sequences with a common prompt always find it in each other's blocks. With other kinds of cache they do
-    not after a preemption, as what they would continue from may be gone."""
-    return limits.enable_prefix_caching and not kinds_of(limits)
+    """Whether sequences with a common prompt always find it in each other's blocks. With windows or other kinds of
+    cache they do not after a preemption, as what they would continue from may be gone."""
+    return limits.enable_prefix_caching and not limits.tables.has_windows and not kinds_of(limits)
 
 
 def _check_ids(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
