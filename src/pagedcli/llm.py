@@ -25,6 +25,7 @@ from pagedcli.events import Emit, to_all
 from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
 from pagedcli.models.config_json import read_json
 from pagedcli.models.hub import resolve_model
+from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 from pagedcli.show.notebook import Trace
@@ -225,9 +226,14 @@ class LLM(Closes):
         and each once for all its continuations.
         Raises: RequestError, before anything is computed, if a prompt or continuation is empty or too long; ValueError.
         """
-        of_each: Any = [continuations] if _is_one(prompts) else continuations
+        one, several = _is_one(prompts), _as_list(prompts)
+        of_each: Any = [continuations] if one else continuations
+        if any(isinstance(given, str) for given in of_each):
+            raise ValueError(f"{'a prompt' if one else 'each prompt of a list'} has a list of continuations, not text")
+        if len(of_each) != len(several):
+            raise ValueError(f"{plural(len(several), 'prompt')}, but {plural(len(of_each), 'list')} of continuations")
         pairs: list[tuple[Prompt, list[Continuation]]] = [
-            (prompt, list(given)) for prompt, given in zip(_as_list(prompts), of_each, strict=True)
+            (prompt, list(given)) for prompt, given in zip(several, of_each, strict=True)
         ]
         with self._turn:
             requests = [self._score_request(*pair) for pair in pairs]
@@ -317,6 +323,8 @@ class LLM(Closes):
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
+        if not isinstance(params, Sequence):
+            raise TypeError(f"sampling_params are SamplingParams, one or a list, not {type(params).__name__}")
         if len(params) != num_prompts:
             raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
         return list(params)

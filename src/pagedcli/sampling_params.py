@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise ParameterError(f"{name} is {getattr(self, name)}, allowed: {allowed}")
+                raise ParameterError(f"{name} is {getattr(self, name)!r}, allowed: {allowed}")
 
         check_ranges(self)
         require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")

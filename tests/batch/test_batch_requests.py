@@ -313,3 +313,18 @@ def test_any_json_object_is_a_request_or_a_refusal_never_a_crash(document):
 def test_any_bytes_are_an_object_or_a_refusal_never_a_crash(content):
     with suppress(RequestError):
         assert isinstance(decode_line(content), dict)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"messages": [], "tool_choice": "required"}', "is not supported; leave it out, or use none or auto"),
+        (b'{"prompt": "x", "stop": ""}', "stop is '', allowed: non-empty strings"),
+        (b'{"custom_id": "a", "body": {}}', "a batch line needs a 'url': /v1/chat/completions, /v1/completions"),
+        (b'{"messages": [{"content": "x"}]}', "messages[0] has no role, known: system"),
+    ],
+)
+def test_a_message_says_what_is_wrong(line, said):
+    with pytest.raises(RequestError) as refused:
+        parse(line)
+    assert said in refused.value.message

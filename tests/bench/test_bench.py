@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,6 +257,7 @@ def test_a_change_counts_only_where_the_passes_do_not_overlap():
     assert rows["ttft_ms"].verdict == "worse"
     assert "tpot_ms" not in rows, "not measured before"
     assert compared_rows([measured("other", wall_s=[1.0])], [now]) == []
+    assert compared_rows([replace(before, num_tokens=80)], [replace(now, num_tokens=96)]) == [], "other requests"
 
 
 @pytest.mark.parametrize("content", ["no json", "{}", '{"throughput": [{"workload": "W1"}]}', '{"latency": []}'])

@@ -134,6 +134,8 @@ def test_mismatched_sampling_params_are_refused(llm):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
     with pytest.raises(ValueError, match="prompt_token_ids"):
         llm.generate([{"text": "a"}], GREEDY, use_tqdm=False)
+    with pytest.raises(TypeError, match="sampling_params are SamplingParams, one or a list, not dict"):
+        llm.generate(["a"], {"max_tokens": 2}, use_tqdm=False)
 
 
 def test_nano_vllms_bench_runs_after_changing_the_import():

@@ -295,3 +295,16 @@ def test_context_and_all_but_the_last_token_may_fill_the_model(llm):
     context = [3 + i % 50 for i in range(length - 12)]
     (output,) = llm.score([context], [[[5] * 13, [7, 8]]], use_tqdm=False)
     assert [score.num_tokens for score in output.scores] == [13, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "continuations", "said"),
+    [
+        (["Once"], [" a"], "each prompt of a list has a list of continuations, not text"),
+        (["Once", "Two"], [[" a"]], "2 prompts, but 1 list of continuations"),
+        ("Once", " a", "a prompt has a list of continuations, not text"),
+    ],
+)
+def test_continuations_of_another_shape_than_the_prompts_are_refused(llm, prompts, continuations, said):
+    with pytest.raises(ValueError, match=said):
+        llm.score(prompts, continuations, use_tqdm=False)

@@ -226,6 +226,8 @@ def test_steps_take_the_floor_of_the_card(trace):
         (["--speed", "1"], "--speed needs the time of a step"),
         (["--gpu", "h200"], "--gpu needs a model"),
         (["--gpu", "h200", "--step-ms", "5"], "all set the time"),
+        (["--gpu", "h900", "-m", "builtin"], "unknown GPU 'h900'"),
+        (["--warmup", "1"], "--warmup 1.0 leaves no request to count"),
         (["--partial-blocks"], "needs --no-schedule"),
         (["--no-schedule", "--step-ms", "5"], "has no time"),
         (["--output-tokens", "9-3"], "--output-tokens is"),
@@ -234,7 +236,9 @@ def test_steps_take_the_floor_of_the_card(trace):
     ],
 )
 def test_what_does_not_go_together_is_refused(trace, flags, message):
-    assert message in simulate(trace, *flags, expect=2).stderr
+    said = simulate(trace, *flags, expect=2).stderr
+    assert message in said
+    assert "--gpu-memory" not in said, "a flag of another command"
 
 
 def test_a_trace_without_times_cannot_arrive_by_time(tmp_path):

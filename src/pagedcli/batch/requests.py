@@ -49,7 +49,8 @@ def _read_message(message: Any, place: int) -> Message:
         raise _invalid(f"{where} must be an object with 'role' and 'content'")
     role = message.get("role")
     if role not in ROLES:
-        raise _invalid(f"{where}.role is {str(role)[:40]!r}, known: {', '.join(ROLES)}")
+        wrong = f"{where} has no role" if role is None else f"{where}.role is {str(role)[:40]!r}"
+        raise _invalid(f"{wrong}, known: {', '.join(ROLES)}")
     content = _read_content(message.get("content"), where, may_be_absent=bool(message.get("tool_calls")))
     extras = {name: message[name] for name in _OPTIONAL if message.get(name) is not None}
     if isinstance(calls := extras.get("tool_calls"), list):
@@ -214,9 +215,11 @@ class BatchRow(msgspec.Struct, eq=False):
                 raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
         if self.shape == "plain":
             return
-        if document.get("url") not in list(_SHAPES):  # a list compares, whatever type the url has
-            known = ", ".join(_SHAPES)
-            raise RequestError("unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {known}")
+        known = ", ".join(_SHAPES)
+        if document.get("url") is None:
+            raise RequestError("unsupported_endpoint", f"a batch line needs a 'url': {known}")
+        if document["url"] not in list(_SHAPES):  # a list compares, whatever type the url has
+            raise RequestError("unsupported_endpoint", f"url is {_shown(document['url'])}, known: {known}")
         if not isinstance(self.id, str):
             raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
 
@@ -302,7 +305,8 @@ class RequestParser:
                 continue
             if name in _UNSUPPORTED_FIELDS:
                 if value not in _UNSUPPORTED_FIELDS[name]:
-                    raise RequestError("unsupported_parameter", f"{name!r} is not supported; leave it out")
+                    other = ", or use none or auto" if name == "tool_choice" else ""
+                    raise RequestError("unsupported_parameter", f"{name!r} is not supported; leave it out{other}")
             elif not (plain and name in _ENVELOPE_FIELDS):
                 unknown.append(name)
         self._ignore(unknown)

@@ -99,6 +99,7 @@ class Earlier:
     workload: str
     spread: dict[str, Spread | None]
     batch_size: int | UnsetType = UNSET
+    num_tokens: int | UnsetType = UNSET  # of the prompts and outputs
 
 
 Passes: TypeAlias = "Earlier | WorkloadRow"
@@ -145,10 +146,10 @@ def spread_rows(rows: Sequence[Passes]) -> list[SpreadRow]:
 
 def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[FigureChange]:
     """The figures of workloads that both measurements have: medians, the change, and its verdict."""
-    earlier = {(row.workload, row.batch_size): row.spread for row in before}
+    earlier = {(row.workload, row.batch_size, row.num_tokens): row.spread for row in before}
     rows = []
     for row in now:
-        old = earlier.get((row.workload, row.batch_size), {})
+        old = earlier.get((row.workload, row.batch_size, row.num_tokens), {})
         for figure, (_, more_is_better) in FIGURES.items():
             a, b = old.get(figure), row.spread.get(figure)
             if a is None or b is None or not a.median:

@@ -202,6 +202,7 @@ class WorkloadRow:
 
     batch_size: Annotated[int, "requests"] | UnsetType = UNSET  # simultaneous requests, for latency
     workload: str
+    num_tokens: Annotated[int, "tokens of the prompts and outputs"]
     wall_s: Annotated[float, "s"]
     output_tokens_per_s: Annotated[float, "out tok/s", count]
     ttft_ms: Annotated[float, "TTFT ms", count]
@@ -244,6 +245,7 @@ def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) ->
         **names,
         **medians,
         workload=workload.name,
+        num_tokens=num_tokens,
         all_wall_s=walls,
         total_tokens_per_s=num_tokens / medians["wall_s"],
         steps=result.median.num_steps,

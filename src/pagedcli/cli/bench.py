@@ -226,7 +226,7 @@ def _bench_passes(
     if earlier is not None:
         changes, each = compared_rows(earlier, rows), f"{name} figure before now change verdict"
         note = "within the spread: the ranges of the passes overlap, so the change may be chance"
-        notes = [note if changes else "no workload is in both measurements"]
+        notes = [note if changes else "no workload of as many tokens is in both measurements"]
         title = "Compared with the earlier measurement"
         tables.append(table(FigureChange, "compared", title, changes, each, notes=notes))
     print_tables(tables, format_)

@@ -42,6 +42,8 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     """  # fmt: skip
     if options.partial_blocks and not options.no_schedule:
         raise UsageError("--partial-blocks needs --no-schedule: the engine shares full blocks only")
+    if options.warmup == 1:
+        raise UsageError(f"--warmup {options.warmup} leaves no request to count", hint="for example --warmup 0.5")
     timed = options.calibrated or any(given is not None for given in (options.speed, options.step_ms, options.gpu))
     if options.no_schedule and timed:
         raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")

@@ -72,7 +72,7 @@ def verify(
         if not path.is_file() or path.suffix in (".csv", ".parquet"):
             raise UsageError(
                 f"cannot compare {path}: this is not a file of JSONL rows",
-                hint="pagedcli merge joins the parts of a run",
+                hint="write the rows with generate -o out.jsonl; pagedcli merge joins the parts of a --ray run",
             )
     found = _Comparison(tolerance)
     rows = [read_rows(path, answer=output_field, by_order=by_order) for path in (a, b)]

@@ -150,14 +150,14 @@ class KVState:
         self._take(message, batch, time_s, source)
 
     def reconnected(self, source: int) -> None:
-        """The connection to an endpoint was lost, and made again."""
+        """The connection to an endpoint was lost; ZMQ keeps trying to make it again."""
         self.num_reconnects += 1
         self.notes.append(self.reconnect_note(source))
 
     def reconnect_note(self, source: int) -> str:
         """What to say of a lost connection."""
         most = byte_text(wire.MAX_PAYLOAD_BYTES, digits=0)
-        return f"{self._name(source)}: connection lost (server restart, or a message over {most}): connected again"
+        return f"{self._name(source)}: connection lost (the server ended or restarted, or a message over {most})"
 
     def catch_up(self, source: int, time_s: float | None, *, first: int = 0, before: int | None = None) -> None:
         """Apply what the publisher can replay."""

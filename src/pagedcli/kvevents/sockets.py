@@ -84,7 +84,7 @@ class Subscriber(Closes):
                 self._reconnect(monitor)
 
     def take_lost(self) -> list[int]:
-        """The sources whose connection was lost and made again since the last call."""
+        """The sources whose connection was lost since the last call."""
         lost, self._lost = self._lost, []
         return lost
 

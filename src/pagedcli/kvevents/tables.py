@@ -102,7 +102,7 @@ class Figures:
     num_missed_messages: int = _checks("num_missed")
     num_repeated_messages: int = _checks("num_repeated")
     num_restarts: Annotated[int, "restarts of a publisher"] = _checks("num_restarts")
-    num_reconnects: Annotated[int, "connections lost and made again"] = _read(lambda state: state.num_reconnects)
+    num_reconnects: Annotated[int, "connections lost"] = _read(lambda state: state.num_reconnects)
     num_malformed: Annotated[int, "malformed messages or events"] = _read(lambda state: state.num_malformed)
     num_unknown_removals: Annotated[int, "removals of blocks never seen"] = _total("num_unknown_removals")
     num_forgotten_blocks: int = _read(lambda state: state.history.num_forgotten)

@@ -81,7 +81,7 @@ def read_described(
         raise UsageError("--peak and --current belong together: the activations are their difference")
     numbers = {name: None if value is None else parse_bytes(value) for name, value in parts.items()}
     if gpu is not None:
-        card = find_card(gpu)
+        card = find_card(gpu, hint="give its memory instead, for example --gpu-memory 24GiB")
         described = Described(gpu, card.total_bytes, card.capability, **numbers)
     elif gpu_memory is not None:  # only its memory is known: assume a recent GPU
         described = Described("the described GPU", parse_bytes(gpu_memory), (9, 0), **numbers)
