@@ -440,10 +440,24 @@ def _response_format(value: Any, place: str) -> dict[str, Any]:
     return value if is_openai else {"type": "json_schema", "json_schema": {"schema": value}}
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice: PyYAML takes the last one without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for name in (name for name, _ in node.value if isinstance(name, yaml.ScalarNode)):
+            if name.value in seen:
+                problem = f"the key {name.value!r} is there twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
+            seen.add(name.value)
+        return node
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_whole(path, _MOST_YAML_BYTES)
-        document = yaml.safe_load(text.decode())
+        document = yaml.load(text.decode(), _OnceLoader)
         if _num_values(document, {}) > _MOST_YAML_VALUES:
             raise ConfigError(f"{path} has over {_MOST_YAML_VALUES:,} values: not a configuration")
     except OSError as error:
@@ -455,12 +469,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:  # a number of 5,000 digits, the 32nd of a month
         raise ConfigError(f"{path} is not valid YAML: {str(error).partition(';')[0]}") from error
     document = {} if document is None else document
-    if not isinstance(document, dict) or not all(isinstance(v, dict | None) for v in document.values()):
+    if not isinstance(document, dict) or not all(
+        isinstance(document.get(section), dict | None) for section in Config.__struct_fields__
+    ):
         raise ConfigError(
             f"{path} must hold sections with keys, for example 'engine:' with 'block_size: 16' below it",
             hint="sections: " + ", ".join(Config.__struct_fields__),
         )
-    return {section: values or {} for section, values in document.items()}
+    return {section: values if isinstance(values, dict) else {} for section, values in document.items()}
 
 
 def _num_values(value: Any, known: dict[int, int]) -> int:
