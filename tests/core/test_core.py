@@ -293,8 +293,10 @@ def test_a_stop_checker_that_raises_ends_its_own_request_and_no_other():
         assert prompt + by_id[request_id].samples[0].token_ids == tokens_of(prompt)
 
 
-def observed(ahead, fails_at=None):
-    """The results of requests of all kinds where the observer raises at one event, and how many events it saw."""
+def observed(ahead, fails_at=None, **options):
+    """The results of requests of all kinds where the observer raises at one event, and how many events it saw. With
+    `failed_step` that one fails, too."""
+    failed_step = options.pop("failed_step", None)
     seen = []
 
     def emit(event):
@@ -303,7 +305,7 @@ def observed(ahead, fails_at=None):
         if fails_at in seen:
             raise OSError("disk full")
 
-    sim = Simulation(16, emit=emit, runs_ahead=ahead, max_num_batched_tokens=12, max_num_seqs=5)
+    sim = Simulation(16, emit=emit, runs_ahead=ahead, max_num_batched_tokens=12, max_num_seqs=5, **options)
     sim.add([1, 2, 3], 4, request_id="several", n=2)
     sim.add([1, 2, 3, 4, 1], request_id="scored", continuations=[[1, 2], [3], [4, 0, 1]])
     sim.add([1, 2, 4], request_id="beams", params=SamplingParams(beam_width=2, n=2, max_tokens=4))
@@ -311,10 +313,13 @@ def observed(ahead, fails_at=None):
     num_added, outputs, num_raised = len(seen), [], 0
     while sim.has_unfinished_requests():
         assert sim.stats.num_steps < 100, "no progress"
+        sim.executor.fail_launch = sim.stats.num_steps == failed_step
         try:
             outputs += sim.step()
         except OSError:
             num_raised += 1
+        except RuntimeError:
+            assert failed_step is not None
     assert num_raised == (fails_at is not None)
     assert sim.block_manager.num_free_blocks == 16
     return results(outputs) | {output.request_id: output.scores for output in outputs if output.scores}, num_added, seen
@@ -325,6 +330,13 @@ def test_an_observer_that_raises_at_any_event_changes_no_result_and_is_not_calle
     expected, num_added, seen = observed(ahead)
     for number in seen[num_added:]:
         assert observed(ahead, number)[0] == expected, number
+
+
+def test_an_observer_that_raises_after_a_failed_step_changes_no_result():
+    options = {"failed_step": 1, "num_state_slots": 12}
+    expected, num_added, seen = observed(False, **options)
+    for number in seen[num_added : num_added + 40]:  # those of the first three steps
+        assert observed(False, number, **options)[0] == expected, number
 
 
 @pytest.mark.parametrize("ahead", [False, True])

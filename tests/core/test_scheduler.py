@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation
+from trace_harness import check_events
 
 from pagedcli.core.sequence import SequenceStatus
 from pagedcli.errors import RequestError
@@ -213,6 +214,19 @@ def test_beams_of_a_model_with_windows_end_in_any_pool_that_admits_them():
             admitted.append(num_blocks)
         sim.run(max_steps=200)
     assert admitted == [16, 17, 18, 19]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "row", "max_tokens", "prompt", "width"),
+    [(3, [4], 10, [2, 1, 2, 0], 2), (5, [4, 0, 1, 3], 11, [1, 0, 4, 3, 2, 0, 1, 2], 3)],
+)
+def test_beams_share_a_prompt_that_each_has_computed_where_there_is_no_room(num_blocks, row, max_tokens, prompt, width):
+    events = []
+    sim = Simulation(num_blocks, 4, emit=events.append, chunked_prefill_size=1, max_num_batched_tokens=16)
+    sim.add(row, max_tokens)
+    sim.add(prompt, params=SamplingParams(max_tokens=3, beam_width=width, temperature=0))
+    sim.run(max_steps=200)
+    check_events(events)
 
 
 def test_beams_take_a_token_each_of_the_budget_and_leave_the_rest():

@@ -196,7 +196,11 @@ class EngineCore:
         try:
             self._step(step)
         except BaseException:
-            self._recover(step)
+            try:
+                self._recover(step)
+            except BaseException:  # an observer's, which gets no more events
+                self._recover(step)
+                raise
             raise
         finished, self._finished = self._finished, []
         return finished

@@ -128,11 +128,14 @@ class Scheduler:
         """
         work, num_touched = ScheduledStep(), self.block_manager.pool.num_touched
         budget = self._schedule_running(work)
+        num_running = len(self.running)
         if self.limits.min_prefill_tokens and self._awaits_prompts(work, budget):
             self._num_held += 1
             work.blocked = "min_prefill_tokens"
         else:
             work.blocked = self._admit_waiting(work, budget)
+        if not (work.seqs or work.num_preempted or work.waits_for_tokens) and len(self.running) == num_running:
+            self._restart_group(work)
         work.scores_targets = self._num_scoring > 0
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
@@ -348,6 +351,19 @@ class Scheduler:
         for seq in reversed(victim.group or [victim]):
             if seq.status is SequenceStatus.RUNNING:
                 self._preempt_one(seq, for_seq, work)
+
+    def _restart_group(self, work: ScheduledStep) -> None:
+        """Preempt a group that has no room although nothing else runs: its sequences computed their prompt in the same
+        steps, each in blocks of its own. Once these are cached, the sequences share them."""
+        if not self.running or self.running[0].group is None:
+            return
+        group, manager = self.running[0].group, self.block_manager
+        needs_block = (seq for seq in group if seq.row is None or manager.num_append_blocks(seq, 1))
+        last = next(needs_block, group[0])
+        for seq in [*(each for each in reversed(group) if each is not last), last]:
+            if seq.status is SequenceStatus.RUNNING:
+                self._preempt_one(seq, self.waiting[0] if seq is last else last, work)
+        work.blocked = "preemption"
 
     def _preempt_one(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
         manager = self.block_manager
