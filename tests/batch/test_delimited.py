@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+from pathlib import Path
 
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
@@ -11,6 +12,7 @@ from cli_harness import FAST, pagedcli, rows_of
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.delimited import DelimitedSource
 from pagedcli.batch.lines import MAX_LINE_BYTES
+from pagedcli.batch.prompts import open_source
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.line_files import zstd
 
@@ -151,3 +153,11 @@ def test_a_folder_has_tables_of_one_kind(tmp_path):
     assert [(row["index"], row["prompt"]) for row in rows] == [(0, "a.tsv"), (1, "b.csv")]
     written(tmp_path / "c.jsonl", b"{}\n")
     assert "JSONL and CSV" in pagedcli("generate", tmp_path, *FAST, expect=2).stderr
+
+
+@pytest.mark.parametrize("name", ["2.jsonl.zst", "2.JSONL", "2.ndjson.gz"])
+def test_a_folder_is_read_in_whole(tmp_path, name):
+    line = b'{"prompt": "x"}\n'
+    written(tmp_path / "1.jsonl", line)
+    written(tmp_path / name, {".zst": zstd.compress, ".gz": gzip.compress}.get(Path(name).suffix, bytes)(line))
+    assert len(list(open_source(str(tmp_path)))) == 2

@@ -97,6 +97,12 @@ def test_a_folder_is_no_output(prompts, output):
     assert "-o takes the name of a file" in result.stderr
 
 
+@pytest.mark.parametrize("output", ["out.jsonl.zst", "out.tsv", "out.parquet.gz"])
+def test_an_output_named_as_what_is_not_written_is_refused(prompts, tmp_path, output):
+    result = pagedcli("generate", prompts, "-o", tmp_path / output, expect=2)
+    assert "its name may end in .jsonl or .csv (also .gz), or .parquet" in result.stderr
+
+
 def test_an_existing_output_hints_at_resume(prompts, tmp_path):
     (tmp_path / "out.jsonl").write_text("")
     result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", expect=2)

@@ -35,7 +35,12 @@ _ONLY_IN: dict[OutputKind, frozenset[str]] = {
 
 
 def kind_of(path: Path | None) -> OutputKind:
-    """What the name of an output says it is; stdout (None) is JSON Lines."""
+    """What the name of an output says it is; stdout (None) is JSON Lines.
+
+    Raises: UsageError for what is not written.
+    """
+    if path is not None and path.name.lower().endswith((".zst", ".tsv", ".tsv.gz", ".parquet.gz")):
+        raise UsageError(f"cannot write {path}", hint="its name may end in .jsonl or .csv (also .gz), or .parquet")
     if path is None or path.suffix == ".parquet":
         return "jsonl" if path is None else "parquet"
     return "csv" if path.name.removesuffix(".gz").endswith(".csv") else "jsonl"

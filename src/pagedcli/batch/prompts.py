@@ -39,7 +39,7 @@ from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.spec import ModelSpec
 from pagedcli.sampling_params import SamplingParams, seed_for
 
-_JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_JSONL_ENDINGS = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
 
 
 def open_source(name: str, columns: Columns | None = None) -> LineSource:
@@ -107,7 +107,7 @@ class FolderSource(LineSource):
 def _open_folder(folder: Path, columns: Columns) -> LineSource:
     names = sorted(os.listdir(folder))
     tables = [folder / name for name in names if is_parquet(Path(name))]
-    files = [str(folder / name) for name in names if name.endswith(_JSONL_ENDINGS)]
+    files = [str(folder / name) for name in names if name.lower().endswith(_JSONL_ENDINGS)]
     delimited = [str(folder / name) for name in names if delimited_format(name)]
     found = [kind for kind, paths in (("Parquet", tables), ("JSONL", files), ("CSV", delimited)) if paths]
     if len(found) > 1:
@@ -117,7 +117,7 @@ def _open_folder(folder: Path, columns: Columns) -> LineSource:
     if not found:
         raise UsageError(
             f"{folder} contains no Parquet, JSONL or CSV files",
-            hint="known: *.parquet, *.jsonl, *.csv, *.tsv, the last three also .gz",
+            hint="known: *.parquet, *.jsonl, *.csv, *.tsv, the last three also .gz or .zst",
         )
     if tables:
         return ParquetSource(str(folder), tables, columns)
