@@ -1,6 +1,7 @@
 """Closed and full standard streams, folders as outputs, and files that killed runs have left."""
 
 import gzip
+import json
 import os
 import signal
 import subprocess
@@ -74,10 +75,13 @@ def test_a_full_disk_is_an_error_of_the_rows_even_if_the_trace_cannot_be_written
     assert "--resume" in hint
 
 
-@pytest.mark.slow
-def test_a_file_needs_neither_stdout_nor_room_for_messages(prompts, tmp_path):
-    shell(f"pagedcli generate {prompts} {' '.join(FAST)} -o {tmp_path}/out.jsonl >&- 2>/dev/full", expect=0)
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [">&- 2>/dev/full", ">/dev/full"])
+def test_a_file_needs_neither_stdout_nor_room_for_messages(prompts, tmp_path, streams):
+    files = f"-o {tmp_path}/out.jsonl --summary-json {tmp_path}/summary.json"
+    shell(f"pagedcli generate {prompts} {' '.join(FAST)} {files} {streams}", expect=0)
     assert len(rows_of(tmp_path / "out.jsonl")) == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["verdicts"]
 
 
 def test_a_closed_stdin_is_a_plain_error():

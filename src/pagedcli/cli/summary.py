@@ -1,6 +1,7 @@
 """Messages on stderr before and after a run, and the effective configuration."""
 
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.tables import print_sentences
-from pagedcli.show.terminal import say, say_wrapped
+from pagedcli.show.terminal import discard, say, say_wrapped
 from pagedcli.verdicts import Verdict, cut_reason, paragraph
 
 if TYPE_CHECKING:
@@ -75,11 +76,16 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
 
 
 def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
-    """Print the verdicts on a run, on stdout unless something else is there."""
+    """Print the verdicts on a run, on stdout unless something else is there or it is closed or full."""
+    sentences = paragraph(verdicts)
     if on_stdout:
-        print_sentences(paragraph(verdicts))
-        return
-    for line in paragraph(verdicts):
+        try:
+            print_sentences(sentences)
+        except OSError:
+            discard(sys.stdout)
+        else:
+            return
+    for line in sentences:
         say_wrapped(line)
 
 
