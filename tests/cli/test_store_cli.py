@@ -108,6 +108,13 @@ def test_a_folder_that_cannot_be_written_loses_nothing_and_says_so(runs, tmp_pat
     assert len(list(store.iterdir())) == 1
 
 
+def test_a_run_says_how_many_files_its_bound_removed(runs, tmp_path):
+    shutil.copytree(runs[0] / "store", tmp_path / "store")
+    bound = ("--prefix-store", tmp_path / "store", "--prefix-store-size", "1")
+    said = pagedcli("generate", runs[0] / "in.jsonl", *FAST, *bound).stderr
+    assert "  removed: 1 file when the folder was opened (size, days without use, or damage)" in said
+
+
 def test_files_that_stay_are_not_counted_as_removed(runs, tmp_path, monkeypatch):
     store = tmp_path / "store"
     shutil.copytree(runs[0] / "store", store)

@@ -102,6 +102,9 @@ def say_store(facts: "StoreFacts", path: str) -> None:
     say(f"prefix store {path}: {read} read ({read_bytes}), {written} written ({written_bytes})")
     if facts.no_room is not None:
         say(f"  {facts.no_room}: nothing was removed for that")
+    if facts.num_removed:
+        what = plural(facts.num_removed, "file")
+        say(f"  removed: {what} when the folder was opened (size, days without use, or damage)")
     if facts.num_left:
         say(f"  not read: the prefixes of {plural(facts.num_left, 'prompt')}, slower to read than to compute")
     for what, reasons in (("not read", facts.not_used), ("not written", facts.not_kept)):

@@ -92,6 +92,7 @@ class StoreFacts:
     num_left: int = 0  # prompts whose prefix was there, but slower to read than to compute
     not_kept: Counter[str] = field(default_factory=Counter)  # why files were not written
     not_used: Counter[str] = field(default_factory=Counter)  # why files that are there were no hit
+    num_removed: int = 0  # files removed at its opening
     no_room: str | None = None  # why the folder had more than its bound allows when it was opened; None: it had not
 
 
@@ -130,7 +131,7 @@ class PrefixStore:
         self._written: list[tuple[ContentFile, StoredNote]] = []
         trimmed = folder.trim()
         self.facts.not_used.update(trimmed.wrong.values())
-        self.facts.no_room = trimmed.no_room
+        self.facts.num_removed, self.facts.no_room = trimmed.num_removed, trimmed.no_room
         for file in trimmed.files:
             try:
                 self._find(file)
