@@ -229,6 +229,20 @@ def test_beams_share_a_prompt_that_each_has_computed_where_there_is_no_room(num_
     check_events(events)
 
 
+def test_a_context_keeps_no_blocks_from_beams_that_wait_for_them():
+    events = []
+    sim = Simulation(5, windows=(4,), emit=events.append, chunked_prefill_size=2, max_num_batched_tokens=16)
+    sim.add([3, 1, 3, 0, 2, 1, 2], continuations=[[3, 1], [2]])
+    sim.add([4, 2], params=SamplingParams(max_tokens=3, beam_width=2, temperature=0))
+    for _ in range(2):
+        sim.step()
+    sim.executor.fail_launch = True
+    with pytest.raises(RuntimeError, match="launch failed"):
+        sim.step()
+    sim.run(max_steps=120)
+    check_events(events)
+
+
 def test_beams_take_a_token_each_of_the_budget_and_leave_the_rest():
     sim = Simulation(40, max_num_batched_tokens=6)
     sim.add([1, 2], params=SamplingParams(max_tokens=6, beam_width=2, temperature=0))

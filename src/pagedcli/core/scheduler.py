@@ -357,6 +357,7 @@ class Scheduler:
         steps, each in blocks of its own. Once these are cached, the sequences share them."""
         if not self.running or self.running[0].group is None:
             return
+        self._release_context()  # it may keep the blocks that are missing
         group, manager = self.running[0].group, self.block_manager
         needs_block = (seq for seq in group if seq.row is None or manager.num_append_blocks(seq, 1))
         last = next(needs_block, group[0])
