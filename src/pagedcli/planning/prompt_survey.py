@@ -324,8 +324,10 @@ class PromptSurvey:
         return TableShape(block_size, self.windows)
 
     def _blocks_of(self, shape: _Shape, block_size: int, num_seqs: int) -> int:
-        return self._tables(block_size).blocks_of_request(
-            shape.num_prompt, shape.num_cached, num_seqs, chunk=self.chunk_size, shares_prompt=self.shares_prompts
+        tables = self._tables(block_size)
+        shares = self.shares_prompts and not (shape.at_once and tables.has_windows)  # as beams are admitted
+        return tables.blocks_of_request(
+            shape.num_prompt, shape.num_cached, num_seqs, chunk=self.chunk_size, shares_prompt=shares
         )
 
     def _blocks_alone(self, block_size: int) -> int:
