@@ -446,7 +446,9 @@ class _OnceLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
-        for name in (name for name, _ in node.value if isinstance(name, yaml.ScalarNode)):
+        for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                continue
             if name.value in seen:
                 problem = f"the key {name.value!r} is there twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)

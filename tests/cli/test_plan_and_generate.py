@@ -7,6 +7,7 @@ import pytest
 from cli_harness import pagedcli, rows_of
 from scripted import Simulation
 
+from pagedcli.core.admission import shares_prompts
 from pagedcli.errors import RequestError
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.sampling_params import SamplingParams
@@ -104,14 +105,18 @@ def add_all(sim, requests):
         sim.add(prompt, params=params)
 
 
-@pytest.mark.parametrize("windows", [(None,), (5,), (4, None), (3, 3, None)])
+@pytest.mark.parametrize(
+    ("windows", "slots"), [((None,), None), ((5,), None), ((4, None), None), ((3, 3, None), None), ((None,), 16)]
+)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_pools_of_a_plan_are_enough_for_what_they_say_and_no_larger_than_needed(windows, caching, seed):
+def test_the_pools_of_a_plan_are_enough_for_what_they_say_and_no_larger_than_needed(windows, slots, caching, seed):
     rng = random.Random(seed)
     limits = {"windows": windows, "enable_prefix_caching": caching, "chunked_prefill_size": rng.choice((2, 8))}
+    limits["num_state_slots"] = slots
     requests = [random_request(rng) for _ in range(10)]
-    survey = PromptSurvey(windows, limits["chunked_prefill_size"], caching)
+    of_engine = Simulation(1, max_model_len=40, **limits).plan.limits
+    survey = PromptSurvey(windows, limits["chunked_prefill_size"], caching, shares_prompts(of_engine))
     for row, (prompt, params) in enumerate(requests):
         is_beam_search = params.beam_width is not None
         survey.add(row, prompt, params.max_tokens, num_seqs=params.num_sequences, is_beam_search=is_beam_search)

@@ -310,7 +310,7 @@ def observed(ahead, fails_at=None, **options):
     sim.add([1, 2, 3, 4, 1], request_id="scored", continuations=[[1, 2], [3], [4, 0, 1]])
     sim.add([1, 2, 4], request_id="beams", params=SamplingParams(beam_width=2, n=2, max_tokens=4))
     sim.add([2, 2, 2, 2], 5, request_id="guided", make_guide=lambda: Digits(4))
-    num_added, outputs, num_raised = len(seen), [], 0
+    num_added, outputs, num_raised, num_failed = len(seen), [], 0, 0
     while sim.has_unfinished_requests():
         assert sim.stats.num_steps < 100, "no progress"
         sim.executor.fail_launch = sim.stats.num_steps == failed_step
@@ -319,8 +319,10 @@ def observed(ahead, fails_at=None, **options):
         except OSError:
             num_raised += 1
         except RuntimeError:
-            assert failed_step is not None
+            num_failed += 1
     assert num_raised == (fails_at is not None)
+    assert num_failed <= (failed_step is not None)
+    assert sim.stats.num_failed_steps == num_raised + num_failed
     assert sim.block_manager.num_free_blocks == 16
     return results(outputs) | {output.request_id: output.scores for output in outputs if output.scores}, num_added, seen
 

@@ -24,7 +24,7 @@ from pagedcli.line_files import MOST_BLANK_LINES, zstd
 from pagedcli.printable import plural
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open}
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open}
 BOM = b"\xef\xbb\xbf"
 
 
@@ -87,7 +87,7 @@ class LineSource:
     @property
     def is_plain(self) -> bool:
         """Whether it is a file whose lines can be read from anywhere."""
-        return type(self) is LineSource and not self.is_live and Path(self.name).suffix not in _OPENERS
+        return type(self) is LineSource and not self.is_live and Path(self.name).suffix not in OPENERS
 
     def __iter__(self) -> Iterator[Line]:
         """Raises: PagedcliError if the file cannot be read to its end, or has changed since the scan."""
@@ -160,7 +160,7 @@ class LineSource:
             return _stdin()
         path = Path(self.name)
         try:
-            return cast(BinaryIO, _OPENERS.get(path.suffix, open)(path, "rb"))
+            return cast(BinaryIO, OPENERS.get(path.suffix, open)(path, "rb"))
         except OSError as error:
             raise UsageError(f"cannot read the prompts {self.name}: {error.strerror}") from error
 

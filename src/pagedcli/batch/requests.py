@@ -304,8 +304,9 @@ class RequestParser:
             if name in _USED_FIELDS or name in _HARMLESS_FIELDS:
                 continue
             if name in _UNSUPPORTED_FIELDS:
-                if value not in _UNSUPPORTED_FIELDS[name]:
-                    other = ", or use none or auto" if name == "tool_choice" else ""
+                if value not in (harmless := _UNSUPPORTED_FIELDS[name]):
+                    words = [word for word in harmless if isinstance(word, str) and word]
+                    other = f", or use {' or '.join(words)}" if words else ""
                     raise RequestError("unsupported_parameter", f"{name!r} is not supported; leave it out{other}")
             elif not (plain and name in _ENVELOPE_FIELDS):
                 unknown.append(name)

@@ -99,7 +99,7 @@ class Earlier:
     workload: str
     spread: dict[str, Spread | None]
     batch_size: int | UnsetType = UNSET
-    num_tokens: int | UnsetType = UNSET  # of the prompts and outputs
+    num_tokens: int | UnsetType = UNSET  # tokens of the prompts and outputs
 
 
 Passes: TypeAlias = "Earlier | WorkloadRow"

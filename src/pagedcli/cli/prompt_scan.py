@@ -160,13 +160,16 @@ def scan_prompts(
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_response_format, limits_without_pool, open_prompts
+    from pagedcli.core.admission import shares_prompts
 
     engine = loaded.config.engine
     check_response_format(loaded.config.sampling)
-    survey = PromptSurvey(shares_prompts=engine.enable_prefix_caching)
+    without_pool = limits_without_pool(engine, spec)
+    survey = PromptSurvey(
+        shares_prompts=engine.enable_prefix_caching, beams_share=shares_prompts(limits or without_pool)
+    )
     if limits is not None:
         survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
-    without_pool = limits_without_pool(engine, spec)
     max_model_len = None if spec is None else without_pool.max_model_len
     prompts = open_prompts(
         loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe

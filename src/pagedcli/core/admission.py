@@ -36,7 +36,7 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
         num_prompt + max_new_tokens - 1,
         width,
         chunk=limits.chunk_size,
-        shares_prompt=_shares_prompts(limits),
+        shares_prompt=shares_prompts(limits),
     )
     if limits.num_blocks is not None and needed > limits.num_blocks:
         raise RequestError(
@@ -85,14 +85,14 @@ def room_for(limits: Limits, num_prompt: int, width: int) -> int:
     room = limits.max_model_len - num_prompt
     if limits.num_blocks is not None:
         tables = limits.tables
-        shared = tables.prompt_blocks(num_prompt) if _shares_prompts(limits) else 0
+        shared = tables.prompt_blocks(num_prompt) if shares_prompts(limits) else 0
         own = (limits.num_blocks - shared) // width
         # the last generated token is never written to the cache
         room = min(room, tables.longest(shared + own, limits.chunk_size, limits.max_model_len) - num_prompt + 1)
     return room
 
 
-def _shares_prompts(limits: Limits) -> bool:
+def shares_prompts(limits: Limits) -> bool:
     """Whether sequences with a common prompt always find it in each other's blocks. With windows or other kinds of
     cache they do not after a preemption, as what they would continue from may be gone."""
     return limits.enable_prefix_caching and not limits.tables.has_windows and not kinds_of(limits)

@@ -196,6 +196,7 @@ class EngineCore:
         try:
             self._step(step)
         except BaseException:
+            self.stats.count_failed_step()
             try:
                 self._recover(step)
             except BaseException:  # an observer's, which gets no more events
@@ -447,7 +448,6 @@ class EngineCore:
         self._forks.recover()
         cached_block_ids = self.cache.recover([*self.scheduler.running, *self.scheduler.contexts])
         requeued = self.scheduler.requeue(unfinished)
-        self.stats.count_failed_step()
         self.cache.count(self.stats)
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)

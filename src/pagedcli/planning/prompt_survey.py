@@ -95,7 +95,8 @@ class PromptSurvey:
     # of the engine that is planned for:
     windows: tuple[int | None, ...] = (None,)  # one per group of layers, see core.groups
     chunk_size: int = 1  # most tokens of one sequence in a step
-    shares_prompts: bool = True  # whether the sequences of a request share the blocks of their prompt
+    shares_prompts: bool = True  # whether the samples of a request share the blocks of their prompt
+    beams_share: bool = True  # whether its beams always do, see admission.shares_prompts
     num_repeated: int = 0  # prompts equal to an earlier one
     _shapes: Counter[_Shape] = field(default_factory=Counter)
     _seen: PrefixRows = field(default_factory=PrefixRows)
@@ -324,9 +325,8 @@ class PromptSurvey:
         return TableShape(block_size, self.windows)
 
     def _blocks_of(self, shape: _Shape, block_size: int, num_seqs: int) -> int:
-        tables = self._tables(block_size)
-        shares = self.shares_prompts and not (shape.at_once and tables.has_windows)  # as beams are admitted
-        return tables.blocks_of_request(
+        shares = self.beams_share if shape.at_once else self.shares_prompts
+        return self._tables(block_size).blocks_of_request(
             shape.num_prompt, shape.num_cached, num_seqs, chunk=self.chunk_size, shares_prompt=shares
         )
 
