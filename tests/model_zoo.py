@@ -479,6 +479,7 @@ RECURRENT_FAMILIES = (
         "granite-hybrid-moe",
     ),
 )
+ALL_FAMILIES = tuple(_FAMILIES)
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
 
 

@@ -157,7 +157,7 @@ def test_a_folder_has_tables_of_one_kind(tmp_path):
 
 @pytest.mark.parametrize("name", ["2.jsonl.zst", "2.JSONL", "2.ndjson.gz"])
 def test_a_folder_is_read_in_whole(tmp_path, name):
-    line = b'{"prompt": "x"}\n'
-    written(tmp_path / "1.jsonl", line)
-    written(tmp_path / name, {".zst": zstd.compress, ".gz": gzip.compress}.get(Path(name).suffix, bytes)(line))
-    assert len(list(open_source(str(tmp_path)))) == 2
+    lines = [b'{"prompt": "x"}', b'{"prompt": "y"}']
+    for path, line in zip((tmp_path / "1.jsonl", tmp_path / name), lines, strict=True):
+        written(path, line + b"\n")
+    assert [row.content for row in open_source(str(tmp_path))] == lines

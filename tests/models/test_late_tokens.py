@@ -4,7 +4,7 @@ import pytest
 import torch
 from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts
-from model_zoo import cached_model, load_model
+from model_zoo import ALL_FAMILIES, GEMMA4_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import PagedHarness
 
 from pagedcli.attention.select import select_backend
@@ -48,6 +48,25 @@ def test_logits_asked_for_and_the_cache_are_those_of_a_step_in_which_all_are_ask
         for whole, rows, some in zip(logits, pair, found, strict=True):
             torch.testing.assert_close(some, whole[rows], atol=1e-4, rtol=0)
             assert torch.equal(some.argmax(-1), whole[rows].argmax(-1))
+
+
+# families whose head size follows from the rest
+OWN_HEADS = {"helium", "olmoe", "phi3-longrope", "phimoe", "stablelm", "stablelm-parallel", *GEMMA4_FAMILIES}
+BY_TRANSFORMERS = {"vaultgemma", "gemma3n", "gpt2", "gpt_neox", "opt"}  # families that the decoder does not compute
+
+
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in BY_TRANSFORMERS])
+def test_a_step_of_chunks_in_the_middle_of_prompts_leaves_the_cache_of_one_that_asks_for_all(family, tmp_path):
+    """Heads of 24 elements, which together are wider than the model."""
+    tiny_model(family, tmp_path / "model", **({} if family in OWN_HEADS else {"head_dim": 24}))
+    model, backend = load(tmp_path / "model", "reference")
+    assert isinstance(model, Decoder)
+    caches = []
+    for rows in (range(54), []):
+        harness = PagedHarness(model, backend, lengths=[23, 2, 35], block_size=4)
+        assert harness.step(FIRST, rows).shape[0] == len(rows)
+        caches.append(harness.kv_cache.nan_to_num())
+    torch.testing.assert_close(*caches, atol=1e-5, rtol=0)
 
 
 def tokens_in_layers(model, rows, monkeypatch):

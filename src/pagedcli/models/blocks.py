@@ -327,7 +327,7 @@ class Attention:
             gate, softplus = layer.attending(gate), self.gate is not None and self.gate.softplus
             shares = F.softplus(gate.float()).to(gate.dtype) if softplus else gate.sigmoid()
             out.view(*shares.shape, out.shape[1] // shares.shape[1]).mul_(shares[..., None])
-        return self.out(out) if out.shape[0] else out
+        return self.out(out) if out.shape[0] else x[:0]
 
     def _write(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
         if self.value_norm is not None:

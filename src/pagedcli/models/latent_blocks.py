@@ -60,7 +60,7 @@ class LatentAttention:
         nope, rope = heads.tensor_split([mixer.nope_dim], dim=2)
         absorbed = torch.cat((self.key_up(nope), self._rotated(rope, step)), dim=-1)
         out = layer.attend(self.backend, absorbed)
-        return self.out(self.value_up(out).flatten(1)) if out.shape[0] else out
+        return self.out(self.value_up(out).flatten(1)) if out.shape[0] else x[:0]
 
     def _rotated(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, heads, R], whose first elements come first in the result, as in layers.basic.split_heads."""
