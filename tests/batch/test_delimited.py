@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-from pathlib import Path
 
 import pytest
 from cli_harness import FAST, pagedcli, rows_of

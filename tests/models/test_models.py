@@ -163,8 +163,17 @@ def test_a_rank_keeps_whole_elements_of_packed_weights(tmp_path_factory):
         shard_parameters({"layers.0.down.scales": down["scales"]}, spec, ParallelContext(1, 4))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 @pytest.mark.parametrize(
-    ("family", "fields"), [("gemma3", {"attn_logit_softcapping": 1.5}), ("qwen2-moe", {"qkv_bias": False})]
+    ("family", "fields"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 1.5}),
+        ("qwen2-moe", {"qkv_bias": False}),
+        ("granite_swa", {"layer_rope_theta": [0, 0]}),
+        ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0}}),
+    ],
 )
 def test_fields_act_as_in_transformers(family, fields, tmp_path):
     path = tiny_model(family, tmp_path, **fields)

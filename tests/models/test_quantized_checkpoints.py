@@ -225,26 +225,37 @@ def test_the_first_pattern_of_gptq_that_names_a_layer_decides(tmp_path):
     assert stored.of("model.layers.1.mlp.gate_proj").quantization.group_size == 32
 
 
+def leave_unquantized(part, twins, source):
+    """Gives the twins, of which the first is the packed one, the weights of `source` in all modules of this name."""
+    for path in twins:
+        tensors = {name: each for name, each in load_file(path / "model.safetensors").items() if part not in name}
+        tensors |= {name: each for name, each in load_file(source / "model.safetensors").items() if part in name}
+        save_file(tensors, path / "model.safetensors")
+    config = json.loads((twins[0] / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", f"re:.*{part}"]
+    (twins[0] / "config.json").write_text(json.dumps(config))
+
+
 def test_a_layer_of_which_only_a_part_is_quantized_is_refused(plain_model, tmp_path):
     packed, _ = quantized_twins(plain_model, tmp_path, *pack_quantized())
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ["lm_head", "re:.*k_proj"]
-    (packed / "config.json").write_text(json.dumps(config))
+    leave_unquantized("k_proj", (packed,), plain_model)
     with pytest.raises(ModelError, match=r"q_proj, .*v_proj are stored in different formats"):
         load(packed, ReferenceAttention())
 
 
 def test_layers_left_out_of_the_quantization_keep_their_weights(plain_model, tmp_path):
     packed, plain = quantized_twins(plain_model, tmp_path, *pack_quantized())
-    for path in (packed, plain):
-        tensors = load_file(path / "model.safetensors")
-        for name in [name for name in tensors if "down_proj" in name]:
-            del tensors[name]
-        tensors |= {n: t for n, t in load_file(plain_model / "model.safetensors").items() if "down_proj" in n}
-        save_file(tensors, path / "model.safetensors")
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ["lm_head", "re:.*down_proj"]
-    (packed / "config.json").write_text(json.dumps(config))
+    leave_unquantized("down_proj", (packed, plain), plain_model)
+    torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
+
+
+@pytest.mark.parametrize("by_compressed_tensors", [False, True])
+def test_an_output_layer_that_is_packed_although_the_config_skips_it_is_read_as_stored(
+    by_compressed_tensors, plain_model, tmp_path
+):
+    quantize, content = nvfp4(by_compressed_tensors=by_compressed_tensors)
+    assert "lm_head" in content["ignore"]
+    packed, plain = quantized_twins(plain_model, tmp_path, {"lm_head": quantize, "": quantize}, content)
     torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
 
 

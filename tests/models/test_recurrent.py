@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from model_zoo import RECURRENT_FAMILIES, cached_model, load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quick import slow_but
@@ -45,6 +46,13 @@ def logits_of(path, *, chunk=7, dtype=torch.float32, backend="reference", **opti
 
 def largest_difference(a, b):
     return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def test_kimi_linear_as_transformers_saves_it_is_the_published_one(tmp_path_factory, tmp_path):
+    published = cached_model("kimi_linear", tmp_path_factory)
+    transformers.AutoModelForCausalLM.from_pretrained(published).save_pretrained(tmp_path)
+    assert any(name.endswith("block_sparse_moe.gate_proj.weight") for name in load_file(tmp_path / "model.safetensors"))
+    assert largest_difference(logits_of(tmp_path), logits_of(published)) == 0
 
 
 @pytest.fixture(scope="module", params=RECURRENT_FAMILIES)

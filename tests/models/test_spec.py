@@ -455,6 +455,8 @@ def test_a_model_that_claims_a_million_positions_or_more_gets_a_bounded_table(tm
         ("qwen3-moe", {"num_local_experts": 2**30}, "num_experts 1073741824"),
         ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which is not supported"),
+        ("glm4_moe_lite", {"attention_bias": True, "q_lora_rank": None}, "attention_bias is true and q_lora_rank null"),
+        ("lfm3", {"attention_bias": True}, "attention_bias and use_attention_gate are true"),
     ],
 )
 def test_a_family_config_that_cannot_be_is_refused_with_the_reason(family, fields, reason, tmp_path, tmp_path_factory):

@@ -23,10 +23,12 @@ _RENAMED = {
 _PARTS = {
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
-}  # OLMo
+    **{f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")},
+}  # OLMo; Kimi Linear as transformers saves it
 _OF_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.")  # Qwen2.5-VL's names lack the part's
 _HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 _TABLE = re.compile(r".*(emb|wte)[^.]*\.weight")
+_PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # tensors that no plain module has
 _LARGEST_HEADER = 2**27  # bytes; safetensors allows 100 MB
 _CHUNK = 2**22  # bytes compared at a time
 
@@ -69,6 +71,12 @@ def stored_parts(folder: Path, module: str, body: str) -> set[str] | None:
     names = [todays_name(name, body) for name in _stored_names(folder)]
     begin = f"{module}."
     return {name.removeprefix(begin) for name in names if name.startswith(begin)} if names else None
+
+
+def packed_modules(folder: Path, body: str) -> frozenset[str]:
+    """The modules whose weights the files hold as codes with scales. `body`: see todays_name."""
+    names = (todays_name(name, body).rpartition(".") for name in _stored_names(folder))
+    return frozenset(module for module, _, part in names if part in _PACKED)
 
 
 def _stored_names(folder: Path) -> list[str]:

@@ -312,7 +312,7 @@ class RotatesByTheta(Alternating):
     def ropes(self) -> Sequence[RopeSpec | None]:
         rope, count = self.rope(), self.num_hidden_layers
         thetas = self.layer_rope_theta or self.usual_thetas(rope.theta)
-        if len(thetas) != count or min(thetas) < 0 or not 0 < max(thetas) < math.inf:
+        if len(thetas) != count or not all(0 <= theta < math.inf for theta in thetas):
             raise ModelError(f"layer_rope_theta has no theta, or 0, for each of {count} layers")
         return [replace(rope, theta=theta) if theta else None for theta in thetas]
 

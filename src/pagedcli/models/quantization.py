@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import ModelError
+from pagedcli.models.checkpoint_files import packed_modules
 from pagedcli.models.config_json import convert, read_json
 from pagedcli.models.stored_quantization import (
     AUTO_ROUND,
@@ -21,9 +22,12 @@ from pagedcli.models.stored_quantization import (
 )
 
 
-def read_quantization(config: dict[str, Any], where: Path, *, tied: bool = False) -> Quantization | None:
+def read_quantization(
+    config: dict[str, Any], where: Path, *, tied: bool = False, body: str = "model"
+) -> Quantization | None:
     """The quantization of a checkpoint by its config.json at `where`; None if it has none, or if its weights become
-    plain numbers when they are read. `tied`: the output layer is the embedding table, which is never quantized.
+    plain numbers when they are read. `tied`: the output layer is the embedding table, which is never quantized. A
+    module whose tensors are packed is quantized, also where config.json lists it as skipped; `body`: see todays_name.
 
     Raises: ModelError that names the method and the reason if its weights cannot be read.
     """
@@ -40,14 +44,17 @@ def read_quantization(config: dict[str, Any], where: Path, *, tied: bool = False
     if method not in READERS:
         raise refusal(where, method, REFUSED.get(method, "an unknown method"))
     has_cache_scales = any(content.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
-    quantization = Quantization(READERS[method](content, where), has_cache_scales)
+    packed = packed_modules(where.parent, body)
+    formats = tuple(replace(each, packed=packed) for each in READERS[method](content, where))
+    quantization = Quantization(formats, has_cache_scales)
     for stored in quantization.formats:
         for pattern in (*stored.targets, *stored.skipped):
             _check_pattern(pattern, where)
     if tied or method not in _QUANTIZES_HEAD:
         if not tied and any("lm_head" in stored.targets for stored in quantization.formats):
             raise refusal(where, method, "its output layer is quantized, too")
-        formats = tuple(replace(each, skipped=(*each.skipped, "lm_head")) for each in quantization.formats)
+        head, kept = "lm_head", packed - {"lm_head"}
+        formats = tuple(replace(each, skipped=(*each.skipped, head), packed=kept) for each in formats)
         return replace(quantization, formats=formats)
     return quantization
 

@@ -125,7 +125,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         bos_token_id=fields.bos_token_id,
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
         widened=becomes_plain(config),
-        quantization=read_quantization(config, where, tied=fields.tie_word_embeddings),
+        quantization=read_quantization(config, where, tied=fields.tie_word_embeddings, body=names.body),
     )
 
 

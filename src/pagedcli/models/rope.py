@@ -189,6 +189,7 @@ def _check_positive(fields: _ConfigJson) -> None:
                 isinstance(value, float | int)
                 and name not in ("truncate", "mscale", "mscale_all_dim")
                 and not 0 < value < math.inf
+                and not (name == "llama_4_scaling_beta" and value == 0)  # queries then do not grow
             ):
                 raise ModelError(f"{name} is {value}, but must be positive and finite")
 

@@ -102,6 +102,7 @@ class StoredQuantization:
     scale_name: str = "weight_scale"  # name of the scales of a float8 or int8 module
     targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
     skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
+    packed: frozenset[str] = frozenset()  # modules stored quantized, also where `skipped` names them
     _named: tuple[_Names, _Names] = field(init=False, repr=False, compare=False)  # targets and skipped
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class StoredQuantization:
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
         targets, skipped = self._named
-        return (not self.targets or targets.cover(module)) and not skipped.cover(module)
+        return (not self.targets or targets.cover(module)) and (module in self.packed or not skipped.cover(module))
 
     @property
     def description(self) -> str:

@@ -275,6 +275,11 @@ class Lfm3(RotatesByWindow, Lfm2):
         used = norms if self.use_sandwich_norm else norms[::2]
         return replace(self.names, branch_norms=used, attention_out="o_proj", head_norms=("q_norm", "k_norm"))
 
+    def check(self) -> None:
+        super().check()
+        if self.attention_bias and self.use_attention_gate:
+            raise ModelError("attention_bias and use_attention_gate are true, which is not supported together")
+
     def attending(self) -> Sequence[int]:
         return range(2, self.num_hidden_layers, 2)
 

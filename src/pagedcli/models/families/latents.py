@@ -26,12 +26,6 @@ class Latents(Llama):
 
     biases: ClassVar[Biases] = ATTENTION_BIAS
 
-    @classmethod
-    def through_transformers(cls, config: dict[str, Any]) -> bool:
-        """Projections may have biases, but not queries that are made directly of the residual."""
-        has_biases = bool(config.get("attention_bias")) and config.get("q_lora_rank", 0) is None
-        return has_biases or super().through_transformers(config)
-
     @property
     def num_kv_heads(self) -> int:
         return 1
@@ -45,6 +39,8 @@ class Latents(Llama):
 
     def check(self) -> None:
         super().check()
+        if self.attention_bias and self.q_lora_rank is None:
+            raise ModelError("attention_bias is true and q_lora_rank null, which is not supported together")
         for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             if (value := getattr(self, name)) is not None and value % 2:
                 raise ModelError(f"{name} is {value}, and odd sizes of latent attention are not supported")
