@@ -456,6 +456,8 @@ def test_a_model_that_claims_a_million_positions_or_more_gets_a_bounded_table(tm
         ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which is not supported"),
         ("glm4_moe_lite", {"attention_bias": True, "q_lora_rank": None}, "attention_bias is true and q_lora_rank null"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor 0.3 rotates 9 of 32"),
+        ("vaultgemma", {"head_dim": 15}, "transformers"),
         ("lfm3", {"attention_bias": True}, "attention_bias and use_attention_gate are true"),
     ],
 )

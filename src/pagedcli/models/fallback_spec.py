@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -85,7 +86,7 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     """transformers' config of a folder. Raises: ModelError if this version does not know it."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except (ValueError, KeyError, OSError, ImportError, StrictDataclassError) as error:
         raise ModelError(
             f"{path / 'config.json'}: transformers {transformers.__version__} cannot read it: {first_sentence(error)}",
             hint="check model_type; a newer transformers may know it; a folder with own code needs --trust-remote-code",

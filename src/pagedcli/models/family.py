@@ -167,7 +167,13 @@ class Llama:
         for i in range(self.num_hidden_layers):
             layer = self._layer(i, self.mixer(i))
             if layer.attention is not None:
-                layer = replace(layer, mixer=replace(layer.attention, rope=ropes[i], window=windows[i]))
+                rope, size = ropes[i], layer.attention.head_dim
+                if rope is not None and rope.partial < 1 and rope.rotated(size) % 2:
+                    raise ModelError(
+                        f"partial_rotary_factor {rope.partial} rotates {rope.rotated(size)} of {size} elements of a"
+                        f" head, but rotary embedding turns pairs of elements"
+                    )
+                layer = replace(layer, mixer=replace(layer.attention, rope=rope, window=windows[i]))
             found.append(layer)
         return tuple(found)
 
