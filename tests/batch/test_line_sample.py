@@ -1,5 +1,6 @@
 """Rows drawn by position: each as likely as any other, and totals with intervals that hold."""
 
+import gzip
 import io
 import random
 
@@ -64,5 +65,5 @@ def test_a_short_file_and_what_cannot_be_read_from_anywhere_have_no_sample(tmp_p
         path.write_bytes(content)
         assert sample_lines(LineSource(str(path))) is None
     path = tmp_path / "in.jsonl.gz"
-    path.write_bytes(b"x\n" * 500_000)
+    path.write_bytes(gzip.compress(b"".join(b"%d\n" % i for i in range(500_000))))
     assert sample_lines(LineSource(str(path))) is None

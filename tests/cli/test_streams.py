@@ -101,7 +101,7 @@ def test_a_folder_is_no_output(prompts, output):
     assert "-o takes the name of a file" in result.stderr
 
 
-@pytest.mark.parametrize("output", ["out.jsonl.zst", "out.tsv", "out.parquet.gz"])
+@pytest.mark.parametrize("output", ["out.jsonl.zst", "out.tsv", "out.parquet.gz", "o.xlsx", "o.TXT.GZ"])
 def test_an_output_named_as_what_is_not_written_is_refused(prompts, tmp_path, output):
     result = pagedcli("generate", prompts, "-o", tmp_path / output, expect=2)
     assert "its name may end in .jsonl or .csv (also .gz), or .parquet" in result.stderr
@@ -219,3 +219,13 @@ def test_a_pager_that_does_not_read_takes_no_time_of_the_run(prompts):
     times = [event.time_ns for event in TraceReader(trace) if isinstance(event, StepFinished)]
     assert len(times) == 60
     assert times[-1] - times[0] < 1.5e9
+
+
+@pytest.mark.parametrize("name", ["OUT.CSV", "OUT.CSV.GZ", "Out.Jsonl.GZ", "OUT.PARQUET"])
+def test_an_output_is_what_its_name_says_in_any_case(prompts, tmp_path, name):
+    if "PARQUET" in name:
+        pytest.importorskip("pyarrow")
+    pagedcli("generate", prompts, "-o", tmp_path / name, *FAST)
+    content = (tmp_path / name).read_bytes()
+    content = gzip.decompress(content) if name.endswith(".GZ") else content
+    assert content.startswith(b"index,id," if "CSV" in name else b"PAR1" if "PARQUET" in name else b'{"index":')

@@ -34,16 +34,25 @@ _ONLY_IN: dict[OutputKind, frozenset[str]] = {
 }
 
 
+_NOT_WRITTEN = (
+    *(".tsv", ".txt", ".xlsx", ".xls", ".ods", ".json", ".xml", ".yaml", ".yml", ".html", ".md", ".pdf"),
+    *(".arrow", ".feather", ".orc", ".avro", ".sqlite", ".db", ".pkl", ".npy", ".npz", ".zip", ".bz2", ".xz", ".7z"),
+)
+
+
 def kind_of(path: Path | None) -> OutputKind:
     """What the name of an output says it is; stdout (None) is JSON Lines.
 
     Raises: UsageError for what is not written.
     """
-    if path is not None and path.name.lower().endswith((".zst", ".tsv", ".tsv.gz", ".parquet.gz")):
+    if path is None:
+        return "jsonl"
+    name = path.name.lower()
+    if name.endswith((".zst", ".parquet.gz")) or name.removesuffix(".gz").endswith(_NOT_WRITTEN):
         raise UsageError(f"cannot write {path}", hint="its name may end in .jsonl or .csv (also .gz), or .parquet")
-    if path is None or path.suffix == ".parquet":
-        return "jsonl" if path is None else "parquet"
-    return "csv" if path.name.removesuffix(".gz").endswith(".csv") else "jsonl"
+    if name.endswith(".parquet"):
+        return "parquet"
+    return "csv" if name.removesuffix(".gz").endswith(".csv") else "jsonl"
 
 
 @dataclass(frozen=True, slots=True)

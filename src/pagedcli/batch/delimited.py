@@ -22,12 +22,11 @@ from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
 
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def delimited_format(name: str) -> str | None:
     """`csv` or `tsv`, if a file is named so, compressed or not."""
-    suffix = Path(name.removesuffix(".gz").removesuffix(".zst")).suffix.removeprefix(".").lower()
+    suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix.removeprefix(".")
     return suffix if suffix in _DELIMITERS else None
 
 
@@ -44,7 +43,8 @@ class DelimitedSource(LineSource):
         self._columns = columns
         self._delimiter = _DELIMITERS[kind]
         self._optional = (LINE_FIELDS | {*columns.ids}) - columns.sources  # an empty cell is none
-        file = self._opened or self._open()
+        file = self._unpacked(self._opened or self._open())
+        self._opened = file if self.is_live else None
         self._header_lines = _PhysicalLines(file, name)
         self._header = self._read_header(self._rows(self._header_lines))
         self.names = [column for column in self._header if column]
@@ -57,6 +57,9 @@ class DelimitedSource(LineSource):
             if self._header[0].startswith("{"):
                 hint = "--input-format jsonl reads lines of JSON, whatever the name"
             raise UsageError(error.message, hint=hint) from error
+
+    def _check_text(self, name: str, path: str, head: bytes) -> None:
+        """A table may begin with any text."""
 
     def _contents(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         lines = self._header_lines
@@ -133,8 +136,6 @@ class _PhysicalLines:
             raise StopIteration
         if not self._number:
             line = line.removeprefix(BOM)
-            if line.startswith(_UTF_16):
-                raise UsageError(f"{self._name} is UTF-16, not UTF-8", hint="save it as UTF-8")
         self._number += 1
         self._num_bytes += len(line)
         if self._num_bytes > MAX_LINE_BYTES:

@@ -352,7 +352,7 @@ def read_record(path: Path) -> RunRecord:
 
 def open_rows(path: Path) -> BinaryIO:
     """The lines of an output. Raises: OSError."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def output_files(path: Path) -> dict[str, Path]:

@@ -7,11 +7,14 @@ import gzip
 import io
 import os
 import queue
+import re
+import shlex
 import sys
 import threading
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -20,12 +23,24 @@ import xxhash
 
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream
-from pagedcli.line_files import MOST_BLANK_LINES, zstd
+from pagedcli.line_files import MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, zstd
 from pagedcli.printable import plural
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open}
+PACKED_ENDINGS = (".gz", ".zst")
 BOM = b"\xef\xbb\xbf"
+_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, ZSTD_MAGIC: zstd.open}  # by what a file begins with
+_HEADER = re.compile(r'"?(prompt|messages|\w[\w .-]*"?([,;\t] ?"?\w[\w .-]*"?)+)"?')  # of a table, as it may be
+_PEEKED = 2**16  # bytes
+# What other files begin with -> what they are, and how their rows can be read. %s stands for the file.
+_OTHER_KINDS = {
+    b"PAR1": ("a Parquet file", "give it as a file whose name ends in .parquet"),
+    b"PK\3\4": ("a zip archive", "unzip -p %s | pagedcli generate -"),
+    b"GGUF": ("a GGUF model file", "-m %s runs it; the prompts are another file"),
+    b"\xff\xfe": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8 %s > utf8.jsonl"),
+    b"\xfe\xff": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8 %s > utf8.jsonl"),
+    b"\0\0\0\0": ("not text: it begins with zeros", "a power cut may have left it so; give the file that was meant"),
+}
 
 
 class Line(msgspec.Struct, frozen=True, gc=False):
@@ -65,7 +80,7 @@ def is_live(name: str) -> bool:
 
 
 class LineSource:
-    """The rows of an input file; '-' is stdin, a name that ends in .gz or .zst is decompressed.
+    """The rows of an input file; '-' is stdin. What is compressed with gzip or zstd is decompressed, whatever its name.
 
     A scanned file gives exactly the rows of the scan, or an error if it has changed.
     """
@@ -82,12 +97,15 @@ class LineSource:
         if self.is_live:
             self._opened = self._open()
         else:
-            self._open().close()  # a wrong path is reported now, not after the model was loaded
+            self._unpacked(self._open()).close()  # a wrong file is reported now, not after the model was loaded
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a file whose lines can be read from anywhere."""
-        return type(self) is LineSource and not self.is_live and Path(self.name).suffix not in OPENERS
+        if type(self) is not LineSource or self.is_live:
+            return False
+        with self._unpacked(self._open()) as file:
+            return not isinstance(file, _PACKED)
 
     def __iter__(self) -> Iterator[Line]:
         """Raises: PagedcliError if the file cannot be read to its end, or has changed since the scan."""
@@ -132,7 +150,7 @@ class LineSource:
         """The rows as they are in the file now."""
         number = 0
         try:
-            file, self._opened = self._opened or self._open(), None
+            file, self._opened = self._unpacked(self._opened or self._open()), None
             with file:
                 index = 0
                 num_blank = 0
@@ -158,11 +176,56 @@ class LineSource:
     def _open(self) -> BinaryIO:
         if self.name == "-":
             return _stdin()
-        path = Path(self.name)
         try:
-            return cast(BinaryIO, OPENERS.get(path.suffix, open)(path, "rb"))
+            return open(self.name, "rb")
         except OSError as error:
             raise UsageError(f"cannot read the prompts {self.name}: {error.strerror}") from error
+
+    def _unpacked(self, file: BinaryIO) -> BinaryIO:
+        """The decompressed content of a file. Raises: UsageError if it is of a kind that has no rows for us."""
+        if isinstance(file, _PACKED):
+            return file
+        if not hasattr(file, "peek"):
+            file = io.BufferedReader(cast(io.RawIOBase, file))
+        opener = next((each for begin, each in _OPENERS.items() if _peeked(file).startswith(begin)), None)
+        file = file if opener is None else cast(BinaryIO, opener(file))
+        name, head = "standard input" if self.name == "-" else self.name, _peeked(file)
+        path = "FILE" if self.name == "-" else shlex.quote(self.name)
+        for begin, (what, hint) in _OTHER_KINDS.items():
+            if head.startswith(begin):
+                raise UsageError(f"{name} is {what}", hint=hint.replace("%s", path))
+        self._check_text(name, path, head)
+        return file
+
+    def _check_text(self, name: str, path: str, head: bytes) -> None:
+        """Raises: UsageError if the beginning of the file shows that it has no lines of JSON."""
+        lines = head.removeprefix(BOM).split(b"\n")[:-1] or [head]  # the last one may be cut
+        first, *others = [line.strip() for line in lines if line.strip()] or [b""]
+        if first == b"[" or (first.startswith(b"[") and not any(map(_is_object, others))):
+            raise UsageError(f"{name} is one JSON array, not lines of JSON", hint=f"jq -c '.[]' {path} > lines.jsonl")
+        if first == b"{":
+            what = "JSON of several lines per object, not one object per line"
+            raise UsageError(f"{name} is {what}", hint=f"jq -c . {path} > lines.jsonl")
+        text, kind = first.decode(errors="replace"), "tsv" if b"\t" in first else "csv"
+        if _HEADER.fullmatch(text) and not any(map(_is_object, others)):
+            hint = f"--input-format {kind} reads it as a table"
+            raise UsageError(f"{name} has no lines of JSON; its first line is {text[:60]!r}", hint=hint)
+
+
+_PACKED = (gzip.GzipFile, zstd.ZstdFile)
+
+
+def _peeked(file: BinaryIO) -> bytes:
+    """What a file begins with, which stays to be read; less than there is of what is damaged."""
+    with suppress(OSError, EOFError, zlib.error, zstd.ZstdError):  # reading the lines reports them
+        return cast(io.BufferedReader, file).peek(_PEEKED)[:_PEEKED]
+    return b""
+
+
+def _is_object(line: bytes) -> bool:
+    with suppress(*NOT_JSON):
+        return isinstance(msgspec.json.decode(line), dict)
+    return False
 
 
 def as_they_come(lines: Iterable[Line | None], wait_s: Callable[[], float]) -> Iterator[Line | None]:

@@ -32,7 +32,7 @@ _Group = tuple[list[Any], list[str]]  # columns and their names
 
 
 def is_parquet(path: Path) -> bool:
-    return path.suffix == ".parquet"
+    return path.suffix.lower() == ".parquet"
 
 
 def require_pyarrow() -> None:
@@ -95,7 +95,8 @@ def _open_parquet(path: Path) -> Any:
     except OSError as error:
         raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from error
     except pa.ArrowException as error:
-        raise UsageError(f"{path} is not a Parquet file: {error}") from error
+        hint = "--input-format jsonl or csv reads it as text, whatever the name"
+        raise UsageError(f"{path} is not a Parquet file: {error}", hint=hint) from error
 
 
 def _schema_of(path: Path) -> Any:

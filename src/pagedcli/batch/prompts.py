@@ -17,7 +17,7 @@ import msgspec
 from pagedcli.batch.columns import SCORES, Columns, collision, names_of
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
 from pagedcli.batch.grammar import Grammars, check_grammar
-from pagedcli.batch.lines import OPENERS, Line, LineSource
+from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
 from pagedcli.batch.repeats import request_key
 from pagedcli.batch.requests import (
@@ -39,7 +39,7 @@ from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.spec import ModelSpec
 from pagedcli.sampling_params import SamplingParams, seed_for
 
-_JSONL_ENDINGS = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", *OPENERS))
+_JSONL_ENDINGS = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", *PACKED_ENDINGS))
 
 
 def open_source(name: str, columns: Columns | None = None) -> LineSource:

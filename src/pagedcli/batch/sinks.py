@@ -193,7 +193,7 @@ class FileSink(Sink):
 def whole_rows(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """A file of rows, compressed if its name ends in .gz, that appears once complete. Raises: OSError."""
     with whole_file(path, overwrite=overwrite) as raw:
-        if path.suffix != ".gz":
+        if path.suffix.lower() != ".gz":
             yield raw
             return
         with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as file:  # mtime 0: equal rows, equal files

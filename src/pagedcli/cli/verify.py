@@ -69,7 +69,7 @@ def verify(
     for path in (a, b):
         if not path.exists():
             raise UsageError(f"there is no {path}", hint="verify compares two outputs of pagedcli generate or merge")
-        if not path.is_file() or path.suffix in (".csv", ".parquet"):
+        if not path.is_file() or path.suffix.lower() in (".csv", ".parquet"):
             raise UsageError(
                 f"cannot compare {path}: this is not a file of JSONL rows",
                 hint="write the rows with generate -o out.jsonl; pagedcli merge joins the parts of a --ray run",
