@@ -116,10 +116,17 @@ def check_files(
 
 
 def check_distinct(reads: Mapping[str, Path | None], writes: Mapping[str, Path | None]) -> None:
-    """Check that the files of one command do not collide. Raises: UsageError."""
+    """Check that the files of one command do not collide, and that devices and pipes to be written are there.
+
+    Raises: UsageError.
+    """
     taken = [(what, path) for what, path in reads.items() if path is not None and not is_stream(path)]
     for what, path in writes.items():
         if path is None or is_stream(path):
+            if path is not None and not path.exists():
+                raise UsageError(
+                    f"{what} is {path}, but there is no such device or pipe", hint="give the name of a file"
+                )
             continue
         if path.is_dir():
             raise UsageError(f"{what} is {path}, which is a folder")

@@ -3,7 +3,8 @@
 import secrets
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Number
@@ -20,7 +21,7 @@ from pagedcli.closing import Closes
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import SampleOutput, TokenLogprobs
-from pagedcli.errors import ConfigError, UsageError
+from pagedcli.errors import ConfigError, PagedcliError, UsageError
 from pagedcli.events import Emit, to_all
 from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
 from pagedcli.models.config_json import read_json
@@ -236,10 +237,10 @@ class LLM(Closes):
             (prompt, list(given)) for prompt, given in zip(several, of_each, strict=True)
         ]
         with self._turn:
-            requests = [self._score_request(*pair) for pair in pairs]
+            requests = _each(self._score_request, pairs, len(pairs))
             keys = [(request.cache_salt or "", request.prompt_token_ids) for request in requests]
             order = sorted(range(len(requests)), key=keys.__getitem__)
-            outputs = self._run([requests[i] for i in order], use_tqdm)
+            outputs = self._run([requests[i] for i in order], use_tqdm, order)
         found = dict(zip(order, outputs, strict=True))
         return [self._score_output(found[i], requests[i], given) for i, (_, given) in enumerate(pairs)]
 
@@ -274,16 +275,27 @@ class LLM(Closes):
         arguments = {name: value for name, value in arguments.items() if value is not None}
         arguments |= chat_template_kwargs or {}
         with self._turn:
-            prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
+            prompts = []
+            for place, each in enumerate(conversations):
+                with _naming(place, len(conversations)):
+                    text = self.tokenizer.render_chat(read_messages(list(each)), arguments)
+                    prompts.append(self._encoded(text, add_special_tokens=False))
             return self._generate(prompts, sampling_params, use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
         given, cache_salt = self._read_prompt(prompt)
         text = given if isinstance(given, str) else None
-        token_ids = self.tokenizer.encode(text) if text is not None else token_ids_of(given)
+        token_ids = self._encoded(text) if text is not None else token_ids_of(given)
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
         guides = self._grammars.guides(params) if params.guided else None
         return _Request(text, token_ids, params, cache_salt, checkers, guides)
+
+    @property
+    def _most_tokens(self) -> int:
+        return self.llm_engine.limits.max_model_len
+
+    def _encoded(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode_within(text, self._most_tokens, add_special_tokens=add_special_tokens)
 
     def _score_request(self, prompt: Prompt, given: list[Continuation]) -> _Request:
         context, cache_salt = self._read_prompt(prompt)
@@ -291,11 +303,10 @@ class LLM(Closes):
         if texts and len(texts) < len(given):
             raise ValueError("continuations of one prompt are all texts or all token ids")
         if isinstance(context, str) and texts:
-            most = self.llm_engine.limits.max_model_len
-            token_ids, continuations = encode_pair(self.tokenizer, context, texts, most)
+            token_ids, continuations = encode_pair(self.tokenizer, context, texts, self._most_tokens)
         else:
-            encode = partial(self.tokenizer.encode, add_special_tokens=False) if texts else token_ids_of
-            token_ids = self.tokenizer.encode(context) if isinstance(context, str) else token_ids_of(context)
+            encode = partial(self._encoded, add_special_tokens=False) if texts else token_ids_of
+            token_ids = self._encoded(context) if isinstance(context, str) else token_ids_of(context)
             continuations = [encode(each) for each in given]
         text = context if isinstance(context, str) else None
         return _Request(text, token_ids, SamplingParams(), cache_salt, continuations=continuations)
@@ -338,11 +349,14 @@ class LLM(Closes):
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
     ) -> list[RequestOutput]:
         pairs = zip(prompts, self._per_prompt(params, len(prompts)), strict=True)
-        requests = [self._request(*pair) for pair in pairs]
+        requests = _each(self._request, pairs, len(prompts))
         outputs = self._run(requests, use_tqdm)
         return [self._output(output, request) for output, request in zip(outputs, requests, strict=True)]
 
-    def _run(self, requests: list[_Request], use_tqdm: bool) -> list[engine_outputs.FinishedRequest]:
+    def _run(
+        self, requests: list[_Request], use_tqdm: bool, places: Sequence[int] | None = None
+    ) -> list[engine_outputs.FinishedRequest]:
+        """`places`: of the requests among the prompts that were given; None: they are in their order."""
         from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         engine = self.llm_engine
@@ -353,16 +367,17 @@ class LLM(Closes):
         what = "Scoring" if scores else "Generating"
         bar, num_generated = tqdm(total=len(requests), desc=what, unit="req", disable=not use_tqdm), 0
         try:
-            for request_id, request in zip(request_ids, requests, strict=True):
-                engine.add_request(
-                    request_id,
-                    request.prompt_token_ids,
-                    request.params,
-                    cache_salt=request.cache_salt,
-                    make_stop_checker=request.stop_checkers,
-                    make_guide=request.guides,
-                    continuations=request.continuations,
-                )
+            for place, request_id, request in zip(places or range(len(requests)), request_ids, requests, strict=True):
+                with _naming(place, len(requests)):
+                    engine.add_request(
+                        request_id,
+                        request.prompt_token_ids,
+                        request.params,
+                        cache_salt=request.cache_salt,
+                        make_stop_checker=request.stop_checkers,
+                        make_guide=request.guides,
+                        continuations=request.continuations,
+                    )
             while len(finished) < len(requests):
                 for output in engine.step():
                     finished[output.request_id] = output
@@ -443,6 +458,27 @@ class LLM(Closes):
         }
         sampled = position.token_id
         return {sampled: Logprob(position.logprob, None, text_of(sampled))} | found
+
+
+@contextmanager
+def _naming(place: int, count: int) -> Iterator[None]:
+    """Within this context an error about one of several prompts says which one."""
+    try:
+        yield
+    except (PagedcliError, TypeError, ValueError) as error:
+        if count > 1:
+            error.args = (f"prompts[{place}]: {error}",)
+            if isinstance(error, PagedcliError):
+                error.message = str(error)
+        raise
+
+
+def _each(make: Callable[..., _Request], pairs: Iterable[tuple[Any, Any]], count: int) -> list[_Request]:
+    requests = []
+    for place, pair in enumerate(pairs):
+        with _naming(place, count):
+            requests.append(make(*pair))
+    return requests
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -83,6 +83,18 @@ def test_a_row_that_is_there_twice_counts_once(path):
     assert len(list(journal.rows("completion"))) == 4
 
 
+@pytest.mark.parametrize("index", [10**12, 2**63, 2**64 - 1])
+def test_a_row_of_a_huge_index_costs_no_memory_and_stays_beyond_the_input(path, index):
+    fill(Journal.create(path, FINGERPRINT)).close()
+    path.write_bytes(path.read_bytes().replace(b'"index":3,', b'"index":%d,' % index, 1))
+    journal = Journal.resume(path, FINGERPRINT)
+    assert held(journal) == {0, 1, 2}
+    assert journal.end_index == index + 1
+    assert [each for each, _ in journal.rows("input")] == [0, 1, 2, index]
+    with pytest.raises(UsageError, match="this is not the input of that run"):
+        FileSink(path.with_name("out.jsonl"), journal, order="input").finish(READ)
+
+
 def test_other_settings_are_refused_and_named(path):
     fill(Journal.create(path, FINGERPRINT)).close()
     with pytest.raises(UsageError, match="seed: 0 -> 1") as refused:

@@ -107,6 +107,14 @@ def test_an_output_named_as_what_is_not_written_is_refused(prompts, tmp_path, ou
     assert "its name may end in .jsonl or .csv (also .gz), or .parquet" in result.stderr
 
 
+@pytest.mark.parametrize("flag", ["-o", "--summary-json", "--dump-kv", "--record", "--metrics"])
+@pytest.mark.parametrize("path", ["/proc/no-such/out.jsonl", "/dev/fd/99"])
+def test_a_device_that_is_not_there_is_refused_before_the_run(prompts, flag, path):
+    result = pagedcli("generate", prompts, flag, path, *FAST, expect=2)
+    assert "bug" not in result.stderr
+    assert not result.stdout
+
+
 def test_an_existing_output_hints_at_resume(prompts, tmp_path):
     (tmp_path / "out.jsonl").write_text("")
     result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", expect=2)

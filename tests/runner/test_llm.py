@@ -84,8 +84,30 @@ def test_chat_takes_one_conversation_or_many(llm):
         llm.chat([{"role": "wizard", "content": "x"}], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda llm: llm.generate(["a", None], use_tqdm=False), TypeError, r"^prompts\[1\]: a prompt is text"),
+        (lambda llm: llm.generate(["a", [1, -1]], use_tqdm=False), RequestError, r"^prompts\[1\]: token id -1"),
+        (lambda llm: llm.generate(["a", {"x": 1}], use_tqdm=False), ValueError, r"^prompts\[1\]: a prompt "),
+        (lambda llm: llm.score(["b", "a"], [["x"], [""]], use_tqdm=False), RequestError, r"^prompts\[1\]: "),
+        (
+            lambda llm: llm.chat([[{"role": "user", "content": "a"}], [{"role": 3}]], use_tqdm=False),
+            RequestError,
+            r"^prompts\[1\]: ",
+        ),
+        (lambda llm: llm.generate([None], use_tqdm=False), TypeError, "^a prompt is text"),
+        (lambda llm: llm.generate("a" * 10**7, use_tqdm=False), RequestError, "^the first .* of 10,000,000 characters"),
+    ],
+)
+def test_an_error_says_which_of_several_prompts_it_is_about(llm, call, error, message):
+    with pytest.raises(error, match=message):
+        call(llm)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
 def test_a_request_that_cannot_be_served_raises_and_leaves_the_engine_clean(llm):
-    with pytest.raises(RequestError, match="over the model length"):
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: 5,000 prompt tokens .* are over the model length"):
         llm.generate(["Hello", [5] * 5000], GREEDY, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.llm_engine.block_manager.num_free_blocks == 64

@@ -98,8 +98,8 @@ class Job:
         reads = self.read_files
         others = {"--metrics": self.metrics, "--summary-json": self.summary_json, "--record": self.record}
         others |= self.others
-        writes = others if self.output_file is None else {**output_files(self.output_file), **others}
-        check_distinct(reads, writes)
+        outputs = {"the output": self.output} if self.output_file is None else output_files(self.output_file)
+        check_distinct(reads, {**outputs, **others})
         if self.output_file is not None:
             if self.shard[1] > 1 and kind_of(self.output_file) == "csv":
                 raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")

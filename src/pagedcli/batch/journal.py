@@ -33,6 +33,7 @@ SCHEMA_VERSION = 1
 _SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this interval; a killed process loses none
 _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
 _ROW = b',"row":'
+_PAGE = 4096  # rows
 _MOST_FAILURES = 3  # most failures kept in memory
 
 
@@ -63,7 +64,9 @@ class Journal:
         self.failures: list[tuple[int, str]] = []  # line and reason of the first ones that were resumed
         self._fd = file_descriptor
         self._end = os.fstat(file_descriptor).st_size
-        self._offsets = array("Q")  # offset of each row's record; 0 where there is none (yet)
+        # offset of each row's record, 0 where there is none (yet); in pages, as a damaged index may be of any size
+        self._pages: dict[int, array[int]] = {}
+        self.end_index = 0  # one more than the largest index of a row: the input must have at least as many
         self._buffer: list[bytes] = []
         self._buffered_bytes = 0
         self._synced_s = time.monotonic()
@@ -109,20 +112,15 @@ class Journal:
 
     def holds(self, index: int, line_digest: int) -> bool:
         """Whether the row is done. Raises: UsageError if it was made from another input line."""
-        if index >= len(self._offsets) or self._offsets[index] == 0:
+        if (offset := self._offset(index)) == 0:
             return False
-        written = os.pread(self._fd, 64, self._offsets[index])[_DIGEST]
+        written = os.pread(self._fd, 64, offset)[_DIGEST]
         if written and written != b"%016x" % line_digest:
             raise UsageError(
                 f"row {index} of the input is not the one that {self.path} answered: the input has changed",
                 hint=HINT_OTHER_RUN,
             )
         return True
-
-    @property
-    def end_index(self) -> int:
-        """One more than the largest index of a row: the input must have at least as many."""
-        return len(self._offsets)
 
     def append(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
         """Add a row; `flush` writes it."""
@@ -156,7 +154,8 @@ class Journal:
 
         Raises: PagedcliError if another program has changed the file.
         """
-        done = ((index, offset) for index, offset in enumerate(self._offsets) if offset)
+        pages = ((number * _PAGE, page) for number, page in sorted(self._pages.items()))
+        done = ((index, offset) for start, page in pages for index, offset in enumerate(page, start) if offset)
         with open(self._fd, "rb", closefd=False) as file:
             for index, offset in done if order == "input" else sorted(done, key=itemgetter(1)):
                 file.seek(offset)
@@ -197,11 +196,17 @@ class Journal:
         self._buffered_bytes += len(record)
 
     def _remember(self, index: int, offset: int, *, ok: bool) -> None:
-        while len(self._offsets) <= index:
-            self._offsets.append(0)
-        self._offsets[index] = offset
+        number, place = divmod(index, _PAGE)
+        if number not in self._pages:
+            self._pages[number] = array("Q", bytes(8 * _PAGE))
+        self._pages[number][place] = offset
+        self.end_index = max(self.end_index, index + 1)
         self.num_rows += 1
         self.num_failed_rows += not ok
+
+    def _offset(self, index: int) -> int:
+        number, place = divmod(index, _PAGE)
+        return self._pages[number][place] if number in self._pages else 0
 
     def _load(self, lines: Iterator[bytes], offset: int) -> int:
         """Index every complete record. Returns the offset after the last complete line."""
@@ -215,8 +220,7 @@ class Journal:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 pass  # a hole left by a power cut
             else:
-                known = record.index < len(self._offsets) and self._offsets[record.index] != 0
-                if record.index >= 0 and not known:
+                if record.index >= 0 and not self._offset(record.index):
                     self._remember(record.index, offset, ok=record.ok)
                     match row:
                         case {"error": {"line": int(line), "message": str(reason)}} if (
