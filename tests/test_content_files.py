@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagedcli import content_files
@@ -204,6 +205,31 @@ def test_a_digest_is_remembered_as_long_as_the_file_stays(tmp_path, monkeypatch)
     path.write_bytes(bytes(500) + b"x" + bytes(499))
     os.utime(path, (1e9, 1e9 + 1))
     assert file_digest(path) != before
+
+
+def test_a_digest_that_others_may_have_written_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1000))
+    os.utime(path, (1e9, 1e9))
+    digest = file_digest(path)
+    [remembered] = (tmp_path / "cache/pagedcli/digests").iterdir()
+    remembered.write_text("0" * 32)
+    assert file_digest(path) == "0" * 32
+    remembered.parent.chmod(0o770)
+    assert file_digest(path) == digest
+
+
+@pytest.mark.parametrize("change", [{"checksums": ["0" * 32]}, {"checksums": []}, {"sizes": [3, -5, 10]}])
+def test_a_head_without_a_checksum_for_each_part_is_damaged(tmp_path, change):
+    folder = ContentFolder(tmp_path)
+    file = kept(folder)
+    content, head = file.path.read_bytes(), msgspec.structs.replace(file.head, **change)
+    parts = content[content.index(b"\n") + 1 + len(msgspec.msgpack.encode(file.head)) :]
+    encoded = msgspec.msgpack.encode(head)
+    first = b'{"pagedcli_kept":1,"head_bytes":%d,"xxh3":"%s"}\n' % (len(encoded), digest_of(encoded).encode())
+    file.path.write_bytes(first + encoded + parts)
+    assert list(folder.files()[1]) == [file.path.name]
 
 
 WRITER = """

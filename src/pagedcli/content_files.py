@@ -21,7 +21,7 @@ import xxhash
 
 from pagedcli.content_keys import ContentKey, WrongKey
 from pagedcli.errors import UsageError
-from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, read_own, whole_file
+from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, is_ours_alone, read_own, whole_file
 from pagedcli.printable import byte_text
 
 ENDING = ".kept"
@@ -104,13 +104,14 @@ def differing(a: Mapping[str, str], b: Mapping[str, str]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3-128 of every byte of a file, remembered for this user as long as its size, time and inode stay. Raises:
-    OSError."""
+    """xxh3-128 of every byte of a file, remembered for this user as long as its size, time and inode stay, in a folder
+    that nobody else can write to. Raises: OSError."""
     about = path.stat()
     state = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {about.st_ino} {about.st_dev}"
     remembered = cache_home() / "digests" / digest_of(state.encode())
     with suppress(OSError, UnicodeDecodeError):
-        if re.fullmatch("[0-9a-f]{32}", text := read_own(remembered).decode()):
+        is_trusted = is_ours_alone(remembered.parent)
+        if is_trusted and re.fullmatch("[0-9a-f]{32}", text := read_own(remembered).decode()):
             return text
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
@@ -122,7 +123,7 @@ def file_digest(path: Path) -> str:
         about.st_mtime_ns,
     ):
         with suppress(OSError):
-            remembered.parent.mkdir(parents=True, exist_ok=True)
+            remembered.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with whole_file(remembered, overwrite=True) as kept:
                 kept.write(digest.hexdigest().encode())
     return digest.hexdigest()
@@ -382,6 +383,8 @@ def _open_head(path: Path) -> ContentFile:
         head = msgspec.msgpack.decode(encoded, type=Head)
     except msgspec.DecodeError as error:  # another version's fields
         raise DamagedFile(f"the head is not as this version writes it: {error}") from error
+    if len(head.checksums) != len(head.sizes) or min(head.sizes, default=0) < 0:
+        raise DamagedFile("the head does not have a checksum for each part")
     if head.multiple < 1 or about.st_size != (places := head.places(len(first) + len(encoded)))[-1]:
         raise DamagedFile("cut or longer than written")
     return ContentFile(path, head, places, about.st_mtime)

@@ -198,6 +198,14 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedcli"
 
 
+def is_ours_alone(folder: Path) -> bool:
+    """Whether a folder is this user's and no other can write to it. Raises: OSError."""
+    if os.name == "nt":
+        return True
+    about = folder.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def read_own(path: Path) -> bytes:
     """The content of a file that this program keeps, such as one in its cache. Raises: OSError if it is not a file."""
     if not path.is_file():  # a pipe would wait for ever

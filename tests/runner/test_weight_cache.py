@@ -115,6 +115,14 @@ def test_a_cut_file_is_replaced(path, kept):
     assert "are those kept" in outcome(path)[1][0]
 
 
+def test_a_folder_that_others_can_write_to_is_not_used(path, kept):
+    first = outcome(path)
+    kept.chmod(0o770)
+    tops, notes, _ = outcome(path)
+    assert tops == first[0]
+    assert any("can be written by others" in note for note in notes)
+
+
 def test_other_weights_and_other_formats_are_kept_apart(path, kept, tmp_path):
     outcome(path)
     other = tiny_model("qwen3", tmp_path / "other", seed=1)

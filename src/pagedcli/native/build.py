@@ -17,7 +17,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedcli.errors import BackendError
+from pagedcli.files import is_ours_alone
 from pagedcli.native import prebuilt
 from pagedcli.native.paths import NAMES, bf16_path, int8_path, path_notes
 from pagedcli.native.prebuilt import SOURCE_DIR, Installed, source_digest
@@ -223,8 +223,7 @@ def cache_directory() -> tuple[Path, tuple[str, ...]]:
     if not writable:
         note = f"{directory} is not writable: the native kernels are built again in each process"
         return Path(tempfile.mkdtemp(prefix=_TEMPORARY)), (note,)
-    about = directory.stat()
-    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not is_ours_alone(directory):
         raise BackendError(
             f"{directory} can be written by others, and code is loaded from it",
             hint=f"chmod 700 {directory}, or set XDG_CACHE_HOME",

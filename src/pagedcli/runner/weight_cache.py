@@ -17,7 +17,7 @@ import msgspec
 from pagedcli.config import EngineConfig
 from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, digest_of
 from pagedcli.errors import UsageError
-from pagedcli.files import cache_home
+from pagedcli.files import cache_home, is_ours_alone
 from pagedcli.layers.packed_layers import PackedLayers, described, restored
 from pagedcli.models.loading import IN_ONE_CALL
 from pagedcli.planning.decision import Decision
@@ -42,8 +42,12 @@ def most_bytes(config: EngineConfig) -> int:
 
 
 def open_folder(config: EngineConfig) -> ContentFolder:
-    """The folder of packed weights, which is made if it does not exist. Raises: UsageError."""
-    return ContentFolder(weight_folder(), most_bytes=most_bytes(config), spares_disk=True)
+    """The folder of packed weights, which is made if it does not exist. Raises: UsageError, also if others can write to
+    it: their weights would be computed with."""
+    folder = ContentFolder(weight_folder(), most_bytes=most_bytes(config), spares_disk=True)
+    if not is_ours_alone(folder.path):
+        raise UsageError(f"{folder.path} can be written by others", hint=f"chmod 700 {folder.path}")
+    return folder
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
