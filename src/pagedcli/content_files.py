@@ -4,6 +4,7 @@ Used by whatever keeps large computed data for later processes; knows nothing of
 only created and removed, so several processes share a folder without locks: one that finds a file gone computes again.
 """
 
+import logging
 import mmap
 import os
 import re
@@ -25,7 +26,9 @@ from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, is_ours_
 from pagedcli.printable import byte_text
 
 ENDING = ".kept"
+log = logging.getLogger("pagedcli")
 HALF_LIFE_S = 86_400.0  # a file that was not read for so long is worth half
+_SAID_BYTES = 2**31  # a file that takes seconds to read
 _SETTLED_S = 10  # a file that changed since may change again within the resolution of its time
 FREE_SHARE = 0.1  # share of the disk left free where no bound is given
 NO_ROOM = "other files in the folder or on the disk leave no room"
@@ -113,6 +116,9 @@ def file_digest(path: Path) -> str:
         is_trusted = is_ours_alone(remembered.parent)
         if is_trusted and re.fullmatch("[0-9a-f]{32}", text := read_own(remembered).decode()):
             return text
+    if about.st_size > _SAID_BYTES:
+        why = "what is kept for later starts is found by its content"
+        log.info("reading %s once (%s): %s", path, byte_text(about.st_size), why)
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(2**24):

@@ -20,12 +20,16 @@ def model_files(model_path: Path, *, weights: bool = True) -> list[Path]:
 
 def weights_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
     """Named parts: everything that the weights in memory depend on. Raises: OSError if a file cannot be read."""
+    files = model_files(model_path, weights=config.load_format != "dummy")
+    return weights_form(config, decision) | {"model files": digest_of(" ".join(map(file_digest, files)).encode())}
+
+
+def weights_form(config: EngineConfig, decision: Decision) -> dict[str, str]:
+    """weights_identity without the model's files, which take time to read."""
     is_dummy = config.load_format == "dummy"
-    files = model_files(model_path, weights=not is_dummy)
     return {
         "pagedcli": __version__,
         "torch": str(torch.__version__),
-        "model files": digest_of(" ".join(map(file_digest, files)).encode()),
         "dtype": decision.plan.dtype,
         "quantization": decision.plan.weights or "none",
         "load format": f"dummy, seed {config.seed}" if is_dummy else "files",

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from pagedcli.layers.packed_layers import PackedLayers, described, restored
 from pagedcli.models.loading import IN_ONE_CALL
 from pagedcli.planning.decision import Decision
 from pagedcli.records import Bytes, Seconds, size
-from pagedcli.runner.identity import model_files, weights_identity
+from pagedcli.runner.identity import model_files, weights_form, weights_identity
 
 log = logging.getLogger("pagedcli")
 DEFAULT_BYTES = 20_000_000_000
@@ -107,19 +108,23 @@ class WeightCache:
         states = (path.stat() for path in model_files(self._path)) if self._is_used else ()
         return [(each.st_size, each.st_mtime_ns, each.st_ino) for each in states]
 
-    def _identity(self) -> dict[str, str]:
+    @cached_property
+    def _form(self) -> dict[str, str]:
+        """What says of kept weights whether they may be this model's, before its files are read."""
         root = Path(__file__).parents[1]
         sources = b"".join(path.read_bytes() for name in _SOURCES for path in sorted((root / name).rglob("*.py")))
-        return weights_identity(self._config, self._decision, self._path) | {"packing": digest_of(sources)}
+        return weights_form(self._config, self._decision) | {"packing": digest_of(sources)}
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        return weights_identity(self._config, self._decision, self._path) | self._form
 
     def _find(self) -> None:
         """Changes: layers, notes."""
         try:
             folder = open_folder(self._config)
-            files = folder.files()[0]
-            identity = self._identity() if files else {}
-            for file in files:
-                if file.head.identity == identity:
+            for file in folder.files()[0]:
+                if self._form.items() <= file.head.identity.items() and file.head.identity == self._identity:
                     self._map(folder, file)
                     return
         except (OSError, UsageError, DamagedFile, msgspec.DecodeError) as error:
@@ -151,7 +156,7 @@ class WeightCache:
         note = msgspec.msgpack.encode(_Note(self._path.name, layers))
         try:
             folder = open_folder(self._config)
-            identity = self._identity()
+            identity = self._identity
             if self._states() != self._read:  # the digests may be of other bytes than were packed
                 kept: ContentFile | str = "the model's files have changed"
             else:
