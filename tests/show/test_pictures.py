@@ -15,11 +15,13 @@ from cli_harness import pagedcli
 from trace_harness import EventList, simulated, write
 
 import pagedcli.events as ev
+from pagedcli.cli.picture import _counted
 from pagedcli.errors import UsageError
 from pagedcli.show.drawing import NUM_PREFIX_COLOURS, Shape, Theme, colours_of
 from pagedcli.show.pool_picture import pool_picture, pool_text
 from pagedcli.show.raster import check_fonts
 from pagedcli.show.run_pictures import life_picture, ticks, tree_picture, waste, waste_picture
+from pagedcli.show.terminal import ProgressLine
 from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Replay
 from pagedcli.views.names import find_request
@@ -343,3 +345,10 @@ def test_simulate_draws_the_hit_rate_of_its_tables(trace, tmp_path):
     shown = [float(each) for each in re.findall(r"<title>lru, \d+ blocks: ([\d.]+) %</title>", path.read_text())]
     assert sorted(shown) == sorted(round(100 * rate, 1) for rate in rates)
     assert len(shown) == 3
+
+
+def test_the_frames_of_a_film_are_counted_while_they_are_drawn(monkeypatch):
+    shown = []
+    monkeypatch.setattr(ProgressLine, "show", lambda self, text: shown.append(text(12.0)))
+    assert list(_counted(iter("abc"), Path("pool.gif"))) == ["a", "b", "c"]
+    assert shown[-1] == "pool.gif: 3 steps drawn in 12 s"

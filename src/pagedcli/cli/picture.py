@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ from pagedcli.show.pool_picture import PrefixLetters, pool_picture
 from pagedcli.show.raster import check_ending, write_picture
 from pagedcli.show.run_pictures import life_picture, tree_picture, waste_picture
 from pagedcli.show.tables import size
-from pagedcli.show.terminal import say, say_notes
+from pagedcli.show.terminal import ProgressLine, say, say_notes
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold, pool_fold
 from pagedcli.trace.state import PoolState
@@ -101,10 +102,19 @@ def write_file(options: PictureOptions, frames: Iterator[Picture], *, overwrite:
     """Write the picture, or the frames of a film. Raises: UsageError."""
     path = options.file
     with writing(path), whole_file(path, overwrite=overwrite) as file:
-        num_frames = write_picture(file, path.suffix, frames, options.theme)
+        num_frames = write_picture(file, path.suffix, _counted(frames, path), options.theme)
         num_bytes = file.tell()
     steps = f"{plural(num_frames, 'step')}, " if path.suffix == ".gif" else ""
     say(f"{path}: {steps}{size(num_bytes)}")
+
+
+def _counted(frames: Iterator[Picture], path: Path) -> Iterator[Picture]:
+    """The frames; how many there are so far is shown while they are drawn."""
+    line = ProgressLine(line_every_s=5.0)
+    for number, frame in enumerate(frames, 1):
+        line.show(partial("{}: {} drawn in {:.0f} s".format, path, plural(number, "step")))
+        yield frame
+    line.close()
 
 
 def _of_steps(
