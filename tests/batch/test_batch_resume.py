@@ -142,8 +142,8 @@ def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, 
 
 
 @pytest.mark.slow
-def test_fifty_kills_at_random_moments_lose_no_row_and_double_none(uninterrupted, processes, tmp_path):
-    check_many_kills(uninterrupted, processes, tmp_path, num_kills=50, per_run=5)
+def test_a_hundred_kills_at_random_moments_lose_no_row_and_double_none(uninterrupted, processes, tmp_path):
+    check_many_kills(uninterrupted, processes, tmp_path, num_kills=100, per_run=5)
 
 
 def mounted(folder):

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
@@ -384,3 +385,10 @@ def test_a_broken_config_of_a_model_is_not_blamed_on_its_tokenizer(prompts, tmp_
     result = pagedcli("generate", prompts, "-m", folder, expect=1)
     assert reason in result.stderr
     assert "tokenizer" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["default", "laptop", "look-inside"])
+def test_the_shipped_configurations_run_with_the_built_in_model(prompts, out, name):
+    config = Path(__file__).resolve().parents[2] / "configs" / f"{name}.yaml"
+    pagedcli("generate", prompts, "-o", out, "-C", config, "--max-tokens", 2)
+    assert [row["error"] for row in rows_of(out)] == [None] * 3
