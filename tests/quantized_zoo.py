@@ -370,7 +370,5 @@ def random_nvfp4(out, columns, *, seed=0):
 
 
 def exact_activations(tokens, columns):
-    """Activations that are whole steps of their largest / 127: rounding leaves them as they are."""
-    x = torch.randint(-126, 127, (tokens, columns), generator=torch.Generator().manual_seed(tokens)).float()
-    x[:, 0] = 127
-    return x
+    """Activations that rounding to 8 bits leaves as they are, whichever of them share a scale."""
+    return 127.0 * torch.randint(-1, 2, (tokens, columns), generator=torch.Generator().manual_seed(tokens))

@@ -10,7 +10,7 @@ import torch
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import load_model
 from paged_harness import paged_logits, ragged_sequences
-from quantized_zoo import mxfp4_twins, numbers_of, random_mxfp4
+from quantized_zoo import exact_activations, mxfp4_twins, numbers_of, random_mxfp4
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import select_backend
@@ -69,7 +69,7 @@ def test_native_products_are_those_of_the_numbers_within_the_rounding_of_activat
 @pytest.mark.parametrize("tokens", [1, 2, 5, 12, 40])
 @pytest.mark.parametrize("shape", [(64, 96), (40, 32), (33, 320)])
 def test_whole_activations_give_exact_products(shape, tokens):
-    """Activations of whole steps of their largest are rounded to themselves: products have no error but sums'."""
+    """Activations that are rounded to themselves: products have no error but sums'."""
     generator = torch.Generator().manual_seed(tokens)
     rows, columns = shape
     blocks, scales = random_mxfp4(generator, rows, columns // 32)
@@ -78,8 +78,7 @@ def test_whole_activations_give_exact_products(shape, tokens):
     halves = (2.0 ** (scales.float() - 128)).to(torch.bfloat16)
     weight = CodedWeight(codes, 4, halves, E2M1_ZERO, 32, levels=E2M1)
     assert torch.equal(weight.dequantized(torch.float32), numbers)
-    x = torch.randint(-127, 128, (tokens, columns), generator=generator).float()
-    x[:, 0] = 127
+    x = exact_activations(tokens, columns)
     found = NativeLinear(load_library(), weight, None, dtype=torch.float32)(x)
     torch.testing.assert_close(found.double(), x.double() @ numbers.double().T, rtol=1e-5, atol=1e-4)
 

@@ -180,12 +180,14 @@ template <class T> float largest_of(const typename T::Elem* x, int64_t columns) 
     return largest_of<T>([&](int64_t k) { return x + k; }, columns);
 }
 
+constexpr float SMALLEST = 4e-37f;  // 127 divided by less is no float
+
 // One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step. x(k), to(k): as for
 // largest_of.
 template <class T, class From, class To> float quantize_row(const From& x, int64_t columns, int offset, const To& to) {
     const float top = largest_of<T>(x, columns);
     int64_t k = 0;
-    const float inverse = top > 0 ? 127 / top : 0;
+    const float inverse = top > SMALLEST ? 127 / top : 0;
     const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
     for (; k + VL <= columns; k += VL) {
         const vi q = (vi)(Rows<T>::load(x(k)) * inverse + magic) - (vi)magic + offset;

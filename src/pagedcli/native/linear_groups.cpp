@@ -1,9 +1,11 @@
 // Linear layers on the weights of quantized checkpoints (packed_groups.h). Activations are rounded to 8 bits with a scale per
-// token. The sum of a chunk is exact; chunks are added in ascending order, so a row never depends on the others.
+// 32 columns of a token: some of a real model's are 30 times as large as most. The sum of a block is exact; blocks are added in
+// ascending order, so a row never depends on the others.
 
 #include "packed_groups.h"
 #include "paths.h"
 
+#include <numeric>
 #include <optional>
 
 namespace {
@@ -28,14 +30,15 @@ inline bool unpacks_for(const Linear& l, int64_t passes) { return UNPACKS ? pass
 constexpr int FEW_ROWS = 2;
 constexpr int64_t CHUNKS_AT_ONCE = 4;  // for which is fetched together, for more rows
 
-// Activations of all tokens: bytes, and what a step of a token is worth. Of each chunk the sums of all tokens, in the form that
-// its header needs.
+// Activations of all tokens: bytes, and of each 32 columns what 1 is worth, for all tokens side by side. Of each chunk the sums of
+// all tokens, in the form that its header needs.
 struct Activations {
-    const int8_t* bytes;
-    const float* steps;
-    const float* sums;          // HAS_MIN
-    const int32_t* starts;      // HAS_ZERO: times the zero point, and negative
-    const int16_t* step_sums;   // with Chunks::step_minima; of two chunks side by side
+    int8_t* bytes;
+    float* steps;         // [groups of 32 columns][tokens]
+    float* sums;          // HAS_MIN: of the rounded activations
+    int32_t* starts;      // HAS_ZERO: sums of the bytes times the zero point, and negative
+    int16_t* step_sums;   // with Chunks::step_minima: sums in units of sum_steps; of two chunks side by side
+    float* sum_steps;     // [steps of 256 columns][tokens]
     int64_t tokens, stride;
 };
 
@@ -67,7 +70,8 @@ template <int R> void start_with_minima(const Activations& x, int64_t row, const
             }
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const vf of_step = loadf(chunks.minimum_steps(panel) + step * PANEL + v * VL);
-            for (int r = 0; r < R; r++) acc[r][v] -= __builtin_convertvector(whole[r][v], vf) * of_step;
+            for (int r = 0; r < R; r++)
+                acc[r][v] -= __builtin_convertvector(whole[r][v], vf) * (of_step * x.sum_steps[step * x.tokens + row + r]);
         }
     }
     for (int r = 0; r < R; r++)
@@ -95,12 +99,13 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next.at + i, 0, 2);
         next.at += bytes;
         for (; c < stop; c++) {
-            typename Codes::Sum whole[R][PANEL_VECTORS];
-            if constexpr (Header::HAS_ZERO)
-                for (int r = 0; r < R; r++)
-                    for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].start(x.starts[c * x.tokens + row + r]);
             const uint8_t* block = chunk + Header::BYTES;
             for (int64_t b = 0; b < (Header::HAS_MIN ? blocks : 1); b++, block += Codes::BYTES, from += COLUMNS) {
+                typename Codes::Sum whole[R][PANEL_VECTORS];
+                if constexpr (Header::HAS_ZERO)
+                    for (int r = 0; r < R; r++)
+                        for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].start(x.starts[c * x.tokens + row + r]);
+                const float* steps = x.steps + (c * blocks + b) * COLUMNS / BLOCK_COLUMNS * x.tokens + row;
                 Reader<Codes> reader(block);
 #pragma GCC unroll 8
                 for (int i = 0; i < COLUMNS / 4; i++) {
@@ -109,17 +114,19 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
                     for (int r = 0; r < R; r++)
                         for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].add(from + r * x.stride + 4 * i, w[v]);
                 }
-                for (int r = 0; r < R; r++)
-                    for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].end_block();
+                for (int v = 0; v < PANEL_VECTORS; v++) {
+                    const vf scale = header.scale(chunk, v, c * blocks * COLUMNS);
+                    for (int r = 0; r < R; r++) {
+                        whole[r][v].end_block();
+                        acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * (scale * steps[r]);
+                    }
+                }
             }
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                const vf scale = header.scale(chunk, v, c * blocks * COLUMNS);
-                for (int r = 0; r < R; r++) acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * scale;
-                if constexpr (Header::HAS_MIN) {
+            if constexpr (Header::HAS_MIN)
+                for (int v = 0; v < PANEL_VECTORS; v++) {
                     const vf min = header.min(chunk, v);
                     for (int r = 0; r < R; r++) acc[r][v] -= x.sums[c * x.tokens + row + r] * min;
                 }
-            }
             chunk = block;
         }
     }
@@ -170,7 +177,7 @@ constexpr int64_t TILED_ROWS = 2 * TILE_ROWS;
 template <class Header>
 void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int64_t rows, const Header& header,
                        int64_t chunk_columns, const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
-    const int64_t columns = chunk_columns % (2 * BLOCK_COLUMNS) ? std::min(chunk_columns, BLOCK_COLUMNS) : 2 * BLOCK_COLUMNS;
+    const int64_t columns = std::min(chunk_columns, BLOCK_COLUMNS);  // that share a scale of the activations
     const bool two = rows > TILE_ROWS;
     alignas(64) int32_t whole[TILED_ROWS * PANEL];
     const int8_t* left = x.bytes + row * x.stride + first * chunk_columns;
@@ -178,34 +185,37 @@ void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int6
     for (int64_t c = first; c < end; c++) {
         const uint8_t *own = chunk, *block = chunk + Header::BYTES;
         chunk = block + chunk_columns * PANEL;
-        t.zero<0>(), t.zero<1>();
-        if (two) t.zero<2>(), t.zero<3>();
-        for (; block < chunk; block += columns * PANEL, left += columns) {
+        const float* steps = x.steps + c * chunk_columns / BLOCK_COLUMNS * x.tokens + row;
+        for (; block < chunk; block += columns * PANEL, left += columns, steps += x.tokens) {
+            t.zero<0>(), t.zero<1>();
+            if (two) t.zero<2>(), t.zero<3>();
             t.load<6>(block, 2 * TILE_BYTES), t.load<7>(block + TILE_BYTES, 2 * TILE_BYTES);
             t.load<4>(left, x.stride);
             t.multiply_codes<0, 4, 6>(), t.multiply_codes<1, 4, 7>();
-            if (!two) continue;
-            t.load<5>(left + TILE_ROWS * x.stride, x.stride);
-            t.multiply_codes<2, 5, 6>(), t.multiply_codes<3, 5, 7>();
-        }
-        t.store<0>(whole, PANEL * 4), t.store<1>(whole + TILE_ROWS, PANEL * 4);
-        if (two) t.store<2>(whole + TILE_ROWS * PANEL, PANEL * 4), t.store<3>(whole + (PANEL + 1) * TILE_ROWS, PANEL * 4);
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vf scale = header.scale(own, v, c * chunk_columns);
-            for (int64_t r = 0; r < rows; r++) {
-                float* sum = sums + r * PANEL + v * VL;
-                vi exact = load_any<vi>(whole + r * PANEL + v * VL);
-                if constexpr (Header::HAS_ZERO) exact += x.starts[c * x.tokens + row + r];
-                storef(sum, loadf(sum) + __builtin_convertvector(exact, vf) * scale);
+            t.store<0>(whole, PANEL * 4), t.store<1>(whole + TILE_ROWS, PANEL * 4);
+            if (two) {
+                t.load<5>(left + TILE_ROWS * x.stride, x.stride);
+                t.multiply_codes<2, 5, 6>(), t.multiply_codes<3, 5, 7>();
+                t.store<2>(whole + TILE_ROWS * PANEL, PANEL * 4), t.store<3>(whole + (PANEL + 1) * TILE_ROWS, PANEL * 4);
             }
-            if constexpr (Header::HAS_MIN) {
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                const vf scale = header.scale(own, v, c * chunk_columns);
+                for (int64_t r = 0; r < rows; r++) {
+                    float* sum = sums + r * PANEL + v * VL;
+                    vi exact = load_any<vi>(whole + r * PANEL + v * VL);
+                    if constexpr (Header::HAS_ZERO) exact += x.starts[c * x.tokens + row + r];
+                    storef(sum, loadf(sum) + __builtin_convertvector(exact, vf) * (scale * steps[r]));
+                }
+            }
+        }
+        if constexpr (Header::HAS_MIN)
+            for (int v = 0; v < PANEL_VECTORS; v++) {
                 const vf min = header.min(own, v);
                 for (int64_t r = 0; r < rows; r++) {
                     float* sum = sums + r * PANEL + v * VL;
                     storef(sum, loadf(sum) - x.sums[c * x.tokens + row + r] * min);
                 }
             }
-        }
     }
 }
 #endif
@@ -271,32 +281,48 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
                 else with_packing(l, run);
             }
         }
-        for (int64_t r = 0; r < tokens; r++) {
-            float* y = sums + r * PANEL;
-            for (int64_t v = 0; v < PANEL; v += VL) storef(y + v, loadf(y + v) * x.steps[begin + r]);
-            output.put(begin + r, p, y);
-        }
+        for (int64_t r = 0; r < tokens; r++) output.put(begin + r, p, sums + r * PANEL);
     }
 }
 
-// A token's activations as bytes, padded and in the order of the weight's columns; put(chunk, sum of it). Returns the value of
-// a step.
-template <class T, class F>
-float round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* x, int8_t* to, const F& put) {
+// Token t of the activations, padded and in the order of the weight's columns. Changes: what x points to, of this token.
+template <class T>
+void round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* row, const Activations& x, int64_t t) {
     static thread_local std::vector<typename T::Elem> ordered;
     if (l.order) {
         ordered.resize(l.columns);
-        for (int64_t k = 0; k < l.columns; k++) ordered[k] = x[l.order[k]];
-        x = ordered.data();
+        for (int64_t k = 0; k < l.columns; k++) ordered[k] = row[l.order[k]];
+        row = ordered.data();
     }
-    memset(to + l.columns, 0, chunks.padded_columns() - l.columns);
-    const float step = quantize_row<T>(x, l.columns, 0, (uint8_t*)to);
-    for (int64_t c = 0; c < chunks.count; c++, to += chunks.columns) {
-        int32_t sum = 0;
-        for (int64_t k = 0; k < chunks.columns; k++) sum += to[k];
-        put(c, sum);
+    int8_t* to = x.bytes + t * x.stride;
+    float* steps = x.steps + t;
+    memset(to + l.columns, 0, x.stride - l.columns);
+    for (int64_t k = 0; k < x.stride; k += BLOCK_COLUMNS, steps += x.tokens) {
+        const int64_t columns = std::clamp<int64_t>(l.columns - k, 0, BLOCK_COLUMNS);
+        *steps = quantize_row<T>(row + k, columns, 0, (uint8_t*)to + k);
     }
-    return step;
+    const int32_t zero = (int32_t)std::max<int64_t>(0, l.zero);
+    const int64_t part = std::min(chunks.columns, BLOCK_COLUMNS);
+    for (int64_t c = 0; c < chunks.count; c++) {
+        float total = 0;
+        int32_t whole = 0;
+        for (int64_t k = c * chunks.columns; k < (c + 1) * chunks.columns; k += part) {
+            whole = std::accumulate(to + k, to + k + part, 0);
+            total += (float)whole * x.steps[k / BLOCK_COLUMNS * x.tokens + t];
+        }
+        x.sums[c * x.tokens + t] = total, x.starts[c * x.tokens + t] = -zero * whole;
+    }
+    if (!chunks.step_minima) return;
+    const int64_t per_step = STEP_COLUMNS / chunks.columns;
+    for (int64_t s = 0; s < chunks.num_steps; s++) {
+        const int64_t first = s * per_step, end = std::min(chunks.count, first + per_step);
+        float top = 0;
+        for (int64_t c = first; c < end; c++) top = std::max(top, std::fabs(x.sums[c * x.tokens + t]));
+        const float inverse = top > 0 ? 32767 / top : 0;
+        for (int64_t c = first; c < end; c++)
+            x.step_sums[(c / 2 * x.tokens + t) * 2 + c % 2] = (int16_t)std::nearbyint(x.sums[c * x.tokens + t] * inverse);
+        x.sum_steps[s * x.tokens + t] = top / 32767;
+    }
 }
 
 // A row of a packed weight as numbers, with room for three more.
@@ -333,31 +359,23 @@ void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_
                            int threads) {
     const Chunks chunks(l);
     const int64_t stride = chunks.padded_columns(), panels = padded_rows(l) / PANEL;
-    const int64_t num_sums = num_tokens * chunks.count, zero = std::max<int64_t>(0, l.zero);
+    const int64_t num_sums = num_tokens * chunks.count, num_groups = (stride + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     static thread_local std::vector<int8_t> bytes;
     static thread_local std::vector<float> floats;
     static thread_local std::vector<int32_t> of_zero;
     static thread_local std::vector<int16_t> of_steps;
-    bytes.resize(num_tokens * stride), floats.resize(num_tokens + num_sums);
+    bytes.resize(num_tokens * stride), floats.resize(num_tokens * (num_groups + chunks.num_steps) + num_sums);
     of_zero.resize(num_sums), of_steps.resize(num_sums + num_tokens);
-    int8_t* quantized = bytes.data();
-    float *steps = floats.data(), *sums = steps + num_tokens;
-    int32_t* starts = of_zero.data();
-    int16_t* step_sums = of_steps.data();
+    float *steps = floats.data(), *sums = steps + num_tokens * num_groups, *sum_steps = sums + num_sums;
+    const Activations activations{bytes.data(), steps, sums, of_zero.data(), of_steps.data(), sum_steps, num_tokens, stride};
     const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP * 1.2;
     Cut cut(num_tokens, panels, chunks.panel_bytes(), stride, ns_per_row, threads);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
         parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
-            const E* row = (const E*)x + t * l.columns;
-            steps[t] = round_row<T>(l, chunks, row, quantized + t * stride, [&](int64_t c, int32_t sum) {
-                const int64_t at = c * num_tokens + t;
-                sums[at] = (float)sum, starts[at] = (int32_t)-zero * sum;
-                step_sums[(c / 2 * num_tokens + t) * 2 + c % 2] = (int16_t)sum;
-            });
+            round_row<T>(l, chunks, (const E*)x + t * l.columns, activations, t);
         });
-        const Activations activations{quantized, steps, sums, starts, step_sums, num_tokens, stride};
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
             run_piece<T>(l, chunks, activations, begin, end, first, last, (E*)out, epilogue);
         });
