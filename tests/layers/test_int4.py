@@ -3,6 +3,7 @@
 import pytest
 import torch
 from linear_harness import assert_rows_are_independent
+from quantized_zoo import exact_activations
 
 from pagedcli.config import EngineConfig
 from pagedcli.layers.native_linear import NativeLinear
@@ -25,8 +26,7 @@ def rms(x):
 @pytest.mark.parametrize(("out", "columns"), [(32, 64), (97, 50), (64, 1100)])
 def test_the_product_is_that_of_the_rounded_numbers(library, tokens, out, columns):
     linear, _, rounded = layer_and_weight(library, out, columns)
-    x = torch.randint(-126, 127, (tokens, columns), generator=torch.Generator().manual_seed(tokens)).float()
-    x[:, 0] = 127  # activations in whole steps of their largest / 127
+    x = exact_activations(tokens, columns)
     expected = x.double() @ rounded.T.double()
     assert (linear(x) - expected).abs().max() < 1e-5 * expected.abs().max()
 

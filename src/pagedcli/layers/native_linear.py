@@ -143,8 +143,7 @@ class NativeLinear:
     def _pack(self, weight: Tensor, quantization: str | None) -> dict[str, Tensor]:
         """The packed weight, and what the struct needs with it."""
         if quantization is not None:
-            self.struct.kind = structs.PACKINGS[quantization]
-            tensors = self._empty_with_scales()
+            tensors = self._empty_with_scales(structs.PACKINGS[quantization])
             self._call(f"linear_pack_{quantization}", structs.DTYPE_CODES[weight.dtype], weight, *tensors.values())
             return tensors
         self.struct.kind = structs.DTYPE_CODES[weight.dtype]
@@ -166,19 +165,18 @@ class NativeLinear:
         columns, num_groups = weight.shape[1], weight.scales.shape[1]
         zeros = weight.zeros if isinstance(weight.zeros, Tensor) else None
         if weight.bits == 8 and num_groups == 1 and zeros is not None and bool((zeros == 128).all()):
-            self.struct.kind = structs.INT8
-            signed = (weight.codes ^ 128).contiguous().view(torch.int8)
-            tensors = self._empty_with_scales()
-            self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), *tensors.values())
+            tensors = self._empty_with_scales(structs.INT8)
+            codes = weight.codes.contiguous()
+            self._call("linear_pack_int8_codes", codes, weight.scales.float().contiguous(), *tensors.values())
             return tensors
         weight, order = weight.in_order
-        codes, struct = _Codes(weight.source), self.struct
+        source, struct = _Codes(weight.source), self.struct
         struct.kind = {4: structs.CODES4, 5: structs.CODES5, 6: structs.CODES6, 8: structs.CODES8}[weight.bits]
         if weight.levels:
             struct.kind = structs.LEVELS4 if weight.levels == E2M1 else structs.IQ4
         struct.zero = weight.zeros if isinstance(weight.zeros, int) and weight.minima is None else -1
         if weight.steps is not None or weight.minima is not None:
-            return {"weight": self._pack_grouped(codes, weight)}
+            return {"weight": self._pack_grouped(source, weight)}
         kept_dtype = weight.scales.dtype
         if kept_dtype not in structs.DTYPE_CODES or (weight.bits == 8 and zeros is not None):
             kept_dtype = torch.float32
@@ -188,7 +186,7 @@ class NativeLinear:
         struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
         packed, scales = self._empty(), weight.scales.to(kept_dtype).contiguous()
         self._call(
-            "linear_pack_codes", codes, scales, 0 if zeros is None else zeros.contiguous(), weight.group_size, packed
+            "linear_pack_codes", source, scales, 0 if zeros is None else zeros.contiguous(), weight.group_size, packed
         )
         return {"weight": packed} if order is None else {"weight": packed, "order": order.to(torch.int32)}
 
@@ -209,13 +207,11 @@ class NativeLinear:
         self._call("linear_pack_grouped", codes, *tensors, packed)
         return packed
 
-    def _empty_with_scales(self) -> dict[str, Tensor]:
-        padded_rows = self._padded_rows()
-        return {
-            "weight": self._empty(),
-            "scales": torch.empty(padded_rows, dtype=torch.float32),
-            "sums": torch.empty(padded_rows, dtype=torch.int32),
-        }
+    def _empty_with_scales(self, kind: int) -> dict[str, Tensor]:
+        """Room for a kind with a scale per output feature."""
+        self.struct.kind, self.struct.chunk = kind, 32
+        self.struct.zero = 128 if kind == structs.INT8 else -1
+        return {"weight": self._empty(), "scales": torch.empty(self._padded_rows(), dtype=torch.float32)}
 
     def _empty(self) -> Tensor:
         return empty_in_huge_pages(self._functions.linear_packed_bytes(ctypes.byref(self.struct)), torch.uint8)

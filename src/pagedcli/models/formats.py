@@ -252,7 +252,7 @@ class Rounded(AsStored):
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         (num_rows, num_columns), (inputs, num_bytes) = shape, self._block
-        return padded_rows(num_rows, "cpu", gated=gated) * (-(-num_columns // inputs) * num_bytes + _SCALE_AND_SUM)
+        return padded_rows(num_rows, "cpu", gated=gated) * (-(-num_columns // inputs) * num_bytes + _SCALE_BYTES)
 
     def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
         raise AssertionError("rounded while it is packed, and a format with a torch_refusal has no torch layer")
@@ -263,10 +263,10 @@ class Rounded(AsStored):
         return _native(modules[0]["weight"], bias, gated=gated, packing=self._packing)
 
 
-_SCALE_AND_SUM = 8  # bytes per output feature that every packing of Rounded keeps
+_SCALE_BYTES = 4  # per output feature that every packing of Rounded keeps
 
 # by EngineConfig.quantization: help, choices and tables come from here
-_INT8 = Rounded("int8", packing="int8", block=(4, 4))  # a scale per output feature
+_INT8 = Rounded("int8", packing="int8", block=(32, 32))  # a scale per output feature
 _INT4 = Rounded("int4", packing="int4", block=(32, 18), lm_head=_INT8)  # a step and a zero point of a byte per block
 FORMATS: dict[str | None, WeightFormat] = {None: AS_STORED} | {each.name: each for each in (_INT8, _INT4)}
 

@@ -37,7 +37,6 @@ static inline Linear panels_of(const Linear& l, int64_t first, int64_t end) {
     part.weight = (const char*)l.weight + first * l.panel_bytes;
     if (l.bias) part.bias += first * unit;
     if (l.scales) part.scales += first * PANEL;
-    if (l.sums) part.sums += first * PANEL;
     part.out_stride = width;
     return part;
 }

@@ -1,4 +1,4 @@
-// Products of 8-bit numbers, four at a time: activations as bytes, and their dot products with int8 and 4-bit weights.
+// Products of 8-bit numbers, four at a time: activations as signed bytes, and their dot products with unsigned weights.
 #pragma once
 
 #include <algorithm>
@@ -10,13 +10,6 @@ constexpr int GROUP = 4;  // elements of k that one 32-bit lane multiplies
 
 #if defined(__AVX512VNNI__) || (defined(USE_AVX2) && defined(__AVXVNNI__))
 #define HAS_UNSIGNED_DOT  // unsigned by signed bytes
-#endif
-
-// Added to activations before they meet int8 weights; this many times the sum of a feature's weights is taken off again.
-#if defined(HAS_UNSIGNED_DOT) || defined(EMULATE_TILES)
-constexpr int OFFSET = 128;
-#else
-constexpr int OFFSET = 0;
 #endif
 
 static inline vi bytes_of(int32_t four) { return vi{} + four; }
@@ -31,22 +24,15 @@ static inline vi dot_unsigned(vi acc, vi bytes, vi signed_bytes) {
 }
 #endif
 
-// with_sign needs activations as signed bytes; emulated tiles take them with OFFSET added.
-#if defined(USE_AVX512) && defined(__AVX512BW__) && !defined(EMULATE_TILES)
+#if defined(USE_AVX512) && defined(__AVX512BW__)
 static inline vi pair_sums(vi bytes, vi signed_bytes) { return (vi)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)signed_bytes); }
 static inline vi add_pairs(vi a, vi b) { return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b); }
 static inline vi lane_sums(vi pairs) { return (vi)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
-static inline vi magnitude(vi w) { return (vi)_mm512_abs_epi8((__m512i)w); }
-static inline vi with_sign(vi x, vi w) {
-    return (vi)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), __m512i{}, (__m512i)x);
-}
 #define HAS_PAIR_SUMS
 #elif defined(USE_AVX2)
 static inline vi pair_sums(vi bytes, vi signed_bytes) { return (vi)_mm256_maddubs_epi16((__m256i)bytes, (__m256i)signed_bytes); }
 static inline vi add_pairs(vi a, vi b) { return (vi)_mm256_add_epi16((__m256i)a, (__m256i)b); }
 static inline vi lane_sums(vi pairs) { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
-static inline vi magnitude(vi w) { return (vi)_mm256_abs_epi8((__m256i)w); }
-static inline vi with_sign(vi x, vi w) { return (vi)_mm256_sign_epi8((__m256i)x, (__m256i)w); }
 #define HAS_PAIR_SUMS
 #endif
 
@@ -61,24 +47,6 @@ static inline vi dot_signed_bytes(vi acc, vi w, vi x) {
 #endif
 }
 #endif
-
-// acc += four int8 weights of each lane times four activations, which have OFFSET added.
-static inline void madd_int8(vi& acc, const uint8_t* x, vi w) {
-    const vi four = bytes_of(load_any<int32_t>(x));
-#if defined(HAS_UNSIGNED_DOT)
-    acc = dot_unsigned(acc, four, w);
-#elif defined(HAS_PAIR_SUMS)
-    acc += lane_sums(pair_sums(magnitude(w), with_sign(four, w)));  // at most 2 x 127 x 127: fits into 16 bits
-#elif defined(USE_NEON)
-    acc = dot_signed_bytes(acc, w, four);
-#else
-    (void)four;
-    for (int j = 0; j < GROUP; j++) {
-        const int32_t one = OFFSET ? (int32_t)x[j] : (int32_t)(int8_t)x[j];
-        acc += one * ((vi)((vu)w << (24 - 8 * j)) >> 24);
-    }
-#endif
-}
 
 // A sum of 4-bit weights times activations, -127 to 127: eight fours of k make a block.
 struct NibbleSum {
@@ -167,36 +135,27 @@ struct ByteSum {
 #endif
 };
 
-// The largest magnitude of a row. x(k): where element k lies, VL of them together.
-template <class T, class From> float largest_of(const From& x, int64_t columns) {
+// The largest magnitude of a row.
+template <class T> float largest_of(const typename T::Elem* x, int64_t columns) {
     vf tops = {};
     int64_t k = 0;
-    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x(k)) & 0x7fffffff));
+    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x + k) & 0x7fffffff));
     float top = max_in(tops);
-    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x(k))));
+    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x + k)));
     return top;
-}
-template <class T> float largest_of(const typename T::Elem* x, int64_t columns) {
-    return largest_of<T>([&](int64_t k) { return x + k; }, columns);
 }
 
 constexpr float SMALLEST = 4e-37f;  // 127 divided by less is no float
 
-// One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step. x(k), to(k): as for
-// largest_of.
-template <class T, class From, class To> float quantize_row(const From& x, int64_t columns, int offset, const To& to) {
+// Activations as bytes in steps of their largest / 127; returns the step.
+template <class T> float quantize_row(const typename T::Elem* x, int64_t columns, uint8_t* to) {
     const float top = largest_of<T>(x, columns);
     int64_t k = 0;
     const float inverse = top > SMALLEST ? 127 / top : 0;
     const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
     for (; k + VL <= columns; k += VL) {
-        const vi q = (vi)(Rows<T>::load(x(k)) * inverse + magic) - (vi)magic + offset;
-        store_bytes(to(k), q);
+        store_bytes(to + k, (vi)(Rows<T>::load(x + k) * inverse + magic) - (vi)magic);
     }
-    for (; k < columns; k++) *to(k) = (uint8_t)(std::nearbyint(Rows<T>::load_one(x(k)) * inverse) + offset);
+    for (; k < columns; k++) to[k] = (uint8_t)(int8_t)std::nearbyint(Rows<T>::load_one(x + k) * inverse);
     return top / 127;
-}
-
-template <class T> float quantize_row(const typename T::Elem* x, int64_t columns, int offset, uint8_t* to) {
-    return quantize_row<T>([&](int64_t k) { return x + k; }, columns, offset, [&](int64_t k) { return to + k; });
 }

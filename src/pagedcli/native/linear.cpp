@@ -1,5 +1,4 @@
-// Packing, and the matrix kernels of linear.h for float32, bfloat16 and float16 weights. 8 and 4 bits: linear_int8.cpp,
-// linear_groups.cpp.
+// Packing, and the matrix kernels of linear.h for float32, bfloat16 and float16 weights. 8 and 4 bits: linear_groups.cpp.
 
 #include "linear.h"
 
@@ -8,7 +7,6 @@
 
 #include "epilogue.h"
 #include "linear_tiles.h"
-#include "packed_int4.h"
 #include "paths.h"
 #include "rows.h"
 
@@ -108,9 +106,8 @@ template <class T> void pack(const Linear& l, const typename T::Elem* weight, ty
 bool reads_tiles(const Linear& l, int64_t dtype, int64_t num_tokens) {
 #if defined(HAS_TILES)
     constexpr int64_t COLUMNS = Matrix<BF16::Elem>::COLUMNS;
-    if (dtype != BFLOAT16 || l.columns % COLUMNS || !wants_tiles(num_tokens)) return false;
-    const bool by_tiles = l.kind == BFLOAT16 ? bf16_path() == BF16_TILES : fills_int8_tiles(l);
-    return by_tiles && (!l.next || reads_tiles(*l.next, dtype, num_tokens));
+    if (dtype != BFLOAT16 || l.kind != BFLOAT16 || l.columns % COLUMNS || !wants_tiles(num_tokens)) return false;
+    return bf16_path() == BF16_TILES && (!l.next || reads_tiles(*l.next, dtype, num_tokens));
 #else
     return false;
 #endif
@@ -127,9 +124,7 @@ void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_t
         const int64_t element = dtype == FLOAT32 ? 4 : 2;
         linear_forward(*l.next, dtype, x, num_tokens, (char*)out + l.rows * element, epilogue, threads, x_order);
     }
-    if (l.kind == INT8 || l.kind == INT4)
-        return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads, x_order, out_order);
-    if (l.kind > INT4) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
+    if (l.kind >= INT8) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
     with_activations(dtype, [&](auto type) {
         using A = decltype(type);
         using E = typename A::Elem;

@@ -23,8 +23,8 @@ enum Epilogue : int {
     GATE_CLAMPED,  // out = clamped_gate(y_gate, y_up)
 };
 
-// The first three are also the types of activations. INT4 is rounded here; the others are those of checkpoints: whole
-// numbers, and with LEVELS4 and IQ4 the numbers of the levels in packed_groups.h.
+// The first three are also the types of activations. INT8 and INT4 have a float per output feature; the others are those of
+// checkpoints: whole numbers, and with LEVELS4 and IQ4 the numbers of the levels in packed_groups.h.
 enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 };
 
 // Mirrored by pagedcli.native.structs.
@@ -32,8 +32,7 @@ struct Linear {
     int64_t kind, rows, columns, gated;  // rows: output features, of gate and up together; columns: input features
     const void* weight;                  // packed
     const float* bias;                   // [rows], or null
-    const float* scales;                 // int8, int4: [padded rows] of a feature, in packed order
-    const int32_t* sums;                 // int8, int4: [padded rows] sum of the weights of a feature, in packed order
+    const float* scales;                 // int8, int4: [padded rows] of a feature, in packed order; otherwise null
     const int32_t* order;                // codes: [columns] which column of x comes first, second, ...; null: as they are
     int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
     int64_t zero;                        // codes: the zero point of all; -1: each chunk has its own, or a minimum
@@ -46,8 +45,6 @@ struct Linear {
 // reads_tiles says so, out where writes_tiles does.
 void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads, Order x_order = BY_ROWS, Order out_order = BY_ROWS);
-void linear_forward_int8(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
-                         int threads, Order x_order, Order out_order);
 void linear_forward_groups(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                            int threads);
 

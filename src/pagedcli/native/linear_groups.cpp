@@ -1,4 +1,4 @@
-// Linear layers on the weights of quantized checkpoints (packed_groups.h). Activations are rounded to 8 bits with a scale per
+// Linear layers on weights of 8 and 4 bits (packed_groups.h). Activations are rounded to 8 bits with a scale per
 // 32 columns of a token: some of a real model's are 30 times as large as most. The sum of a block is exact; blocks are added in
 // ascending order, so a row never depends on the others.
 
@@ -240,7 +240,8 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
     constexpr bool tiles = false;
 #endif
     const int64_t passes = (tokens + rows_at_once - 1) / rows_at_once;
-    const bool few = tokens <= FEW_ROWS, unpacks = tiles ? l.kind != CODES8 : unpacks_for(l, passes);
+    const bool few = tokens <= FEW_ROWS, is_bytes = l.kind == CODES8 || l.kind == INT8;
+    const bool unpacks = tiles ? !is_bytes : unpacks_for(l, passes);
     // chunks, whose bytes stay in the L1 cache if they are read several times
     const int64_t part = tiles || unpacks || (UNPACKS && passes > 1) ? MOST_BLOCKS * BLOCK_COLUMNS / chunks.columns : chunks.count;
     // what is fetched with a chunk, in each pass a part of the next panel
@@ -281,7 +282,11 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
                 else with_packing(l, run);
             }
         }
-        for (int64_t r = 0; r < tokens; r++) output.put(begin + r, p, sums + r * PANEL);
+        for (int64_t r = 0; r < tokens; r++) {
+            float* y = sums + r * PANEL;
+            for (int64_t v = 0; l.scales && v < PANEL; v += VL) storef(y + v, loadf(y + v) * loadf(l.scales + p * PANEL + v));
+            output.put(begin + r, p, y);
+        }
     }
 }
 
@@ -299,7 +304,7 @@ void round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* ro
     memset(to + l.columns, 0, x.stride - l.columns);
     for (int64_t k = 0; k < x.stride; k += BLOCK_COLUMNS, steps += x.tokens) {
         const int64_t columns = std::clamp<int64_t>(l.columns - k, 0, BLOCK_COLUMNS);
-        *steps = quantize_row<T>(row + k, columns, 0, (uint8_t*)to + k);
+        *steps = quantize_row<T>(row + k, columns, (uint8_t*)to + k);
     }
     const int32_t zero = (int32_t)std::max<int64_t>(0, l.zero);
     const int64_t part = std::min(chunks.columns, BLOCK_COLUMNS);

@@ -1,5 +1,4 @@
-// Linear layers by tile registers: a packed panel [K / 2][32][2] of bf16, or [K / 4][32][4] of int8, is two columns of
-// right operands as it lies. One body for 1 token and for 512, so a token's sums do not depend on the others.
+// Linear layers by tile registers: a packed panel [K / 2][32][2] of bf16 is two columns of right operands as it lies. One body for 1 token and for 512, so a token's sums do not depend on the others.
 #pragma once
 
 #include "arena.h"
@@ -36,14 +35,12 @@ static inline TileRows to_tiles(const void* x, int64_t num_tokens, int64_t row_b
 
 // A weight that lies in memory as tiles read it. BYTES: of a step, as it is stored.
 struct PackedTiles {
-    static constexpr bool WIDENS = false;
     static constexpr int64_t BYTES = STEP_BYTES;
     const void* weight;
     int64_t row_bytes;
     const char* at(int64_t panel, int64_t step) const {
         return (const char*)weight + (panel * (row_bytes / TILE_BYTES) + step) * BYTES;
     }
-    const char* part(int64_t panel, int64_t first, int64_t, char*) const { return at(panel, first); }
 };
 
 // Memory that is needed soon, fetched a few lines at a time: many at once would stall the products that wait meanwhile.
@@ -58,9 +55,6 @@ struct Soon {
 
 struct TileProductBF16 {
     template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_bf16<C, A, B>(); }
-};
-struct TileProductInt8 {
-    template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_int8<C, A, B>(); }
 };
 
 // sums [32][PANEL] of up to 32 rows, begun at zero or as they are. `panel` begins at step `first`. `soon` is fetched twice
@@ -107,9 +101,8 @@ void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t b
     constexpr int64_t PART_STEPS = 8, BYTES = Weight::BYTES;
     constexpr int64_t AHEAD = 4 * STEP_BYTES;  // between what is fetched and what is read where all tokens are one block
     const bool one_block = end - begin <= BLOCK_TOKENS;
-    const int64_t part_steps = one_block && !Weight::WIDENS ? steps : PART_STEPS;
+    const int64_t part_steps = one_block ? steps : PART_STEPS;
     const int64_t blocks = (end - begin + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    alignas(64) char widened[Weight::WIDENS ? PART_STEPS * STEP_BYTES : 1];
     static thread_local std::vector<char> room;
     char* sums = lines_of(room, blocks * BLOCK_TOKENS * PANEL * 4);
     TileRegisters registers;
@@ -117,11 +110,11 @@ void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t b
         const int64_t next = p + 1 < last ? p + 1 : following;
         for (int64_t part = 0; part < steps; part += part_steps) {
             const int64_t part_end = std::min(steps, part + part_steps), bytes = (part_end - part) * BYTES;
-            const char* panel = weight.part(p, part, part_end, widened);
+            const char* panel = weight.at(p, part);
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t row = begin + block * BLOCK_TOKENS, rows = std::min(end - row, BLOCK_TOKENS);
                 // every block of tokens fetches its share of the same part of the next panel, or all of what comes soon
-                const char* there = one_block ? weight.at(p, part) + (Weight::WIDENS ? bytes : AHEAD) : weight.at(next, part);
+                const char* there = one_block ? weight.at(p, part) + AHEAD : weight.at(next, part);
                 const int64_t share = (bytes / 64 + blocks - 1) / blocks * 64, from = std::min(block * share, bytes);
                 const Soon soon(there + from, next < 0 && !one_block ? 0 : std::min(share, bytes - from), 2 * (part_end - part));
                 char* to = sums + block * BLOCK_TOKENS * PANEL * 4;

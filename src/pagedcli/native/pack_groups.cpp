@@ -1,7 +1,6 @@
 // Packs the codes of a quantized checkpoint (packed_groups.h).
 
 #include "packed_groups.h"
-#include "packed_int4.h"
 
 #include <vector>
 
@@ -84,7 +83,7 @@ extern "C" {
 // Bytes of a packed weight of 8 or 4 bits.
 int64_t linear_packed_bytes(const Linear* linear) {
     const Linear& l = *linear;
-    return padded_rows(l) / PANEL * (l.kind == INT8 || l.kind == INT4 ? packed_panel_bytes(l) : Chunks(l).panel_bytes());
+    return padded_rows(l) / PANEL * Chunks(l).panel_bytes();
 }
 
 // codes in the order of columns; scales [rows][groups] of scale_type; zeros [rows][groups], or null if the layer has one: what

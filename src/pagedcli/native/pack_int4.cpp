@@ -1,6 +1,7 @@
-// Rounds weights to 4 bits (packed_int4.h): VL features at a time, a lane each.
+// Rounds weights to 4 bits, w = scale * (step * q - zero), with a float per output feature and two bytes per 32 columns: kind INT4.
+// VL features at a time, a lane each. step * q - zero lies in -127 ... 127.
 
-#include "packed_int4.h"
+#include "packed_groups.h"
 
 namespace {
 
@@ -66,39 +67,35 @@ Grid best_fit(const vf* w) {
     return Grid(best_step, best_zero);
 }
 
-// A group of VL features into vector v of a packed panel. Returns the sums of their rounded weights.
-vi pack_group(const vf* w, int v, uint8_t* group) {
+// A group of VL features into vector v of a packed panel.
+void pack_group(const vf* w, int v, uint8_t* group) {
     const Grid grid = best_fit(w);
     const vi step = __builtin_convertvector(grid.step, vi), zero = __builtin_convertvector(grid.zero, vi);
     store_bytes(group + v * VL, step), store_bytes(group + PANEL + v * VL, zero);
-    vi fours[BLOCK_STEPS] = {}, sums = {};
+    vi fours[BLOCK_STEPS] = {};
     for (int k = 0; k < BLOCK_COLUMNS; k++) {
         const vi q = __builtin_convertvector(grid.rounded(w[k]), vi);
         fours[k / GROUP] |= q << k % GROUP * 8;
-        sums += step * q - zero;
     }
     Nibbles::store(group + 2 * PANEL, v, fours);
-    return sums;
 }
 
 }  // namespace
 
 extern "C" {
 
-// weight [rows][columns] of dtype -> packed bytes; scales and sums of the padded rows.
-void linear_pack_int4(const Linear* linear, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int32_t* sums,
-                      int threads) {
+// weight [rows][columns] of dtype -> packed bytes; scales of the padded rows.
+void linear_pack_int4(const Linear* linear, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int threads) {
     const Linear& l = *linear;
-    const int64_t groups = padded_columns(l) / BLOCK_COLUMNS, panel_bytes = packed_panel_bytes(l);
+    const Chunks chunks(l);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
-        for_panels(threads, padded_rows(l) / PANEL, panel_bytes, [&](int64_t p) {
+        for_panels(threads, padded_rows(l) / PANEL, chunks.panel_bytes(), [&](int64_t p) {
             for (int v = 0; v < PANEL_VECTORS; v++) {
                 const int64_t first = p * PANEL + v * VL;
                 const E* rows[VL];
                 vf inverse = {};
-                vi rounded = {};
                 for (int i = 0; i < VL; i++) {
                     const int64_t row = source_row(l, first + i);
                     rows[i] = row < 0 ? nullptr : (const E*)weight + row * l.columns;
@@ -106,15 +103,14 @@ void linear_pack_int4(const Linear* linear, int64_t dtype, const void* weight, u
                     scales[first + i] = scale;
                     inverse[i] = scale > 0 ? 1 / scale : 0;
                 }
-                for (int64_t g = 0; g < groups; g++) {
+                for (int64_t g = 0; g < chunks.count; g++) {
                     const int64_t begin = g * BLOCK_COLUMNS, count = std::min(BLOCK_COLUMNS, l.columns - begin);
                     vf w[BLOCK_COLUMNS] = {};
                     for (int i = 0; i < VL; i++)
                         for (int64_t k = 0; rows[i] && k < count; k++) w[k][i] = Rows<T>::load_one(rows[i] + begin + k);
                     for (vf& each : w) each *= inverse;
-                    rounded += pack_group(w, v, packed + p * panel_bytes + g * Int4Group::BYTES);
+                    pack_group(w, v, packed + p * chunks.panel_bytes() + g * chunks.bytes);
                 }
-                store_any(sums + first, rounded);
             }
         });
     });

@@ -43,8 +43,12 @@ float int8_rounds(int64_t count) {
     vi blocks[BLOCKS] = {};
     hide(blocks);
     const vi first = blocks[0], second = blocks[1];
-    const uint8_t x[ROWS_AT_ONCE][GROUP] = {};
-    return rounds<vi>(count, x, [&](vi& sum, int r, int b) { madd_int8(sum, x[r], b ? second : first); });
+    const int8_t x[ROWS_AT_ONCE][GROUP] = {};
+    return rounds<vi>(count, x, [&](vi& sum, int r, int b) {
+        LevelSum whole{sum};
+        whole.add(x[r], b ? second : first);
+        sum = whole.get();
+    });
 }
 
 #if defined(HAS_TILES)
@@ -54,7 +58,7 @@ float tile_rounds(int64_t count, bool int8) {
     float sums[TILE_ROWS * TILE_ROWS];
     t.zero<0>(), t.zero<1>(), t.zero<2>(), t.zero<3>(), t.zero<4>(), t.zero<5>(), t.zero<6>(), t.zero<7>();
     for (int64_t i = 0; i < count && int8; i++)
-        t.multiply_int8<0, 4, 6>(), t.multiply_int8<1, 4, 7>(), t.multiply_int8<2, 5, 6>(), t.multiply_int8<3, 5, 7>();
+        t.multiply_codes<0, 4, 6>(), t.multiply_codes<1, 4, 7>(), t.multiply_codes<2, 5, 6>(), t.multiply_codes<3, 5, 7>();
     for (int64_t i = 0; i < count && !int8; i++)
         t.multiply_bf16<0, 4, 6>(), t.multiply_bf16<1, 4, 7>(), t.multiply_bf16<2, 5, 6>(), t.multiply_bf16<3, 5, 7>();
     t.store<0>(sums, TILE_BYTES);

@@ -25,7 +25,7 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in _SIZES),
-        *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "order")),
+        *((name, _pointer) for name in ("weight", "bias", "scales", "order")),
         *((name, _int64) for name in (*_PACKING, "out_stride")),
         ("next", _pointer),
     ]
@@ -165,12 +165,12 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_padded_rows": ([_pointer], _int64),
         "linear_num_panels": ([_pointer], _int64),
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
-        "linear_pack_int8_codes": ([_pointer] * 6 + [_int], None),
+        "linear_pack_int8_codes": ([_pointer] * 5 + [_int], None),
         "linear_packed_bytes": ([_pointer], _int64),
         "linear_pack_grouped": ([*[_pointer] * 9, _int], None),
         "linear_widen_rows": ([_pointer, _int64, _pointer, _int64, _pointer, _int], _int),
         "linear_pack_codes": ([*[_pointer] * 4, _int64, _pointer, _int], None),
-        **{f"linear_pack_{name}": ([_pointer, _int64, *[_pointer] * 4, _int], None) for name in PACKINGS},
+        **{f"linear_pack_{name}": ([_pointer, _int64, *[_pointer] * 3, _int], None) for name in PACKINGS},
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),

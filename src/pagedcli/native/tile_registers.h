@@ -57,15 +57,13 @@ struct TileRegisters {
     template <int T> void load(const void* from, int64_t stride);  // stride: bytes from row to row
     template <int T> void store(void* to, int64_t stride);
     template <int C, int A, int B> void multiply_bf16();  // C += A . B, float32 sums of pairs
-    template <int C, int A, int B> void multiply_int8();   // C += A . B, A unsigned, B signed, exact 32-bit sums
-    template <int C, int A, int B> void multiply_codes();  // the same, A signed, B unsigned
+    template <int C, int A, int B> void multiply_codes();  // C += A . B, A signed, B unsigned, exact 32-bit sums
 
 private:
     uint64_t last = 0;
     TileConfig config = {};
     void configure();
 #if defined(EMULATE_TILES)
-    template <int C, int A, int B, class Left, class Right> void multiply_bytes();
     alignas(64) char data[8][TILE_ROWS][TILE_BYTES];
     void check(bool ok) const { if (!ok) abort(); }  // where the processor would raise an exception
     void check_product(int c, int a, int b) const;
@@ -136,18 +134,16 @@ template <int C, int A, int B> inline void TileRegisters::multiply_bf16() {
         memcpy(data[C][m], sums, TILE_BYTES);
     }
 }
-template <int C, int A, int B, class Left, class Right> inline void TileRegisters::multiply_bytes() {
+template <int C, int A, int B> inline void TileRegisters::multiply_codes() {
     check_product(C, A, B);
     for (int m = 0; m < config.rows[C]; m++) {
         int32_t sums[TILE_ROWS];
         memcpy(sums, data[C][m], TILE_BYTES);
         for (int k = 0; k < config.bytes[A]; k++)
-            for (int n = 0; n < TILE_ROWS; n++) sums[n] += (Left)data[A][m][k] * (Right)data[B][k / 4][n * 4 + k % 4];
+            for (int n = 0; n < TILE_ROWS; n++) sums[n] += (int8_t)data[A][m][k] * (uint8_t)data[B][k / 4][n * 4 + k % 4];
         memcpy(data[C][m], sums, TILE_BYTES);
     }
 }
-template <int C, int A, int B> inline void TileRegisters::multiply_int8() { multiply_bytes<C, A, B, uint8_t, int8_t>(); }
-template <int C, int A, int B> inline void TileRegisters::multiply_codes() { multiply_bytes<C, A, B, int8_t, uint8_t>(); }
 
 #else
 
@@ -175,9 +171,6 @@ template <int T> inline void TileRegisters::store(void* to, int64_t stride) {
 }
 template <int C, int A, int B> inline void TileRegisters::multiply_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c[b], %%tmm%c[a], %%tmm%c[c]" ::TILE_NUMBER(a, A), TILE_NUMBER(b, B), TILE_NUMBER(c, C));
-}
-template <int C, int A, int B> inline void TileRegisters::multiply_int8() {
-    __asm__ volatile("tdpbusd %%tmm%c[b], %%tmm%c[a], %%tmm%c[c]" ::TILE_NUMBER(a, A), TILE_NUMBER(b, B), TILE_NUMBER(c, C));
 }
 template <int C, int A, int B> inline void TileRegisters::multiply_codes() {
     __asm__ volatile("tdpbsud %%tmm%c[b], %%tmm%c[a], %%tmm%c[c]" ::TILE_NUMBER(a, A), TILE_NUMBER(b, B), TILE_NUMBER(c, C));
