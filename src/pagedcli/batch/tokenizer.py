@@ -61,6 +61,8 @@ class Tokenizer:
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self._renderer = ChatRenderer(self._hf)
+        if chat_template is not None:
+            self._renderer.check(self._hf.chat_template)
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
 
     @property
