@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import pickle
+import re
 import signal
 import struct
 import subprocess
@@ -53,7 +54,9 @@ def read_template(template: str) -> str:
     try:
         return read_whole(Path(template), MAX_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
+        what = (
+            error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at byte {error.start}"
+        )
         raise UsageError(
             f"cannot read the chat template {template}: {what}", hint="--chat-template takes a file or Jinja text"
         ) from error
@@ -86,30 +89,34 @@ class ChatRenderer:
 
     def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         """The text of a conversation. Raises: RequestError if the template rejects it or exceeds a limit."""
-        contents = [message.get("content") for message in messages]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        best, most, refusal = "", -2, None
         try:
             template = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
-            for form in _forms(messages, template):
-                try:
-                    text = self._render(template, form, arguments)
-                except RequestError:
-                    raise
-                except Exception as error:  # a template is a program: even in its sandbox it may divide by zero
-                    refusal = error
-                    continue
-                if (num_shown := _num_shown(text, parts)) > most:
-                    best, most = text, num_shown
-                if most == len(parts):
-                    return best
-            if most == -2 and refusal is not None:
-                raise refusal
+            return self._render_best(template, messages, arguments)
         except RequestError:
             raise
-        except Exception as error:
+        except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
             what = f"the chat template rejected the messages: {_words(error)}"
             raise RequestError("chat_template_error", what) from error
+
+    def _render_best(self, template: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """The text of the first form of the conversation in which the most text parts are shown."""
+        contents = [message.get("content") for message in messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        best, most, refusal = "", -2, Exception()
+        for form in _forms(messages, template):
+            try:
+                text = self._render(template, form, arguments)
+            except Exception as error:
+                if isinstance(error, RequestError):
+                    raise
+                refusal = error
+                continue
+            if (num_shown := _num_shown(text, parts)) > most:
+                best, most = text, num_shown
+            if most == len(parts):
+                return best
+        if most == -2:
+            raise refusal
         return best
 
     def _render(self, template: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
@@ -143,13 +150,14 @@ def _forms(messages: list[dict[str, Any]], template: str) -> Iterator[list[dict[
 
 
 _ABSENT = object()
+_ASKS_FOR_NULL = re.compile(r"content\W{0,3}(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 
 
 def _content(message: dict[str, Any], template: str, *, is_text: bool) -> dict[str, Any]:
-    """The field `content`. Templates that know no null would write "None"."""
+    """The field `content`, which is absent instead of null where a template would write "None"."""
     content = message.get("content")
     if content is None:
-        return {"content": "" if is_text else None if "none" in template.lower() else _ABSENT}
+        return {"content": "" if is_text else None if _ASKS_FOR_NULL.search(template) else _ABSENT}
     if isinstance(content, list) and is_text:
         return {"content": "\n".join(part["text"] for part in content)}  # vLLM joins them so, too
     return {}
@@ -163,15 +171,16 @@ def _calls(message: dict[str, Any], *, has_objects: bool) -> dict[str, Any]:
 
 def _call(call: Any, *, has_objects: bool) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
     if has_objects and isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError):
-            return call
+        with suppress(msgspec.DecodeError, RecursionError):
+            decoded = msgspec.json.decode(arguments)
+            arguments = decoded if isinstance(decoded, dict) else arguments
     elif not has_objects and isinstance(arguments, dict):
-        return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _num_shown(text: str, parts: list[dict[str, Any]]) -> int:
@@ -191,8 +200,8 @@ def _rendered(messages: list[dict[str, Any]], variables: dict[str, Any], clock: 
     except TemplateSyntaxError as error:
         raise _NoTemplateError(f"line {error.lineno}: {error.message}") from error
     environment.globals["strftime_now"] = (clock or datetime.now()).strftime
-    [text], _ = render_jinja_template([messages], **variables)
-    return str(text)
+    found: Any = render_jinja_template([messages], **variables)
+    return str(found[0][0])
 
 
 class _TemplateProcess:

@@ -252,6 +252,9 @@ class BatchRun:
             if row.error is not None:
                 self._write_error(row, row.error)
             return
+        if (bos := self._tokenizer.bos_token_id) is not None:
+            made_here = [each.token_ids[:2] for each in row.prompts if each.is_text or each.scored is not None]
+            self.stats.num_double_bos += made_here.count([bos, bos])
         found = False if self._repeats is None else self._repeats.take(row)
         if not isinstance(found, bool):
             self._write_duplicate(row, found)
