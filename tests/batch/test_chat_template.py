@@ -227,7 +227,7 @@ def test_text_parts_are_passed_on_as_the_template_takes_them(tokenizer, template
         ("{{ messages[0].content }", "line 1: unexpected '}'"),
         ("a\n{% for m in messages %}{{ m.content | no_such_filter }}{% endfor %}", "line 2: No filter named"),
         ("{% generate %}", "line 1: Encountered unknown tag 'generate'"),
-        (BOMBS["repeated text"], "needs more than 512 MiB of memory, even for a chat of one word"),
+        (BOMBS["repeated text"], "MiB of memory, even for a chat of one word"),
     ],
 )
 def test_a_template_that_no_chat_can_use_is_refused_before_the_run(template, wrong):
