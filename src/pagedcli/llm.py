@@ -274,7 +274,8 @@ class LLM(Closes):
         arguments = {name: value for name, value in arguments.items() if value is not None}
         arguments |= chat_template_kwargs or {}
         with self._turn:
-            prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
+            encode = partial(self.tokenizer.encode_chat, num_allowed=self.llm_engine.limits.max_model_len)
+            prompts = [encode(read_messages(list(each)), arguments) for each in conversations]
             return self._generate(prompts, sampling_params, use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:

@@ -190,10 +190,12 @@ class Tokenizer:
             )
         return self._renderer.render(messages, arguments)
 
-    def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation; see render_chat."""
+    def encode_chat(
+        self, messages: list[Message], template_arguments: dict[str, Any] | None = None, *, num_allowed: int = 2**31
+    ) -> list[int]:
+        """Token ids of a conversation; see render_chat and encode_within."""
         # the template has already written the special tokens
-        return self.encode(self.render_chat(messages, template_arguments), add_special_tokens=False)
+        return self.encode_within(self.render_chat(messages, template_arguments), num_allowed, add_special_tokens=False)
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
         """The exact text of token ids, without clean-up."""
