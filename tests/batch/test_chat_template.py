@@ -165,9 +165,9 @@ def test_a_chat_that_cannot_be_sent_leaves_nothing_in_the_pipe(tokenizer):
     with pytest.raises(RequestError, match="nested too deeply"):
         tokenizer.render_chat(chat, arguments)
     for content in ("second", "third"):
-        text = tokenizer.render_chat([{"role": "user", "content": content, "name": "SECRET"}], arguments)
-        assert text.startswith(f"user: {content}\n")
-        assert "SECRET" not in text
+        empty = {"role": "user", "content": ""}, {"role": "user", "content": ""}  # pickle refers to the first one's
+        text = tokenizer.render_chat([*empty, {"role": "user", "content": content}], arguments)
+        assert text.startswith(f"user: \nuser: \nuser: {content}\n")
 
 
 def test_an_interrupted_request_ends_the_process(tokenizer, monkeypatch):

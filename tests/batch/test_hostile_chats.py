@@ -58,7 +58,15 @@ def hostile_chat(rng, mark):
         fields += [("tool_calls", rng.choice(calls))] * rng.randrange(2)
         rng.shuffle(fields)
         messages.append("{" + ",".join(f"{json.dumps(name)}:{value}" for name, value in fields) + "}")
+    if rng.random() < 0.3:  # Python has the empty text once, so pickle refers to the first one
+        messages = [*['{"role":"user","content":""}'] * 5, f'{{"role":"user","content":"{mark}"}}']
     chat = "[" + ",".join(messages) + "]"
+    if rng.random() < 0.2:  # long, then too deep for pickle
+        function = '{"name":"f","arguments":' + nested(rng.randrange(600, 966), json.dumps(mark), rng) + "}"
+        call = '{"id":"1","type":"function","function":' + function + "}"
+        texts = [json.dumps(f"{mark} " * rng.randrange(9000, 20_000)) for _ in range(2)]
+        first, last = (f'{{"role":"assistant","content":{text}' for text in texts)
+        return f'[{first}}},{last},"tool_calls":[{call}]}}]'
     return rng.choice(values) if rng.random() < 0.05 else chat
 
 
