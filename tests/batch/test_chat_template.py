@@ -250,3 +250,10 @@ def test_templates_see_the_clock_of_the_run(template):
     tokenizer = Tokenizer(resolve_model("builtin"), chat_template=template)
     tokenizer.stop_clock(datetime(2001, 2, 3))
     assert tokenizer.render_chat(CHAT) == "03 Feb 2001"
+
+
+def test_a_tokenizer_with_a_rendering_of_its_own_keeps_it():
+    hf = Tokenizer(resolve_model("builtin"))._hf
+    own = {"apply_chat_template": lambda self, messages, **more: f"own {messages[0]['content']}"}
+    hf.__class__ = type("Own", (type(hf),), own)
+    assert ChatRenderer(hf).render(CHAT, {"chat_template": CHATML}) == "own Be brief."

@@ -73,10 +73,14 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerBase
+
         self.clock: datetime | None = None
         self._tokenizer = tokenizer
         self._limit = TimeLimit(_MAX_RENDER_S)
         self._apart = _TemplateProcess()
+        own = type(tokenizer).apply_chat_template  # a tokenizer that comes as code may have a method of its own
+        self._renders_itself = own is not PreTrainedTokenizerBase.apply_chat_template
 
     def check(self, template: str) -> None:
         """Raises: UsageError if a text is no template, or exceeds a limit with a chat of one word."""
@@ -128,6 +132,8 @@ class ChatRenderer:
         try:
             _bound_length(template)
             with self._limit:
+                if self._renders_itself:
+                    return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
                 return _rendered(*request)
         except TimeoutError as error:
             raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
