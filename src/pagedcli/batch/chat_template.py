@@ -142,6 +142,9 @@ class ChatRenderer:
 def _forms(messages: list[dict[str, Any]], template: str) -> Iterator[list[dict[str, Any]]]:
     """A conversation in the forms that templates may want: first as transformers passes it on, with lists of text parts
     and with arguments of tool calls as objects; then with these as JSON, and with each content as one text."""
+    if all(isinstance(each.get("content"), str) and "tool_calls" not in each for each in messages):
+        yield messages
+        return
     made = []
     for is_text in (False, True):
         for has_objects in (True, False):
