@@ -33,6 +33,7 @@ MAX_RENDER_BYTES = 2**29  # memory that one chat may take in the process for tem
 _MAX_RENDER_S = 5.0  # a chat template takes microseconds
 _MAX_ADDED = 16  # variables that one expression of a plain template adds up
 _FRAME = struct.Struct("<cQQ")  # kind, number of the request, bytes that follow
+_ASKS_FOR_NULL = re.compile(r"content\W{0,3}(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 _ONE_WORD = [{"role": "user", "content": "word"}]
 _PROCESS = "from pagedcli.batch.chat_template import serve; serve()"
 # the parts of a plain template, see is_plain
@@ -130,7 +131,7 @@ class ChatRenderer:
         if sys.platform != "win32" and not is_plain(template):
             return self._apart.render(template, request)
         try:
-            _bound_length(template)
+            _environment(template).concat = _joined  # fails before it joins too much text
             with self._limit:
                 if self._renders_itself:
                     return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
@@ -145,37 +146,27 @@ def _forms(messages: list[dict[str, Any]], template: str) -> Iterator[list[dict[
     if all(isinstance(each.get("content"), str) and "tool_calls" not in each for each in messages):
         yield messages
         return
-    made = []
+    made: list[Any] = []
     for is_text in (False, True):
         for has_objects in (True, False):
-            form = [
-                {**message, **_content(message, template, is_text=is_text), **_calls(message, has_objects=has_objects)}
-                for message in messages
-            ]
-            form = [{name: value for name, value in each.items() if value is not _ABSENT} for each in form]
+            form = [_form(message, template, is_text=is_text, has_objects=has_objects) for message in messages]
             if form not in made:
                 made.append(form)
                 yield form
 
 
-_ABSENT = object()
-_ASKS_FOR_NULL = re.compile(r"content\W{0,3}(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
-
-
-def _content(message: dict[str, Any], template: str, *, is_text: bool) -> dict[str, Any]:
-    """The field `content`, which is absent instead of null where a template would write "None"."""
-    content = message.get("content")
-    if content is None:
-        return {"content": "" if is_text else None if _ASKS_FOR_NULL.search(template) else _ABSENT}
-    if isinstance(content, list) and is_text:
-        return {"content": "\n".join(part["text"] for part in content)}  # vLLM joins them so, too
-    return {}
-
-
-def _calls(message: dict[str, Any], *, has_objects: bool) -> dict[str, Any]:
-    """The field `tool_calls`, with arguments as objects or as JSON."""
-    calls = message.get("tool_calls")
-    return {"tool_calls": [_call(call, has_objects=has_objects) for call in calls]} if isinstance(calls, list) else {}
+def _form(message: dict[str, Any], template: str, *, is_text: bool, has_objects: bool) -> dict[str, Any]:
+    """A message with its content as it is or as text, and with arguments of tool calls as objects or as JSON."""
+    form, content, calls = dict(message), message.get("content"), message.get("tool_calls")
+    if content is None and is_text:
+        form["content"] = ""
+    elif content is None and not _ASKS_FOR_NULL.search(template):
+        form.pop("content", None)  # the template would write "None"
+    elif isinstance(content, list) and is_text:
+        form["content"] = "\n".join(part["text"] for part in content)  # vLLM joins them so, too
+    if isinstance(calls, list):
+        form["tool_calls"] = [_call(call, has_objects=has_objects) for call in calls]
+    return form
 
 
 def _call(call: Any, *, has_objects: bool) -> Any:
@@ -201,14 +192,9 @@ def _num_shown(text: str, parts: list[dict[str, Any]]) -> int:
 
 def _rendered(messages: list[dict[str, Any]], variables: dict[str, Any], clock: datetime | None) -> str:
     """The text of a conversation without bounds. Raises: _NoTemplateError, or what the template raises."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    try:
-        environment = _compile_jinja_template(variables["chat_template"]).environment
-    except TemplateSyntaxError as error:
-        raise _NoTemplateError(f"line {error.lineno}: {error.message}") from error
-    environment.globals["strftime_now"] = (clock or datetime.now()).strftime
+    _environment(variables["chat_template"]).globals["strftime_now"] = (clock or datetime.now()).strftime
     found: Any = render_jinja_template([messages], **variables)
     return str(found[0][0])
 
@@ -313,11 +299,15 @@ def _check_length(num_characters: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _bound_length(template: str) -> None:
-    """Let a template fail that joins too much text, before it is joined."""
+def _environment(template: str) -> Any:
+    """The environment in which transformers renders a template. Raises: _NoTemplateError."""
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    _compile_jinja_template(template).environment.concat = _joined
+    try:
+        return _compile_jinja_template(template).environment
+    except TemplateSyntaxError as error:
+        raise _NoTemplateError(f"line {error.lineno}: {error.message}") from error
 
 
 def _joined(parts: Iterable[str]) -> str:
