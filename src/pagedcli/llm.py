@@ -282,6 +282,8 @@ class LLM(Closes):
         given, cache_salt = self._read_prompt(prompt)
         text = given if isinstance(given, str) else None
         token_ids = self.tokenizer.encode(text) if text is not None else token_ids_of(given)
+        if text is not None and self.tokenizer.has_two_bos(token_ids):
+            warnings.warn("a prompt begins with two BOS tokens: its text has one, the tokenizer adds one", stacklevel=4)
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
         guides = self._grammars.guides(params) if params.guided else None
         return _Request(text, token_ids, params, cache_salt, checkers, guides)

@@ -15,6 +15,7 @@ from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from pagedcli import LLM, SamplingParams
 from pagedcli.batch.journal import journal_path
 from pagedcli.models.hub import resolve_model
 
@@ -304,3 +305,6 @@ def test_two_bos_tokens_are_said_once(tmp_path, out):
     said = pagedcli("generate", tmp_path / "in.jsonl", "-o", out, *FAST, "-m", model).stderr
     assert said.count("BOS") == 1
     assert "2 prompts with two BOS tokens at the start" in " ".join(said.split())
+    llm = LLM(str(model), num_gpu_blocks_override=64)
+    with pytest.warns(UserWarning, match="two BOS tokens"):
+        llm.generate([f"{bos}Hi"], SamplingParams(max_tokens=1))

@@ -112,6 +112,10 @@ class Tokenizer:
         """The token before a text's first one: BOS, or EOS where there is none."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
 
+    def has_two_bos(self, token_ids: Ids[int]) -> bool:
+        """Whether a prompt begins with two BOS tokens: its text had one, and the tokenizer added another."""
+        return len(token_ids) > 1 and token_ids[0] == token_ids[1] == self.bos_token_id
+
     def digest(self) -> str:
         """Hex digest of the files that define the tokenizer, or of a GGUF file's metadata about it."""
         digest = xxhash.xxh3_128()
