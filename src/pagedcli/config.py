@@ -401,9 +401,10 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
     if section in Config.__struct_fields__:
         struct: type[msgspec.Struct] = type(getattr(Config(), section))
         reads = keys_of(struct)[name][1].reads if name in struct.__struct_fields__ else None
-    if reads is None or not isinstance(value, str):
-        return
     shown = source if source.startswith("--") else f"{source}: {dotted}"
+    if reads is None or not isinstance(value, str):
+        _check_unicode(value, shown)
+        return
     place = shown
     if value.startswith("@"):
         place = f"{shown}: {value[1:]}"
@@ -414,10 +415,20 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
     document[section][name] = value.removesuffix("\n") if reads == "text" else _from_json(value, place)
+    _check_unicode(document[section][name], place)
     if dotted == "sampling.response_format":
         document[section][name] = _response_format(document[section][name], place)
     if dotted == "run.tools" and (problem := tools_problem(document[section][name])) is not None:
         raise ConfigError(f"{place}: {problem}")
+
+
+def _check_unicode(value: Any, place: str) -> None:
+    """Raises: ConfigError for half a character, as \\ud800 in JSON or a byte that is not UTF-8 in an argument."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ConfigError(f"{place} is not UTF-8: it has {half!r}, which is no character") from error
 
 
 def _from_json(text: str, place: str) -> Any:

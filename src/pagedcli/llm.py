@@ -275,17 +275,18 @@ class LLM(Closes):
         arguments = {name: value for name, value in arguments.items() if value is not None}
         arguments |= chat_template_kwargs or {}
         with self._turn:
-            prompts = []
+            encode, prompts = partial(self.tokenizer.encode_chat, num_allowed=self._most_tokens), []
             for place, each in enumerate(conversations):
                 with _naming(place, len(conversations)):
-                    text = self.tokenizer.render_chat(read_messages(list(each)), arguments)
-                    prompts.append(self._encoded(text, add_special_tokens=False))
+                    prompts.append(encode(read_messages(list(each)), arguments))
             return self._generate(prompts, sampling_params, use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
         given, cache_salt = self._read_prompt(prompt)
         text = given if isinstance(given, str) else None
         token_ids = self._encoded(text) if text is not None else token_ids_of(given)
+        if text is not None and self.tokenizer.has_two_bos(token_ids):
+            warnings.warn("a prompt begins with two BOS tokens: its text has one, the tokenizer adds one", stacklevel=4)
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
         guides = self._grammars.guides(params) if params.guided else None
         return _Request(text, token_ids, params, cache_salt, checkers, guides)

@@ -172,10 +172,12 @@ def test_openai_logprobs_become_one_number(body, url, expected):
     assert parse(chat_line(body, url)).params.logprobs == expected
 
 
-def test_text_parts_are_joined_and_developer_is_system():
-    line = """{"messages": [{"role": "developer", "content": "s"},
+def test_messages_keep_their_fields_and_developer_is_system():
+    line = """{"messages": [{"role": "developer", "content": "s", "weight": 0, "name": null},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}"""
-    assert parse(line).messages == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}]
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    developer = {"role": "system", "content": "s", "weight": 0}
+    assert parse(line).messages == [developer, {"role": "user", "content": parts}]
 
 
 def test_a_system_prompt_is_put_before_chats_that_have_none():

@@ -1,12 +1,16 @@
 """Chat templates are programs of others: one that would take all memory or never end gives an error."""
 
+import re
+from datetime import datetime
+
 import pytest
 from quick import slow_but
 
 from pagedcli.batch import chat_template
 from pagedcli.batch.chat_template import ChatRenderer, is_plain
+from pagedcli.batch.requests import read_messages
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.errors import RequestError
+from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.hub import resolve_model
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
@@ -150,3 +154,106 @@ def test_a_killed_template_process_is_replaced(tokenizer):
 def test_a_long_chat_is_rendered_in_the_second_process(tokenizer):
     chat = [{"role": "user", "content": "é" * 2**22}]
     assert tokenizer.render_chat(chat, {"chat_template": "{{ messages[0].content * 2 }}"}) == "é" * 2**23
+
+
+def test_a_chat_that_cannot_be_sent_leaves_nothing_in_the_pipe(tokenizer):
+    nested: object = "end"
+    for _ in range(800):  # beyond what pickle takes, found after the long text
+        nested = [nested]
+    arguments = {"chat_template": MACRO}
+    chat = [{"role": "user", "content": "SECRET" * 2**14, "more": nested}]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        tokenizer.render_chat(chat, arguments)
+    for content in ("second", "third"):
+        empty = {"role": "user", "content": ""}, {"role": "user", "content": ""}  # pickle refers to the first one's
+        text = tokenizer.render_chat([*empty, {"role": "user", "content": content}], arguments)
+        assert text.startswith(f"user: \nuser: \nuser: {content}\n")
+
+
+def test_an_interrupted_request_ends_the_process(tokenizer, monkeypatch):
+    def interrupted(reads):
+        raise KeyboardInterrupt
+
+    arguments = {"chat_template": MACRO}
+    tokenizer.render_chat(CHAT, arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "_read_frame", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.render_chat(CHAT, arguments)
+    text = tokenizer.render_chat([{"role": "user", "content": "next"}], arguments)
+    assert text.startswith("user: next\n")  # not the answer to the interrupted one
+
+
+NULL = """{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}
+{{ '<call>' + c.function.arguments }}{% endfor %}{% else %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (NULL, 'user:Q<call>{"a": 1}'),  # asks for null, and wants JSON
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "Q;;"),  # would write None
+        ("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}", "<Q><>"),  # wants text
+        ("{{ messages[1].tool_calls[0].function.arguments.a }}", "1"),  # wants an object
+    ],
+)
+def test_a_call_without_content_is_passed_on_as_the_template_takes_it(tokenizer, template, expected):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = read_messages(
+        [{"role": "user", "content": "Q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    )
+    assert tokenizer.render_chat(chat, {"chat_template": template}).replace("\n", "") == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", "onetwo"),  # takes parts
+        ("{{ messages[0].content + '' }}", "one\ntwo"),  # fails with a list
+        ("{{ messages[0].content }}", "one\ntwo"),  # would write the list
+        ("{{ messages[0].content | tojson }}", '"one\\ntwo"'),
+        ("{{ messages[0].content[0].text }}", ""),  # would leave out the second
+    ],
+)
+def test_text_parts_are_passed_on_as_the_template_takes_them(tokenizer, template, expected):
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    chat = read_messages([{"role": "user", "content": parts}])
+    assert tokenizer.render_chat(chat, {"chat_template": template}) == (expected or "one")
+
+
+@pytest.mark.parametrize(
+    ("template", "wrong"),
+    [
+        ("{{ messages[0].content }", "line 1: unexpected '}'"),
+        ("a\n{% for m in messages %}{{ m.content | no_such_filter }}{% endfor %}", "line 2: No filter named"),
+        ("{% generate %}", "line 1: Encountered unknown tag 'generate'"),
+        (BOMBS["repeated text"], "MiB of memory, even for a chat of one word"),
+    ],
+)
+def test_a_template_that_no_chat_can_use_is_refused_before_the_run(template, wrong):
+    with pytest.raises(UsageError, match=f"^--chat-template: .*{re.escape(wrong)}"):
+        Tokenizer(resolve_model("builtin"), chat_template=template)
+
+
+def test_a_template_that_takes_other_chats_is_accepted():
+    Tokenizer(resolve_model("builtin"), chat_template="{{ raise_exception('no system message') }}")
+
+
+def test_a_template_file_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "t.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(UsageError, match=r"t\.jinja: it is not UTF-8: invalid start byte at byte 14"):
+        Tokenizer(resolve_model("builtin"), chat_template=str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize("template", ["{{ strftime_now('%d %b %Y') }}", "{{ strftime_now('%d %b %Y') * 1 }}"])
+def test_templates_see_the_clock_of_the_run(template):
+    tokenizer = Tokenizer(resolve_model("builtin"), chat_template=template)
+    tokenizer.stop_clock(datetime(2001, 2, 3))
+    assert tokenizer.render_chat(CHAT) == "03 Feb 2001"
+
+
+def test_a_tokenizer_with_a_rendering_of_its_own_keeps_it():
+    hf = Tokenizer(resolve_model("builtin"))._hf
+    own = {"apply_chat_template": lambda self, messages, **more: f"own {messages[0]['content']}"}
+    hf.__class__ = type("Own", (type(hf),), own)
+    assert ChatRenderer(hf).render(CHAT, {"chat_template": CHATML}) == "own Be brief."

@@ -197,3 +197,14 @@ def test_a_tokenizer_that_is_not_known_or_damaged_is_refused(tmp_path, change, w
         Tokenizer(write(tmp_path / "model.gguf", **fields | change))
     assert what in error.value.message
     assert "model.gguf" in error.value.message
+
+
+def test_templates_of_a_file_are_chosen_by_name_as_transformers_chooses(tmp_path):
+    vocab = {"ggml__model": "gpt2", "ggml__pre": "gpt-2", "ggml__tokens": ["a", "b", "ab"], "ggml__merges": ["a b"]}
+    templates = {"chat_template": "plain", "chat_template__tool_use": "with tools", "chat_template__rag": "rag"}
+    path = write(tmp_path / "model.gguf", **vocab, **{name: f"{text}{{{{ '' }}}}" for name, text in templates.items()})
+    tokenizer, chat = Tokenizer(path), [{"role": "user", "content": "Hi"}]
+    assert tokenizer.render_chat(chat) == "plain"
+    assert tokenizer.render_chat(chat, {"tools": [{"type": "function", "function": {"name": "f"}}]}) == "with tools"
+    assert Tokenizer(path, chat_template="rag").render_chat(chat) == "rag"
+    assert tokenizer.shows_tools

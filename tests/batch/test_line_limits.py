@@ -15,8 +15,10 @@ from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import MAX_LINE_BYTES
 from pagedcli.batch.parquet import ParquetSource
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.cli.partings import find_partings
 from pagedcli.errors import ModelError, RequestError, UsageError
 from pagedcli.models.hub import resolve_model
+from pagedcli.planning.prompt_sample import PromptSample
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -78,15 +80,24 @@ def test_a_long_text_within_the_limit_is_tokenized_as_ever(harness, text):
     assert tokenizer.encode_within(text, 10**6) == tokenizer.encode(text)
 
 
-def test_a_chat_template_that_explodes_gives_an_error_row(harness, monkeypatch):
+def test_a_chat_template_that_explodes_is_refused(harness, monkeypatch):
     loops = "{% for a in range(100000) %}" * 3 + "{% endfor %}" * 3
     huge = "{{ 'x' * 2**25 }}"
     for template, limit_s, what in ((loops, 0.5, "more than 0.5 s"), (huge, 60.0, "over 16,777,216 characters")):
         monkeypatch.setattr("pagedcli.batch.chat_template._MAX_RENDER_S", limit_s)
-        tokenizer = Tokenizer(harness.engine.model_path, chat_template=template)
-        with pytest.raises(RequestError, match=what) as raised:
-            tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-        assert raised.value.code == "chat_template_error"
+        with pytest.raises(UsageError, match=what):
+            Tokenizer(harness.engine.model_path, chat_template=template)
+
+
+def test_a_template_that_makes_millions_of_characters_is_not_tokenized_in_whole(harness, monkeypatch):
+    tokenizer = Tokenizer(harness.engine.model_path, chat_template="{{ 'word ' * 2**20 }}")
+    lengths, encode = [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: lengths.append(len(text)) or encode(text, **more))
+    drawn = PromptSample()
+    for place in range(2):
+        drawn.add([place, *range(100)])
+    find_partings(drawn, 16, tokenizer)
+    assert max(lengths) < 2**20
 
 
 def test_a_time_limit_ends_only_the_code_inside_it():

@@ -5,12 +5,19 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from pagedcli import LLM, SamplingParams
+from pagedcli.batch.journal import journal_path
+from pagedcli.models.hub import resolve_model
 
 
 def files_in(folder):
@@ -268,3 +275,36 @@ def test_an_input_that_is_rewritten_during_the_run_ends_it_and_can_be_put_back(p
     prompts.write_text(PROMPTS)
     pagedcli("generate", prompts, "-o", out, *FAST, "--resume")
     assert len(rows_of(out)) == 3
+
+
+def test_a_template_with_the_date_sees_that_of_the_first_start_after_a_resume(tmp_path, out):
+    chats = [{"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 0} for _ in range(6)]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in [*chats[:3], {"bad": 1}, *chats[3:]])
+    )
+    run = ("generate", tmp_path / "in.jsonl", "-o", out, *FAST, "--chat-template", "It is {{ strftime_now('%Y') }}.")
+    pagedcli(*run, "--max-errors", "1", "--max-num-seqs", "1", expect=1)
+    header, *records = journal_path(out).read_text().splitlines(keepends=True)
+    earlier = json.loads(header) | {"local_time": "1999-12-31T23:59:59"}
+    assert "local_time" in json.loads(header)
+    journal_path(out).write_text(json.dumps(earlier) + "\n" + "".join(records))
+    pagedcli(*run, "--resume", "--max-num-seqs", "1", expect=3)
+    last = rows_of(out)[-1]["prompt_logprobs"]
+    assert "".join(each["token"] for each in last if each).endswith("1999.")
+
+
+def test_two_bos_tokens_are_said_once(tmp_path, out):
+    model = shutil.copytree(resolve_model("builtin"), tmp_path / "model")
+    backend = Backend.from_file(str(model / "tokenizer.json"))
+    bos = "<|endoftext|>"
+    backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, 0)])
+    backend.save(str(model / "tokenizer.json"))
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"bos_token": bos}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{bos}Hi"}}\n{{"prompt": "Hi"}}\n{{"prompt": [0, 0, 5]}}\n' * 2)
+    said = pagedcli("generate", tmp_path / "in.jsonl", "-o", out, *FAST, "-m", model).stderr
+    assert said.count("BOS") == 1
+    assert "2 prompts with two BOS tokens at the start" in " ".join(said.split())
+    llm = LLM(str(model), num_gpu_blocks_override=64)
+    with pytest.warns(UserWarning, match="two BOS tokens"):
+        llm.generate([f"{bos}Hi"], SamplingParams(max_tokens=1))

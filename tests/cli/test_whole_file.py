@@ -114,6 +114,12 @@ def test_the_configuration_file_takes_them_too(folder):
         (("--tools", '[{"name": "x"}]'), '--tools: tools[0] must be {"type": "function"'),
         (("--tools", "@tools.json"), "--tools: the chat template does not show tools to the model"),
         (("--system", "@bad.txt"), "--system-prompt: bad.txt is not UTF-8"),
+        (("--template", "@bad.txt"), "--template: bad.txt is not UTF-8"),
+        (("--template", "{prompt} \udcff"), "--template is not UTF-8: it has '\\udcff', which is no character"),
+        (("--chat-template", "{{ 1 }}\udcff"), "--chat-template is not UTF-8"),
+        (("--tools", r'[{"type": "function", "function": {"name": "\ud800"}}]'), "--tools is not UTF-8"),
+        (("--template", "{prompt"), "--template has a single '{'"),
+        (("--chat-template", "{% for m in messages %}"), "--chat-template: line 1: Unexpected end of template"),
     ],
 )
 def test_mistakes_are_named_with_file_and_line(folder, arguments, said):

@@ -226,6 +226,17 @@ def test_stop_ids_of_generation_config_come_first_and_are_merged(tmp_path):
     assert read_spec(write(tmp_path, {**LLAMA, "eos_token_id": None}, {"eos_token_id": 9})).eos_token_ids == (9,)
 
 
+@pytest.mark.parametrize("is_listed", [True, False])  # in tokenizer_config.json or in tokenizer.json alone
+def test_the_tokenizers_end_of_text_stops_too(tmp_path, is_listed):
+    added = {"content": "<end>", "special": True}
+    config = {"eos_token": added, "added_tokens_decoder": {"5": added} if is_listed else {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 5, **added}], "model": {}}))
+    assert read_spec(write(tmp_path, {**LLAMA, "eos_token_id": 2})).eos_token_ids == (2, 5)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": 7}))  # damaged: the tokenizer says so
+    assert read_spec(write(tmp_path, {**LLAMA, "eos_token_id": 2})).eos_token_ids == (2,)
+
+
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
 
 

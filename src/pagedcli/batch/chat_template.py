@@ -4,20 +4,25 @@ Used by batch.tokenizer. A template that cannot multiply text is rendered in thi
 """
 
 import ctypes
+import json
 import os
 import pickle
+import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
+
+import msgspec
 
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.files import read_whole
@@ -27,6 +32,9 @@ MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
 MAX_RENDER_BYTES = 2**29  # memory that one chat may take in the process for templates
 _MAX_RENDER_S = 5.0  # a chat template takes microseconds
 _MAX_ADDED = 16  # variables that one expression of a plain template adds up
+_FRAME = struct.Struct("<cQQ")  # kind, number of the request, bytes that follow
+_ASKS_FOR_NULL = re.compile(r"content\W{0,3}(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
+_ONE_WORD = [{"role": "user", "content": "word"}]
 _PROCESS = "from pagedcli.batch.chat_template import serve; serve()"
 # the parts of a plain template, see is_plain
 _SYNTAX = (
@@ -47,38 +55,148 @@ def read_template(template: str) -> str:
     try:
         return read_whole(Path(template), MAX_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
+        what = (
+            error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at byte {error.start}"
+        )
         raise UsageError(
             f"cannot read the chat template {template}: {what}", hint="--chat-template takes a file or Jinja text"
         ) from error
 
 
+class _NoTemplateError(ValueError):
+    """The text is no Jinja template."""
+
+
 class ChatRenderer:
-    """Renders conversations with the chat template of a transformers tokenizer, or with one that is passed in."""
+    """Renders conversations with the chat template of a transformers tokenizer, or with one that is passed in.
+
+    `clock`: the time that templates see; None: now.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerBase
+
+        self.clock: datetime | None = None
         self._tokenizer = tokenizer
         self._limit = TimeLimit(_MAX_RENDER_S)
-        self._apart = _TemplateProcess(tokenizer)
+        self._apart = _TemplateProcess()
+        own = type(tokenizer).apply_chat_template  # a tokenizer that comes as code may have a method of its own
+        self._renders_itself = own is not PreTrainedTokenizerBase.apply_chat_template
 
-    def render(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
+    def check(self, template: str) -> None:
+        """Raises: UsageError if a text is no template, or exceeds a limit with a chat of one word."""
+        try:
+            self._render(template, _ONE_WORD, {})
+        except Exception as error:  # what else it raises may be about the chat
+            if isinstance(error, RequestError | _NoTemplateError):
+                hint = "correct the template, or leave it out to use the tokenizer's own"
+                raise UsageError(f"--chat-template: {error}", hint=hint) from error
+
+    def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         """The text of a conversation. Raises: RequestError if the template rejects it or exceeds a limit."""
         try:
             template = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
-            if sys.platform == "win32" or is_plain(template):
-                _bound_length(template)
-                with self._limit:
-                    text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            else:
-                text = self._apart.render(messages, {**arguments, "chat_template": template})
-        except TimeoutError as error:
-            raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
+            return self._render_best(template, messages, arguments)
         except RequestError:
             raise
         except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
-            what = str(error) or type(error).__name__
-            raise RequestError("chat_template_error", f"the chat template rejected the messages: {what}") from error
-        return text
+            what = f"the chat template rejected the messages: {_words(error)}"
+            raise RequestError("chat_template_error", what) from error
+
+    def _render_best(self, template: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """The text of the first form of the conversation in which the most text parts are shown."""
+        contents = [message.get("content") for message in messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        best, most, refusal = "", -2, Exception()
+        for form in _forms(messages, template):
+            try:
+                text = self._render(template, form, arguments)
+            except Exception as error:
+                if isinstance(error, RequestError):
+                    raise
+                refusal = error
+                continue
+            if (num_shown := _num_shown(text, parts)) > most:
+                best, most = text, num_shown
+            if most == len(parts):
+                return best
+        if most == -2:
+            raise refusal
+        return best
+
+    def _render(self, template: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """Raises: RequestError if a limit was exceeded, otherwise what the template raised."""
+        variables = {**self._tokenizer.special_tokens_map, **arguments, "chat_template": template}
+        request = messages, variables, self.clock
+        if sys.platform != "win32" and not is_plain(template):
+            return self._apart.render(template, request)
+        try:
+            _environment(template).concat = _joined  # fails before it joins too much text
+            with self._limit:
+                if self._renders_itself:
+                    return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+                return _rendered(*request)
+        except TimeoutError as error:
+            raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
+
+
+def _forms(messages: list[dict[str, Any]], template: str) -> Iterator[list[dict[str, Any]]]:
+    """A conversation in the forms that templates may want: first as transformers passes it on, with lists of text parts
+    and with arguments of tool calls as objects; then with these as JSON, and with each content as one text."""
+    if all(isinstance(each.get("content"), str) and "tool_calls" not in each for each in messages):
+        yield messages
+        return
+    made: list[Any] = []
+    for is_text in (False, True):
+        for has_objects in (True, False):
+            form = [_form(message, template, is_text=is_text, has_objects=has_objects) for message in messages]
+            if form not in made:
+                made.append(form)
+                yield form
+
+
+def _form(message: dict[str, Any], template: str, *, is_text: bool, has_objects: bool) -> dict[str, Any]:
+    """A message with its content as it is or as text, and with arguments of tool calls as objects or as JSON."""
+    form, content, calls = dict(message), message.get("content"), message.get("tool_calls")
+    if content is None and is_text:
+        form["content"] = ""
+    elif content is None and not _ASKS_FOR_NULL.search(template):
+        form.pop("content", None)  # the template would write "None"
+    elif isinstance(content, list) and is_text:
+        form["content"] = "\n".join(part["text"] for part in content)  # vLLM joins them so, too
+    if isinstance(calls, list):
+        form["tool_calls"] = [_call(call, has_objects=has_objects) for call in calls]
+    return form
+
+
+def _call(call: Any, *, has_objects: bool) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if has_objects and isinstance(arguments, str):
+        with suppress(msgspec.DecodeError, RecursionError):
+            decoded = msgspec.json.decode(arguments)
+            arguments = decoded if isinstance(decoded, dict) else arguments
+    elif not has_objects and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _num_shown(text: str, parts: list[dict[str, Any]]) -> int:
+    """How many of these text parts are in a rendered text; -1 if one is there as data, not as text."""
+    if any(repr(part) in text or json.dumps(part, ensure_ascii=False) in text for part in parts):
+        return -1
+    return sum(part["text"].strip() in text for part in parts)
+
+
+def _rendered(messages: list[dict[str, Any]], variables: dict[str, Any], clock: datetime | None) -> str:
+    """The text of a conversation without bounds. Raises: _NoTemplateError, or what the template raises."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _environment(variables["chat_template"]).globals["strftime_now"] = (clock or datetime.now()).strftime
+    found: Any = render_jinja_template([messages], **variables)
+    return str(found[0][0])
 
 
 class _TemplateProcess:
@@ -88,58 +206,79 @@ class _TemplateProcess:
     not tried again.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
         self._turn = threading.Lock()
         self._refused: dict[str, RequestError | None] = {}  # template -> its refusal; None: it works
         self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0  # of the last request
 
-    def render(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
-        template = arguments["chat_template"]
+    def render(self, template: str, request: tuple[Any, ...]) -> str:
+        """Raises: RequestError if a limit was exceeded, ValueError with what the template raised."""
         with self._turn:
             if template not in self._refused:
                 self._refused[template] = None
                 with suppress(ValueError):  # templates may reject it
                     try:
-                        self._ask([{"role": "user", "content": "word"}], {"chat_template": template})
+                        self._ask((_ONE_WORD, {"chat_template": template}, None))
                     except RequestError as error:
                         what = f"{error.message}, even for a chat of one word"
                         self._refused[template] = RequestError(error.code, what, hint="mend it, or use --chat-template")
             if (refused := self._refused[template]) is not None:
                 raise refused
-            return self._ask(messages, arguments)
+            return self._ask(request)
 
-    def _ask(self, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
-        """Raises: RequestError if a limit was exceeded, ValueError with what the template raised."""
-        if self._process is None:
-            command = [sys.executable, "-P", "-c", _PROCESS, str(MAX_RENDER_BYTES)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            weakref.finalize(self, _end, self._process)
-        reads, writes = self._process.stdout, self._process.stdin
+    def _ask(self, request: tuple[Any, ...]) -> str:
+        content = pickle.dumps((*request, _MAX_RENDER_S, MAX_RENDERED))  # whole, before any of it is written
+        process, self._process = self._process or self._started(), None  # no other request until this one is answered
+        reads, writes = process.stdout, process.stdin
         assert reads is not None, "a pipe"
         assert writes is not None, "a pipe"
-        with suppress(OSError, EOFError):
-            special_tokens = dict(self._tokenizer.special_tokens_map)
-            pickle.dump((messages, arguments, special_tokens, _MAX_RENDER_S, MAX_RENDERED), writes)
-            writes.flush()
-            return _answer(reads)
-        status = self._process.wait()
-        _end(self._process)
-        self._process = None
-        if status == -signal.SIGALRM:
-            raise _refusal("took", f"{_MAX_RENDER_S:g} s")
-        raise RequestError("chat_template_error", f"the process that renders the chat template died: status {status}")
+        self._number += 1
+        try:
+            _write_frame(writes, b"r", self._number, content)
+            kind, number, answer = _read_frame(reads)
+            assert number == self._number, "the process answers one request at a time"
+            self._process = process
+        except (OSError, EOFError) as error:
+            status = process.wait()
+            if status == -signal.SIGALRM:
+                raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
+            what = f"the process that renders the chat template died: status {status}"
+            raise RequestError("chat_template_error", what) from error
+        finally:
+            if self._process is None:
+                _end(process)
+        return _text_of(kind, answer.decode("utf-8", "surrogatepass"))
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-P", "-c", _PROCESS, str(MAX_RENDER_BYTES)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        weakref.finalize(self, _end, process)
+        return process
 
 
-def _answer(reads: IO[bytes]) -> str:
-    kind, size = reads.read(1), int.from_bytes(reads.read(8), "little")
-    if len(content := reads.read(size)) < size or not kind:
+def _write_frame(writes: IO[bytes], kind: bytes, number: int, content: bytes) -> None:
+    writes.write(_FRAME.pack(kind, number, len(content)))
+    writes.write(content)
+    writes.flush()
+
+
+def _read_frame(reads: IO[bytes]) -> tuple[bytes, int, bytes]:
+    """Raises: EOFError."""
+    if len(head := reads.read(_FRAME.size)) < _FRAME.size:
         raise EOFError
-    text = content.decode("utf-8", "surrogatepass")
+    kind, number, size = _FRAME.unpack(head)
+    if len(content := reads.read(size)) < size:
+        raise EOFError
+    return kind, number, content
+
+
+def _text_of(kind: bytes, text: str) -> str:
+    """The text of an answer. Raises: RequestError if a limit was exceeded, ValueError with what the template raised."""
     if kind == b"m":
         raise _refusal("needs", f"{MAX_RENDER_BYTES >> 20} MiB of memory")
-    if kind == b"e":
-        raise ValueError(text)
+    if kind in b"se":
+        raise _NoTemplateError(text) if kind == b"s" else ValueError(text)
     _check_length(len(text))
     return text
 
@@ -160,11 +299,15 @@ def _check_length(num_characters: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _bound_length(template: str) -> None:
-    """Let a template fail that joins too much text, before it is joined."""
+def _environment(template: str) -> Any:
+    """The environment in which transformers renders a template. Raises: _NoTemplateError."""
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    _compile_jinja_template(template).environment.concat = _joined
+    try:
+        return _compile_jinja_template(template).environment
+    except TemplateSyntaxError as error:
+        raise _NoTemplateError(f"line {error.lineno}: {error.message}") from error
 
 
 def _joined(parts: Iterable[str]) -> str:
@@ -184,30 +327,33 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reads, writes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # A library that prints would spoil the answers.
-    from transformers import PreTrainedTokenizerBase
+    import transformers.utils.chat_template_utils  # noqa: F401  # before the memory is limited
 
     _limit_memory(int(sys.argv[1]))
     while True:
         try:
-            messages, arguments, special_tokens, seconds, max_characters = pickle.load(reads)
+            _, number, content = _read_frame(reads)
         except EOFError:
             return
-        tokenizer: Any = SimpleNamespace(
-            special_tokens_map=special_tokens, get_chat_template=lambda template, tools: template
-        )
+        *request, seconds, max_characters = pickle.loads(content)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         kind = b"t"
         try:
-            text: Any = PreTrainedTokenizerBase.apply_chat_template(tokenizer, messages, tokenize=False, **arguments)
-            text = text[: max_characters + 1]
+            text = _rendered(*request)[: max_characters + 1]
         except MemoryError:
             kind, text = b"m", ""
+        except _NoTemplateError as error:
+            kind, text = b"s", str(error)
         except Exception as error:  # the template is a program of others
-            kind, text = b"e", str(error) or type(error).__name__
+            kind, text = b"e", _words(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        content = text.encode("utf-8", "surrogatepass")
-        writes.write(kind + len(content).to_bytes(8, "little") + content)
-        writes.flush()
+        _write_frame(writes, kind, number, text.encode("utf-8", "surrogatepass"))
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "they are nested too deeply"
+    return str(error) or type(error).__name__
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -117,11 +117,15 @@ class _Made:
             raise self._error("all its tokens are of type 5, unused")
 
     @property
-    def template(self) -> str | None:
-        template: object = self._metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise self._error(f"tokenizer.chat_template is {template!r:.40}, not a text")
-        return template
+    def template(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name as transformers has them: `tool_use` is for chats with tools."""
+        key = "tokenizer.chat_template"
+        found = {name: each for name, each in self._metadata.items() if name == key or name.startswith(f"{key}.")}
+        for name, template in found.items():
+            if not isinstance(template, str):
+                raise self._error(f"{name} is {template!r:.40}, not a text")
+        named = {name[len(key) + 1 :] or "default": str(template) for name, template in found.items()}
+        return named.get("default") if named.keys() <= {"default"} else named
 
     @property
     def controls(self) -> list[str]:

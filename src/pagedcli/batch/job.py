@@ -6,6 +6,7 @@ Used by cli.session, which reports progress. The methods are the steps, in order
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -209,8 +210,9 @@ class OpenJob:
         stop_requested: Callable[[], bool],
     ) -> BatchRun:
         """The run, after load_tokenizer and open_sink."""
-        created_s = sink.journal.header.created_s if isinstance(sink, FileSink) else int(time.time())
-        tokenizer, rows = self._writer(created_s)
+        header = sink.journal.header if isinstance(sink, FileSink) else None
+        tokenizer, rows = self._writer(int(time.time()) if header is None else header.created_s)
+        tokenizer.stop_clock(datetime.now() if header is None else header.clock)
 
         def observe_answers(row: BatchRow, answers: list[RowPrompt]) -> None:
             observe_row(row, answers)

@@ -16,6 +16,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -44,6 +45,11 @@ class JournalHeader(msgspec.Struct, frozen=True):
     created_s: int  # Unix time of the run's first start
     fingerprint: dict[str, str]  # everything that determines the rows
     overwrite: bool = False  # whether the run may replace an existing output
+    local_time: datetime | None = None  # the same moment, which chat templates see; None: of an older version
+
+    @property
+    def clock(self) -> datetime:
+        return self.local_time or datetime.fromtimestamp(self.created_s)
 
 
 class _Record(msgspec.Struct, frozen=True, gc=False):
@@ -74,7 +80,7 @@ class Journal:
     @classmethod
     def create(cls, path: Path, fingerprint: dict[str, str], *, overwrite: bool = False) -> "Journal":
         """A new journal, replacing any old one. Raises: UsageError, PagedcliError."""
-        header = JournalHeader(SCHEMA_VERSION, int(time.time()), fingerprint, overwrite)
+        header = JournalHeader(SCHEMA_VERSION, int(time.time()), fingerprint, overwrite, datetime.now())
         journal = cls(path, _open_locked(path), header)
         os.ftruncate(journal._fd, 0)
         journal._end = 0

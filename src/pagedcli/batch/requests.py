@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import StopCheckers
     from pagedcli.core.requests import FinishedRequest
 
-Message = dict[str, Any]  # role, content (text), and what templates may use: name, tool_calls, tool_call_id
+Message = dict[str, Any]  # role, content (text, list of text parts, or None), and all that templates may use
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_OPTIONAL = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; as in transformers the first counts
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """Validated messages, each with its content as one text. Raises: RequestError 'invalid_messages'."""
+    """Validated messages with all their fields. Raises: RequestError 'invalid_messages'."""
     if not isinstance(messages, list) or not messages:
         raise _invalid("'messages' must be a list with at least one message")
     return [_read_message(message, place) for place, message in enumerate(messages)]
@@ -51,41 +51,24 @@ def _read_message(message: Any, place: int) -> Message:
     if role not in ROLES:
         wrong = f"{where} has no role" if role is None else f"{where}.role is {str(role)[:40]!r}"
         raise _invalid(f"{wrong}, known: {', '.join(ROLES)}")
-    content = _read_content(message.get("content"), where, may_be_absent=bool(message.get("tool_calls")))
-    extras = {name: message[name] for name in _OPTIONAL if message.get(name) is not None}
-    if isinstance(calls := extras.get("tool_calls"), list):
-        extras["tool_calls"] = [_with_arguments(call) for call in calls]
+    content = message.get("content")
+    _check_content(content, where, may_be_absent=bool(message.get("tool_calls")))
+    fields = {name: value for name, value in message.items() if value is not None}
+    if (reasoning := next((fields[name] for name in _REASONING if name in fields), None)) is not None:
+        fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
     # templates expect 'system'; 'developer' is OpenAI's newer name for it
-    return {"role": "system" if role == "developer" else role, "content": content, **extras}
+    return {**fields, "role": "system" if role == "developer" else role, "content": content}
 
 
-def _with_arguments(call: Any) -> Any:
-    """A tool call with arguments as chat templates expect them: an object, not its JSON as text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _read_content(content: Any, where: str, *, may_be_absent: bool) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and may_be_absent:
-        return ""
+def _check_content(content: Any, where: str, *, may_be_absent: bool) -> None:
+    if isinstance(content, str) or (content is None and may_be_absent):
+        return
     if not isinstance(content, list) or not content:
         raise _invalid(f"{where}.content must be a string or a list of text parts")
-    texts = []
     for place, part in enumerate(content):
-        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else None
             raise _invalid(f"{where}.content[{place}] is {str(kind)[:40]!r}, only text parts are supported")
-    return "\n".join(texts)  # vLLM joins them so, too
 
 
 def _invalid(message: str) -> RequestError:
@@ -112,8 +95,20 @@ _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_gram
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
 _TEMPLATE_SETTINGS = frozenset(
-    ("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors")
-) | frozenset(("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "continue_final_message"))
+    (
+        *(
+            "conversation",
+            "conversations",
+            "chat_template",
+            "tokenize",
+            "sanitize_control_tokens",
+            "padding",
+            "truncation",
+        ),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        "continue_final_message",
+    )
+)
 # about accounting, not about the answer
 _HARMLESS_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")

@@ -7,6 +7,7 @@ incremental detokenization equal the text of decoding all tokens at once (tested
 
 from collections.abc import Sequence as Ids
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,16 @@ _FILES = (
 class Tokenizer:
     """The tokenizer in a model's folder or GGUF file.
 
-    `chat_template` is Jinja text or the path of a file with it; None: the tokenizer's own.
-    Raises: ModelError if the folder has no usable tokenizer; UsageError if the template cannot be read.
+    `chat_template` is Jinja text, the path of a file with it, or the name of one of the tokenizer's own templates;
+    None: these. Raises: ModelError if the folder has no usable tokenizer; UsageError for a bad template.
     """
 
     def __init__(self, folder: Path, *, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
         self.folder = folder
         self._hf = _load(folder, trust_remote_code=trust_remote_code)
         if chat_template is not None:
-            self._hf.chat_template = read_template(chat_template)
+            named = self._hf.chat_template if isinstance(self._hf.chat_template, dict) else {}
+            self._hf.chat_template = named.get(chat_template) or read_template(chat_template)
         if not isinstance(self._hf.chat_template, str | dict | None):
             raise ModelError(
                 f"the chat_template of the tokenizer in {folder} is {self._hf.chat_template!r:.40}, not a template",
@@ -61,12 +63,18 @@ class Tokenizer:
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self._renderer = ChatRenderer(self._hf)
+        if chat_template is not None:
+            self._renderer.check(str(self._hf.chat_template))
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
 
     @property
     def chat_template(self) -> str | None:
         template = self._hf.chat_template
         return template if template is None or isinstance(template, str) else repr(sorted(template.items()))
+
+    def stop_clock(self, time: datetime) -> None:
+        """Let chat templates see this time from now on."""
+        self._renderer.clock = time
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
@@ -103,6 +111,10 @@ class Tokenizer:
     def start_token_id(self) -> int | None:
         """The token before a text's first one: BOS, or EOS where there is none."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+
+    def has_two_bos(self, token_ids: Ids[int]) -> bool:
+        """Whether a prompt begins with two BOS tokens: its text had one, and the tokenizer added another."""
+        return len(token_ids) > 1 and token_ids[0] == token_ids[1] == self.bos_token_id
 
     def digest(self) -> str:
         """Hex digest of the files that define the tokenizer, or of a GGUF file's metadata about it."""
@@ -182,10 +194,12 @@ class Tokenizer:
             )
         return self._renderer.render(messages, arguments)
 
-    def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation; see render_chat."""
+    def encode_chat(
+        self, messages: list[Message], template_arguments: dict[str, Any] | None = None, *, num_allowed: int = 2**31
+    ) -> list[int]:
+        """Token ids of a conversation; see render_chat and encode_within."""
         # the template has already written the special tokens
-        return self.encode(self.render_chat(messages, template_arguments), add_special_tokens=False)
+        return self.encode_within(self.render_chat(messages, template_arguments), num_allowed, add_special_tokens=False)
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
         """The exact text of token ids, without clean-up."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pagedcli.simulation.requests import TraceRequest
 
 _NO_LIMIT = 2**31  # tokens of a text
+_MOST_OF_TEMPLATE = 2**15  # tokens that a chat template may add: it can make millions
 _UNSEEN = "prompts that leave no event, as they were found in whole or are shorter than a block"
 _TEXTS_AT_ONCE = 1_000  # the tokenizer takes some hundred bytes for a token, until their ids are copied
 
@@ -63,8 +64,9 @@ def find_partings(
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     finder.decode, finder.encode = decode, encode
-    with suppress(RequestError):  # no template, or none that takes a single word
-        finder.template = tokenizer.encode_chat([{"role": "user", "content": "word"}])
+    with suppress(RequestError):  # no template, or none that takes a single word and makes few tokens of it
+        word = [{"role": "user", "content": "word"}]
+        finder.template = tokenizer.encode_chat(word, num_allowed=_MOST_OF_TEMPLATE)
     return finder.find(drawn.prompts)
 
 

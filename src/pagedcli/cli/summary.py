@@ -173,6 +173,10 @@ def say_summary(
 
             for label, text in finding_lines(findings):
                 _say_line(f"  {label:<12} {text}")
+    if stats.num_double_bos:
+        prompts = plural(stats.num_double_bos, "prompt")
+        what = "the tokenizer or the chat template adds one itself, so leave it out of the text"
+        say_wrapped(f"note: {prompts} with two BOS tokens at the start: {what}")
     for name, count in sorted(result.ignored.items()):
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 

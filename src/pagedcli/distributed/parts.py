@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str  # '.jsonl' or '.parquet'
     num_rows: list[int]  # one number per part
     costs: list[int]  # tokens to compute in each part
+    local_time: datetime | None = None  # of the run's first start, which chat templates see; None: of an older version
 
     @property
     def num_parts(self) -> int:
@@ -161,6 +163,7 @@ class PartFolder:
             suffix=".parquet" if isinstance(lines, ParquetSource) else ".jsonl",
             num_rows=[len(rows) for rows in parts],
             costs=costs,
+            local_time=datetime.now(),
         )
         for folder in (self.path / _WORK, self.path):  # The manifest, written next, says that they are complete.
             sync_files(folder)

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from pagedcli.batch.columns import Columns
@@ -16,6 +17,7 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import FileSink
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.batch.stream import RowStream
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.parts import PartFolder, PartLine
 from pagedcli.errors import RequestError, UsageError
@@ -39,12 +41,12 @@ class Worker:
         options = replace(batch_options(loaded, columns), check_ids=False, no_scores=no_scores)
         options = options.with_run(limit=None, max_errors=None)
         model, key = config.engine.model, run_key(manifest.fingerprint)
-        self._stream = RowStream(
-            config.engine,
-            options,
-            lambda tokenizer: RowWriter(tokenizer, model, key, manifest.created_s, columns),
-            chat_template=config.run.chat_template,
-        )
+
+        def rows(tokenizer: Tokenizer) -> RowWriter:
+            tokenizer.stop_clock(manifest.local_time or datetime.fromtimestamp(manifest.created_s))
+            return RowWriter(tokenizer, model, key, manifest.created_s, columns)
+
+        self._stream = RowStream(config.engine, options, rows, chat_template=config.run.chat_template)
         self._duplicates = BatchStats()  # rows that never reach the engine
         self._lock = threading.Lock()
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -31,6 +32,20 @@ _LARGEST_JSON = 2**26  # bytes; the weight index of a model of 100,000 tensors h
 
 class _GenerationJson(msgspec.Struct):
     eos_token_id: Ids = None
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    id: int = -1
+
+
+class _TokenizerJson(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+class _TokenizerConfigJson(msgspec.Struct):
+    eos_token: str | _AddedToken | None = None
+    added_tokens_decoder: dict[int, _AddedToken] = {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,13 +85,29 @@ def check_supported(config: dict[str, Any], where: Path) -> None:
                 raise ModelError(f"{where}: {name} is {fields[name]}, but must be at most {_LARGEST[name]:,}")
 
 
-def stop_ids(path: Path, config_ids: Ids) -> tuple[int, ...]:
-    """End-of-sequence ids: those of generation_config.json first, then those that only config.json has."""
+def stop_ids(path: Path, config_ids: Ids, *, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence ids: those of generation_config.json first, then those that only config.json has, then the
+    tokenizer's."""
     generation_path = path / "generation_config.json"
     generation = _GenerationJson()
     if generation_path.is_file():
         generation = convert(read_json(generation_path), _GenerationJson, generation_path)
-    return tuple(dict.fromkeys(_as_list(generation.eos_token_id) + _as_list(config_ids)))
+    ends = [token_id for token_id in _tokenizer_ends(path) if 0 <= token_id < vocab_size]
+    return tuple(dict.fromkeys([*_as_list(generation.eos_token_id), *_as_list(config_ids), *ends]))
+
+
+def _tokenizer_ends(path: Path) -> list[int]:
+    """The id of the token that a folder's tokenizer calls the end of a text; empty if it cannot be read."""
+    with suppress(ModelError, OSError, ValueError, RecursionError, msgspec.DecodeError):
+        own = msgspec.convert(read_json(path / "tokenizer_config.json"), _TokenizerConfigJson, strict=False)
+        end = own.eos_token if isinstance(own.eos_token, str | None) else own.eos_token.content
+        for token_id, token in own.added_tokens_decoder.items():
+            if token.content == end:
+                return [token_id]
+        if end is not None:
+            tokenizer = msgspec.json.decode((path / "tokenizer.json").read_bytes(), type=_TokenizerJson)
+            return [token.id for token in tokenizer.added_tokens if token.content == end]
+    return []
 
 
 def convert(content: dict[str, Any], kind: type[_T], where: Path) -> _T:

@@ -69,7 +69,7 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         tie_word_embeddings=bool(first("tie_word_embeddings")),
         max_position_embeddings=text.max_position_embeddings,
         attention_chunk=attention_chunk(text),
-        eos_token_ids=stop_ids(path, first("eos_token_id")),
+        eos_token_ids=stop_ids(path, first("eos_token_id"), vocab_size=text.vocab_size),
         bos_token_id=first("bos_token_id"),
         dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),
         is_fallback=True,

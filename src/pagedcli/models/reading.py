@@ -121,7 +121,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         tie_word_embeddings=fields.tie_word_embeddings,
         head_bias=fields.head_bias,
         max_position_embeddings=max(fields.max_position_embeddings, _stretched_length(layers)),
-        eos_token_ids=stop_ids(path, fields.eos_token_id),
+        eos_token_ids=stop_ids(path, fields.eos_token_id, vocab_size=fields.vocab_size),
         bos_token_id=fields.bos_token_id,
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
         widened=becomes_plain(config),
