@@ -12,7 +12,6 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Columns
-from pagedcli.batch.reasoning import Span
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
 from pagedcli.batch.tokenizer import Tokenizer
@@ -111,8 +110,11 @@ class RowWriter:
     ) -> tuple[str, str | None, int, list[ToolCall]]:
         """The answer's text, the reasoning, None if there are no marks, the number of its tokens, and the calls."""
         prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
-        spans = found.spans(prompt_ids, ids) if found is not None else None
-        outside, calls = self._calls(answer, ids, [(0, len(ids))] if spans is None else spans.answer)
+        form = self.tokenizer.tool_format if answer.tools and self.columns.parse_tool_calls else None
+        spans = found.spans(prompt_ids, ids, form and form.start) if found is not None else None
+        outside, calls = [(0, len(ids))] if spans is None else spans.answer, list[ToolCall]()
+        if form is not None and answer.tools:
+            outside, calls = form.find(prompt_ids, ids, outside, answer.tools)
 
         def length(end: int) -> int:
             return len(self.tokenizer.decode_output(prompt_ids, ids[:end]))
@@ -121,16 +123,9 @@ class RowWriter:
         if spans is not None:
             reasoning, rest = spans.texts(text, length)
         if calls:
-            pieces = (text[length(start) : length(end)].strip() for start, end in outside)
+            pieces = (text[length(start) : length(end)].strip() for start, end in outside if start < end)
             rest = "\n".join(piece for piece in pieces if piece)
         return rest, reasoning, 0 if spans is None else spans.num_reasoning_tokens, calls
-
-    def _calls(self, answer: RowPrompt, ids: list[int], spans: list[Span]) -> tuple[list[Span], list[ToolCall]]:
-        """The spans outside the tool calls, and these."""
-        form = self.tokenizer.tool_format
-        if not answer.tools or form is None or not self.columns.parse_tool_calls:
-            return spans, []
-        return form.find(answer.result.prompt_token_ids, ids, spans, answer.tools)
 
     def _reasoning(self, sample: _Sample) -> dict[str, Any]:
         is_kept = sample.reasoning is not None and self.columns.keep_reasoning
