@@ -1,9 +1,13 @@
 """Text in and out: output text is exact, also where tokens split characters and stop strings cross token borders."""
 
+import shutil
+
 import pytest
+from batch_harness import with_tokens
 from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AddedToken, AutoTokenizer
 
 from pagedcli.batch.tokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker, Tokenizer, text_after
 from pagedcli.config import EngineConfig
@@ -93,6 +97,32 @@ def test_the_bytes_of_a_token_are_exact(demo, stories):
 
 
 # ---------------------------------------------------------------------- stop strings
+
+
+ADDED = ["<｜tool▁calls▁begin｜>", "▁", "<0x4G>", "<0x41>", "<think>", "漢", " two  spaces "]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_bytes_of_an_added_token_are_those_of_its_text(tmp_path, special):
+    tokenizer = Tokenizer(with_tokens(tmp_path, ADDED, special=special))
+    ids = [tokenizer.token_id(token) for token in ADDED]
+    assert [tokenizer.token_bytes(i) for i in ids] == [token.encode() for token in ADDED]
+    assert [tokenizer.decode([i], skip_special_tokens=False) for i in ids] == ADDED
+    vocabulary = tokenizer.all_token_bytes(max(ids) + 1)
+    assert [vocabulary[i] for i in ids] == [token.encode() for token in ADDED]
+
+
+def test_a_token_that_looks_like_a_byte_but_is_none_is_a_text(stories, tmp_path):
+    shutil.copytree(stories.folder, tmp_path, dirs_exist_ok=True)
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    hf.add_tokens([AddedToken("<0x4G>", normalized=False), AddedToken("x▁y", normalized=False)])
+    hf.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert [tokenizer.token_text(tokenizer.token_id(token)) for token in ("<0x4G>", "<0x41>", "x▁y")] == [
+        "<0x4G>",
+        "A",
+        "x y",
+    ]
 
 
 def test_a_stop_string_is_found_across_token_borders(tokenizer):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from conftest import shared_data
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Original
 
 from pagedcli.batch.gguf_tokenizer import SPLITTINGS
@@ -38,9 +38,11 @@ def prompts():
     ]
 
 
-def write(path, **fields):
+def write(path, architecture="llama", model=None, **fields):
     """A file with nothing but a tokenizer."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    if model is not None:
+        writer.add_name(model)
     for name, value in fields.items():
         if isinstance(value, list):
             writer.add_array(f"tokenizer.{name.replace('__', '.')}", value)
@@ -111,6 +113,27 @@ def test_deepseeks_numbers_and_han_and_kana_are_split_off_first():
     assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-llm", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " é", "t", "é", "世界カナ", "\r",
+                          "\n", " don", "'", " ", "ნ한∑", "+", "  "]),
+        ("deepseek-coder", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " été", " ", "世界", "\n", "\n",
+                            " don", "'", " ", " ", "ნ", "∑", "+", "1", "  "]),
+        ("seed-coder", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " été", "?DON", "'T", "\n\n", " ",
+                        " x", " ∑+", "\n"]),
+        ("exaone4", ["Hello", " world", "!!", " (", "x", ")", " 12", " été", " don", "'t", " ", " y", "\n"]),
+    ],
+)  # fmt: skip
+def test_texts_are_split_as_the_original_tokenizers_do(name, words, tmp_path):
+    fields = {"ggml__model": "gpt2", "ggml__tokens": ["a", "b", "ab"], "ggml__merges": ["a b"]}
+    tokenizer = Tokenizer(write(tmp_path / "model.gguf", ggml__pre=name, **fields))
+    text, offsets = "".join(words), []
+    for _, (start, end) in tokenizer._hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text):
+        offsets.append(text[start:end])
+    assert offsets == words
+
+
 def sentence_pieces(folder, texts):
     """A SentencePiece-like tokenizer trained on texts, with its tokens, scores and types as a file has them."""
     tokenizer = Original(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -154,6 +177,39 @@ def test_sentence_piece_ids_equal_those_of_the_original(tmp_path):
         ids = ours.encode(text)
         assert ids == original.encode(text), text
         assert ours.decode(ids) == original.decode(ids)
+
+
+ADDED = ("<|user|>", "<think>", "a▁b", "  ")
+PHI3 = [("phi3", None), ("llama", "Phi 3 Mini 4k Instruct"), ("llama", "unsloth-phi-3.5"), ("llama", None)]
+
+
+@pytest.mark.parametrize(("architecture", "model"), PHI3)
+def test_added_tokens_are_found_anywhere_and_phi_3s_take_the_space_after_them(tmp_path, architecture, model):
+    vocab, merges = sentence_pieces(tmp_path, prompts()[:100])
+    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+    tokens = [*sorted(vocab, key=vocab.get), *ADDED]
+    takes_space = (architecture, model) != ("llama", None)
+    original = Original.from_file(str(tmp_path / "tokenizer.json"))
+    for i, token in enumerate(ADDED):
+        added = AddedToken(token, special=i == 0, normalized=False, rstrip=takes_space)
+        original.add_special_tokens([added]) if i == 0 else original.add_tokens([added])
+    path = write(
+        tmp_path / "model.gguf",
+        architecture=architecture,
+        model=model,
+        ggml__model="llama",
+        ggml__tokens=tokens,
+        ggml__scores=[-float(ranks.get(token, len(ranks))) for token in tokens],
+        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259) + [3] + [4] * (len(ADDED) - 1),
+        ggml__bos_token_id=1,
+    )
+    ours, choose = Tokenizer(path), random.Random(4)
+    pieces = [*ADDED, " ", "\n", "\t", "a", "hello", " world", "<s>", "▁"]
+    for _ in range(500):
+        text = "".join(choose.choices(pieces, k=choose.randint(1, 8)))
+        if not takes_space or "<s>" not in text:
+            assert ours.encode(text) == original.encode(text).ids, text
+    assert ours.encode("<s> a")[1:] == ours.encode("<s>" + " a")[1:] != ours.encode("<s>a")[1:]
 
 
 def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):

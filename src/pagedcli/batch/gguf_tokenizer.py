@@ -4,6 +4,7 @@ Pipelines are those of the original tokenizers, so that their ids are equal (tes
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,15 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# cased letters that DeepSeek's first tokenizers leave out of words
+_UNLISTED = (
+    "\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7ff\uab30-\uab6f"
+    "\U00010570-\U000105bf\U00010d50-\U00010d8f\U00016e40-\U00016e7f\U0001d400-\U0001dfff"
+)
+_DEEPSEEK_WORDS = rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]+"
+_DEEPSEEK_MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK_OTHERS = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 # by tokenizer.ggml.pre
 SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(
@@ -72,7 +82,12 @@ SPLITTINGS: Mapping[str, _Splitting] = {
     "kimi-k2": _Splitting(_KIMI, whole_words=True),
     "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Splitting(_GPT4O)),
-    **dict.fromkeys(("gpt-2", "mpt", "olmo"), _Splitting()),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "exaone4"), _Splitting()),
+    "seed-coder": _Splitting(_SEED),
+    "deepseek-llm": _Splitting(
+        r"\p{N}", before=(r"[\r\n]", _DEEPSEEK_WORDS, _DEEPSEEK_MARKS, r"\s+$", _DEEPSEEK_OTHERS)
+    ),
+    "deepseek-coder": _Splitting(r"\p{N}", before=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_OTHERS)),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _Splitting(single_digits=True)),
 }
 
@@ -146,7 +161,7 @@ class _Made:
         else:
             known = "gpt2 (BPE), llama (SentencePiece) and gemma4 (its BPE)"
             raise self._error(f"tokenizer.ggml.model is {kind!r:.40}; {known} are read")
-        self._add_tokens(tokenizer, normalized=kind == "llama")
+        self._add_tokens(tokenizer, takes_space=kind == "llama" and self._is_phi3())
         self._add_ends(tokenizer, adds_bos=adds_bos)
         return tokenizer
 
@@ -199,13 +214,19 @@ class _Made:
         tokenizer.decoder = decoders.Sequence(steps)
         return tokenizer
 
-    def _add_tokens(self, tokenizer: Tokenizer, *, normalized: bool) -> None:
-        """Tokens that are found in a text before anything else, in the order of their ids."""
+    def _is_phi3(self) -> bool:
+        names = (self._metadata.get(f"general.{name}") for name in ("architecture", "name"))
+        return any(isinstance(name, str) and re.search("phi[- ]?3", name.lower()) is not None for name in names)
+
+    def _add_tokens(self, tokenizer: Tokenizer, *, takes_space: bool) -> None:
+        """Tokens that are found in a text before anything else, in the order of their ids. `takes_space`: with the
+        white space after them, as Phi-3's tokenizer has it, which a file does not say."""
         for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             if kind not in (_CONTROL, _USER_DEFINED) or not token:
                 continue
             special = kind == _CONTROL
-            added = AddedToken(token, special=special, normalized=normalized and not special)
+            rstrip = takes_space and token not in ("<unk>", "<s>", "<|endoftext|>")
+            added = AddedToken(token, special=special, normalized=False, rstrip=rstrip)
             tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
             assert tokenizer.token_to_id(token) == i, "it is in the vocabulary"
 

@@ -111,7 +111,7 @@ class RowWriter:
         """The answer's text, the reasoning, None if there are no marks, the number of its tokens, and the calls."""
         prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
         form = self.tokenizer.tool_format if answer.tools and self.columns.parse_tool_calls else None
-        spans = found.spans(prompt_ids, ids, form and form.start) if found is not None else None
+        spans = found.spans(prompt_ids, ids, None if form is None else form.start) if found is not None else None
         outside, calls = [(0, len(ids))] if spans is None else spans.answer, list[ToolCall]()
         if form is not None and answer.tools:
             outside, calls = form.find(prompt_ids, ids, outside, answer.tools)

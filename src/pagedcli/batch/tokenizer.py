@@ -5,6 +5,7 @@ Used by batch.run and the Python interface; the only module that uses transforme
 incremental detokenization equal the text of decoding all tokens at once (tested).
 """
 
+import re
 from collections.abc import Sequence as Ids
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
@@ -29,6 +30,7 @@ _PANIC = "PanicException"  # the Rust library's: no subclass of Exception, and i
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _ENCODE = "_encode_plus"  # the wrapper's method that all its ways of encoding call
 NO_TOOLS = "the chat template does not show tools to the model"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _WRAPPERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # two names of one class
 WRAPPED = ("llama", "qwen3")  # model_types for which AutoTokenizer believes a tokenizer_class that is one of these
 _FILES = (
@@ -60,6 +62,7 @@ class Tokenizer:
         self._backend = None if backend is None else _backend_of(self._hf)
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        self._has_byte_tokens = backend is None or "ByteFallback" in repr(backend.decoder)
         self._renderer = ChatRenderer(self._hf)
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
 
@@ -237,11 +240,11 @@ class Tokenizer:
             return b""
         if token in self._special_tokens:
             return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token) is not None:
             return bytes([int(token[3:5], 16)])
         if self._is_byte_level and all(char in _byte_of_char() for char in token):
             return bytes(_byte_of_char()[char] for char in token)
-        if "\u2581" in token:  # SentencePiece's mark for a space
+        if "\u2581" in token and not self._is_byte_level:  # SentencePiece's mark for a space
             return token.replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
 
