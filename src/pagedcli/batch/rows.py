@@ -193,7 +193,13 @@ class RowWriter:
             return {}
         first, *others = sample.prompt_logprobs
         assert first is None, "nothing predicts the first token"
-        return {"prompt_logprobs": [None, *self._chat_logprobs([each for each in others if each is not None])]}
+        positions = [each for each in others if each is not None]
+        found = self._chat_logprobs(positions)
+        for entry, position in zip(found, positions, strict=True):
+            token_ids = [position.token_id, *(token_id for token_id, _ in position.top)]
+            for each, token_id in zip([entry, *entry["top_logprobs"]], token_ids, strict=True):
+                each["token_id"] = token_id
+        return {"prompt_logprobs": [None, *found]}
 
     def _chat_logprobs(self, positions: "list[TokenLogprobs]") -> list[dict[str, Any]]:
         return [
@@ -218,8 +224,10 @@ class RowWriter:
             fields["text_offset"].append(offset)
             fields["tokens"].append(text)
             fields["token_logprobs"].append(_json_logprob(position.logprob))
-            ranked = [*position.top, (position.token_id, position.logprob)]
-            fields["top_logprobs"].append({text_of(token_id): _json_logprob(value) for token_id, value in ranked})
+            listed: dict[str, float] = {}
+            for token_id, value in [*position.top, (position.token_id, position.logprob)]:
+                listed.setdefault(text_of(token_id), _json_logprob(value))  # of equal texts, the likeliest
+            fields["top_logprobs"].append(listed)
             offset += len(text)
         return fields
 
@@ -290,15 +298,17 @@ class Sample(msgspec.Struct, frozen=True):
     logprobs: Any  # a list of positions, in a choice within an object
     prompt_logprobs: Any
 
-    @classmethod
-    def of(cls, fields: dict[str, Any], answer: str) -> "Sample":
-        text = fields["message"]["content"] if "message" in fields else fields.get(answer)
-        reasoning = fields.get("message", fields).get("reasoning_content")
-        calls = fields.get("message", fields).get("tool_calls")
-        names = ("stop_reason", "beam_score", "token_ids", "logprobs", "prompt_logprobs")
-        others: list[Any] = [fields.get(name) for name in names]
-        others.insert(3, calls)
-        return cls(fields.get("index", 0), text, reasoning, fields["finish_reason"], *others)
+    @staticmethod
+    def values_of(fields: dict[str, Any], answer: str) -> dict[str, Any]:
+        """The values of a sample, unchecked."""
+        message = fields.get("message", fields)
+        return {name: fields.get(name) for name in Sample.__struct_fields__} | {
+            "index": fields.get("index", 0),
+            "text": message["content"] if "message" in fields else fields.get(answer),
+            "reasoning": message.get("reasoning_content"),
+            "finish_reason": fields["finish_reason"],
+            "tool_calls": message.get("tool_calls"),
+        }
 
     def cells(self, answer: str) -> dict[str, Any]:
         """What it has by column of a table, the text in the column `answer`."""
@@ -325,15 +335,17 @@ class Row(msgspec.Struct, frozen=True):
         fields = msgspec.json.decode(content, type=dict[str, Any])
         body = (fields.get("response") or {}).get("body") or fields
         samples = [] if fields["error"] is not None else body.get("choices") or body.get("outputs") or [body]
-        return cls(
-            fields,
-            fields["custom_id"] if "response" in fields else fields["id"],
-            fields.get("index", index),
-            fields["error"],
-            body.get("usage"),
-            body.get("metrics"),
-            [Sample.of(sample, "text" if "response" in fields else answer) for sample in samples],
-        )
+        answer = "text" if "response" in fields else answer
+        values = {
+            "fields": fields,
+            "id": fields["custom_id" if "response" in fields else "id"],
+            "index": fields.get("index", index),
+            "error": fields["error"],
+            "usage": body.get("usage"),
+            "metrics": body.get("metrics"),
+            "samples": [Sample.values_of(sample, answer) for sample in samples],
+        }
+        return msgspec.convert(values, cls)
 
 
 class RowStatus(msgspec.Struct, frozen=True, gc=False):

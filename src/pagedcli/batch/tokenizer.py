@@ -191,8 +191,12 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, template_arguments), add_special_tokens=False)
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
-        """The exact text of token ids, without clean-up."""
-        text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """The exact text of token ids, without clean-up. Raises: RequestError for a number that no token id can be."""
+        try:
+            text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            wrong = next(each for each in token_ids if not 0 <= each < 2**32)
+            raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary") from error
         return text
 
     def prompt_tail(self, prompt_token_ids: Ids[int], *, skip_special_tokens: bool = True) -> tuple[list[int], str]:
