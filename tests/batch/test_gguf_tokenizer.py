@@ -245,8 +245,12 @@ def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):
         ({"ggml__tokens": ["a", "a"]}, "a token twice"),
         ({"ggml__token_type": [1]}, "2 tokens, but 1 types"),
         ({"ggml__merges": ["x y"]}, "merges is missing or damaged"),
+        ({"ggml__tokens": ["a", "b" * 5000]}, "a token of 5,000 characters, allowed: 1,024"),
+        ({"ggml__tokens": [str(i) for i in range(2**14 + 1)], "ggml__token_type": [3] * (2**14 + 1)}, "control tokens"),
+        ({"ggml__model": "llama", "ggml__tokens": ["a" * i for i in range(1, 1000)], "ggml__scores": [0.0] * 999},
+         "its 999 tokens have 499,500 characters, the longest 999"),
     ],
-)
+)  # fmt: skip
 def test_a_tokenizer_that_is_not_known_or_damaged_is_refused(tmp_path, change, what):
     fields = {"ggml__model": "gpt2", "ggml__pre": "gpt-2", "ggml__tokens": ["a", "b"], "ggml__merges": ["a b"]}
     with pytest.raises(ModelError) as error:

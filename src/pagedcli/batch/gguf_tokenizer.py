@@ -15,6 +15,9 @@ from pagedcli.errors import ModelError
 from pagedcli.models.gguf.header import Header
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# More than any tokenizer has: a hostile file must not take gigabytes, or minutes.
+_LONGEST, _MOST_CONTROLS = 1024, 2**14  # characters of a token, control tokens
+_MOST_CHARACTERS, _MOST_SQUARES = 2**22, 2**26  # of SentencePiece's tokens, which are split in every way
 _MARK = "\u2581"  # SentencePiece's for a space
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -119,6 +122,8 @@ class _Made:
         self._tokens = self._list("tokens", str)
         if not self._tokens:
             raise self._error("it has no tokenizer.ggml.tokens")
+        if (longest := max(map(len, self._tokens))) > _LONGEST:
+            raise self._error(f"it has a token of {longest:,} characters, allowed: {_LONGEST:,}")
         self._types = self._list("token_type", int) or [_NORMAL] * len(self._tokens)
         if len(self._types) != len(self._tokens):
             raise self._error(f"there are {len(self._tokens)} tokens, but {len(self._types)} types of tokens")
@@ -128,6 +133,8 @@ class _Made:
         }
         if len(self._vocab) + self._types.count(_UNUSED) != len(self._tokens):
             raise self._error("it has a token twice")
+        if (num_controls := self._types.count(_CONTROL)) > _MOST_CONTROLS:
+            raise self._error(f"it has {num_controls:,} control tokens, allowed: {_MOST_CONTROLS:,}")
         if not self._vocab:
             raise self._error("all its tokens are of type 5, unused")
 
@@ -195,6 +202,11 @@ class _Made:
         if len(scores) != len(self._tokens) or any(map(math.isnan, scores)):
             raise self._error(f"there are {len(self._tokens)} tokens, but {len(scores)} scores")
         pieces = [token for token, i in self._vocab.items() if self._types[i] in (_NORMAL, _USER_DEFINED)]
+        lengths = list(map(len, pieces))
+        if sum(lengths) > _MOST_CHARACTERS or sum(length * length for length in lengths) > _MOST_SQUARES:
+            raise self._error(
+                f"its {len(pieces):,} tokens have {sum(lengths):,} characters, the longest {max(lengths):,}"
+            )
         return _merges(pieces, self._vocab, scores)
 
     def _pieces(self, merges: list[tuple[str, str]]) -> Tokenizer:
@@ -221,14 +233,15 @@ class _Made:
     def _add_tokens(self, tokenizer: Tokenizer, *, takes_space: bool) -> None:
         """Tokens that are found in a text before anything else, in the order of their ids. `takes_space`: with the
         white space after them, as Phi-3's tokenizer has it, which a file does not say."""
-        for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
-            if kind not in (_CONTROL, _USER_DEFINED) or not token:
-                continue
-            special = kind == _CONTROL
-            rstrip = takes_space and token not in ("<unk>", "<s>", "<|endoftext|>")
-            added = AddedToken(token, special=special, normalized=False, rstrip=rstrip)
-            tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
-            assert tokenizer.token_to_id(token) == i, "it is in the vocabulary"
+        plain = ("<unk>", "<s>", "<|endoftext|>")
+        added = [
+            AddedToken(token, special=kind == _CONTROL, normalized=False, rstrip=takes_space and token not in plain)
+            for token, kind in zip(self._tokens, self._types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED) and token
+        ]
+        num_tokens = tokenizer.get_vocab_size()
+        tokenizer.add_tokens(added)  # all at once: each call looks at all added tokens
+        assert tokenizer.get_vocab_size() == num_tokens, "they are in the vocabulary"
 
     def _add_ends(self, tokenizer: Tokenizer, *, adds_bos: bool) -> None:
         bos, eos = self.named("bos"), self.named("eos")

@@ -30,6 +30,7 @@ _PANIC = "PanicException"  # the Rust library's: no subclass of Exception, and i
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _ENCODE = "_encode_plus"  # the wrapper's method that all its ways of encoding call
 NO_TOOLS = "the chat template does not show tools to the model"
+_MOST_GROWTH = 1000  # times as long; known tokenizers at most double a text
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _WRAPPERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # two names of one class
 WRAPPED = ("llama", "qwen3")  # model_types for which AutoTokenizer believes a tokenizer_class that is one of these
@@ -58,6 +59,8 @@ class Tokenizer:
             )
         backend = getattr(self._hf, "backend_tokenizer", None)
         slow = partial(self._hf.decode, clean_up_tokenization_spaces=False)
+        if backend is not None:
+            _check_growth(folder, backend)
         self._decode = slow if backend is None else backend.decode  # 5 times as fast as the wrapper's
         self._backend = None if backend is None else _backend_of(self._hf)
         self._special_tokens = frozenset(self._hf.all_special_tokens)
@@ -251,6 +254,33 @@ class Tokenizer:
         if "\u2581" in token and not self._is_byte_level:  # SentencePiece's mark for a space
             return token.replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _check_growth(folder: Path, backend: Any) -> None:
+    """Raises: ModelError for a tokenizer that can make a short text endless."""
+    for name in ("normalizer", "post_processor", "decoder"):
+        if (growth := _growth(getattr(backend, name))) > _MOST_GROWTH:
+            raise ModelError(
+                f"the {name} of the tokenizer in {folder} can make a text {growth:.3g} times as long, allowed:"
+                f" {_MOST_GROWTH}",
+                hint="use the original tokenizer of the model",
+            )
+
+
+def _growth(component: Any) -> float:
+    """How many times as long a component of a tokenizer can make a text."""
+    try:
+        states = [] if component is None else [msgspec.json.decode(component.__getstate__())]
+    except Exception:  # one in Python, which only trusted code has
+        return 1.0
+    growth = 1.0
+    for state in states:  # which grows
+        if state["type"] == "Replace":
+            pattern = state["pattern"].get("String")  # none: a regular expression, which may match between characters
+            growth *= max(1.0, len(state["content"]) / len(pattern) if pattern else 1 + len(state["content"]))
+        growth *= max(1, len(state.get("single", ())))
+        states += [each for name in ("normalizers", "processors", "decoders") for each in state.get(name, ())]
+    return growth
 
 
 def _is_failure(error: BaseException) -> bool:
