@@ -257,3 +257,73 @@ def test_a_tokenizer_that_is_not_known_or_damaged_is_refused(tmp_path, change, w
         Tokenizer(write(tmp_path / "model.gguf", **fields | change))
     assert what in error.value.message
     assert "model.gguf" in error.value.message
+
+
+def byte_level_fields():
+    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["th", "the", "in", "ing"]
+    return {
+        "ggml__model": "gpt2",
+        "ggml__pre": "qwen2",
+        "ggml__tokens": [*chars, *words, "<think>", "<|end|>"],
+        "ggml__token_type": [1] * (len(chars) + len(words)) + [4, 3],
+        "ggml__merges": ["t h", "th e", "i n", "in g"],
+        "ggml__eos_token_id": len(chars) + 5,
+        "chat_template": "{{ messages[0].content }}",
+    }
+
+
+def pieces_fields():
+    pieces = ["\u2581", "a", "b", "ab", "\u2581ab", "<think>", "<|end|>"]
+    return {
+        "ggml__model": "llama",
+        "ggml__tokens": ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces],
+        "ggml__scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
+        "ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * 5 + [4, 3],
+        "ggml__bos_token_id": 1,
+        "ggml__eos_token_id": 2,
+        "ggml__unknown_token_id": 0,
+        "ggml__add_space_prefix": True,
+    }
+
+
+def mutated_fields(fields, choose):
+    """Fields of which some are missing, of another kind, or lists with other members."""
+    fields = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
+    for _ in range(choose.randint(1, 4)):
+        name = choose.choice(list(fields))
+        value = fields[name]
+        others = ["", "llama", "gpt2", "gemma4", 5, 2**32 - 1, True, [1], [0.5], ["a"], ["", "a"], [True] * 3]
+        if not isinstance(value, list) or choose.random() < 0.3:
+            fields[name] = choose.choice(others)
+        elif len(value) > 1:
+            place = choose.randrange(len(value))
+            odd = {str: ["", "a", " ", "\u2581" * 50, "x" * 2000, "<0xZZ>", "\x00", "\u00e9", "a b c"]}
+            odd |= {int: [0, -1, 3, 4, 5, 6, 99, 2**31 - 1], float: [0.0, 1e38, float("nan"), float("-inf")]}
+            value[place] = choose.choice(odd.get(type(value[place]), [False]))
+            if choose.random() < 0.2:
+                del value[choose.randrange(len(value)) :]
+    return fields
+
+
+@pytest.mark.long
+def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_path):
+    choose, num_refused = random.Random(7), 0
+    for _ in range(300):
+        fields = mutated_fields(choose.choice([byte_level_fields, pieces_fields])(), choose)
+        path = write(tmp_path / "model.gguf", **{name: value for name, value in fields.items() if value != []})
+        content = bytearray(path.read_bytes())
+        if choose.random() < 0.3:
+            content[choose.randrange(24, len(content))] = choose.randrange(256)
+            path.write_bytes(content[: choose.choice((len(content), choose.randrange(len(content))))])
+        try:
+            tokenizer = Tokenizer(path)
+        except ModelError as error:
+            num_refused += "model.gguf" in error.message
+            continue
+        ids = tokenizer.encode("the string ab <think> \u00e9\U0001f642<|end|>\n")
+        tokenizer.decode([*ids, 0, 10**6])
+        tokenizer.all_token_bytes(400)
+        tokenizer.digest()
+        assert tokenizer.reasoning is tokenizer.tool_format is None
+    assert 50 < num_refused < 250
