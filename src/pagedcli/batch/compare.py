@@ -149,9 +149,7 @@ def _compare_logprobs(
     if a is None or b is None:
         return None
     if len(a) != len(b):
-        return RowDifference(
-            label, kind, index, min(len(a), len(b)), None, *(f"{len(each)} positions" for each in (a, b))
-        )
+        return RowDifference(label, kind, index, a=f"{len(a)} positions", b=f"{len(b)} positions")
     deltas = [_largest_delta(first, second) for (first, _), (second, _) in zip(a, b, strict=True)]
     token = next((place for place, delta in enumerate(deltas) if not delta <= tolerance), None)
     if token is not None:

@@ -256,10 +256,10 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
-def _check_growth(folder: Path, backend: Any) -> None:
+def _check_growth(folder: Path, tokenizer: Any) -> None:
     """Raises: ModelError for a tokenizer that can make a short text endless."""
     for name in ("normalizer", "post_processor", "decoder"):
-        if (growth := _growth(getattr(backend, name))) > _MOST_GROWTH:
+        if (growth := _growth(getattr(tokenizer, name))) > _MOST_GROWTH:
             raise ModelError(
                 f"the {name} of the tokenizer in {folder} can make a text {growth:.3g} times as long, allowed:"
                 f" {_MOST_GROWTH}",
