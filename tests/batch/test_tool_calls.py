@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+from datetime import date
 
 import openai.types.chat
 import pytest
@@ -255,6 +256,8 @@ TYPED = [
     ({"const": True}, "true", True),
     ({"type": "integer"}, "2.0", 2.0),
     ({"type": "integer"}, "2.5", "2.5"),
+    ({"enum": [date(2020, 1, 1)], "allOf": [{"$ref": "#"}] * 3}, "2", "2"),  # a date as YAML reads it
+    ({"const": date(2020, 1, 1)}, "2", "2"),
     ({"type": 5, "anyOf": 5, "enum": "2", "$ref": 2}, "2", "2"),
     (None, "2", "2"),
 ]

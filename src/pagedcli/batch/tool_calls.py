@@ -7,6 +7,7 @@ for chats with tools.
 import ast
 import json
 import re
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
@@ -308,7 +309,8 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 def _from_python(text: str) -> list[ToolCall]:
     if re.match(r"\[?\s*[\w.]+\(", text) is None:
         raise ValueError("neither JSON nor calls with named arguments")
-    found = ast.parse(text, mode="eval").body
+    with warnings.catch_warnings(action="ignore"):  # about odd escapes in the model's text
+        found = ast.parse(text, mode="eval").body
     calls = found.elts if isinstance(found, ast.List) else [found]
     if not calls or not all(isinstance(call, ast.Call) and not call.args for call in calls):
         raise ValueError("neither JSON nor calls with named arguments")
@@ -351,8 +353,8 @@ def _types(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
         declared = each.get("type")
         types = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
         stated += [types | {"integer"} if "number" in types else types]
-        stated += [{_KINDS[type(value)] for value in _list(each, "enum")}]
-        stated += [{_KINDS[type(each["const"])]}] if "const" in each else []
+        stated += [{_KINDS.get(type(value), "") for value in _list(each, "enum")}]
+        stated += [{_KINDS.get(type(each["const"]), "")}] if "const" in each else []
         stated += [set().union(*(_types(one, root, known) for one in _list(each, key))) for key in ("anyOf", "oneOf")]
     known[id(schema)] = types = set.intersection(*filter(None, stated)) if any(stated) else set()
     return types
@@ -360,20 +362,23 @@ def _types(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
 
 def _with_references(schema: Any, root: Any) -> list[Mapping[str, Any]]:
     """A schema, and those that hold with it: what its $ref points to, and its allOf."""
-    found = [schema] if isinstance(schema, Mapping) else []
-    for each in found:  # which grows
-        others = _list(each, "allOf")
+    found, coming = dict[int, Mapping[str, Any]](), [schema]  # by the schemas' ids
+    for each in coming:  # which grows
+        if not isinstance(each, Mapping) or id(each) in found:
+            continue
+        found[id(each)] = each
+        coming += _list(each, "allOf")
         if isinstance(reference := each.get("$ref"), str):
-            others = [*others, _referred(reference, root)]
-        found += [other for other in others if isinstance(other, Mapping) and all(other is not one for one in found)]
-    return found
+            coming.append(_referred(reference, root))
+    return list(found.values())
 
 
 def _referred(reference: str, root: Any) -> Any:
     """What a JSON pointer into the same schema points to; None: nothing."""
-    for part in unquote(reference).split("/")[1:] if reference.startswith("#") else [None]:
-        part = part and part.replace("~1", "/").replace("~0", "~")
-        root = root.get(part) if isinstance(root, Mapping) else None
+    if not reference.startswith("#"):
+        return None
+    for part in unquote(reference).split("/")[1:]:
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
     return root
 
 
