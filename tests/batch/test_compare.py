@@ -265,13 +265,14 @@ def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, 
                             scores.add(a.scores, b.scores)
 
 
-def test_a_text_that_is_a_number_is_refused_by_its_line(tmp_path):
-    row = {"index": 0, "id": None, "text": 5, "finish_reason": "stop", "usage": {"prompt_tokens": 1}, "error": None}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps(row | {"text": "5"}) + "\n")
+@pytest.mark.parametrize(("field", "value"), [("text", 5), ("token_ids", [-1]), ("token_ids", [2**63])])
+def test_a_row_with_a_number_in_the_wrong_place_is_refused_by_its_line(tmp_path, field, value):
+    row = {"index": 0, "id": None, "text": "5", "finish_reason": "stop", "usage": {"prompt_tokens": 1}, "error": None}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {field: value}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
     said = pagedcli("verify", tmp_path / "b.jsonl", tmp_path / "a.jsonl", expect=2).stderr
     assert "line 1 of" in said
-    assert "$.samples[0].text" in said
+    assert f"$.samples[0].{field}" in said
 
 
 def test_what_is_no_file_of_rows_is_refused(outputs, tmp_path):

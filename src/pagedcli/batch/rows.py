@@ -17,6 +17,7 @@ from pagedcli.batch.scoring import Score, ScoredTokens, best_of
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.batch.tool_calls import ToolCall
 from pagedcli.errors import RequestError
+from pagedcli.events import TokenId
 
 if TYPE_CHECKING:
     from pagedcli.core.sequence import SampleOutput, TokenLogprobs
@@ -293,7 +294,7 @@ class Sample(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: Any
     beam_score: float | None
-    token_ids: list[int] | None
+    token_ids: list[TokenId] | None
     tool_calls: Any  # a list of calls, in a choice in OpenAI's form
     logprobs: Any  # a list of positions, in a choice within an object
     prompt_logprobs: Any
