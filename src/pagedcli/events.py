@@ -11,7 +11,7 @@ import msgspec
 
 SCHEMA_VERSION = 4
 OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content were not found
-TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=0x10FFFF)]  # no vocabulary is larger, and such ids compare as characters
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
 Speculation = Literal["off", "ngram", "mtp", "auto"]

@@ -453,6 +453,18 @@ def test_twenty_thousand_fuzzed_lines_give_one_row_each():
     assert 0 < result.stats.num_failed < num_rows
 
 
+def test_of_listed_tokens_of_equal_text_the_likeliest_stays(harness):
+    fields = {"prompt": [200], "logprobs": 100, "max_tokens": 3}  # half a character, which many tokens continue
+    row, completion = harness.rows([plain(**fields), openai({"model": "m", **fields}, "/v1/completions", "b")])
+    found = completion["response"]["body"]["choices"][0]["logprobs"]["top_logprobs"]
+    listed = [[(top["token"], top["logprob"]) for top in each["top_logprobs"]] for each in row["logprobs"]]
+    assert any(len(dict(tops)) < len(tops) for tops in listed)
+    assert found == [
+        {text: max(value for other, value in tops if other == text) for text, _ in tops} for tops in listed
+    ]
+    assert [list(each.values()) for each in found] == [sorted(each.values(), reverse=True) for each in found]
+
+
 def test_extreme_but_allowed_numbers_do_not_end_the_run(harness):
     extremes = [
         {"temperature": 1e6},

@@ -1,9 +1,15 @@
 """Text in and out: output text is exact, also where tokens split characters and stop strings cross token borders."""
 
+import json
+import shutil
+
 import pytest
+from batch_harness import with_tokens
 from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from pagedcli.batch.tokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker, Tokenizer, text_after
 from pagedcli.config import EngineConfig
@@ -93,6 +99,54 @@ def test_the_bytes_of_a_token_are_exact(demo, stories):
 
 
 # ---------------------------------------------------------------------- stop strings
+
+
+ADDED = ["<｜tool▁calls▁begin｜>", "▁", "<0x4G>", "<0x41>", "<think>", "漢", " two  spaces "]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_bytes_of_an_added_token_are_those_of_its_text(tmp_path, special):
+    tokenizer = Tokenizer(with_tokens(tmp_path, ADDED, special=special))
+    ids = [tokenizer.token_id(token) for token in ADDED]
+    assert [tokenizer.token_bytes(i) for i in ids] == [token.encode() for token in ADDED]
+    assert [tokenizer.decode([i], skip_special_tokens=False) for i in ids] == ADDED
+    vocabulary = tokenizer.all_token_bytes(max(ids) + 1)
+    assert [vocabulary[i] for i in ids] == [token.encode() for token in ADDED]
+
+
+def test_a_token_that_looks_like_a_byte_but_is_none_is_a_text(stories, tmp_path):
+    shutil.copytree(stories.folder, tmp_path, dirs_exist_ok=True)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<0x4G>", normalized=False), AddedToken("x▁y", normalized=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert [tokenizer.token_text(tokenizer.token_id(token)) for token in ("<0x4G>", "<0x41>", "x▁y")] == [
+        "<0x4G>",
+        "A",
+        "x y",
+    ]
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BOMBS = {
+    "normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 40},
+    "decoder": {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [DOUBLING] * 20}] * 2},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 5000,
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {},
+    },
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_tokenizer_that_makes_short_texts_endless_is_refused(tmp_path, demo, name):
+    shutil.copytree(demo.folder, tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | {name: BOMBS[name]}))
+    with pytest.raises(ModelError, match=rf"the {name} of the tokenizer in .* times as long, allowed: 1000"):
+        Tokenizer(tmp_path)
 
 
 def test_a_stop_string_is_found_across_token_borders(tokenizer):

@@ -1,8 +1,13 @@
 """`pagedcli verify` and `generate --verify`: equal runs have the same bits, and a difference is found where it is."""
 
+import contextlib
+import copy
+import functools
 import json
 import math
+import operator
 
+import msgspec
 import pytest
 import torch
 from batch_harness import DEFAULTS, Harness
@@ -11,8 +16,10 @@ from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.score_comparison import ScoreComparison
 from pagedcli.config import Config
 from pagedcli.core.engine_core import EngineCore
+from pagedcli.errors import UsageError
 
 FULL = (*FAST, "--output-token-ids", "--logprobs", "3", "--temperature", "1", "--dtype", "float32")
 LINES = [
@@ -197,6 +204,75 @@ def test_what_is_no_output_is_refused_with_the_line_and_the_reason(outputs, tmp_
     said = " ".join(pagedcli("verify", outputs / "out.jsonl", tmp_path / "b.jsonl", expect=2).stderr.split())
     assert "line 7 of" in said
     assert f"is not a row of an output: {why}" in said
+
+
+def places(value, path=()):
+    """The paths of all values in JSON."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.long  # hundreds of files
+@pytest.mark.parametrize("other", [5, "x", None, [], {"a": 5}])
+def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, other):
+    """Each value of a row with everything, one at a time, on either side."""
+    token = {
+        "token": "a",
+        "logprob": -1.5,
+        "bytes": [97],
+        "top_logprobs": [{"token": "b", "logprob": -2.5, "bytes": [98]}],
+    }
+    completion = {"text_offset": [0], "token_logprobs": [-1.5], "tokens": ["a"], "top_logprobs": [{"a": -1.5}]}
+    sample = {"text": "a", "reasoning_content": "b", "finish_reason": "stop", "stop_reason": None, "token_ids": [5]}
+    sample |= {"logprobs": [token], "prompt_logprobs": [None, token], "tool_calls": [{"name": "f", "arguments": {}}]}
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    score = {"index": 0, "logprob": -1.0, "num_tokens": 1, "num_bytes": 1, "is_greedy": True}
+    best = {"logprob": 0, "per_token": 0, "per_byte": None}
+    rows = [
+        {"index": 0, "id": "a", **sample, "usage": usage, "error": None},
+        {"index": 0, "id": None, "outputs": [{"index": 0, **sample}], "usage": usage, "error": None},
+        {"index": 0, "id": 5, "text": None, "finish_reason": "score", "scores": [score], "best": best, "target": 0,
+         "usage": usage, "error": None},
+        {"index": 0, "id": None, "text": None, "finish_reason": None, "usage": None, "error": {"code": "a"}},
+        {"id": "b", "custom_id": "a", "response": {"status_code": 200, "body": {"choices": [
+            {"index": 0, "text": "a", "finish_reason": "stop", "logprobs": completion}], "usage": usage}},
+            "error": None},
+        {"id": "b", "custom_id": "a", "response": {"status_code": 200, "body": {"choices": [
+            {"index": 0, "message": {"content": "a"}, "finish_reason": "stop", "logprobs": {"content": [token]}}],
+            "usage": usage}}, "error": None},
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes(msgspec.json.encode(rows[0]) + b"\n")
+    for row in rows:
+        for path in places(row):
+            changed = copy.deepcopy({"row": row})
+            *outer, last = ("row", *path)
+            functools.reduce(operator.getitem, outer, changed)[last] = other
+            for name, content in (("a.jsonl", row), ("b.jsonl", changed["row"])):
+                (tmp_path / name).write_bytes(msgspec.json.encode(content) + b"\n")
+            scores = ScoreComparison()
+            with contextlib.suppress(UsageError):
+                for a, b in pairs(read_rows(tmp_path / "a.jsonl"), read_rows(tmp_path / "b.jsonl")):
+                    if a is not None and b is not None:
+                        compare(a, b)
+                        compare(b, a)
+                        if (
+                            a.scores is not None
+                            and b.scores is not None
+                            and len(a.scores.scores) == len(b.scores.scores)
+                        ):
+                            scores.add(a.scores, b.scores)
+
+
+@pytest.mark.parametrize(("field", "value"), [("text", 5), ("token_ids", [-1]), ("token_ids", [2**63])])
+def test_a_row_with_a_number_in_the_wrong_place_is_refused_by_its_line(tmp_path, field, value):
+    row = {"index": 0, "id": None, "text": "5", "finish_reason": "stop", "usage": {"prompt_tokens": 1}, "error": None}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {field: value}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
+    said = pagedcli("verify", tmp_path / "b.jsonl", tmp_path / "a.jsonl", expect=2).stderr
+    assert "line 1 of" in said
+    assert f"$.samples[0].{field}" in said
 
 
 def test_what_is_no_file_of_rows_is_refused(outputs, tmp_path):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from conftest import shared_data
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Original
 
 from pagedcli.batch.gguf_tokenizer import SPLITTINGS
@@ -38,9 +38,11 @@ def prompts():
     ]
 
 
-def write(path, **fields):
+def write(path, architecture="llama", model=None, **fields):
     """A file with nothing but a tokenizer."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    if model is not None:
+        writer.add_name(model)
     for name, value in fields.items():
         if isinstance(value, list):
             writer.add_array(f"tokenizer.{name.replace('__', '.')}", value)
@@ -111,6 +113,27 @@ def test_deepseeks_numbers_and_han_and_kana_are_split_off_first():
     assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-llm", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " é", "t", "é", "世界カナ", "\r",
+                          "\n", " don", "'", " ", "ნ한∑", "+", "  "]),
+        ("deepseek-coder", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " été", " ", "世界", "\n", "\n",
+                            " don", "'", " ", " ", "ნ", "∑", "+", "1", "  "]),
+        ("seed-coder", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " été", "?DON", "'T", "\n\n", " ",
+                        " x", " ∑+", "\n"]),
+        ("exaone4", ["Hello", " world", "!!", " (", "x", ")", " 12", " été", " don", "'t", " ", " y", "\n"]),
+    ],
+)  # fmt: skip
+def test_texts_are_split_as_the_original_tokenizers_do(name, words, tmp_path):
+    fields = {"ggml__model": "gpt2", "ggml__tokens": ["a", "b", "ab"], "ggml__merges": ["a b"]}
+    tokenizer = Tokenizer(write(tmp_path / "model.gguf", ggml__pre=name, **fields))
+    text, offsets = "".join(words), []
+    for _, (start, end) in tokenizer._hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text):
+        offsets.append(text[start:end])
+    assert offsets == words
+
+
 def sentence_pieces(folder, texts):
     """A SentencePiece-like tokenizer trained on texts, with its tokens, scores and types as a file has them."""
     tokenizer = Original(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -156,6 +179,39 @@ def test_sentence_piece_ids_equal_those_of_the_original(tmp_path):
         assert ours.decode(ids) == original.decode(ids)
 
 
+ADDED = ("<|user|>", "<think>", "a▁b", "  ")
+PHI3 = [("phi3", None), ("llama", "Phi 3 Mini 4k Instruct"), ("llama", "unsloth-phi-3.5"), ("llama", None)]
+
+
+@pytest.mark.parametrize(("architecture", "model"), PHI3)
+def test_added_tokens_are_found_anywhere_and_phi_3s_take_the_space_after_them(tmp_path, architecture, model):
+    vocab, merges = sentence_pieces(tmp_path, prompts()[:100])
+    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+    tokens = [*sorted(vocab, key=vocab.get), *ADDED]
+    takes_space = (architecture, model) != ("llama", None)
+    original = Original.from_file(str(tmp_path / "tokenizer.json"))
+    for i, token in enumerate(ADDED):
+        added = AddedToken(token, special=i == 0, normalized=False, rstrip=takes_space)
+        original.add_special_tokens([added]) if i == 0 else original.add_tokens([added])
+    path = write(
+        tmp_path / "model.gguf",
+        architecture=architecture,
+        model=model,
+        ggml__model="llama",
+        ggml__tokens=tokens,
+        ggml__scores=[-float(ranks.get(token, len(ranks))) for token in tokens],
+        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259) + [3] + [4] * (len(ADDED) - 1),
+        ggml__bos_token_id=1,
+    )
+    ours, choose = Tokenizer(path), random.Random(4)
+    pieces = [*ADDED, " ", "\n", "\t", "a", "hello", " world", "<s>", "▁"]
+    for _ in range(500):
+        text = "".join(choose.choices(pieces, k=choose.randint(1, 8)))
+        if not takes_space or "<s>" not in text:
+            assert ours.encode(text) == original.encode(text).ids, text
+    assert ours.encode("<s> a")[1:] == ours.encode("<s>" + " a")[1:] != ours.encode("<s>a")[1:]
+
+
 def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):
     """Its merges are listed, and nothing is put before a text."""
     texts = prompts()
@@ -189,8 +245,12 @@ def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):
         ({"ggml__tokens": ["a", "a"]}, "a token twice"),
         ({"ggml__token_type": [1]}, "2 tokens, but 1 types"),
         ({"ggml__merges": ["x y"]}, "merges is missing or damaged"),
+        ({"ggml__tokens": ["a", "b" * 5000]}, "a token of 5,000 characters, allowed: 1,024"),
+        ({"ggml__tokens": [str(i) for i in range(2**14 + 1)], "ggml__token_type": [3] * (2**14 + 1)}, "control tokens"),
+        ({"ggml__model": "llama", "ggml__tokens": ["a" * i for i in range(1, 1000)], "ggml__scores": [0.0] * 999},
+         "its 999 tokens have 499,500 characters, the longest 999"),
     ],
-)
+)  # fmt: skip
 def test_a_tokenizer_that_is_not_known_or_damaged_is_refused(tmp_path, change, what):
     fields = {"ggml__model": "gpt2", "ggml__pre": "gpt-2", "ggml__tokens": ["a", "b"], "ggml__merges": ["a b"]}
     with pytest.raises(ModelError) as error:
@@ -208,3 +268,73 @@ def test_templates_of_a_file_are_chosen_by_name_as_transformers_chooses(tmp_path
     assert tokenizer.render_chat(chat, {"tools": [{"type": "function", "function": {"name": "f"}}]}) == "with tools"
     assert Tokenizer(path, chat_template="rag").render_chat(chat) == "rag"
     assert tokenizer.shows_tools
+
+
+def byte_level_fields():
+    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["th", "the", "in", "ing"]
+    return {
+        "ggml__model": "gpt2",
+        "ggml__pre": "qwen2",
+        "ggml__tokens": [*chars, *words, "<think>", "<|end|>"],
+        "ggml__token_type": [1] * (len(chars) + len(words)) + [4, 3],
+        "ggml__merges": ["t h", "th e", "i n", "in g"],
+        "ggml__eos_token_id": len(chars) + 5,
+        "chat_template": "{{ messages[0].content }}",
+    }
+
+
+def pieces_fields():
+    pieces = ["\u2581", "a", "b", "ab", "\u2581ab", "<think>", "<|end|>"]
+    return {
+        "ggml__model": "llama",
+        "ggml__tokens": ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces],
+        "ggml__scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
+        "ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * 5 + [4, 3],
+        "ggml__bos_token_id": 1,
+        "ggml__eos_token_id": 2,
+        "ggml__unknown_token_id": 0,
+        "ggml__add_space_prefix": True,
+    }
+
+
+def mutated_fields(fields, choose):
+    """Fields of which some are missing, of another kind, or lists with other members."""
+    fields = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
+    for _ in range(choose.randint(1, 4)):
+        name = choose.choice(list(fields))
+        value = fields[name]
+        others = ["", "llama", "gpt2", "gemma4", 5, 2**32 - 1, True, [1], [0.5], ["a"], ["", "a"], [True] * 3]
+        if not isinstance(value, list) or choose.random() < 0.3:
+            fields[name] = choose.choice(others)
+        elif len(value) > 1:
+            place = choose.randrange(len(value))
+            odd = {str: ["", "a", " ", "\u2581" * 50, "x" * 2000, "<0xZZ>", "\x00", "\u00e9", "a b c"]}
+            odd |= {int: [0, -1, 3, 4, 5, 6, 99, 2**31 - 1], float: [0.0, 1e38, float("nan"), float("-inf")]}
+            value[place] = choose.choice(odd.get(type(value[place]), [False]))
+            if choose.random() < 0.2:
+                del value[choose.randrange(len(value)) :]
+    return fields
+
+
+@pytest.mark.long
+def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_path):
+    choose, num_refused = random.Random(7), 0
+    for _ in range(300):
+        fields = mutated_fields(choose.choice([byte_level_fields, pieces_fields])(), choose)
+        path = write(tmp_path / "model.gguf", **{name: value for name, value in fields.items() if value != []})
+        content = bytearray(path.read_bytes())
+        if choose.random() < 0.3:
+            content[choose.randrange(24, len(content))] = choose.randrange(256)
+            path.write_bytes(content[: choose.choice((len(content), choose.randrange(len(content))))])
+        try:
+            tokenizer = Tokenizer(path)
+        except ModelError as error:
+            num_refused += "model.gguf" in error.message
+            continue
+        ids = tokenizer.encode("the string ab <think> \u00e9\U0001f642<|end|>\n")
+        tokenizer.decode([*ids, 0, 10**6])
+        tokenizer.all_token_bytes(400)
+        tokenizer.digest()
+        assert tokenizer.reasoning is tokenizer.tool_format is None
+    assert 50 < num_refused < 250

@@ -40,7 +40,9 @@ THINKS = [
     ("Hi\n", "<think>Two", "Two", ""),
     ("Hi\n", "<think>\n\n</think>\n\nFour.", "", "Four."),
     ("Hi<think>\n\n</think>\n\n", "Four.", None, "Four."),  # the template has left it out
-    ("Is <think> a mark?\n", "Yes </think>\n", None, "Yes </think>\n"),
+    ("Hi\n", "Two and two.\n</think>\n\nFour. </think>", "Two and two.", "Four. </think>"),  # no mark begins it
+    ("Is <think> a mark?\n", "Yes\n", None, "Yes\n"),
+    ("Hi\n", "It <think>s.</think>", None, "It <think>s.</think>"),
     ("Hi\n", "\nFour <think>.", None, "\nFour <think>."),
 ]
 

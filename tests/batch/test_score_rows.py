@@ -8,9 +8,12 @@ from functools import partial
 import pytest
 from batch_harness import Harness
 from cli_harness import pagedcli
+from conftest import shared_data
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.score_comparison import RowScores, ScoreComparison, interval
+from pagedcli.batch.scoring import ScoreRequest
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.verify import EXIT_DIFFERENT
 from pagedcli.sampling_params import SamplingParams
 
@@ -43,6 +46,35 @@ def test_a_row_has_scores_and_the_best_and_generates_nothing(harness):
     assert row["best"]["logprob"] == logprobs.index(max(logprobs))
     per_byte = [score["logprob"] / score["num_bytes"] for score in row["scores"]]
     assert row["best"]["per_byte"] == per_byte.index(max(per_byte))
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", " two  spaces", "caf\u00e9 \u6f22"])
+@pytest.mark.parametrize("name", ["builtin", "stories260k"])
+def test_a_text_scored_from_its_beginning_counts_its_bytes(harness, name, text):
+    tokenizer = harness.tokenizer if name == "builtin" else Tokenizer(shared_data(name))
+    num_special = len(tokenizer.encode(text)) - len(tokenizer.encode(text, add_special_tokens=False))
+    for start in {0, num_special}:
+        scored = ScoreRequest(None, start).tokens(tokenizer, text, 100, is_chat=False)
+        assert scored.num_bytes == [len(text.encode())]
+    last = ScoreRequest(None, len(tokenizer.encode(text)) - 1).tokens(tokenizer, text, 100, is_chat=False)
+    assert last.num_bytes[0] < len(text.encode())
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6, 2**32, 2**63, 2**70])
+def test_ids_outside_the_vocabulary_are_error_rows_wherever_a_line_has_them(harness, token_id):
+    lines = [
+        {"prompt": "Hi", "continuations": [[token_id]]},
+        {"prompt": [5, token_id], "continuations": [[1]]},
+        {"prompt": [5, token_id], "continuations": ["a"]},
+        {"prompt": [5, token_id, 6], "logprobs_from": 0},
+        {"prompt": [5, token_id, 6], "logprobs_from": 1},
+        {"prompt": [5, token_id], "stop": "x"},
+        {"prompt": [5, token_id], "regex": "a"},
+        {"prompt": [5, token_id], "prompt_logprobs": 0},
+        {"prompt": [[5], [token_id]]},
+        {"prompt": "Hi", "logit_bias": {str(token_id): 1.0}},
+    ]
+    assert [row["error"]["code"] for row in harness.rows(lines)] == ["invalid_token_id"] * len(lines)
 
 
 @pytest.mark.bits

@@ -3,11 +3,14 @@
 import csv
 import json
 import random
+from datetime import date
 
 import openai.types.chat
 import pytest
 from batch_harness import BUILTIN, chain_model, row_of, with_tokens
 from cli_harness import pagedcli, rows_of
+from conftest import shared_data
+from transformers import AutoTokenizer
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
@@ -50,6 +53,8 @@ CALLS = [
     (GEMMA, '<|tool_call>call:weather{city:<|"|>a: "b", {c}\\<|"|>,extra:{on:true,l:[1.5,<|"|>x<|"|>,null]}}'
      "<tool_call|><|tool_call>call:now{}<tool_call|>", "",
      [{"name": "weather", "arguments": {"city": 'a: "b", {c}\\', "extra": {"on": True, "l": [1.5, "x", None]}}}, NOW]),
+    (GEMMA, "<|tool_call>call:f{a:None,b:[True,False,null],c:['a, b','it\\'s \"x\"'],d:\"q\"}<tool_call|>", "",
+     [{"name": "f", "arguments": {"a": None, "b": [True, False, None], "c": ["a, b", "it's \"x\""], "d": "q"}}]),
     (MISTRAL, f'Yes.[TOOL_CALLS][{JSON}, {{"name": "now", "arguments": {{}}, "id": "abcdefghi"}}]', "Yes.",
      [PARIS, NOW]),
     (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123xyz[ARGS]{}', "",
@@ -66,6 +71,11 @@ CALLS = [
     (LLAMA, "now (it rains)", "now (it rains)", None),
     (HARMONY, "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant"
      f'{HEADER}{{"city":"Paris","days":2}}<|call|>', "", [PARIS]),
+    (HARMONY, "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+     f'<|end|><|start|>assistant{HEADER}{{"city":"Paris","days":2}}<|call|>', "I look.", [PARIS]),  # a preamble
+    (HARMONY, '<|channel|>analysis to=functions.weather <|constrain|>json<|message|>{"city":"Paris","days":2}<|call|>',
+     "", [PARIS]),
+    (HARMONY, "<|channel|>commentary to=assistant<|message|>{}<|end|>", "{}", None),  # a result, not a call
     (HARMONY, "<|channel|>final<|message|>So.<|end|><|start|>assistant to=functions.now"
      "<|channel|>commentary<|message|>", "So.", [NOW]),
 ]  # fmt: skip
@@ -109,6 +119,13 @@ BROKEN = [
     (LLAMA, "<|python_tag|>import os", "neither JSON nor calls with named arguments"),
     (LLAMA, "<|python_tag|>f(1)", "neither JSON nor calls with named arguments"),
     (LLAMA, "<|python_tag|>f(a=1j)", "not a JSON value"),
+    (LLAMA, "<|python_tag|>f(a={[]: 1})", "not a JSON value"),
+    (LLAMA, "<|python_tag|>f(a={(1, 2): 3})", "not a JSON value"),
+    (LLAMA, "<|python_tag|>f(a=1, a=2)", "two of one name"),
+    (LLAMA, "<|python_tag|>f(a=" + "-" * 9999 + "1)", ""),
+    (TAGS, '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', "the call has no end"),
+    (TAGS, '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "truncated"),
+    (GEMMA, "<|tool_call>call:f{a:'b}<tool_call|>", "truncated"),
     (LLAMA, "<|python_tag|>f(" + "(" * 9999, ""),
     (TAGS, '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 99999 + "</tool_call>", ""),
     (HARMONY, f"{HEADER}(1)<|call|>", "JSON is malformed"),
@@ -123,10 +140,147 @@ def test_what_is_no_call_stays_as_text_with_the_reason(tokenizer_with, tokens, o
     assert reason in call["error"]
     assert call["error"]
     assert call["text"]
-    assert call["text"] in output.replace("[ARGS]", "")
+    assert call["text"] in output
     choice = row_of(tokenizer, "Hi\n<|start|>assistant", output, tools=TOOLS, shape="chat.completion")
     (told,) = choice["response"]["body"]["choices"][0]["message"]["tool_calls"]
     assert (told["function"], told["error"]) == ({"name": "", "arguments": call["text"]}, call["error"])
+
+
+VALUES = [
+    *(
+        "",
+        " ",
+        "Paris",
+        "a 'b' \"c\"",
+        "back\\slash \\n",
+        "two\nlines",
+        "\n\nends\n",
+        "\ttab",
+        "café 世界 🙂",
+        "5",
+        "true",
+    ),
+    *("null", "None", '{"a": 1}', "[1]", "it's; {", "a:b,c", "</tool_call>", "x <tool_call> y </tool_call> z"),
+    *("it ends </tool_call>\n</tool_call>", "<tool_call|>", "[TOOL_CALLS]f[ARGS]{}", "[ARGS]", "<|python_tag|>"),
+    *("</parameter>", "a</arg_value>b", "</function>", "<think>", 0, -5, 12345678901234567890, 1.5, -2e-07, 1e30, True),
+    *(False, None, [], {}, [1, "a", None, True], ["a, b", "c"]),
+    {"b": {"c": [1, {"d": "e </tool_call> f"}]}, "x y": "it's"},
+]
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+SCHEMAS = {kind: {"type": name} for kind, name in KINDS.items()}
+SCHEMAS[type(None)] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+TEMPLATES = [
+    *((TAGS, name) for name in ("MiMo-VL", "Qwen-QwQ-32B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Reka-Edge")),
+    *((TAGS, name) for name in ("NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use", "ibm-granite-granite-4.0")),
+    *((TAGS, name) for name in ("ibm-granite-granite-4.1", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-Coder")),
+    *((TAGS, name) for name in ("StepFun3.5-Flash", "stepfun-ai-Step-3.5-Flash")),
+    *((GLM, "GLM-4.6"), (GEMMA, "google-gemma-4-31B-it-interleaved")),
+    *((MISTRAL, name) for name in ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407")),
+    (MISTRAL, "mistralai-Ministral-3-14B-Reasoning-2512"),
+    (MISTRAL, "unsloth-mistral-Devstral-Small-2507"),
+    *((LLAMA, name) for name in ("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct")),
+]  # fmt: skip
+
+
+def rendered_call(hf, template, tokens, arguments, tools):
+    """A call as a published template writes it, without what stands around it."""
+    chat = [{"role": "user", "content": "Hi"}]
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    chats = (chat, [*chat, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    before, text = (hf.apply_chat_template(each, chat_template=template, tools=tools, tokenize=False) for each in chats)
+    if tokens == LLAMA:
+        return text[text.rindex('{"name": "f"') :].removesuffix("<|eot_id|>")
+    text = text[next(i for i in range(len(text)) if not before.startswith(text[: i + 1])) :]
+    text = text[text.index(tokens[0]) :]
+    return text.removesuffix(hf.eos_token) if tokens == MISTRAL else text[: text.rindex(tokens[1])] + tokens[1]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("tokens", "name"), TEMPLATES)
+def test_calls_that_published_templates_write_are_read_back(tokenizer_with, tokens, name, special):
+    template = (shared_data("templates") / f"{name}.jinja").read_text()
+    tokenizer = tokenizer_with(tokens, special)
+    hf = AutoTokenizer.from_pretrained(tokenizer.folder)
+    for value in VALUES:
+        schema = {"type": "object", "properties": {"value": SCHEMAS[type(value)] | {"description": "any"}}}
+        tools = [{"type": "function", "function": {"name": "f", "description": "none", "parameters": schema}}]
+        output = rendered_call(hf, template, tokens, {"value": value}, tools)
+        row = row_of(tokenizer, "Hi\n", output, tools=tools)
+        assert (row["text"], row["tool_calls"]) == ("", [{"name": "f", "arguments": {"value": value}}]), output
+
+
+AMBIGUOUS = [
+    # what a template writes without quotes: the same text as of another call
+    ("Qwen3-Coder", TAGS, "a\n</parameter>\n<parameter=b>\nc", "two arguments"),
+    ("Qwen3-Coder", TAGS, "a\n</parameter>\n</function>\n</tool_call>", "a call that ends there"),
+    ("GLM-4.6", GLM, "a</arg_value>\n</tool_call>", "a call that ends there"),
+    ("google-gemma-4-31B-it-interleaved", GEMMA, 'a<|"|>,b:<|"|>c', "two arguments"),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "value", "reading"), AMBIGUOUS)
+def test_what_a_template_cannot_tell_apart_gives_a_row_all_the_same(tokenizer_with, name, tokens, value, reading):
+    template = (shared_data("templates") / f"{name}.jinja").read_text()
+    tokenizer = tokenizer_with(tokens)
+    tools = [{"type": "function", "function": {"name": "f", "description": "none", "parameters": {"type": "object"}}}]
+    hf = AutoTokenizer.from_pretrained(tokenizer.folder)
+    call = row_of(tokenizer, "Hi\n", rendered_call(hf, template, tokens, {"v": value}, tools), tools=tools)[
+        "tool_calls"
+    ][0]
+    assert ("b" in call["arguments"]) == (reading == "two arguments")
+    assert call["arguments"]["v"] == "a"
+
+
+PLACE = {"type": "object"}
+SCHEMA = {
+    "$defs": {"Place": PLACE, "Level": {"type": "integer"}, "Again": {"$ref": "#/$defs/Place"}, "a/b": PLACE,
+              "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]}},
+    "allOf": [{"properties": {"inherited": {"type": "integer"}}}],
+}  # fmt: skip
+TYPED = [
+    # a parameter's schema, its text, the argument
+    ({"$ref": "#/$defs/Place"}, '{"zip": "1"}', {"zip": "1"}),
+    ({"$ref": "#/$defs/Again"}, '{"zip": "1"}', {"zip": "1"}),
+    ({"$ref": "#/$defs/a~1b"}, '{"zip": "1"}', {"zip": "1"}),
+    ({"$ref": "#/$defs/Level"}, "2", 2),
+    ({"$ref": "#/$defs/Loop"}, "2", 2),
+    ({"$ref": "#/$defs/Nothing"}, "2", "2"),
+    ({"$ref": "elsewhere.json#/a"}, "2", "2"),
+    ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "None", None),
+    ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"zip": "1"}', {"zip": "1"}),
+    ({"allOf": [{"$ref": "#/$defs/Place"}]}, '{"zip": "1"}', {"zip": "1"}),
+    ({"type": ["string", "integer"], "allOf": [{"type": "string"}]}, "2", "2"),
+    ({"type": "number", "allOf": [{"type": "integer"}]}, "2", 2),
+    ({"enum": [1, 2]}, "2", 2),
+    ({"enum": ["1", "2"]}, "2", "2"),
+    ({"const": True}, "true", True),
+    ({"type": "integer"}, "2.0", 2.0),
+    ({"type": "integer"}, "2.5", "2.5"),
+    ({"enum": [date(2020, 1, 1)], "allOf": [{"$ref": "#"}] * 3}, "2", "2"),  # a date as YAML reads it
+    ({"const": date(2020, 1, 1)}, "2", "2"),
+    ({"type": 5, "anyOf": 5, "enum": "2", "$ref": 2}, "2", "2"),
+    (None, "2", "2"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "argument"), TYPED)
+def test_arguments_have_the_types_that_the_schema_names_anywhere(tokenizer_with, schema, text, argument):
+    parameters = SCHEMA | {"properties": {"p": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    inner = f"<parameter=p>{text}</parameter><parameter=inherited>3</parameter>"
+    output = f"<tool_call><function=f>{inner}</function></tool_call>"
+    (call,) = row_of(tokenizer_with(TAGS), "Hi\n", output, tools=tools)["tool_calls"]
+    assert call["arguments"] == {"p": argument, "inherited": 3}
+    assert type(call["arguments"]["p"]) is type(argument)
+
+
+def test_a_schema_whose_references_multiply_takes_no_time(tokenizer_with):
+    schemas = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)}
+    parameters = {"$defs": schemas, "properties": {"p": {"$ref": "#/$defs/0"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    output = "<tool_call><function=f><parameter=p>2</parameter></function></tool_call>"
+    (call,) = row_of(tokenizer_with(TAGS), "Hi\n", output, tools=tools)["tool_calls"]
+    assert call["arguments"] == {"p": "2"}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5", "gemma4"])
@@ -179,6 +333,16 @@ def test_calls_follow_reasoning_and_a_stop_string_cuts_the_text(tokenizer_with):
     assert (row["text"], row["tool_calls"]) == ("Well.", [PARIS])
     cut = row_of(tokenizer, "Hi\n", f"Oh <tool_call>{JSON}</tool_call> and more", tools=TOOLS, stop=" mo")
     assert (cut["text"], cut["tool_calls"]) == ("Oh\nand", [PARIS])
+
+
+def test_a_call_ends_an_open_reasoning_of_a_row_with_tools(tokenizer_with):
+    tokenizer = tokenizer_with(("<think>", "</think>", *TAGS), False)
+    call = f"<tool_call>\n{JSON}\n</tool_call>"
+    for prompt, output in (("Hi<think>\n", f"Hm.\n{call} So."), ("Hi\n", f"<think>Hm.\n{call} So.")):
+        row = row_of(tokenizer, prompt, output, tools=TOOLS)
+        assert (row["reasoning_content"], row["text"], row["tool_calls"]) == ("Hm.", "So.", [PARIS])
+        none = row_of(tokenizer, prompt, output)
+        assert (none["reasoning_content"], none["text"]) == (f"Hm.\n{call} So.", "")
 
 
 def test_harmony_needs_its_channels(tokenizer_with):
@@ -328,3 +492,45 @@ def test_any_tokens_give_a_row_without_the_marks_in_its_text(tokenizer_with, tok
         for call in row.get("tool_calls", ()):
             assert set(call) in ({"name", "arguments"}, {"text", "error"})
             assert isinstance(call.get("arguments", {}), dict)
+
+
+def mutated(text, others, choose):
+    """A text cut short, with a piece twice, out or replaced by one of another text, or wholly within another."""
+    start, end = sorted(choose.randrange(len(text) + 1) for _ in range(2))
+    other = choose.choice(others)
+    piece = other[choose.randrange(len(other)) :]
+    kinds = [text[:end], text[:end] + text[start:], text[:start] + text[end:], text[:start] + piece + text[end:]]
+    return choose.choice([*kinds, text[:start] + other + text[start:]])
+
+
+def test_300_mutated_calls_give_rows(tokenizer_with):
+    choose, outputs = random.Random(60), [(tokens, output) for tokens, output, *_ in CALLS]
+    for _ in range(300):
+        tokens, output = choose.choice(outputs)
+        others = [text for kind, text in outputs if kind == tokens]
+        for _ in range(choose.randint(1, 3)):
+            output = mutated(output, others, choose) or output
+        row = row_of(tokenizer_with(tokens, choose.random() < 0.5), "Hi\n<|start|>assistant", output, tools=TOOLS)
+        for call in row.get("tool_calls", ()):
+            assert set(call) in ({"name", "arguments"}, {"text", "error"}), output
+            assert isinstance(call.get("arguments", {}), dict), output
+
+
+@pytest.mark.parametrize(
+    ("tokens", "piece"),
+    [
+        (TAGS, "<tool_call>"),
+        (TAGS, "<tool_call></tool_call>"),
+        (TAGS, '<tool_call>{"a": "</tool_call>'),
+        (TAGS, "<tool_call><function=f><parameter=a>"),
+        (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+        (GEMMA, "<|tool_call>call:f{'\\'a:<tool_call|>"),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": "'),
+        (LLAMA, "<|python_tag|>f(a=("),
+        (HARMONY, HEADER),
+    ],
+)
+def test_an_output_of_nothing_but_marks_gives_a_row(tokenizer_with, tokens, piece):
+    tokenizer = tokenizer_with(tokens)
+    row = row_of(tokenizer, "Hi\n<|start|>assistant", piece * (2000 // len(tokenizer.encode(piece))), tools=TOOLS)
+    assert row["error"] is None

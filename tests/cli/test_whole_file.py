@@ -108,6 +108,7 @@ def test_the_configuration_file_takes_them_too(folder):
             ("--response-format", '{"type": "objct"}'),
             "--response-format: the schema cannot be used: Invalid",
         ),
+        (("--regex", "(a"), "--regex: the regex cannot be used: unclosed group"),
         (("--response-format", "[1]"), "--response-format must hold a JSON object"),
         (("--response-format", "@schema.json", "--regex", "a"), "none together with a response_format"),
         (("--tools", "@schema.json"), "--tools: schema.json: tools must be a list"),

@@ -128,6 +128,10 @@ def test_lines_ask_for_them_one_by_one():
     assert one["prompt_logprobs"][0] is None
     assert "".join(each["token"] for each in one["prompt_logprobs"][1:]) in prompt
     assert [len(each["top_logprobs"]) for each in one["prompt_logprobs"][1:]] == [2] * (len(one["prompt_logprobs"]) - 1)
+    ids = harness.tokenizer.encode(prompt)
+    assert [each["token_id"] for each in one["prompt_logprobs"][1:]] == ids[1:]
+    listed = [(top["token"], top["token_id"]) for each in one["prompt_logprobs"][1:] for top in each["top_logprobs"]]
+    assert listed == [(harness.tokenizer.token_text(token_id), token_id) for _, token_id in listed]
     assert "prompt_logprobs" not in none
     assert ["prompt_logprobs" in sample for sample in several["outputs"]] == [True, False, True, False]
     assert openai["response"]["body"]["choices"][0]["prompt_logprobs"][0] is None

@@ -82,7 +82,7 @@ def test_a_format_of_tool_calls(monkeypatch):
 
     tokenizer = Tokens("<do>", "</do>")
     assert tool_calls.find_tool_format(tokenizer) is None
-    monkeypatch.setattr(tool_calls, "_MARKS", (*tool_calls._MARKS, ("<do>", "</do>", read)))
+    monkeypatch.setattr(tool_calls, "_MARKS", (*tool_calls._MARKS, ("<do>", "</do>", read, len)))
     output = [*b"so ", 100, *b"go=on", 101, *b"."]
     outside, calls = tool_calls.find_tool_format(tokenizer).find([], output, [(0, len(output))], [])
     assert outside == [(0, 3), (10, 11)]

@@ -110,6 +110,17 @@ def test_any_number_in_any_field_is_a_trace_error_or_harmless(tmp_path, value):
                     read(TraceReader(path))
 
 
+@pytest.mark.parametrize("token_id", [-1, 0x110000, 2**31, 2**63])
+def test_a_token_id_outside_any_vocabulary_is_refused_by_every_reader(tmp_path, token_id):
+    path = tmp_path / "run.jsonl"
+    index = next(i for i, event in enumerate(EVENTS) if getattr(event, "token_ids", None))
+    token_ids = (token_id, *EVENTS[index].token_ids[1:])
+    path.write_bytes(lines(*EVENTS[:index], changed(index, token_ids=token_ids)))
+    for read in (render_report, explain_trace, check_trace):
+        with pytest.raises(TraceError, match=r"token_ids\[0\]"):
+            read(TraceReader(path))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a sparse file")
 def test_gigabytes_of_nothing_are_not_read(tmp_path, peak_mb):
     path = tmp_path / "run.jsonl"

@@ -148,6 +148,8 @@ def _compare_logprobs(
 ) -> RowDifference | None:
     if a is None or b is None:
         return None
+    if len(a) != len(b):
+        return RowDifference(label, kind, index, a=f"{len(a)} positions", b=f"{len(b)} positions")
     deltas = [_largest_delta(first, second) for (first, _), (second, _) in zip(a, b, strict=True)]
     token = next((place for place, delta in enumerate(deltas) if not delta <= tolerance), None)
     if token is not None:
@@ -230,14 +232,14 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
     logprobs = sample.logprobs
     tokens = values = None
     if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # the form of the completions endpoint
-        tokens = logprobs["tokens"]
+        tokens = msgspec.convert(logprobs["tokens"], list[str])
         values = [
-            ([own, *top.values()], list(top))
-            for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+            (_numbers([own, *top.values()]), list(top))
+            for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=False)
         ]
     elif logprobs is not None:
         positions = logprobs["content"] if isinstance(logprobs, dict) else logprobs
-        tokens = [position["token"] for position in positions]
+        tokens = msgspec.convert([position["token"] for position in positions], list[str])
         values = _values(positions)
     _, *prompt = sample.prompt_logprobs or [None]
     ending = (sample.finish_reason, sample.stop_reason)
@@ -252,9 +254,16 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
 
 def _values(positions: list[dict[str, Any]]) -> list[Listed]:
     return [
-        ([each["logprob"], *(top["logprob"] for top in each["top_logprobs"])], list(map(_name, each["top_logprobs"])))
+        (
+            _numbers([each["logprob"], *(top["logprob"] for top in each["top_logprobs"])]),
+            list(map(_name, each["top_logprobs"])),
+        )
         for each in positions
     ]
+
+
+def _numbers(logprobs: list[Any]) -> list[float]:
+    return msgspec.convert(logprobs, list[float])
 
 
 def _name(token: dict[str, Any]) -> str:

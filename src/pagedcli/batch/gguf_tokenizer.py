@@ -4,6 +4,7 @@ Pipelines are those of the original tokenizers, so that their ids are equal (tes
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from pagedcli.errors import ModelError
 from pagedcli.models.gguf.header import Header
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# More than any tokenizer has: a hostile file must not take gigabytes, or minutes.
+_LONGEST, _MOST_CONTROLS = 1024, 2**14  # characters of a token, control tokens
+_MOST_CHARACTERS, _MOST_SQUARES = 2**22, 2**26  # of SentencePiece's tokens, which are split in every way
 _MARK = "\u2581"  # SentencePiece's for a space
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,6 +59,15 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# cased letters that DeepSeek's first tokenizers leave out of words
+_UNLISTED = (
+    "\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7ff\uab30-\uab6f"
+    "\U00010570-\U000105bf\U00010d50-\U00010d8f\U00016e40-\U00016e7f\U0001d400-\U0001dfff"
+)
+_DEEPSEEK_WORDS = rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]+"
+_DEEPSEEK_MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK_OTHERS = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 # by tokenizer.ggml.pre
 SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(
@@ -72,7 +85,12 @@ SPLITTINGS: Mapping[str, _Splitting] = {
     "kimi-k2": _Splitting(_KIMI, whole_words=True),
     "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Splitting(_GPT4O)),
-    **dict.fromkeys(("gpt-2", "mpt", "olmo"), _Splitting()),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "exaone4"), _Splitting()),
+    "seed-coder": _Splitting(_SEED),
+    "deepseek-llm": _Splitting(
+        r"\p{N}", before=(r"[\r\n]", _DEEPSEEK_WORDS, _DEEPSEEK_MARKS, r"\s+$", _DEEPSEEK_OTHERS)
+    ),
+    "deepseek-coder": _Splitting(r"\p{N}", before=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_OTHERS)),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _Splitting(single_digits=True)),
 }
 
@@ -104,6 +122,8 @@ class _Made:
         self._tokens = self._list("tokens", str)
         if not self._tokens:
             raise self._error("it has no tokenizer.ggml.tokens")
+        if (longest := max(map(len, self._tokens))) > _LONGEST:
+            raise self._error(f"it has a token of {longest:,} characters, allowed: {_LONGEST:,}")
         self._types = self._list("token_type", int) or [_NORMAL] * len(self._tokens)
         if len(self._types) != len(self._tokens):
             raise self._error(f"there are {len(self._tokens)} tokens, but {len(self._types)} types of tokens")
@@ -113,6 +133,8 @@ class _Made:
         }
         if len(self._vocab) + self._types.count(_UNUSED) != len(self._tokens):
             raise self._error("it has a token twice")
+        if (num_controls := self._types.count(_CONTROL)) > _MOST_CONTROLS:
+            raise self._error(f"it has {num_controls:,} control tokens, allowed: {_MOST_CONTROLS:,}")
         if not self._vocab:
             raise self._error("all its tokens are of type 5, unused")
 
@@ -150,7 +172,7 @@ class _Made:
         else:
             known = "gpt2 (BPE), llama (SentencePiece) and gemma4 (its BPE)"
             raise self._error(f"tokenizer.ggml.model is {kind!r:.40}; {known} are read")
-        self._add_tokens(tokenizer, normalized=kind == "llama")
+        self._add_tokens(tokenizer, takes_space=kind == "llama" and self._is_phi3())
         self._add_ends(tokenizer, adds_bos=adds_bos)
         return tokenizer
 
@@ -184,6 +206,11 @@ class _Made:
         if len(scores) != len(self._tokens) or any(map(math.isnan, scores)):
             raise self._error(f"there are {len(self._tokens)} tokens, but {len(scores)} scores")
         pieces = [token for token, i in self._vocab.items() if self._types[i] in (_NORMAL, _USER_DEFINED)]
+        lengths = list(map(len, pieces))
+        if sum(lengths) > _MOST_CHARACTERS or sum(length * length for length in lengths) > _MOST_SQUARES:
+            raise self._error(
+                f"its {len(pieces):,} tokens have {sum(lengths):,} characters, the longest {max(lengths):,}"
+            )
         return _merges(pieces, self._vocab, scores)
 
     def _pieces(self, merges: list[tuple[str, str]]) -> Tokenizer:
@@ -203,15 +230,22 @@ class _Made:
         tokenizer.decoder = decoders.Sequence(steps)
         return tokenizer
 
-    def _add_tokens(self, tokenizer: Tokenizer, *, normalized: bool) -> None:
-        """Tokens that are found in a text before anything else, in the order of their ids."""
-        for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
-            if kind not in (_CONTROL, _USER_DEFINED) or not token:
-                continue
-            special = kind == _CONTROL
-            added = AddedToken(token, special=special, normalized=normalized and not special)
-            tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
-            assert tokenizer.token_to_id(token) == i, "it is in the vocabulary"
+    def _is_phi3(self) -> bool:
+        names = (self._metadata.get(f"general.{name}") for name in ("architecture", "name"))
+        return any(isinstance(name, str) and re.search("phi[- ]?3", name.lower()) is not None for name in names)
+
+    def _add_tokens(self, tokenizer: Tokenizer, *, takes_space: bool) -> None:
+        """Tokens that are found in a text before anything else, in the order of their ids. `takes_space`: with the
+        white space after them, as Phi-3's tokenizer has it, which a file does not say."""
+        plain = ("<unk>", "<s>", "<|endoftext|>")
+        added = [
+            AddedToken(token, special=kind == _CONTROL, normalized=False, rstrip=takes_space and token not in plain)
+            for token, kind in zip(self._tokens, self._types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED) and token
+        ]
+        num_tokens = tokenizer.get_vocab_size()
+        tokenizer.add_tokens(added)  # all at once: each call looks at all added tokens
+        assert tokenizer.get_vocab_size() == num_tokens, "they are in the vocabulary"
 
     def _add_ends(self, tokenizer: Tokenizer, *, adds_bos: bool) -> None:
         bos, eos = self.named("bos"), self.named("eos")

@@ -28,7 +28,7 @@ from pagedcli.batch.prompts import (
     BatchOptions,
     KeptColumns,
     batch_options,
-    check_response_format,
+    check_defaults,
     open_source,
     open_tokenizer,
 )
@@ -172,7 +172,7 @@ class OpenJob:
         # a broken config.json is refused as such, before transformers blames the tokenizer
         read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
         self._tokenizer = open_tokenizer(config, folder)
-        check_response_format(config.sampling)
+        check_defaults(config.sampling)
         self._fingerprint = run_fingerprint(config, folder, self._tokenizer, shard=self.job.shard_name)
 
     def open_sink(self, stdout: BinaryIO) -> Sink:

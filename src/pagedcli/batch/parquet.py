@@ -258,8 +258,11 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
     token_ids = [("token_ids", pa.list_(pa.int32()))] if columns.token_ids else []
     numbers = [(name, pa.float64() if name.endswith("_s") else pa.int64()) for name in METRICS]
     metrics = [("metrics", pa.struct(numbers))] if columns.metrics else []
-    alternative = pa.struct([("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))])
-    position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
+    token = [("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))]
+    position, prompt_position = (
+        pa.struct([*fields, ("top_logprobs", pa.list_(pa.struct(fields)))])
+        for fields in (token, [*token, ("token_id", pa.int32())])
+    )
     sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string())]
     if "tool_calls" in marked:
         sample.insert(1, ("tool_calls", pa.string()))  # JSON: arguments are of any type
@@ -267,7 +270,7 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
         sample.insert(1, ("reasoning_content", pa.string()))
     sample += [("beam_score", pa.float64()), *token_ids]
     # `logprobs` and `prompt_logprobs` are how many the row asks for
-    sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
+    sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(prompt_position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     found = ["cached_tokens", *sorted(DISK & marked)]
     usage.append(("prompt_tokens_details", pa.struct([(name, pa.int64()) for name in found])))

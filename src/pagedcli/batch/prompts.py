@@ -165,14 +165,17 @@ def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_response_format(defaults: SamplingParams) -> None:
-    """Raises: UsageError for a --response-format that no row could use."""
-    if defaults.response_format is None:
-        return
+def check_defaults(defaults: SamplingParams) -> None:
+    """Raises: UsageError for a --regex, --response-format or structured_outputs that no row could use."""
+    names = ("regex", "response_format", "structured_outputs")
+    name = next((name for name in names if getattr(defaults, name) is not None), "")
     try:
         check_grammar(defaults)
     except RequestError as error:
-        raise UsageError(f"--response-format: {error.message}", hint="correct the schema") from error
+        flag = name if name == "structured_outputs" else f"--{name.replace('_', '-')}"
+        raise UsageError(
+            f"{flag}: {error.message}", hint=f"correct the {error.code.removeprefix('invalid_')}"
+        ) from error
 
 
 NO_SCORES = "tables of a distributed run have no columns for scores; write JSONL, or run without Ray"

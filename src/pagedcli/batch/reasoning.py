@@ -3,6 +3,7 @@
 The format is that of the tokenizer's tokens, whatever the model is called. Used by batch.rows, for answers in chats.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -73,15 +74,21 @@ class Brackets:
     end: int
     title: str
 
-    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
-        """The parts of an output; None: it has no marks."""
-        first, last = 0, len(output_token_ids)
+    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], call: int | None = None) -> Spans | None:
+        """The parts of an output; None: it has no marks. `call`: the token of a call, which ends an open reasoning."""
+        ids, first = list(output_token_ids), 0
         if self._first(reversed(prompt_token_ids)) != self.start:
-            if self._first(output_token_ids) != self.start:
+            if self._first(ids) == self.start:
+                first = ids.index(self.start) + 1
+            elif next((each for each in ids if each in (self.start, self.end)), None) != self.end:
                 return None
-            first = list(output_token_ids).index(self.start) + 1
-        place = next((i for i in range(first, last) if output_token_ids[i] == self.end), last)
-        answer = [(place + 1, last)] if place < last else []
+        last = len(ids)
+        place = next((i for i in range(first, last) if ids[i] == self.end), last)
+        if place < last:
+            answer = [(place + 1, last)]
+        else:
+            place = next((i for i in range(first, last) if ids[i] == call), last)
+            answer = [(place, last)] if place < last else []
         return Spans([(first, place)], answer, self.title, padding="\n")
 
     def _first(self, token_ids: Iterable[int]) -> int | None:
@@ -95,6 +102,7 @@ class ChannelMessage:
 
     header: list[int]  # tokens before the body: role, recipient, channel
     body: Span
+    recipient: str | None  # the tool that it calls; None: it is for the user, or for the model itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +115,8 @@ class Channels:
     message: int
     ends: frozenset[int | None]
 
-    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
-        """See Brackets. A message of another channel is a call: part of the answer, with its header."""
+    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], call: int | None = None) -> Spans | None:
+        """See Brackets. A call is part of the answer, with its header, whatever its channel."""
         begun = self._begun(prompt_token_ids)
         if self.channel not in begun and self.channel not in output_token_ids:
             return None
@@ -117,11 +125,11 @@ class Channels:
             start, end = message.body
             is_named = self.channel in message.header
             header = message.header[message.header.index(self.channel) + 1 :] if is_named else []
-            name = self.tokenizer.decode(header).strip()
-            is_call = not name.startswith(("analysis", "final")) and bool(name)
+            is_call = message.recipient is not None
+            is_reasoning = not is_call and self.tokenizer.decode(header).strip().startswith("analysis")
             if is_call:
                 start = max(0, start - 1 - len(header))
-            (spans.reasoning if name.startswith("analysis") else spans.answer).append((start, end))
+            (spans.reasoning if is_reasoning else spans.answer).append((start, end))
         return spans
 
     def messages(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Iterator[ChannelMessage]:
@@ -131,7 +139,11 @@ class Channels:
         while self.message in ids[first:]:
             body = ids.index(self.message, first) + 1
             end = next((i for i in range(body, len(ids)) if ids[i] in self.ends), len(ids))
-            yield ChannelMessage(ids[first : body - 1], (max(0, body - shift), max(0, end - shift)))
+            header = ids[first : body - 1]
+            found = re.search(
+                r"\bto=(?!assistant\b)([^\s<]+)", self.tokenizer.decode(header, skip_special_tokens=False)
+            )
+            yield ChannelMessage(header, (max(0, body - shift), max(0, end - shift)), found and found[1])
             first = end + 1
 
     def _begun(self, prompt_token_ids: Ids[int]) -> list[int]:

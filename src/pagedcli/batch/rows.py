@@ -12,12 +12,12 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Columns
-from pagedcli.batch.reasoning import Span
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.batch.tool_calls import ToolCall
 from pagedcli.errors import RequestError
+from pagedcli.events import TokenId
 
 if TYPE_CHECKING:
     from pagedcli.core.sequence import SampleOutput, TokenLogprobs
@@ -111,8 +111,11 @@ class RowWriter:
     ) -> tuple[str, str | None, int, list[ToolCall]]:
         """The answer's text, the reasoning, None if there are no marks, the number of its tokens, and the calls."""
         prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
-        spans = found.spans(prompt_ids, ids) if found is not None else None
-        outside, calls = self._calls(answer, ids, [(0, len(ids))] if spans is None else spans.answer)
+        form = self.tokenizer.tool_format if answer.tools and self.columns.parse_tool_calls else None
+        spans = found.spans(prompt_ids, ids, None if form is None else form.start) if found is not None else None
+        outside, calls = [(0, len(ids))] if spans is None else spans.answer, list[ToolCall]()
+        if form is not None and answer.tools:
+            outside, calls = form.find(prompt_ids, ids, outside, answer.tools)
 
         def length(end: int) -> int:
             return len(self.tokenizer.decode_output(prompt_ids, ids[:end]))
@@ -121,16 +124,9 @@ class RowWriter:
         if spans is not None:
             reasoning, rest = spans.texts(text, length)
         if calls:
-            pieces = (text[length(start) : length(end)].strip() for start, end in outside)
+            pieces = (text[length(start) : length(end)].strip() for start, end in outside if start < end)
             rest = "\n".join(piece for piece in pieces if piece)
         return rest, reasoning, 0 if spans is None else spans.num_reasoning_tokens, calls
-
-    def _calls(self, answer: RowPrompt, ids: list[int], spans: list[Span]) -> tuple[list[Span], list[ToolCall]]:
-        """The spans outside the tool calls, and these."""
-        form = self.tokenizer.tool_format
-        if not answer.tools or form is None or not self.columns.parse_tool_calls:
-            return spans, []
-        return form.find(answer.result.prompt_token_ids, ids, spans, answer.tools)
 
     def _reasoning(self, sample: _Sample) -> dict[str, Any]:
         is_kept = sample.reasoning is not None and self.columns.keep_reasoning
@@ -198,7 +194,13 @@ class RowWriter:
             return {}
         first, *others = sample.prompt_logprobs
         assert first is None, "nothing predicts the first token"
-        return {"prompt_logprobs": [None, *self._chat_logprobs([each for each in others if each is not None])]}
+        positions = [each for each in others if each is not None]
+        found = self._chat_logprobs(positions)
+        for entry, position in zip(found, positions, strict=True):
+            token_ids = [position.token_id, *(token_id for token_id, _ in position.top)]
+            for each, token_id in zip([entry, *entry["top_logprobs"]], token_ids, strict=True):
+                each["token_id"] = token_id
+        return {"prompt_logprobs": [None, *found]}
 
     def _chat_logprobs(self, positions: "list[TokenLogprobs]") -> list[dict[str, Any]]:
         return [
@@ -223,8 +225,10 @@ class RowWriter:
             fields["text_offset"].append(offset)
             fields["tokens"].append(text)
             fields["token_logprobs"].append(_json_logprob(position.logprob))
-            ranked = [*position.top, (position.token_id, position.logprob)]
-            fields["top_logprobs"].append({text_of(token_id): _json_logprob(value) for token_id, value in ranked})
+            listed: dict[str, float] = {}
+            for token_id, value in [*position.top, (position.token_id, position.logprob)]:
+                listed.setdefault(text_of(token_id), _json_logprob(value))  # of equal texts, the likeliest
+            fields["top_logprobs"].append(listed)
             offset += len(text)
         return fields
 
@@ -290,20 +294,22 @@ class Sample(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: Any
     beam_score: float | None
-    token_ids: list[int] | None
+    token_ids: list[TokenId] | None
     tool_calls: Any  # a list of calls, in a choice in OpenAI's form
     logprobs: Any  # a list of positions, in a choice within an object
     prompt_logprobs: Any
 
-    @classmethod
-    def of(cls, fields: dict[str, Any], answer: str) -> "Sample":
-        text = fields["message"]["content"] if "message" in fields else fields.get(answer)
-        reasoning = fields.get("message", fields).get("reasoning_content")
-        calls = fields.get("message", fields).get("tool_calls")
-        names = ("stop_reason", "beam_score", "token_ids", "logprobs", "prompt_logprobs")
-        others: list[Any] = [fields.get(name) for name in names]
-        others.insert(3, calls)
-        return cls(fields.get("index", 0), text, reasoning, fields["finish_reason"], *others)
+    @staticmethod
+    def values_of(fields: dict[str, Any], answer: str) -> dict[str, Any]:
+        """The values of a sample, unchecked."""
+        message = fields.get("message", fields)
+        return {name: fields.get(name) for name in Sample.__struct_fields__} | {
+            "index": fields.get("index", 0),
+            "text": message["content"] if "message" in fields else fields.get(answer),
+            "reasoning": message.get("reasoning_content"),
+            "finish_reason": fields["finish_reason"],
+            "tool_calls": message.get("tool_calls"),
+        }
 
     def cells(self, answer: str) -> dict[str, Any]:
         """What it has by column of a table, the text in the column `answer`."""
@@ -330,15 +336,17 @@ class Row(msgspec.Struct, frozen=True):
         fields = msgspec.json.decode(content, type=dict[str, Any])
         body = (fields.get("response") or {}).get("body") or fields
         samples = [] if fields["error"] is not None else body.get("choices") or body.get("outputs") or [body]
-        return cls(
-            fields,
-            fields["custom_id"] if "response" in fields else fields["id"],
-            fields.get("index", index),
-            fields["error"],
-            body.get("usage"),
-            body.get("metrics"),
-            [Sample.of(sample, "text" if "response" in fields else answer) for sample in samples],
-        )
+        answer = "text" if "response" in fields else answer
+        values = {
+            "fields": fields,
+            "id": fields["custom_id" if "response" in fields else "id"],
+            "index": fields.get("index", index),
+            "error": fields["error"],
+            "usage": body.get("usage"),
+            "metrics": body.get("metrics"),
+            "samples": [Sample.values_of(sample, answer) for sample in samples],
+        }
+        return msgspec.convert(values, cls)
 
 
 class RowStatus(msgspec.Struct, frozen=True, gc=False):

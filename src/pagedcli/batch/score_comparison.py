@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import msgspec
+
 TARGET = "target"  # field of a row with the index of the right continuation
 MEASURES = ("logprob", "per_token", "per_byte")
 Interval = tuple[float, float]
@@ -24,12 +26,14 @@ class RowScores:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "RowScores | None":
-        """The scores in a row's fields; None if it has none."""
+        """The scores in a row's fields; None if it has none. Raises: as Row.of."""
         if "scores" not in fields:
             return None
         target = fields.get(TARGET)
         is_index = isinstance(target, int) and not isinstance(target, bool)
-        return cls(fields["scores"], fields["best"], target if is_index else None)
+        msgspec.convert([each["logprob"] for each in fields["scores"]], list[float])
+        best = msgspec.convert({name: fields["best"][name] for name in MEASURES}, dict[str, int | None])
+        return cls(fields["scores"], best, target if is_index else None)
 
 
 def _shown(found: Interval) -> str:

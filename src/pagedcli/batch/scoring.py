@@ -166,6 +166,8 @@ def _encode(tokenizer: "Tokenizer", given: str | list[int], num_allowed: int, *,
 
 
 def _num_bytes(tokenizer: "Tokenizer", context: list[int], token_ids: list[int]) -> int:
+    if set(context) <= set(tokenizer.special_token_ids):  # the text begins here: its first word has no space before it
+        return len(tokenizer.decode(token_ids, skip_special_tokens=False).encode())
     return len(tokenizer.decode_output(context, token_ids, skip_special_tokens=False).encode())
 
 

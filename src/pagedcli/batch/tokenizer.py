@@ -5,6 +5,7 @@ Used by batch.run and the Python interface; the only module that uses transforme
 incremental detokenization equal the text of decoding all tokens at once (tested).
 """
 
+import re
 from collections.abc import Sequence as Ids
 from contextlib import suppress
 from datetime import datetime
@@ -30,6 +31,8 @@ _PANIC = "PanicException"  # the Rust library's: no subclass of Exception, and i
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _ENCODE = "_encode_plus"  # the wrapper's method that all its ways of encoding call
 NO_TOOLS = "the chat template does not show tools to the model"
+_MOST_GROWTH = 1000  # times as long; known tokenizers at most double a text
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _WRAPPERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # two names of one class
 WRAPPED = ("llama", "qwen3")  # model_types for which AutoTokenizer believes a tokenizer_class that is one of these
 _FILES = (
@@ -58,10 +61,13 @@ class Tokenizer:
             )
         backend = getattr(self._hf, "backend_tokenizer", None)
         slow = partial(self._hf.decode, clean_up_tokenization_spaces=False)
+        if backend is not None:
+            _check_growth(folder, backend)
         self._decode = slow if backend is None else backend.decode  # 5 times as fast as the wrapper's
         self._backend = None if backend is None else _backend_of(self._hf)
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        self._has_byte_tokens = backend is None or "ByteFallback" in repr(backend.decoder)
         self._renderer = ChatRenderer(self._hf)
         if chat_template is not None:
             self._renderer.check(str(self._hf.chat_template))
@@ -202,8 +208,12 @@ class Tokenizer:
         return self.encode_within(self.render_chat(messages, template_arguments), num_allowed, add_special_tokens=False)
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
-        """The exact text of token ids, without clean-up."""
-        text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """The exact text of token ids, without clean-up. Raises: RequestError for a number that no token id can be."""
+        try:
+            text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            wrong = next(each for each in token_ids if not 0 <= each < 2**32)
+            raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary") from error
         return text
 
     def prompt_tail(self, prompt_token_ids: Ids[int], *, skip_special_tokens: bool = True) -> tuple[list[int], str]:
@@ -251,13 +261,40 @@ class Tokenizer:
             return b""
         if token in self._special_tokens:
             return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token) is not None:
             return bytes([int(token[3:5], 16)])
         if self._is_byte_level and all(char in _byte_of_char() for char in token):
             return bytes(_byte_of_char()[char] for char in token)
-        if "\u2581" in token:  # SentencePiece's mark for a space
+        if "\u2581" in token and not self._is_byte_level:  # SentencePiece's mark for a space
             return token.replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _check_growth(folder: Path, tokenizer: Any) -> None:
+    """Raises: ModelError for a tokenizer that can make a short text endless."""
+    for name in ("normalizer", "post_processor", "decoder"):
+        if (growth := _growth(getattr(tokenizer, name))) > _MOST_GROWTH:
+            raise ModelError(
+                f"the {name} of the tokenizer in {folder} can make a text {growth:.3g} times as long, allowed:"
+                f" {_MOST_GROWTH}",
+                hint="use the original tokenizer of the model",
+            )
+
+
+def _growth(component: Any) -> float:
+    """How many times as long a component of a tokenizer can make a text."""
+    try:
+        states = [] if component is None else [msgspec.json.decode(component.__getstate__())]
+    except Exception:  # one in Python, which only trusted code has
+        return 1.0
+    growth = 1.0
+    for state in states:  # which grows
+        if state["type"] == "Replace":
+            pattern = state["pattern"].get("String")  # none: a regular expression, which may match between characters
+            growth *= max(1.0, len(state["content"]) / len(pattern) if pattern else 1 + len(state["content"]))
+        growth *= max(1, len(state.get("single", ())))
+        states += [each for name in ("normalizers", "processors", "decoders") for each in state.get(name, ())]
+    return growth
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -159,11 +159,11 @@ def scan_prompts(
     Changes: adds every good row to `shares`, `requests`, `drawn` and `reordered`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.prompts import check_response_format, limits_without_pool, open_prompts
+    from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
     from pagedcli.core.admission import shares_prompts
 
     engine = loaded.config.engine
-    check_response_format(loaded.config.sampling)
+    check_defaults(loaded.config.sampling)
     without_pool = limits_without_pool(engine, spec)
     survey = PromptSurvey(
         shares_prompts=engine.enable_prefix_caching, beams_share=shares_prompts(limits or without_pool)

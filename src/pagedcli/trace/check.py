@@ -290,7 +290,6 @@ class PrefixLaws(LawBook):
         if event.token_ids is not None:
             if len(event.token_ids) != event.num_prompt_tokens:
                 refuse(event, f"{len(event.token_ids)} token ids for {event.num_prompt_tokens} prompt tokens")
-            _check_ids(event, event.token_ids)
             self._token_ids[event.seq_id] = list(event.token_ids)
 
     def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
@@ -300,14 +299,12 @@ class PrefixLaws(LawBook):
         ):
             refuse(event, f"the tokens {event.token_ids} of {event.num_accepted} right guesses")
         if event.token_ids is not None and known is not None:
-            _check_ids(event, event.token_ids)
             known += event.token_ids
 
     def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         if event.token_ids is not None:
             if len(event.token_ids) != len(event.seq_ids):
                 refuse(event, f"{len(event.token_ids)} tokens for {len(event.seq_ids)} sequences")
-            _check_ids(event, event.token_ids)
             for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
                 if seq_id in self._token_ids:
                     self._token_ids[seq_id].append(token_id)
@@ -341,11 +338,6 @@ def other_kinds(state: PoolState) -> set[str]:
     """Kinds of cache that a trace says nothing of but their names: what they veto is not decided again."""
     kinds = state.started.kinds
     return set() if kinds is UNSET else {*kinds} - {StateKind.name}
-
-
-def _check_ids(event: ev.Event, token_ids: tuple[int, ...]) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 63:
-        refuse(event, "a token id outside any vocabulary")
 
 
 class SequenceLaws(LawBook):
