@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import gguf, random_blocks
+from linear_harness import rounded_by_32
 
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.formats import padded_rows
@@ -18,12 +19,6 @@ def made(kind, rows, columns, seed=0):
     return torch.from_numpy(raw).reshape(rows, columns // kind.block, kind.num_bytes)
 
 
-def rounded(x):
-    """Activations as the kernels round them: to 8 bits per token."""
-    steps = x.float().abs().amax(1, keepdim=True) / 127
-    return (x.float() / steps).round() * steps
-
-
 @pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
@@ -32,7 +27,7 @@ def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
     weight = numbers(raw, kind, torch.float32).double()
     for num_tokens in (1, 5, 6, 40):
         x = torch.randn(num_tokens, 768, generator=torch.Generator().manual_seed(num_tokens))
-        y = rounded(x).double() @ weight.T
+        y = rounded_by_32(x).double() @ weight.T
         if gated:
             gate, up = y.chunk(2, 1)
             y = torch.nn.functional.silu(gate) * up

@@ -2,22 +2,13 @@
 
 import pytest
 import torch
+from linear_harness import rounded, rounded_by_32
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
-
-
-def rounded(x):
-    """Each row in whole steps of its largest magnitude / 127, times the step."""
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return torch.nan_to_num(x / step).round() * step
-
-
-def rounded_by_32(x):
-    return torch.cat([rounded(group) for group in x.split(32, dim=-1)], dim=-1)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40])

@@ -57,19 +57,21 @@ class NativeLinear:
         num_panels = self._functions.linear_num_panels(ctypes.byref(self.struct))
         self.struct.panel_bytes = packed["weight"].nbytes // num_panels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated."""
+    def __call__(self, x: Tensor, *, in_float32: bool = False) -> Tensor:
+        """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated; `in_float32`: the sums as they are, not rounded to
+        the dtype of x."""
         x = x.contiguous()
         if x.dtype != self.dtype or x.shape[1] != self.struct.columns:
             raise BackendError(f"x is {x.dtype} {tuple(x.shape)}, not {self.dtype} [T, {self.struct.columns}]")
-        out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
+        out = torch.empty((x.shape[0], self.out_features), dtype=torch.float32 if in_float32 else self.dtype)
+        store = structs.STORE_FLOAT if in_float32 else structs.STORE
         self._functions.linear_run(
             ctypes.byref(self.struct),
             structs.DTYPE_CODES[self.dtype],
             x.data_ptr(),
             x.shape[0],
             out.data_ptr(),
-            structs.GATE_SILU if self.struct.gated else structs.STORE,
+            structs.GATE_SILU if self.struct.gated else store,
             torch.get_num_threads(),
         )
         return out

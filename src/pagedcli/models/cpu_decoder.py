@@ -183,7 +183,7 @@ class CpuDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
-        return scaled_logits(self._lm_head(hidden), self.spec)
+        return scaled_logits(self._lm_head(hidden, in_float32=True), self.spec)
 
 
 def _embed(embedding: Tensor | None, lm_head: NativeLinear, token_ids: Tensor) -> Tensor:

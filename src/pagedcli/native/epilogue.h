@@ -96,8 +96,12 @@ template <class T> struct Output {
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const int64_t at = panel * PANEL + v * VL;
             if (at >= width) return;
-            Elem* to = out.at(token, at);
             vf value = biased(loadf(y + v * VL), at);
+            if (epilogue == STORE_FLOAT) {
+                store_some<F32>((float*)out.base + token * out.width + at, value, width - at);
+                continue;
+            }
+            Elem* to = out.at(token, at);
             if (epilogue == RELU2) value = squared_relu(Rows<T>::round(value));
             if (epilogue == GELU) value = gelu_of(Rows<T>::round(value));
             if (epilogue == ADD) value = Rows<T>::round(value) + load_some<T>(to, width - at);

@@ -121,7 +121,7 @@ bool writes_tiles(const Linear& l, int64_t dtype, int64_t num_tokens) {
 void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads, Order x_order, Order out_order) {
     if (l.next) {
-        const int64_t element = dtype == FLOAT32 ? 4 : 2;
+        const int64_t element = dtype == FLOAT32 || epilogue == STORE_FLOAT ? 4 : 2;
         linear_forward(*l.next, dtype, x, num_tokens, (char*)out + l.rows * element, epilogue, threads, x_order);
     }
     if (l.kind >= INT8) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);

@@ -15,6 +15,7 @@
 // What becomes of y. Each of these rounds where separate torch operations would.
 enum Epilogue : int {
     STORE,         // out = y
+    STORE_FLOAT,   // out = y in float32, whatever the activations' type
     ADD,           // out = out + y
     RELU2,         // out = max(y, 0)^2
     GELU,          // out = gelu(y)
@@ -41,7 +42,7 @@ struct Linear {
     const Linear* next;                  // whose output features follow, of another kind; null: none
 };
 
-// x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out. x may lie BY_TILES where
+// x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out, but for STORE_FLOAT. x may lie BY_TILES where
 // reads_tiles says so, out where writes_tiles does.
 void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads, Order x_order = BY_ROWS, Order out_order = BY_ROWS);

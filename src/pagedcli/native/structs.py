@@ -8,7 +8,7 @@ import torch
 
 _int, _int64, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
-STORE, ADD, RELU2, GELU, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(7)  # Epilogue
+STORE, STORE_FLOAT, ADD, RELU2, GELU, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(8)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of activations; also WeightKind
 GATED_DELTA, MAMBA2, SHORT_CONV, KIMI_DELTA = range(4)  # RecurrentKind
 INT8, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 = 3, *range(5, 11)  # WeightKind
