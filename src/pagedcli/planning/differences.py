@@ -79,7 +79,7 @@ def between(text: str, end: int, other: str, other_end: int, *, has_words: bool)
     back = min(back, end - start, other_end - start) if min(end, other_end) >= start else 0
     end, other_end = end - back, other_end - back
     forward = max(0, start - min(end, other_end))  # the run begins in what both begin with
-    end, other_end = end + forward, other_end + forward
+    end, other_end = min(end + forward, len(text)), min(other_end + forward, len(other))  # and may end in it, too
     parts = text[start:end], other[start:other_end]
     if has_words and not all(_is_markup(part) for part in parts):
         start = max(_word_start(text, start), _word_start(other, start))
