@@ -45,7 +45,7 @@ from pagedcli.simulation.sweep import (
     Sweep,
     SweepPoint,
     answers,
-    doubling_verdict,
+    enough_point,
     parse_policies,
     parse_pools,
     points,
@@ -127,7 +127,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    judged = [pool_verdict(sweep, found, block_bytes), *(doubling_verdict(sweep, pools[0]) if options.pool else [])]
+    judged = [pool_verdict(sweep, found, enough_point(sweep, plan, found, schedule), block_bytes)]
     judged += [] if advice is None else _settings(advice, found[0].num_blocks)
     print_tables(shown, options.format_, facts=facts, verdicts=_verdicts(workload, plan.limits, tokenizer, judged))
     return EXIT_BAD_ROWS if workload.num_bad else 0
