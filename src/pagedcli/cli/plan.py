@@ -260,7 +260,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         facts["recommended_block_size"] = sizes[0]
     elif advice is not None:
         facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
-    shortly = in_short(scan, forecast, time, None if sizes else facts["recommended_block_size"])
+    best_size, num_beams = None if sizes else facts["recommended_block_size"], survey.requests.num_beam_searches
+    shortly = in_short(scan, forecast, time, best_size, num_beam_searches=num_beams)
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)

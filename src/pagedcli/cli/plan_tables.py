@@ -59,13 +59,17 @@ def short_tables(
     return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
 
 
-def in_short(scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None) -> list[str]:
+def in_short(
+    scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None, *, num_beam_searches: int = 0
+) -> list[str]:
     """How long the run takes, the best block size and the prompts that share most, in a line. `time`: with its range;
-    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it."""
+    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it.
+    `num_beam_searches`: rows that the run leaves out."""
     survey, parts = scan.plan, []
     if run is not None:
         tokens = f"{plural(run.num_prompt_tokens, 'prompt token')} and {run.num_generated_tokens:,} to generate"
-        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}")
+        left_out = f", without {plural(num_beam_searches, 'row')} of beam search" if num_beam_searches else ""
+        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}{left_out}")
         if block_size is not None:
             parts.append(f"Best block size known: {block_size}")
     for shared in survey.shared_prompts()[:1]:

@@ -107,7 +107,11 @@ def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -
         )
         salt = f"{number} {request.cache_salt or ''}"
         engine.add_request(
-            request.request_id, request.token_ids.tolist(), params, cache_salt=salt, continuations=request.continuations
+            request.request_id,
+            request.token_ids[: request.num_context_tokens].tolist(),
+            params,
+            cache_salt=salt,
+            continuations=request.continuations,
         )
     while engine.has_unfinished_requests():
         engine.step()
