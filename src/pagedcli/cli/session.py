@@ -135,7 +135,7 @@ def _run(
 ) -> BatchResult:
     stop = StopRequest(rows_are_kept=lambda: sink.journal is not None and not sink.journal.is_lost)
     engine.observe_work = end_time.observe_work
-    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_s) as view, stop.listening():
+    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_range_s) as view, stop.listening():
 
         def observe(stats: BatchStats) -> None:
             end_time.update(stats)
