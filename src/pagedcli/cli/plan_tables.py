@@ -106,7 +106,7 @@ def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", eno
     ]
     if here is not None and here.pool is not None:
         enough_text = "" if enough is None else f"; with {enough:,} nothing more would be computed"
-        blocks = f"{plural(here.pool.num_blocks, 'block')} of {engine.block_size} tokens"
+        blocks = f"{plural(here.pool.num_blocks, 'block')} of {plural(engine.block_size, 'token')}"
         why = "" if here.pool.num_blocks else f": {here.pool.reason}"
         facts.append(Fact("pool here", f"{blocks}, {size(here.pool.num_blocks * here.block_bytes)}{enough_text}{why}"))
     return facts
@@ -317,7 +317,7 @@ def _block_size_table(survey: PromptSurvey, engine: EngineConfig, advice: "Advic
         block_size = advice.value("engine.block_size", engine.block_size)
         notes.append(f"recommended block size: {block_size}, as tried above")
         if enough is not None:
-            notes.append(f"with {enough:,} blocks of {engine.block_size} nothing more would be computed")
+            notes.append(f"with {plural(enough, 'block')} of {engine.block_size} nothing more would be computed")
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 

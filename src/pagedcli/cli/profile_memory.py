@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
-from pagedcli.config import EngineConfig, LoadedConfig, load_config
+from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, blocks_for
 from pagedcli.core.groups import TableShape, token_bytes
 from pagedcli.core.prefixes import BLOCK_SIZES
@@ -93,9 +93,7 @@ def profile_memory(
         tables = _short_tables(profile, lengths, shared)
     else:
         tables = _full_tables(profile, lengths, shared)
-    story = _answer(profile) if is_short else []
-    if is_short and described is not None and not profile.pool.num_blocks:
-        story[1:1] = _what_would_fit(engine, described, profile)
+    story = _answer(profile, described) if is_short else []
     if target_concurrency is not None:
         needs = _needs(profile, target_concurrency, lengths, shared or 0)
         title = f"What {target_concurrency:,} concurrent requests need"
@@ -138,7 +136,7 @@ def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> 
     """Percentiles of the file's prompt and output lengths, and the prefix shared by half of the prompts."""
     scan = scan_prompts(loaded, prompts, *prompt_model(loaded, None))
     if scan.num_bad:
-        say(f"{scan.num_bad:,} of {scan.num_rows:,} rows are invalid and ignored: see pagedcli plan")
+        say(f"{scan.num_bad:,} of {plural(scan.num_rows, 'row')} are invalid and ignored: see pagedcli plan")
     if not scan.plan.num_prompts:
         raise UsageError(f"{prompts} has no valid row", hint="see pagedcli plan")
     shares = {"file p50": 0.5, "file p95": 0.95, "file max": 1.0}
@@ -208,15 +206,17 @@ def _bar_table(profile: "Profile") -> Table:
     return table(BarPart, "memory", title, parts, notes=notes)
 
 
-def _answer(profile: "Profile") -> list[str]:
-    """How many blocks fit, the tokens and the sequences of the model's length that they hold, and the bar."""
+def _answer(profile: "Profile", described: "Described | None") -> list[str]:
+    """How many blocks fit, the tokens and the sequences of the model's length that they hold, or what would fit, and
+    the bar."""
     pool, limits = profile.pool, profile.plan.limits
     bar = memory_bar(
         bar_parts(profile), max(len(_MARKS) + 3, min(_BAR_CELLS, get_terminal_size().columns - 2)), profile.terms.total
     )
     if not pool.num_blocks:
         none = f"No KV block fits: {size(max(0, profile.terms.kv_cache))} is left for the cache."
-        return [none, "", bar, *(["| is where the device ends"] if "|" in bar else [])]
+        would_fit = [] if described is None else _what_would_fit(profile, described)
+        return [none, *would_fit, "", bar, *(["| is where the device ends"] if "|" in bar else [])]
     num_tokens, length = pool.num_blocks // len(limits.groups) * limits.block_size, limits.max_model_len
     text = (
         f"{plural(pool.num_blocks, 'KV block')} fit, {size(pool.num_blocks * profile.plan.block_bytes)}:"
@@ -232,17 +232,19 @@ def _answer(profile: "Profile") -> list[str]:
     return [f"{text}.", "", bar]
 
 
-def _what_would_fit(engine: EngineConfig, described: "Described", profile: "Profile") -> list[str]:
+def _what_would_fit(profile: "Profile", described: "Described") -> list[str]:
     """How many requests more of these GPUs would hold, and whether weights of 4 bits would fit into one, in a
     sentence."""
     from pagedcli.runner.memory_profile import profile_described
 
     found: list[str] = []
     for num_ranks in (2, 4, 8) if described.capability is not None else ():
-        if num_ranks <= engine.tensor_parallel_size:
+        if num_ranks <= profile.config.tensor_parallel_size:
             continue
         with suppress(PagedcliError):  # the heads of the model cannot be divided so
-            other = profile_described(msgspec.structs.replace(engine, tensor_parallel_size=num_ranks), described)
+            other = profile_described(
+                msgspec.structs.replace(profile.config, tensor_parallel_size=num_ranks), described
+            )
             limits = other.plan.limits
             held = int(limits.tables.concurrency(other.pool.num_blocks, limits.max_model_len))
             of = f" of {plural(limits.max_model_len, 'token')}" if not found else ""
@@ -272,7 +274,7 @@ def _at_once(profile: "Profile", num_blocks: int) -> str:
     bounds = {"--max-num-seqs": profile.config.max_num_seqs, "--num-state-slots": profile.pool.num_state_slots}
     flag, most = min(((flag, most) for flag, most in bounds.items() if most is not None), key=lambda each: each[1])
     allowed = f" ({flag} allows {most:,})" if most < held else ""
-    return f"{plural(held, 'sequence')} of {limits.max_model_len:,} tokens at once{allowed}"
+    return f"{plural(held, 'sequence')} of {plural(limits.max_model_len, 'token')} at once{allowed}"
 
 
 # ---------------------------------------------------------------------- where it goes
@@ -351,7 +353,7 @@ def _waterfall_table(profile: "Profile") -> Table:
         num_tokens = limits.state_bytes * limits.block_size // (plan.block_bytes * len(limits.groups))
         notes += [
             f"a running sequence takes a slot of {size(limits.state_bytes)} of recurrent state, and so does each"
-            f" checkpoint: as much as the K and V of {num_tokens:,} tokens",
+            f" checkpoint: as much as the K and V of {plural(num_tokens, 'token')}",
             "slots: --num-state-slots, by default 2 * max_num_seqs in at most half of the memory for the cache",
         ]
     num_ranks = profile.config.tensor_parallel_size
@@ -370,7 +372,7 @@ def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
     kept, of_heads = "2 (K and V) x ", f"{num_kv_heads} kv_heads x {head}"
     if group.value_dim is not None:
         kept, of_heads = "", head.replace("head_dim", "latent per token and layer")
-    layers = f"{kept}{len(group.layers)} layers x {block_size} tokens"
+    layers = f"{kept}{plural(len(group.layers), 'layer')} x {plural(block_size, 'token')}"
     return f"{layers} x {of_heads} = {token_bytes(group, kv_dtype) * block_size:,}"
 
 
@@ -463,7 +465,7 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
     if profile.pool.num_state_slots is not None:
         notes.append(f"slots of recurrent state allow at most {profile.pool.num_state_slots:,} at once")
     title = f"Requests that fit into the pool as configured, {plural(num_blocks, 'block')}"
-    headers = {"max_concurrency_shared": f"requests sharing {shared:,} tokens"} if shared else {}
+    headers = {"max_concurrency_shared": f"requests sharing {plural(shared, 'token')}"} if shared else {}
     return table(AtOnce, "concurrency", title, rows, columns, headers=headers, notes=notes)
 
 
@@ -521,9 +523,9 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
     unused = sum(row.unused_bytes for row in longest) / sum(row.kv_cache_bytes for row in longest)
     notes = [
         f"a block holds {limits.block_size} tokens of the layers of a group; blocks: while it generates; in prefill: at"
-        f" most, with chunks of {limits.chunk_size:,} tokens",
+        f" most, with chunks of {plural(limits.chunk_size, 'token')}",
         f"unused: what the layers leave of these blocks, {percent(unused)} of the KV cache of a sequence of"
-        f" {limits.max_model_len:,} tokens",
+        f" {plural(limits.max_model_len, 'token')}",
         "if kept: the same layers, if no block were released before the sequence ends",
         *group_lines(limits.groups, block_size=limits.block_size, block_bytes=block_bytes),
     ]

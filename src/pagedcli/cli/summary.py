@@ -43,10 +43,10 @@ def say_refused(plan: "Plan") -> None:
 def say_plan(plan: "Plan", config: EngineConfig) -> None:
     """Print the plan of a configuration, and why nothing faster is used."""
     length = plan.limits.max_model_len
-    say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {length:,} tokens per request")
+    say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {plural(length, 'token')} per request")
     say_refused(plan)
     if plan.graph_sizes:
-        say(f"CUDA graphs: decode steps of up to {plan.graph_sizes[-1]:,} sequences")
+        say(f"CUDA graphs: decode steps of up to {plural(plan.graph_sizes[-1], 'sequence')}")
     elif plan.device != "cpu":
         say(f"no CUDA graphs: {plan.no_graphs}")
     assert plan.pool is not None, "an engine has one"

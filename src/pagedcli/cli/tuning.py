@@ -64,7 +64,7 @@ def time_in_turns(
         sample.append(subject.workload.requests[len(sample)])
         most -= work_of(sample[-1])
     orders = [sample, in_prefix_order(sample) if changes.get(ORDER) == "prefix" else sample]
-    say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {len(sample):,} prompts")
+    say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {plural(len(sample), 'prompt')}")
     progress, watch = ProgressLine(line_every_s=5.0), BusyWatch()
     try:
         with LLMEngine(configs[0]) as before, LLMEngine(configs[1]) as after:

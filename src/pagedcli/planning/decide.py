@@ -195,7 +195,7 @@ def resolve_device(name: str, machine: Machine) -> torch.device:
         message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
         raise ConfigError(message, hint=machine.unseen_gpu or "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= len(machine.gpus):
-        raise ConfigError(f"device is {name!r}, but there are {len(machine.gpus)} GPUs")
+        raise ConfigError(f"device is {name!r}, but there are {plural(len(machine.gpus), 'GPU')}")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", machine.current_gpu)  # torch.cuda.set_device takes no other
     return device

@@ -82,9 +82,8 @@ class ShownBlock:
         if not self.owners:
             return f"block {self.block_id}: {self.kind}"
         held = f"held by sequence {', '.join(map(str, self.owners))}"
-        return (
-            f"block {self.block_id}: {held} (ref count {self.ref_count}), {self.num_tokens} of {self.block_size} tokens"
-        )
+        tokens = f"{self.num_tokens} of {plural(self.block_size, 'token')}"
+        return f"block {self.block_id}: {held} (ref count {self.ref_count}), {tokens}"
 
 
 def shown_blocks(state: PoolState, letters: PrefixLetters) -> list[ShownBlock]:

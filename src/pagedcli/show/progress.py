@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.files import whole_file, writing
+from pagedcli.printable import plural
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ class _Rates:
 
 def rows_text(stats: BatchStats) -> str:
     """`412/1,000 rows, 3 failed`"""
-    total = f"/{stats.num_rows:,}" if stats.num_rows is not None else ""
-    num_failed = stats.num_finished_failed
-    return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
+    rows = plural(stats.num_finished if stats.num_rows is None else stats.num_rows, "row")
+    done = rows if stats.num_rows is None else f"{stats.num_finished:,}/{rows}"
+    return done + (f", {stats.num_finished_failed:,} failed" if stats.num_finished_failed else "")
 
 
 def average_pace(stats: BatchStats) -> tuple[float, float] | None:
