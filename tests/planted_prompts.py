@@ -130,6 +130,31 @@ def documents(draw, num):
     return Planted(File(now), ("documents",), File(then))
 
 
+def named_documents(draw, num):
+    """The same documents in another order, each with a name of its own."""
+    pool, now, then = [words(draw, 40) for _ in range(5)], [], []
+    for _ in range(num):
+        question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
+        for made, places in ((now, order), (then, range(5))):
+            shown = "\n\n".join(f"Document {place + 1}: {pool[place]}" for place in places)
+            made.append(chat("Use the documents.", f"{shown}\n\n{question}"))
+    return Planted(File(now), ("documents",), File(then))
+
+
+def clock_and_ticket(draw, num):
+    """Two causes: the second one is found in prompts without the first."""
+    shared, rest, now, then = words(draw, 60), words(draw, 90), [], []
+    for _ in range(num):
+        time, ticket = (
+            f"It is {draw.randint(0, 23)}:{draw.randint(10, 59)}.",
+            f"Ticket AB-{draw.randint(10000, 99999)}.",
+        )
+        question = words(draw, draw.randint(4, 12))
+        now.append(chat(f"{time} {shared} {ticket} {rest}", question))
+        then.append(chat(f"{shared} {rest}", f"{time} {ticket} {question}"))
+    return Planted(File(now), ("time", "id"), File(then))
+
+
 def tools(draw, num):
     """The same tools in another order."""
 
@@ -207,7 +232,8 @@ def short(draw, num):
 CAUSES = {
     each.__name__: each
     for each in (
-        clock, timestamp, date, identifier, ticket, name, counter, language, question_first, documents, tools,
+        clock, timestamp, date, identifier, ticket, name, counter, language, question_first, documents, named_documents,
+        tools,
         begin_twice, blank, templates, salts, short,
     )
 }  # fmt: skip

@@ -319,14 +319,19 @@ def looks_like_tools(text: str) -> bool:
 
 def sorted_parts(texts: Sequence[str], separator: str) -> list[str]:
     """The texts with the parts that several of them have in one order, by their mean place. A number that a part begins
-    with stays where it is."""
+    with stays where it is, unless each part has its own in all texts."""
     splits = [re.split(f"({separator})", text) for text in texts]
     places: dict[int, list[int]] = {}  # content -> number of texts that have it, sum of its places
     for pieces in splits:
         for key, place in {_content(part): place for place, part in enumerate(pieces[::2])}.items():
             count = places.setdefault(key, [0, 0])
             count[0], count[1] = count[0] + 1, count[1] + place
-    return [_in_order(pieces, places) for pieces in splits]
+    numbers: dict[int, set[str]] = {}
+    for part in (part for pieces in splits for part in pieces[::2]):
+        if (found := _NUMBERED.match(part)) is not None:
+            numbers.setdefault(_content(part), set()).add(found[2])
+    has_names = all(len(each) == 1 for each in numbers.values())
+    return [_in_order(pieces, places, has_names=has_names) for pieces in splits]
 
 
 def _content(part: str) -> int:
@@ -334,7 +339,7 @@ def _content(part: str) -> int:
     return xxhash.xxh64_intdigest(_NUMBERED.sub(r"\1", part, count=1).strip().encode("utf-8", "surrogatepass"))
 
 
-def _in_order(pieces: list[str], places: dict[int, list[int]]) -> str:
+def _in_order(pieces: list[str], places: dict[int, list[int]], *, has_names: bool) -> str:
     """One text: its shared parts sorted within each run of them."""
     parts = pieces[::2]
     runs: list[list[int]] = [[]]
@@ -349,6 +354,6 @@ def _in_order(pieces: list[str], places: dict[int, list[int]]) -> str:
         numbers = [found[2] for place in run if (found := _NUMBERED.match(parts[place]))]
         rising = iter(numbers)
         for place, part in zip(run, (parts[place] for place in order), strict=True):
-            found = _NUMBERED.match(part)
+            found = None if has_names else _NUMBERED.match(part)
             pieces[2 * place] = part if found is None else found[1] + next(rising) + part[found.end() :]
     return "".join(pieces)
