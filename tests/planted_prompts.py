@@ -94,6 +94,16 @@ def ticket(draw, num):
     return _behind_system(draw, num, part, kind=("id",))
 
 
+def bracketed(draw, num):
+    """An id in brackets leads an instruction of one sentence."""
+    shared, now, then = words(draw, 120).replace(".", ",") + " as told.", [], []
+    for _ in range(num):
+        ticket, question = f"[AB-{draw.randint(10000, 99999)}]", words(draw, draw.randint(4, 25))
+        now.append(f"{ticket} {shared} {question}")
+        then.append(f"{shared} {ticket} {question}")
+    return Planted(File(now), ("id",), File(then))
+
+
 def name(draw, num):
     def part(d, row):
         return f"You talk to {d.choice(NAMES)} {d.choice(NAMES)}{d.choice('aeiouln')}{d.choice('dfghstrm')}en."
@@ -232,7 +242,8 @@ def short(draw, num):
 CAUSES = {
     each.__name__: each
     for each in (
-        clock, timestamp, date, identifier, ticket, name, counter, language, question_first, documents, named_documents,
+        clock, timestamp, date, identifier, ticket,
+        bracketed, name, counter, language, question_first, documents, named_documents,
         tools,
         begin_twice, blank, templates, salts, short,
     )

@@ -109,7 +109,7 @@ def _is_markup(part: str) -> bool:
 
 
 def _word_start(text: str, start: int) -> int:
-    while start and not text[start - 1].isspace() and not text[:start].endswith((">", "]")):
+    while start and not text[start - 1].isspace() and not text[:start].endswith((">", "]", "[", "(", "{")):
         start -= 1
     return start
 
@@ -215,8 +215,11 @@ def _counts(parts: Sequence[str]) -> bool:
 
 
 def unit_around(text: str, span: Span) -> Span:
-    """The sentence or line around a part; a long one, or what crosses marks of a template, is left alone."""
+    """The brackets, the sentence or the line around a part; a long one, or what crosses marks of a template, is left
+    alone."""
     start, end = span
+    if start and text[start - 1 : start] + text[end : end + 1] in ("[]", "()", "{}", "<>"):
+        return start - 1, end + 1 + text.startswith(" ", end + 1)
     begins = [max(0, start - _MOST_UNIT)] if start <= _MOST_UNIT else []
     window = text[max(0, start - _MOST_UNIT) : start]
     offset = start - len(window)
