@@ -94,6 +94,16 @@ def ticket(draw, num):
     return _behind_system(draw, num, part, kind=("id",))
 
 
+def bracketed(draw, num):
+    """An id in brackets leads an instruction of one sentence."""
+    shared, now, then = words(draw, 120).replace(".", ",") + " as told.", [], []
+    for _ in range(num):
+        ticket, question = f"[AB-{draw.randint(10000, 99999)}]", words(draw, draw.randint(4, 25))
+        now.append(f"{ticket} {shared} {question}")
+        then.append(f"{shared} {ticket} {question}")
+    return Planted(File(now), ("id",), File(then))
+
+
 def name(draw, num):
     def part(d, row):
         return f"You talk to {d.choice(NAMES)} {d.choice(NAMES)}{d.choice('aeiouln')}{d.choice('dfghstrm')}en."
@@ -128,6 +138,31 @@ def documents(draw, num):
             shown = "\n\n".join(f"Document {number}: {pool[place]}" for number, place in enumerate(places, 1))
             made.append(chat("Use the documents.", f"{shown}\n\n{question}"))
     return Planted(File(now), ("documents",), File(then))
+
+
+def named_documents(draw, num):
+    """The same documents in another order, each with a name of its own."""
+    pool, now, then = [words(draw, 40) for _ in range(5)], [], []
+    for _ in range(num):
+        question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
+        for made, places in ((now, order), (then, range(5))):
+            shown = "\n\n".join(f"Document {place + 1}: {pool[place]}" for place in places)
+            made.append(chat("Use the documents.", f"{shown}\n\n{question}"))
+    return Planted(File(now), ("documents",), File(then))
+
+
+def clock_and_ticket(draw, num):
+    """Two causes: the second one is found in prompts without the first."""
+    shared, rest, now, then = words(draw, 60), words(draw, 90), [], []
+    for _ in range(num):
+        time, ticket = (
+            f"It is {draw.randint(0, 23)}:{draw.randint(10, 59)}.",
+            f"Ticket AB-{draw.randint(10000, 99999)}.",
+        )
+        question = words(draw, draw.randint(4, 12))
+        now.append(chat(f"{time} {shared} {ticket} {rest}", question))
+        then.append(chat(f"{shared} {rest}", f"{time} {ticket} {question}"))
+    return Planted(File(now), ("time", "id"), File(then))
 
 
 def tools(draw, num):
@@ -207,7 +242,9 @@ def short(draw, num):
 CAUSES = {
     each.__name__: each
     for each in (
-        clock, timestamp, date, identifier, ticket, name, counter, language, question_first, documents, tools,
+        clock, timestamp, date, identifier, ticket,
+        bracketed, name, counter, language, question_first, documents, named_documents,
+        tools,
         begin_twice, blank, templates, salts, short,
     )
 }  # fmt: skip

@@ -305,3 +305,11 @@ def test_what_a_script_imports_is_there(path):
             module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
             names = {*_defined(module), *(each.stem for each in place.glob("*.py"))}
             assert {alias.name for alias in node.names} <= names, f"{node.module} of {path.name}"
+
+
+def test_no_python_child_takes_modules_from_the_folder_that_it_runs_in():
+    flags = [
+        flag for path in SRC.rglob("*.py") for flag in re.findall(r"[\[(]sys\.executable, (\S+),", path.read_text())
+    ]
+    assert len(flags) >= 4
+    assert set(flags) == {'"-P"'}

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 
 from pagedcli import interrupt
 
@@ -20,10 +21,17 @@ def _open_closed_streams() -> None:
                 setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
+def _show_what_stdout_can() -> None:
+    """Print ? for characters that the locale has not; rows of JSON are bytes."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def run() -> None:
     """Run the command line. Ctrl-C gets its handler before anything else is imported."""
     interrupt.install()
     _open_closed_streams()
+    _show_what_stdout_can()
     from pagedcli.cli.main import run as run_command
 
     run_command()

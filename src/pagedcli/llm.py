@@ -140,7 +140,7 @@ class LLM(Closes):
 
     def __repr__(self) -> str:
         plan = self.llm_engine.plan
-        pool = f"{plan.num_blocks:,} blocks of {plan.limits.block_size} tokens"
+        pool = f"{plural(plan.num_blocks, 'block')} of {plural(plan.limits.block_size, 'token')}"
         return f"LLM({self.llm_engine.config.model!r}, device={plan.device!r}, dtype={plan.dtype!r}, {pool})"
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class LLM(Closes):
         if not isinstance(params, Sequence):
             raise TypeError(f"sampling_params are SamplingParams, one or a list, not {type(params).__name__}")
         if len(params) != num_prompts:
-            raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
+            raise ValueError(f"{plural(num_prompts, 'prompt')}, but {len(params)} sampling_params")
         return list(params)
 
     @cached_property

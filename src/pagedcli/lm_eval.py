@@ -12,6 +12,7 @@ from pagedcli.batch.requests import read_messages
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import PagedcliError, RequestError, UsageError
 from pagedcli.llm import LLM
+from pagedcli.printable import plural
 from pagedcli.sampling_params import SamplingParams
 
 try:
@@ -173,7 +174,7 @@ class PagedLM(TemplateLM):  # type: ignore[misc,unused-ignore]  # lm-eval has no
             raise UsageError(f"pagedcli has no parameter {unknown[0]!r} for generation", hint=hint)
         if (room := self.max_length - max_tokens) <= 0:
             raise UsageError(
-                f"{max_tokens} tokens to generate leave no room for a prompt in a model of {self.max_length}",
+                f"{plural(max_tokens, 'token')} to generate leave no room for a prompt in a model of {self.max_length}",
                 hint="set max_gen_toks in gen_kwargs, or max_model_len in model_args",
             )
         prompt = self.tok_encode(context)
@@ -189,7 +190,7 @@ class PagedLM(TemplateLM):  # type: ignore[misc,unused-ignore]  # lm-eval has no
 def found_text(num_found: int, num_asked: int) -> str:
     """How many tokens were not computed: 38.1 of 39.2 million tokens were found in the cache."""
     if num_asked < 1_000_000:
-        return f"{num_found:,} of {num_asked:,} tokens were found in the cache"
+        return f"{num_found:,} of {plural(num_asked, 'token')} were found in the cache"
     return f"{num_found / 1e6:.1f} of {num_asked / 1e6:.1f} million tokens were found in the cache"
 
 

@@ -18,8 +18,8 @@ MACHINE = StepTime(
 )  # fmt: skip
 
 
-def requests(num_rows, *, stops=False):
-    draw = random.Random(1)
+def requests(num_rows, *, stops=False, seed=1):
+    draw = random.Random(seed)
     found = []
     for index in range(num_rows):
         prompt, most = draw.randint(20, 200), draw.randint(20, 120)
@@ -67,10 +67,19 @@ def test_rows_that_end_by_themselves_are_expected_to():
 
 def test_the_first_prediction_and_what_a_run_teaches_are_kept():
     _, took, end = run(requests(100), MACHINE, slower=1.5)
-    at, whole = end.first
+    at, whole, low, high = end.first
+    assert low < took < high
     assert at == pytest.approx(5.0, abs=1.0)
     assert whole == pytest.approx(took, rel=0.15)
     assert end.ratio == pytest.approx(1.5, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_end_of_rows_that_may_stop_is_in_the_range_from_the_first_prediction_on(seed):
+    """Nothing has stopped yet after five seconds: the range holds both all tokens and an early end."""
+    _, took, end = run(requests(200, stops=True, seed=seed), MACHINE)
+    _, _, low, high = end.first
+    assert low < took < high
 
 
 def test_a_short_run_predicts_and_teaches_nothing():

@@ -12,11 +12,11 @@ from effort import Effort
 
 from pagedcli.batch.chat_template import TimeLimit
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.lines import MAX_LINE_BYTES
+from pagedcli.batch.lines import MAX_LINE_BYTES, skip_line
 from pagedcli.batch.parquet import ParquetSource
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.partings import find_partings
-from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.errors import ModelError, PagedcliError, RequestError, UsageError
 from pagedcli.models.hub import resolve_model
 from pagedcli.planning.prompt_sample import PromptSample
 
@@ -133,6 +133,13 @@ def test_a_chat_template_that_is_none_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ModelError, match=r"the chat_template of the tokenizer in .* is 7, not a template"):
         Tokenizer(tmp_path)
+
+
+def test_input_without_a_line_end_comes_to_an_end(monkeypatch):
+    """As /dev/zero, which nobody means."""
+    monkeypatch.setattr("pagedcli.batch.lines.MOST_SKIPPED_BYTES", 2**20)
+    with open("/dev/zero", "rb") as zeros, pytest.raises(PagedcliError, match=r"no line end in 1\.0 MiB"):
+        skip_line(zeros)
 
 
 # ---------------------------------------------------------------------- Parquet

@@ -148,3 +148,36 @@ def test_a_run_uses_as_many_blocks_at_once_as_the_plan_says(windows, kind, num_p
     sim.run()
     assert sim.stats.peak_used_blocks == num_blocks
     assert sim.stats.num_preemptions == 0
+
+
+def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
+    """An only continuation is computed with its context, and others may find it in the cache."""
+    rng = random.Random(1)
+    endings = [[rng.randrange(9) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+    rows = [
+        {"prompt": [5] * 16 + rng.choice(endings), "continuations": rng.choices(endings, k=rng.choice((1, 1, 1, 2)))}
+        for _ in range(40)
+    ]
+    prompts, trace, summary = (tmp_path / f"{name}.jsonl" for name in ("in", "run", "summary"))
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--block-size", "8", "--max-num-seqs", "2")
+    pool = ("--num-gpu-blocks-override", "256", "--max-model-len", "2048")
+    run = ("--record", trace, "--record-tokens", "--summary-json", summary)
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, *pool, *run)
+    done = json.loads(summary.read_text())
+    planned = json.loads(pagedcli("plan", prompts, "--no-calibrate", *flags, *pool, "--format", "json").stdout)
+    told = [{row["what"]: row["value"] for row in planned["expected_run"]}["prompt tokens found in the cache"]]
+    for source in (prompts, trace):
+        found = json.loads(pagedcli("simulate", source, "--pool", "256", *flags, "--format", "json").stdout)
+        assert found["pools"][0]["num_refused"] == 0
+        assert found["num_prompt_tokens"] == done["prompt_tokens"]
+        told.append(found["pools"][0]["tokens"]["hit"])
+    assert told == [done["cached_tokens"]] * 3
+
+
+def test_the_sentence_of_a_plan_says_what_rows_it_leaves_out(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    rows = [{"prompt": "Once", "beam_width": 2, "max_tokens": 2}, {"prompt": "Once", "max_tokens": 2}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = pagedcli("plan", prompts, "--no-calibrate").stdout
+    assert "to generate, without 1 row of beam search." in found

@@ -131,6 +131,29 @@ def test_where_no_block_fits_that_is_the_answer(large):
     assert "--quantization int4" in screen
 
 
+def test_a_model_too_large_says_where_the_device_ends_and_what_would_fit(large):
+    screen = profile_memory("-m", large, "--gpu-memory", "48GiB", "--max-model-len", "8192", expect=2).stdout
+    second, bar = screen.splitlines()[1], next(line for line in screen.splitlines() if line.startswith("["))
+    assert second.startswith("What would fit: --tensor-parallel-size 2: ")
+    assert " requests of 8,192 tokens; 4: " in second
+    assert "or a checkpoint in 4 bits, about 17." in second
+    assert bar.count("|") == 1
+    two = as_json("-m", large, "--gpu-memory", "48GiB", "--max-model-len", "8192", "--tensor-parallel-size", "2")
+    assert f"size 2: {int(two['concurrency'][0]['max_concurrency'])} requests" in second
+
+
+def test_what_others_hold_is_not_counted_as_the_model(qwen3):
+    gpu = ("-m", qwen3, "--gpu-memory", "80GiB")
+    alone, beside = (as_json(*gpu, *flags) for flags in ((), ("--others", "45GiB")))
+    used = as_json(*gpu, "--used", f"{45 * 2**30 + alone['weights_bytes']}")
+    assert alone["num_kvcache_blocks"] > beside["num_kvcache_blocks"] > 0
+    terms = terms_of(beside, "predicted_bytes")
+    assert terms["others"] == 45 * 2**30 == terms_of(used, "predicted_bytes")["others"]
+    assert terms["runtime"] == terms_of(alone, "predicted_bytes")["runtime"]
+    assert beside["fits"][0]["room_bytes"] == terms["kv_cache"], "formats are compared beside them, too"
+    assert "exclude each other" in profile_memory(*gpu, "--used", "1GiB", "--others", "1GiB", expect=2).stderr
+
+
 def test_a_pool_smaller_than_one_request_names_the_longest_that_fits():
     screen = profile_memory("--num-gpu-blocks-override", 8, *SMALL).stdout
     assert "enough for 0 sequences of 2,048 tokens at once: the longest that fits has 128 tokens. All" in screen

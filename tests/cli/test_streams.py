@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from effort import Effort
 from trace_harness import simulated, write
 
 from pagedcli import files
+from pagedcli.__main__ import _show_what_stdout_can
 from pagedcli.cli.session import StopRequest
 from pagedcli.errors import UsageError
 from pagedcli.events import StepFinished
@@ -30,6 +32,14 @@ def shell(command, *, expect, stdin=""):
     assert "bug" not in result.stderr
     assert "Traceback" not in result.stderr
     return result
+
+
+def test_stdout_shows_a_question_mark_for_what_its_locale_has_not(monkeypatch):
+    stream = TextIOWrapper(BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    _show_what_stdout_can()
+    print("2 \xd7 \u25a0")
+    assert stream.buffer.getvalue() == b"2 ? ?\n"
 
 
 @pytest.fixture

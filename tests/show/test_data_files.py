@@ -56,7 +56,7 @@ class Expected(View):
             if state.ref_counts[block_id] or state.hashes[block_id] is not None
         }
         seqs = {
-            seq.seq_id: (seq.status, seq.block_table.copy(), seq.num_computed_tokens, seq.num_output_tokens)
+            seq.seq_id: (state.status_of(seq), seq.block_table.copy(), seq.num_computed_tokens, seq.num_output_tokens)
             for seq in state.seqs.values()
         }
         self.pools[event.step] = content, seqs, state.num_unfilled_slots(), state.num_empty_blocks

@@ -1,6 +1,7 @@
 """The one-pass curve, the block manager without a scheduler, and the accounting of misses."""
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from pagedcli.simulation.caches import (
 )
 from pagedcli.simulation.formats import read_traces
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.run import Schedule, plan_for
-from pagedcli.simulation.sweep import Sweep, points
+from pagedcli.simulation.run import Schedule, plan_for, simulate
+from pagedcli.simulation.sweep import NEARLY, Sweep, enough_point, points, pool_verdict
 
 
 def workload_of(prompts, num_output=2):
@@ -72,6 +73,28 @@ def test_the_parts_of_misses_add_up_to_all_tokens(prompts, num_blocks, budget):
         assert point.parts["hit"] == point.hit_tokens[0]
         assert point.hit_tokens[1] == workload.num_prompt_tokens
     assert point.parts["in_flight"] == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_pool_that_is_called_enough_is_enough_in_a_run_with_it(seed):
+    rng = np.random.default_rng(seed)
+    shared = [rng.integers(0, 9, rng.integers(4, 30)).tolist() for _ in range(rng.integers(1, 5))]
+    prompts = [shared[rng.integers(len(shared))] + rng.integers(0, 9, rng.integers(1, 20)).tolist() for _ in range(30)]
+    workload = workload_of(prompts, num_output=int(rng.integers(1, 30)))
+    max_num_seqs = int(rng.integers(1, 12))
+    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
+    sweep = Sweep(workload, accesses_of(workload, 2))
+    swept = list(points(sweep, plan, sorted(rng.integers(1, 80, 2).tolist()), ["lru"], Schedule()))
+    enough = enough_point(sweep, plan, swept, Schedule())
+    finding = pool_verdict(sweep, swept, enough, None).finding
+    if enough is None:
+        assert "enough" not in finding
+        return
+    num_blocks = int(finding.partition(" ")[0]) if "enough" in finding else enough.num_blocks
+    run = simulate(workload, replace(plan, limits=replace(plan.limits, num_blocks=num_blocks)), Schedule())
+    hits, total = run.hit_tokens()
+    assert hits / total >= sweep.curve.ceiling[1] / total - NEARLY
+    assert run.num_refused == 0 or "enough" not in finding
 
 
 def test_one_request_at_a_time_hits_like_a_cache_without_running_requests():

@@ -14,6 +14,7 @@ from test_trace_formats import write
 
 from pagedcli.core.eviction import POLICIES, Fifo
 from pagedcli.events import RequestPreempted
+from pagedcli.printable import byte_text
 from pagedcli.show import pages
 from pagedcli.trace.files import TraceReader
 
@@ -64,14 +65,26 @@ def test_the_table_says_what_the_json_says(trace):
     assert max(len(line) for line in text.split("Answers")[0].splitlines() if "  " in line) <= 80
 
 
-def test_the_first_sentence_names_the_smallest_pool_within_a_point_of_no_limit(trace):
+def test_the_first_sentence_names_a_pool_that_hits_what_it_says(trace):
     first = simulate(trace, "--pool", "30").stdout.splitlines()[0]
     num_blocks = int(re.match(r"(\d+) blocks are enough to hit within 1 point of a cache without limit: ", first)[1])
-    found = as_json(trace, "--no-schedule", "--pool", f"{num_blocks - 1},{num_blocks}")
+    found = as_json(trace, "--pool", num_blocks)
     assert found["verdicts"][0]["finding"] in first
-    below, enough = (row["hit_rate_tokens"] for row in found["pools"])
-    assert below < found["unlimited_hit_rate_tokens"] - 0.01 <= enough
-    assert f"{100 * enough:.1f} % of the prompts' tokens, without limit" in first
+    [row] = found["pools"]
+    assert row["num_refused"] == 0
+    assert row["hit_rate_tokens"] >= found["unlimited_hit_rate_tokens"] - 0.01
+    assert f"{100 * row['hit_rate_tokens']:.1f} % of the prompts' tokens, without limit" in first
+
+
+@pytest.mark.parametrize("pool", [None, "6", "18"])
+def test_no_pool_of_the_examples_is_called_enough_that_refuses_rows_or_finds_less(pool):
+    prompts = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+    flags = () if pool is None else ("--pool", pool)
+    first = pagedcli("simulate", prompts, *flags).stdout.splitlines()[0]
+    num_blocks = re.match(r"(\d+) blocks? .*are enough", first)[1]
+    found = json.loads(pagedcli("simulate", prompts, "--pool", num_blocks, "--format", "json").stdout)
+    assert found["pools"][0]["num_refused"] == 0
+    assert found["pools"][0]["hit_rate_tokens"] >= found["unlimited_hit_rate_tokens"] - 0.01
 
 
 def test_the_first_sentence_says_where_a_cache_has_no_benefit(tmp_path):
@@ -109,15 +122,6 @@ def test_the_hit_rate_is_drawn_over_the_size_of_the_pool_for_readers_only(trace)
     assert "Hit rate of the prompts' tokens by pool size" in text
     assert "curve" not in as_json(trace)
     assert "#" not in simulate(trace, "--format", "csv").stdout.replace("# ", "")
-
-
-def test_the_verdict_says_what_twice_a_given_pool_would_hit(trace):
-    verdict = as_json(trace, "--pool", "16")["verdicts"][1]
-    assert verdict["finding"] == "a pool of 32 blocks instead of 16 hits more"
-    before, after = (as_json(trace, "--pool", size)["pools"][0] for size in ("16", "32"))
-    rates = [row["lru_unscheduled_hit_rate_tokens"] for row in (before, after)]
-    assert [verdict["now"], verdict["after"]] == pytest.approx(rates)
-    assert verdict["after"] - verdict["now"] > 0.01
 
 
 def test_every_policy_is_a_row(trace):
@@ -172,13 +176,9 @@ def test_the_sentences_have_units_that_fit_their_figures(tmp_path):
     ])  # fmt: skip
     text = simulate(tiny, "--pool", "50", "-m", "builtin").stdout
     assert "(0.0 GiB)" not in text
-    assert re.search(r"gets 99 % of that with 1 block \([\d.]+ KiB\)\.", text)
+    alone = simulate(tiny, "--pool", "50", "-m", "builtin", "--no-schedule").stdout
+    assert re.search(r"gets 99 % of that with 1 block \([\d.]+ KiB\)\.", alone)
     assert "50 times" in simulate(tiny, "--pool", "50").stdout
-    doubling = [answer for answer in as_json(tiny, "--pool", "50")["answers"] if answer.startswith("Doubling")]
-    assert doubling == [
-        "Doubling any of these pools raises the hit rate by less than 0.1 points (LRU without running requests), but it"
-        " also saves preemptions."
-    ]
 
 
 def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
@@ -322,7 +322,7 @@ def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
     small, large = found["pools"]
     near = [row["pool_blocks"] for row in found["pools"] if row["hit_rate_tokens"] >= 7 / 64 - 0.01]
     assert found["verdicts"][0]["finding"].startswith(
-        f"{near[0]:,} blocks are enough to hit within 1 point of the 10.9 %"
+        f"{near[0]:,} blocks ({byte_text(near[0] * found['block_bytes'])}) are enough to hit within 1 point"
     )
     assert small["pool_blocks"] == 2**26 // found["block_bytes"]
     assert large["hit_rate_tokens"] == found["unlimited_hit_rate_tokens"] == 7 / 64

@@ -29,9 +29,6 @@ def test_lru_and_the_clairvoyant_are_as_documented():
         assert f"{100 * hits / total:.1f}" == best
         assert float(tokens) <= float(best)
     assert f"{sweep.accesses.num_unique:,}" in PAGE
-    [num_blocks] = re.findall(r"^([\d,]+) blocks are enough to hit within 1 point", PAGE, re.M)
-    at, before = (sweep.curve.hits_at(int(num_blocks.replace(",", "")) - less)[1] for less in (0, 1))
-    assert before < sweep.curve.ceiling[1] - 0.01 * sweep.curve.num_tokens <= at
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *PARTS, *POLICIES])

@@ -197,6 +197,28 @@ def test_own_hits_after_a_preemption_are_not_hits_from_others():
     assert moment.stats.run.own.tokens_hit > 0
 
 
+def test_a_sequence_that_stands_still_for_want_of_a_block_is_stalled():
+    moment, seen = Moment(), []
+    folding = pool_fold(moment)
+
+    def emit(event):
+        folding(event)
+        if isinstance(event, StepFinished):
+            state, rows = moment.state, {row["seq_id"]: row for row in moment.summary()["sequences"]}
+            for seq in state.running():
+                row = rows[seq.seq_id]
+                stands = not row["num_new_tokens"] and state.num_used_blocks == state.num_blocks
+                assert (row["status"] == "stalled") == (row["waiting_reason"] == "free_blocks") == stands
+            seen.append(state.num_stalled)
+            assert f"running ({state.num_stalled} stalled)" in moment.line() or not state.num_stalled
+
+    sim = Simulation(10, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
+    for index in range(3):
+        sim.add(range(100 * index, 100 * index + 5 + index % 2), 8)
+    sim.run()
+    assert max(seen) == 1
+
+
 def same(a: Moment, b: Moment) -> None:
     snapshots = a.state.copy(), b.state.copy()  # in which no sequences are counted together
     for name in ("ref_counts", "hashes", "free_block_ids", "seqs", "finished", "hash_to_block_id", "step"):

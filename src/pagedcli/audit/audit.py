@@ -15,6 +15,7 @@ from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails,
 from pagedcli.audit.survey import Survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
 from pagedcli.interrupt import as_exceptions
+from pagedcli.printable import plural
 from pagedcli.remote import RefusedError, ServerError
 
 _MOST_FAILURES = 3  # probes in a row without an answer end the audit
@@ -144,7 +145,7 @@ class Audit:
                     found = await shrink(runner, target, outcome, noise, seed)
                 except (LimitReached, ServerError) as error:
                     limit = LimitReached(str(error))
-            words = f"; shortest failing prompt: {failing_length(found, noise):,} tokens"
+            words = f"; shortest failing prompt: {plural(failing_length(found, noise), 'token')}"
             if self.options.folder is not None:
                 case = make_case(found, outcome, target, noise, runner)
                 path = save_case(case, self.options.folder, outcome.number)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from pagedcli.audit.answers import Answer, AnswerChoice, Pieces, parse_answer
-from pagedcli.printable import one_line
+from pagedcli.printable import one_line, plural
 from pagedcli.remote import RefusedError, Remote, ServerError, checked_url
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class Budget:
     def take(self, num_tokens: int) -> None:
         """Count a request before it is sent. Raises: LimitReached."""
         if self.num_requests >= self.max_requests:
-            raise LimitReached(f"the limit of {self.max_requests:,} requests is reached")
+            raise LimitReached(f"the limit of {plural(self.max_requests, 'request')} is reached")
         if self.num_tokens + num_tokens > self.max_tokens:
-            raise LimitReached(f"the limit of {self.max_tokens:,} tokens is reached")
+            raise LimitReached(f"the limit of {plural(self.max_tokens, 'token')} is reached")
         if self.seconds_left() <= 0:
             raise LimitReached(f"the limit of {self.max_seconds:,.0f} seconds is reached")
         self.num_requests += 1

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedcli.audit.survey import WORDS
+from pagedcli.printable import plural
 
 Array = npt.NDArray[np.float64]
 Fault = Literal[
@@ -205,7 +206,7 @@ class ToyServer(ThreadingHTTPServer):
             raise ValueError("cache_salt must not be empty")
         owner = f"{salt or ''} {body.get('user', '')}" if settings.separates_users else salt or ""
         if len(tokens) + body["max_tokens"] > settings.max_model_len:
-            raise ValueError(f"the longest sequence has {settings.max_model_len} tokens")
+            raise ValueError(f"the longest sequence has {plural(settings.max_model_len, 'token')}")
         with self._lock:
             self._num_running += 1
             is_bypassed = settings.is_llama and body.get("cache_prompt") is False

@@ -243,7 +243,7 @@ def _eviction(evidence: Evidence, text: str) -> tuple[Status, str]:
     (outcome,) = evidence.of("evict")
     target = evidence.target
     num_pressure = sum(len(ask.words) for ask in outcome.probe.asks() if ask.max_new == 1)
-    others = f"{num_pressure:,} tokens of other prompts"
+    others = f"{plural(num_pressure, 'token')} of other prompts"
     if not target.reports:
         return Status.UNKNOWN, f"{text} through {others}; whether any was evicted is not reported"
     warm = [outcome.seen[pair.warm] for pair in outcome.probe.pairs]
@@ -265,7 +265,7 @@ def _twins(evidence: Evidence, check: str) -> list[Verdict]:
     limit = max(ROUNDED, noise.largest or 0.0)
     num_ignored, num_insensitive = (sum(not found.exceeds(limit) for found in some) for some in (twins, controls))
     text = "a change in the last token of a block changes the answer in"
-    text += f" {len(twins) - num_ignored} of {len(twins)} prompts"
+    text += f" {len(twins) - num_ignored} of {plural(len(twins), 'prompt')}"
     if num_insensitive > len(controls) / 2:
         return [Verdict(Status.UNKNOWN, "change", f"{text}, but one token elsewhere rarely changes it either")]
     status = Status.OK
@@ -294,7 +294,7 @@ def _salts(evidence: Evidence, check: str) -> list[Verdict]:
         return verdicts
     crossed, num = sum(each.seen[2].is_hit for each in outcomes), len(outcomes)
     if crossed:
-        text = f"{crossed} of {num} prompts were hits of another salt: a tenant sees what others have sent"
+        text = f"{crossed} of {plural(num, 'prompt')} were hits of another salt: a tenant sees what others have sent"
         return [evidence.verdict(check, Status.FAULT, text, num, crossed)]
     return [*verdicts, Verdict(Status.OK, check, f"no prompt was a hit of another salt, in {num} of {num}", num, 0)]
 

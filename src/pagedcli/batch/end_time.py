@@ -17,6 +17,7 @@ from pagedcli.planning.step_time import StepTime, StepWork
 _FIRST_S = 5.0  # seconds before the first prediction: the first steps are not like the others
 _RATE_S = 60  # seconds over which the rate is taken
 _FIRST_STEPS, _EVERY = 64, 8  # these steps are compared with the calibration, then one of so many
+_RATE_DOUBT = 0.1  # share by which the rate of the rest differs from that of the last minute in 19 of 20 runs
 _LEAST_S = 0.5  # seconds of compared steps that say something about the calibration
 
 
@@ -42,7 +43,9 @@ class EndTime:
         self._compared_s, self._predicted_s = 0.0, 0.0  # all compared steps
         self._marks: deque[_Mark] = deque([_Mark()], maxlen=_RATE_S)
         self._end_s: float | None = None
-        self.first: tuple[float, float] | None = None  # time of the first prediction, and the whole run it predicts
+        self._range_s = 0.0, 0.0  # the earliest and the latest end that are likely
+        # time of the first prediction, the whole run that it predicts, and its shortest and longest likely time
+        self.first: tuple[float, float, float, float] | None = None
 
     def observe_work(self, work: ScheduledStep) -> None:
         """A step is about to be launched."""
@@ -67,11 +70,20 @@ class EndTime:
         self._marks.append(now)
         done = self._work(now.num_prompt - before.num_prompt, now.num_generated - before.num_generated)
         if stats.num_rows is not None and stats.elapsed_s >= _FIRST_S and done > 0:
-            took_s, (prompts, generated, longest) = now.elapsed_s - before.elapsed_s, _left(self._engine, stats)
-            # few sequences are left in the end, and each still takes a step for a token
-            least_s = longest * took_s / (now.num_steps - before.num_steps)
-            self._end_s = stats.elapsed_s + max(self._work(prompts, generated) * took_s / done, least_s)
-            self.first = self.first or (stats.elapsed_s, self._end_s)
+            took_s, num_stopped = now.elapsed_s - before.elapsed_s, stats.num_stopped
+
+            def left_s(num_stopped: float) -> float:
+                prompts, generated, longest = _left(self._engine, stats, num_stopped)
+                # few sequences are left in the end, and each still takes a step for a token
+                least_s = longest * took_s / (now.num_steps - before.num_steps)
+                return max(self._work(prompts, generated) * took_s / done, least_s)
+
+            self._end_s = stats.elapsed_s + left_s(num_stopped)
+            # so many would have stopped at the ends of the rate's 95 % interval; none has: up to three
+            few, many = num_stopped + 2 - 2 * (num_stopped + 1) ** 0.5, num_stopped + 2 + 2 * (num_stopped + 1) ** 0.5
+            low_s, high_s = left_s(many) * (1 - _RATE_DOUBT), left_s(max(0.0, few)) * (1 + _RATE_DOUBT)
+            self._range_s = stats.elapsed_s + low_s, stats.elapsed_s + high_s
+            self.first = self.first or (stats.elapsed_s, self._end_s, *self._range_s)
 
     def _work(self, num_prompt: float, num_generated: float) -> float:
         """Calibrated seconds for so many tokens, at today's number of sequences; the tokens if nothing is known."""
@@ -92,17 +104,24 @@ class EndTime:
         """Seconds until the end of the run; None: not known (yet)."""
         return None if self._end_s is None else max(0.0, self._end_s - stats.elapsed_s)
 
+    def left_range_s(self, stats: BatchStats) -> tuple[float, float] | None:
+        """The fewest and the most seconds until the end that are likely; None: not known (yet)."""
+        low_s, high_s = (max(0.0, each - stats.elapsed_s) for each in self._range_s)
+        return None if self._end_s is None else (low_s, high_s)
 
-def _left(engine: EngineCore, stats: BatchStats) -> tuple[float, float, float]:
-    """(tokens of prompts that are left to compute, tokens to generate, those of the longest sequence)."""
+
+def _left(engine: EngineCore, stats: BatchStats, num_stopped: float) -> tuple[float, float, float]:
+    """(tokens of prompts that are left to compute, tokens to generate, those of the longest sequence), if so many
+    sequences have stopped by themselves so far."""
     facts, scheduler = stats.facts, engine.scheduler
-    stop_share = stats.num_stopped / max(1, facts.num_generated_tokens)
+    share = min(1.0, num_stopped / max(1, facts.num_generated_tokens))
 
     def outputs(seq: Sequence) -> float:
         """The tokens that it is expected to generate, if it can end by itself after each of them."""
         if seq.targets is not None:
             return 0.0
         limit = seq.max_new_tokens - seq.num_output_tokens
+        stop_share = share if seq.end_token_ids or seq.stop_checker is not None else 0.0
         return max(1.0, (1 - (1 - stop_share) ** limit) / stop_share if stop_share else limit)
 
     prompts = generated = 0.0

@@ -24,9 +24,10 @@ import xxhash
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream
 from pagedcli.line_files import MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, zstd
-from pagedcli.printable import plural
+from pagedcli.printable import byte_text, plural
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
+MOST_SKIPPED_BYTES = 2**32  # read of a longer line in search of its end
 PACKED_ENDINGS = (".gz", ".zst")
 BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, ZSTD_MAGIC: zstd.open}  # by what a file begins with
@@ -280,6 +281,10 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def skip_line(file: BinaryIO) -> None:
-    """Read to the end of a line, which may be of any length."""
+    """Read to the end of a line. Raises: PagedcliError if it has none in MOST_SKIPPED_BYTES, as in a device."""
+    num_left = MOST_SKIPPED_BYTES
     while (piece := file.readline(2**16)) and not piece.endswith(b"\n"):
-        pass
+        if (num_left := num_left - len(piece)) < 0:
+            raise PagedcliError(
+                f"the prompts have no line end in {byte_text(MOST_SKIPPED_BYTES)}", hint="name a file of JSON lines"
+            )

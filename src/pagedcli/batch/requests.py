@@ -163,6 +163,13 @@ class RowPrompt(msgspec.Struct, eq=False):
         return self.output
 
     @property
+    def computed_ids(self) -> list[int]:
+        """The tokens that its first sequence computes: with those of an only continuation, but for the last one."""
+        if self.scored is None or len(self.scored.continuations) != 1:
+            return self.token_ids
+        return self.token_ids + self.scored.continuations[0][:-1]
+
+    @property
     def has_stops(self) -> bool:
         return bool(self.params.stop_strings or self.params.stop_token_ids)
 

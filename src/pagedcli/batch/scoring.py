@@ -11,6 +11,7 @@ import msgspec
 
 from pagedcli.core.scoring import ContinuationScore
 from pagedcli.errors import RequestError
+from pagedcli.printable import plural
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
@@ -129,7 +130,7 @@ class ScoreRequest:
             context = [first]
         if not rest:
             raise RequestError(
-                "empty_continuation", f"logprobs_from is {self.start}, but the text has {len(context)} tokens"
+                "empty_continuation", f"logprobs_from is {self.start}, but the text has {plural(len(context), 'token')}"
             )
         return ScoredTokens(context, [rest], [_num_bytes(tokenizer, context, rest)], self.with_tokens)
 

@@ -248,8 +248,8 @@ def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> Non
         max_tokens=options.max_tokens - sum(probe.num_tokens() for probe in around),
     )  # fmt: skip
     limits = (
-        f"to {url} only; at most {options.max_requests:,} requests, {options.max_tokens:,} "
-        f"tokens, {options.max_seconds:,.0f} s, {options.concurrency} requests at a time"
+        f"to {url} only; at most {plural(options.max_requests, 'request')}, {options.max_tokens:,} "
+        f"tokens, {options.max_seconds:,.0f} s, {plural(options.concurrency, 'request')} at a time"
     )
     assumed = (
         f"for blocks of {_ASSUMED_UNIT} tokens and salts; what the server has is found out first. Nothing was sent."
@@ -293,7 +293,7 @@ def _say_if_key_is_readable(options: AuditOptions) -> None:
 def _progress(line: ProgressLine, run: "Audit") -> Callable[[str], None]:
     def show(text: str) -> None:
         def words(elapsed_s: float) -> str:
-            shown = f"{elapsed_s:,.0f} s, {run.client.budget.num_requests:,} requests: {text}"
+            shown = f"{elapsed_s:,.0f} s, {plural(run.client.budget.num_requests, 'request')}: {text}"
             return shown[: shutil.get_terminal_size().columns - 1]
 
         line.show(words)

@@ -16,7 +16,7 @@ from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
 from pagedcli.line_files import NOT_JSON
-from pagedcli.printable import duration_text
+from pagedcli.printable import duration_text, plural
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -74,7 +74,7 @@ def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
         peak = _range([each.flop_per_s for each in machines])
         notes.append(
             f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s of"
-            f" {machines[0].instructions} on {machines[0].threads} threads."
+            f" {machines[0].instructions} on {plural(machines[0].threads, 'thread')}."
         )
     notes += _busy_warning(worst(row.busy for row in rows))
     if machines and any(row.share_of_floor is None for row in rows):
@@ -100,7 +100,7 @@ def limits_note(machine: "MachineRates", attention: "MachineRates | None" = None
     """`attention`: its own limits, if they are not the machine's because only the weights are quantized."""
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
     return (
-        f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
+        f"This machine on {plural(machine.threads, 'thread')}: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
         f" {machine.instructions} in registers; a large matrix product by {machine.path} reaches {gemm:,.0f}:"
         f" {gemm / peak:.0%}."
         + (f" Attention's limit: {attention.flop_per_s / 1e9:,.0f} of {attention.instructions}." if attention else "")
@@ -345,7 +345,7 @@ def cache(
         generate(engine, workload.prompts, [2])  # warm-up
         rows, same = compare_cache(engine, workload.prompts[0], output_len)
     ratio = rows[1].total_s / rows[0].total_s
-    notes = [f"{input_len} tokens in, {output_len} out: {ratio:.1f} times as fast with the cache."]
+    notes = [f"{plural(input_len, 'token')} in, {output_len} out: {ratio:.1f} times as fast with the cache."]
     columns = "way ttft_ms tpot_ms last_tpot_ms total_s tokens_computed"
     shown = table(CacheEffectRow, "cache", "With and without a KV cache", rows, columns, notes=notes)
     print_tables([shown], format_, facts={"same_tokens": same})

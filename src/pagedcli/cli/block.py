@@ -169,7 +169,7 @@ def _facts(life: BlockLife, state: PoolState, decode: Decode | None) -> dict[str
 
 
 def _title(facts: dict[str, Any]) -> str:
-    shared = f"ref count {facts['ref_count']}, {facts['num_tokens']} of {facts['block_size']} tokens"
+    shared = f"ref count {facts['ref_count']}, {facts['num_tokens']} of {plural(facts['block_size'], 'token')}"
     content = "partial" if facts["hash"] is None else f"content {facts['hash']}"
     what = facts["state"] if facts["state"] == "empty" else f"{facts['state']}, {shared}, {content}"
     return f"Block {facts['block_id']} {_when(facts['step'])}: {what}"

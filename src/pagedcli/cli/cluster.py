@@ -185,7 +185,7 @@ class _Progress:
             stats = total(runs.values())
             seconds = max(sum(each.elapsed_s for each in runs.values()), 1e-9)
             rows, per_s = plural(stats.num_done, "row"), stats.facts.num_generated_tokens / seconds
-            restarts = f", restarted {len(runs) - 1} times" if len(runs) > 1 else ""
+            restarts = f", restarted {plural(len(runs) - 1, 'time')}" if len(runs) > 1 else ""
             say(
                 f"  worker {number:<5} {rows}, {per_s:,.0f} tok/s"
                 f" generated, {100 * stats.facts.hit_rate:.1f} % cached{restarts}"

@@ -11,6 +11,7 @@ from pagedcli import __version__
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import BackendError, UsageError
+from pagedcli.printable import plural
 from pagedcli.records import RIGHT, Bytes, count, size
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
@@ -146,7 +147,7 @@ def _model_facts(decision: "Decision") -> list[Fact]:
         found.append(Fact("state", f"{size(state_bytes)} per sequence"))
     if pool.num_blocks:
         held = pool.num_blocks * plan.limits.block_size
-        found.append(Fact("memory", f"fits, with {pool.num_blocks:,} blocks for {held:,} tokens"))
+        found.append(Fact("memory", f"fits, with {plural(pool.num_blocks, 'block')} for {plural(held, 'token')}"))
     else:
         found.append(Fact("memory", pool.reason or "no block fits"))
     if plan.on_cpu:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from pagedcli.cli.block import explain_block
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.partings import run_verdicts
+from pagedcli.cli.partings import advice_or_note, run_verdicts
 from pagedcli.cli.plan_tables import ALL_HINT
 from pagedcli.cli.recording import is_recording, print_capture
 from pagedcli.cli.replay import TraceFile
@@ -108,7 +109,7 @@ def explain(
         tables += _tables_of_states_and_salts(explainer)
     facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
     if adviser is not None:
-        advice = adviser.advice(state, budget_s=ADVICE_S)
+        advice = advice_or_note(partial(adviser.advice, state, budget_s=ADVICE_S))
         verdicts = run_verdicts(prompts.drawn, advice, state.started, loaded)
         tables.append(advice_table(advice))
         facts |= advice.document()

@@ -132,8 +132,10 @@ def run_lesson(lesson: Lesson, folder: Path) -> Path:
     for name, content in _FILE.findall(lesson.run):
         (folder / name).write_text(content, encoding="utf-8")
     for command in _COMMAND.findall(lesson.run):
-        arguments = [sys.executable, "-m", "pagedcli", *shlex.split(command), "--overwrite"]
-        result = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+        arguments = [sys.executable, "-P", "-m", "pagedcli", *shlex.split(command), "--overwrite"]
+        result = subprocess.run(
+            arguments, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         if result.returncode:
             raise PagedcliError(f"pagedcli {command}: {result.stderr.strip()}", hint=f"the files are in {folder}")
     return folder / _TRACE

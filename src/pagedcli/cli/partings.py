@@ -1,16 +1,18 @@
 """Where the prompts of a file or a run part, with the texts of a tokenizer, and the verdicts on a run."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pagedcli.cli.decoder import recorded_tokenizer
-from pagedcli.errors import RequestError, TraceError
+from pagedcli.errors import PagedcliError, RequestError, TraceError
 from pagedcli.planning.prompt_sample import PromptSample
+from pagedcli.show.terminal import say
 from pagedcli.simulation.advice import ADVICE_S, Advice, Adviser
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pagedcli.planning.parting import Parting
     from pagedcli.simulation.requests import TraceRequest
 
+_T = TypeVar("_T")
 _NO_LIMIT = 2**31  # tokens of a text
 _MOST_OF_TEMPLATE = 2**15  # tokens that a chat template may add: it can make millions
 _UNSEEN = "prompts that leave no event, as they were found in whole or are shorter than a block"
@@ -39,6 +42,22 @@ class Caching(Protocol):
     def enable_prefix_caching(self) -> bool: ...
 
 
+def or_note(what: str, find: Callable[[], _T], otherwise: _T) -> _T:
+    """What `find` returns, or a line that says what is not known: a run and its tables are right without it."""
+    try:
+        return find()
+    except PagedcliError:
+        raise
+    except Exception as error:
+        say(f"note: {what} is not known, as looking for it failed: {type(error).__name__}: {error}".rstrip(": "))
+        return otherwise
+
+
+def advice_or_note(find: Callable[[], Advice]) -> Advice:
+    """The advice of `find`, or a line that says that there is none."""
+    return or_note("which settings are better", find, Advice(not_tried="the search failed"))
+
+
 def find_partings(
     drawn: PromptSample,
     block_size: int,
@@ -51,8 +70,9 @@ def find_partings(
     from pagedcli.planning.parting import Finder  # loads numpy
 
     finder = Finder(block_size, num_in_file=drawn.num_seen, rates_in_file=rates_in_file)
+    find = partial(or_note, "where the prompts part", partial(finder.find, drawn.prompts), list["Parting"]())
     if tokenizer is None:
-        return finder.find(drawn.prompts)
+        return find()
 
     def encode(texts: Sequence[str]) -> "Iterator[array[int]]":
         for first in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -67,7 +87,7 @@ def find_partings(
     with suppress(RequestError):  # no template, or none that takes a single word and makes few tokens of it
         word = [{"role": "user", "content": "word"}]
         finder.template = tokenizer.encode_chat(word, num_allowed=_MOST_OF_TEMPLATE)
-    return finder.find(drawn.prompts)
+    return find()
 
 
 def part_verdicts(drawn: PromptSample, limits: Caching, tokenizer: "Tokenizer | None") -> list[Verdict]:
@@ -143,5 +163,5 @@ def judged_recording(trace: Path) -> list[str]:
         state = fold(TraceReader(trace), adviser, prompts)
     except TraceError:
         return []
-    advice = adviser.advice(state, budget_s=ADVICE_S)
+    advice = advice_or_note(partial(adviser.advice, state, budget_s=ADVICE_S))
     return paragraph(run_verdicts(prompts.drawn, advice, state.started, recorded_tokenizer(trace, None)))

@@ -12,7 +12,7 @@ import typer
 
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import find_partings, in_words, with_settings
+from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
@@ -232,9 +232,10 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
             workload, left_out = survey.requests.part(SAMPLED)
             subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
         with working("trying other settings"):
-            advice = advise(subject, base=base, budget_s=budget_s)
+            advice = advice_or_note(partial(advise, subject, base=base, budget_s=budget_s))
         with working("looking for the smallest pool that is enough"):
-            enough = enough_blocks(replace(subject, step_time=None), base, budget_s=budget_s)
+            search = partial(enough_blocks, replace(subject, step_time=None), base, budget_s=budget_s)
+            enough = or_note("the smallest pool that is enough", search, None)
         run_tables = [*run.tables, advice_table(advice)]
         if options.all_ and options.format_ is Format.TABLE:
             run_tables += _curve_tables(run.subject)
@@ -259,7 +260,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         facts["recommended_block_size"] = sizes[0]
     elif advice is not None:
         facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
-    shortly = in_short(scan, forecast, time, None if sizes else facts["recommended_block_size"])
+    best_size, num_beams = None if sizes else facts["recommended_block_size"], survey.requests.num_beam_searches
+    shortly = in_short(scan, forecast, time, best_size, num_beam_searches=num_beams)
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
     if survey.reordered is not None and options.try_reordered is not None:
         num_changed, num_left = survey.reordered.write(options.try_reordered, partings)

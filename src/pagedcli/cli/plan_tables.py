@@ -59,13 +59,17 @@ def short_tables(
     return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
 
 
-def in_short(scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None) -> list[str]:
+def in_short(
+    scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None, *, num_beam_searches: int = 0
+) -> list[str]:
     """How long the run takes, the best block size and the prompts that share most, in a line. `time`: with its range;
-    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it."""
+    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it.
+    `num_beam_searches`: rows that the run leaves out."""
     survey, parts = scan.plan, []
     if run is not None:
         tokens = f"{plural(run.num_prompt_tokens, 'prompt token')} and {run.num_generated_tokens:,} to generate"
-        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}")
+        left_out = f", without {plural(num_beam_searches, 'row')} of beam search" if num_beam_searches else ""
+        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}{left_out}")
         if block_size is not None:
             parts.append(f"Best block size known: {block_size}")
     for shared in survey.shared_prompts()[:1]:
@@ -102,7 +106,7 @@ def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", eno
     ]
     if here is not None and here.pool is not None:
         enough_text = "" if enough is None else f"; with {enough:,} nothing more would be computed"
-        blocks = f"{plural(here.pool.num_blocks, 'block')} of {engine.block_size} tokens"
+        blocks = f"{plural(here.pool.num_blocks, 'block')} of {plural(engine.block_size, 'token')}"
         why = "" if here.pool.num_blocks else f": {here.pool.reason}"
         facts.append(Fact("pool here", f"{blocks}, {size(here.pool.num_blocks * here.block_bytes)}{enough_text}{why}"))
     return facts
@@ -313,7 +317,7 @@ def _block_size_table(survey: PromptSurvey, engine: EngineConfig, advice: "Advic
         block_size = advice.value("engine.block_size", engine.block_size)
         notes.append(f"recommended block size: {block_size}, as tried above")
         if enough is not None:
-            notes.append(f"with {enough:,} blocks of {engine.block_size} nothing more would be computed")
+            notes.append(f"with {plural(enough, 'block')} of {engine.block_size} nothing more would be computed")
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 

@@ -1,11 +1,13 @@
 """`pagedcli profile-memory`: where memory goes, how many KV blocks fit, and what N requests need."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
@@ -14,7 +16,7 @@ from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, blocks_for
 from pagedcli.core.groups import TableShape, token_bytes
 from pagedcli.core.prefixes import BLOCK_SIZES
-from pagedcli.errors import ConfigError, UsageError
+from pagedcli.errors import ConfigError, PagedcliError, UsageError
 from pagedcli.events import CacheGroup
 from pagedcli.planning.cards import CARDS
 from pagedcli.planning.prompt_survey import percentile
@@ -28,7 +30,7 @@ KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 equals b
 _PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not follow from the model's sizes
 
 if TYPE_CHECKING:
-    from pagedcli.runner.memory_profile import Profile
+    from pagedcli.runner.memory_profile import Described, Profile
 
 _requests = partial(option, panel="Requests")
 _ALL_HELP = "Show every table: measured against predicted, weight formats, KV dtypes, block sizes."
@@ -47,7 +49,8 @@ def profile_memory(
     gpu: Annotated[str | None, _described(help="GPU model: " + ", ".join(CARDS) + ".", metavar="NAME")] = None,
     gpu_memory: Annotated[str | None, _described(help="Total memory of the GPU, e.g. 24GiB.")] = None,
     memory: Annotated[str | None, _described(help="Total memory of a machine without a GPU, e.g. 24GiB.")] = None,
-    used: Annotated[str | None, _described(help="Memory in use by all processes, with the model loaded.")] = None,
+    others: Annotated[str | None, _described(help="Memory that other processes hold, without this model.")] = None,
+    used: Annotated[str | None, _described(help="Memory in use by all processes, with this model loaded.")] = None,
     peak: Annotated[str | None, _described(help="Peak allocation of this process, in the largest step.")] = None,
     current: Annotated[str | None, _described(help="Allocation of this process with the model loaded.")] = None,
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False,
@@ -80,7 +83,7 @@ def profile_memory(
 
     loaded = load_config(config, flags)
     engine = loaded.config.engine
-    described = read_described(gpu, gpu_memory, memory, used=used, peak=peak, current=current)
+    described = read_described(gpu, gpu_memory, memory, used=used, others=others, peak=peak, current=current)
     profile = profile_here(engine, say) if described is None else profile_described(engine, described)
     lengths, shared = {"model length": profile.plan.limits.max_model_len}, None
     if prompts is not None:
@@ -90,7 +93,7 @@ def profile_memory(
         tables = _short_tables(profile, lengths, shared)
     else:
         tables = _full_tables(profile, lengths, shared)
-    story = _answer(profile) if is_short else []
+    story = _answer(profile, described) if is_short else []
     if target_concurrency is not None:
         needs = _needs(profile, target_concurrency, lengths, shared or 0)
         title = f"What {target_concurrency:,} concurrent requests need"
@@ -133,7 +136,7 @@ def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> 
     """Percentiles of the file's prompt and output lengths, and the prefix shared by half of the prompts."""
     scan = scan_prompts(loaded, prompts, *prompt_model(loaded, None))
     if scan.num_bad:
-        say(f"{scan.num_bad:,} of {scan.num_rows:,} rows are invalid and ignored: see pagedcli plan")
+        say(f"{scan.num_bad:,} of {plural(scan.num_rows, 'row')} are invalid and ignored: see pagedcli plan")
     if not scan.plan.num_prompts:
         raise UsageError(f"{prompts} has no valid row", hint="see pagedcli plan")
     shares = {"file p50": 0.5, "file p95": 0.95, "file max": 1.0}
@@ -144,6 +147,7 @@ def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> 
 # ---------------------------------------------------------------------- the answer and the bar
 
 _BAR_CELLS = 72
+_SHARE_IN_4_BITS = 0.3  # bytes of weights of 4 bits with their scales and an embedding of 16, over those of 16 bits
 _MARKS = {"reserve": ".", "others": "o", "runtime": "r", "weights": "W", "activations": "a", "graphs": "g"}
 
 
@@ -178,12 +182,17 @@ def bar_parts(profile: "Profile") -> list[BarPart]:
     ]
 
 
-def memory_bar(parts: Sequence[BarPart], num_cells: int) -> str:
-    """The parts in their order, each by its mark as often as it is large, and at least once."""
+def memory_bar(parts: Sequence[BarPart], num_cells: int, device_bytes: int | None = None) -> str:
+    """The parts in their order, each by its mark as often as it is large, and at least once; | where the device ends,
+    if they are larger."""
     total = sum(part.num_bytes for part in parts)
     cells = [max(1, round(part.num_bytes / total * num_cells)) for part in parts]
     cells[cells.index(max(cells))] += num_cells - sum(cells)  # what rounding has changed
-    return "[" + "".join(part.mark * count for part, count in zip(parts, cells, strict=True)) + "]"
+    bar = "".join(part.mark * count for part, count in zip(parts, cells, strict=True))
+    if device_bytes is not None and device_bytes < total:
+        end = round(device_bytes / total * num_cells)
+        bar = f"{bar[:end]}|{bar[end + 1 :]}"
+    return f"[{bar}]"
 
 
 def _bar_table(profile: "Profile") -> Table:
@@ -197,12 +206,17 @@ def _bar_table(profile: "Profile") -> Table:
     return table(BarPart, "memory", title, parts, notes=notes)
 
 
-def _answer(profile: "Profile") -> list[str]:
-    """How many blocks fit, the tokens and the sequences of the model's length that they hold, and the bar."""
+def _answer(profile: "Profile", described: "Described | None") -> list[str]:
+    """How many blocks fit, the tokens and the sequences of the model's length that they hold, or what would fit, and
+    the bar."""
     pool, limits = profile.pool, profile.plan.limits
-    bar = memory_bar(bar_parts(profile), max(len(_MARKS) + 3, min(_BAR_CELLS, get_terminal_size().columns - 2)))
+    bar = memory_bar(
+        bar_parts(profile), max(len(_MARKS) + 3, min(_BAR_CELLS, get_terminal_size().columns - 2)), profile.terms.total
+    )
     if not pool.num_blocks:
-        return [f"No KV block fits: {size(max(0, profile.terms.kv_cache))} is left for the cache.", "", bar]
+        none = f"No KV block fits: {size(max(0, profile.terms.kv_cache))} is left for the cache."
+        would_fit = [] if described is None else _what_would_fit(profile, described)
+        return [none, *would_fit, "", bar, *(["| is where the device ends"] if "|" in bar else [])]
     num_tokens, length = pool.num_blocks // len(limits.groups) * limits.block_size, limits.max_model_len
     text = (
         f"{plural(pool.num_blocks, 'KV block')} fit, {size(pool.num_blocks * profile.plan.block_bytes)}:"
@@ -216,6 +230,30 @@ def _answer(profile: "Profile") -> list[str]:
         held = f"{_at_once(profile, most)}, in {plural(most, 'block')}"
         text += f". All the memory that is left would hold {held}: {left}"
     return [f"{text}.", "", bar]
+
+
+def _what_would_fit(profile: "Profile", described: "Described") -> list[str]:
+    """How many requests more of these GPUs would hold, and whether weights of 4 bits would fit into one, in a
+    sentence."""
+    from pagedcli.runner.memory_profile import profile_described
+
+    found: list[str] = []
+    for num_ranks in (2, 4, 8) if described.capability is not None else ():
+        if num_ranks <= profile.config.tensor_parallel_size:
+            continue
+        with suppress(PagedcliError):  # the heads of the model cannot be divided so
+            other = profile_described(
+                msgspec.structs.replace(profile.config, tensor_parallel_size=num_ranks), described
+            )
+            limits = other.plan.limits
+            held = int(limits.tables.concurrency(other.pool.num_blocks, limits.max_model_len))
+            of = f" of {plural(limits.max_model_len, 'token')}" if not found else ""
+            found += [f"{num_ranks}: {plural(held, 'request')}{of}" if of else f"{num_ranks}: {held:,}"] if held else []
+    parts = [f"--tensor-parallel-size {'; '.join(found)}"] if found else []
+    terms, weights = profile.terms, profile.terms.weights * _SHARE_IN_4_BITS
+    if profile.plan.weights is None and profile.plan.dtype != "float32" and terms.kv_cache + terms.weights > weights:
+        parts.append(f"a checkpoint in 4 bits, about {size(round(weights))} of weights")
+    return [f"What would fit: {', or '.join(parts)}."] if parts else []
 
 
 def _need(profile: "Profile", num_requests: int, need: "ServedNeed") -> str:
@@ -236,7 +274,7 @@ def _at_once(profile: "Profile", num_blocks: int) -> str:
     bounds = {"--max-num-seqs": profile.config.max_num_seqs, "--num-state-slots": profile.pool.num_state_slots}
     flag, most = min(((flag, most) for flag, most in bounds.items() if most is not None), key=lambda each: each[1])
     allowed = f" ({flag} allows {most:,})" if most < held else ""
-    return f"{plural(held, 'sequence')} of {limits.max_model_len:,} tokens at once{allowed}"
+    return f"{plural(held, 'sequence')} of {plural(limits.max_model_len, 'token')} at once{allowed}"
 
 
 # ---------------------------------------------------------------------- where it goes
@@ -315,7 +353,7 @@ def _waterfall_table(profile: "Profile") -> Table:
         num_tokens = limits.state_bytes * limits.block_size // (plan.block_bytes * len(limits.groups))
         notes += [
             f"a running sequence takes a slot of {size(limits.state_bytes)} of recurrent state, and so does each"
-            f" checkpoint: as much as the K and V of {num_tokens:,} tokens",
+            f" checkpoint: as much as the K and V of {plural(num_tokens, 'token')}",
             "slots: --num-state-slots, by default 2 * max_num_seqs in at most half of the memory for the cache",
         ]
     num_ranks = profile.config.tensor_parallel_size
@@ -334,7 +372,7 @@ def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
     kept, of_heads = "2 (K and V) x ", f"{num_kv_heads} kv_heads x {head}"
     if group.value_dim is not None:
         kept, of_heads = "", head.replace("head_dim", "latent per token and layer")
-    layers = f"{kept}{len(group.layers)} layers x {block_size} tokens"
+    layers = f"{kept}{plural(len(group.layers), 'layer')} x {plural(block_size, 'token')}"
     return f"{layers} x {of_heads} = {token_bytes(group, kv_dtype) * block_size:,}"
 
 
@@ -427,7 +465,7 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
     if profile.pool.num_state_slots is not None:
         notes.append(f"slots of recurrent state allow at most {profile.pool.num_state_slots:,} at once")
     title = f"Requests that fit into the pool as configured, {plural(num_blocks, 'block')}"
-    headers = {"max_concurrency_shared": f"requests sharing {shared:,} tokens"} if shared else {}
+    headers = {"max_concurrency_shared": f"requests sharing {plural(shared, 'token')}"} if shared else {}
     return table(AtOnce, "concurrency", title, rows, columns, headers=headers, notes=notes)
 
 
@@ -485,9 +523,9 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
     unused = sum(row.unused_bytes for row in longest) / sum(row.kv_cache_bytes for row in longest)
     notes = [
         f"a block holds {limits.block_size} tokens of the layers of a group; blocks: while it generates; in prefill: at"
-        f" most, with chunks of {limits.chunk_size:,} tokens",
+        f" most, with chunks of {plural(limits.chunk_size, 'token')}",
         f"unused: what the layers leave of these blocks, {percent(unused)} of the KV cache of a sequence of"
-        f" {limits.max_model_len:,} tokens",
+        f" {plural(limits.max_model_len, 'token')}",
         "if kept: the same layers, if no block were released before the sequence ends",
         *group_lines(limits.groups, block_size=limits.block_size, block_bytes=block_bytes),
     ]

@@ -187,7 +187,7 @@ def scan_prompts(
         if reordered is not None:
             reordered.add_row(row, scan.tokenizer)
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
-            params, token_ids = prompt.params, array("q", prompt.token_ids)
+            params, token_ids = prompt.params, array("q", prompt.computed_ids)
             num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown
             num_known = scan.plan.add(
                 row.line.number,

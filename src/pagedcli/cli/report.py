@@ -1,5 +1,6 @@
 """`pagedcli report`: an HTML report of a recorded run."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from pagedcli.cli.decoder import TokenizerOption, recorded_decoder, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.partings import run_verdicts
+from pagedcli.cli.partings import advice_or_note, run_verdicts
 from pagedcli.cli.recording import capture_page, is_recording
 from pagedcli.cli.replay import TraceFile
 from pagedcli.files import check_files, whole_file, writing
@@ -61,7 +62,7 @@ def report(
             views=[adviser, prompts],
             make_verdicts=lambda state: run_verdicts(
                 prompts.drawn,
-                adviser.advice(state, budget_s=ADVICE_S),
+                advice_or_note(partial(adviser.advice, state, budget_s=ADVICE_S)),
                 state.started,
                 recorded_tokenizer(trace, tokenizer),
             ),

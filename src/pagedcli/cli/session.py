@@ -135,7 +135,7 @@ def _run(
 ) -> BatchResult:
     stop = StopRequest(rows_are_kept=lambda: sink.journal is not None and not sink.journal.is_lost)
     engine.observe_work = end_time.observe_work
-    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_s) as view, stop.listening():
+    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_range_s) as view, stop.listening():
 
         def observe(stats: BatchStats) -> None:
             end_time.update(stats)
@@ -175,22 +175,19 @@ def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: "
         return []
     from pagedcli.cli.partings import run_verdicts
 
-    try:
-        return run_verdicts(served.drawn, advice, engine.plan.limits, work.tokenizer)
-    except MemoryError:
-        return advice.verdicts()
+    return run_verdicts(served.drawn, advice, engine.plan.limits, work.tokenizer)
 
 
 def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> "Advice":
     """What to change. `key`: of the time of steps, as calibrated here and refined by this run."""
-    from pagedcli.simulation.advice import Advice
+    from pagedcli.cli.partings import advice_or_note
 
     run = job.loaded.config.run
     budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
-    try:
-        return served.advice(key, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
-    except MemoryError:  # all rows are written: the run has not failed
-        return Advice(not_tried="memory has run out")
+    is_reordered = run.reorder == "prefix"
+    return advice_or_note(
+        lambda: served.advice(key, is_reordered=is_reordered, read_ahead=run.read_ahead, budget_s=budget_s)
+    )
 
 
 def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import msgspec
 
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.decoder import recorded_tokenizer
-from pagedcli.cli.partings import request_verdicts
+from pagedcli.cli.partings import advice_or_note, request_verdicts
 from pagedcli.cli.picture import PictureOptions, write_file
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
@@ -44,7 +45,7 @@ from pagedcli.simulation.sweep import (
     Sweep,
     SweepPoint,
     answers,
-    doubling_verdict,
+    enough_point,
     parse_policies,
     parse_pools,
     points,
@@ -126,7 +127,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]
         facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    judged = [pool_verdict(sweep, found, block_bytes), *(doubling_verdict(sweep, pools[0]) if options.pool else [])]
+    judged = [pool_verdict(sweep, found, enough_point(sweep, plan, found, schedule), block_bytes)]
     judged += [] if advice is None else _settings(advice, found[0].num_blocks)
     print_tables(shown, options.format_, facts=facts, verdicts=_verdicts(workload, plan.limits, tokenizer, judged))
     return EXIT_BAD_ROWS if workload.num_bad else 0
@@ -304,7 +305,8 @@ def _advice(subject: Subject, run: RunResult, took_s: float) -> Advice:
     """What to change about a run. For runs of our own there is as much time as in other commands, so that the answer is
     theirs; for traces as much as the sweep `took_s`."""
     budget_s = ADVICE_S if subject.workload.format in ("prompts", "pagedcli") else max(_LEAST_ADVICE_S, took_s)
-    return advise(subject, base=counts_of(run) if subject.step_time is None else None, budget_s=budget_s)
+    base = counts_of(run) if subject.step_time is None else None
+    return advice_or_note(partial(advise, subject, base=base, budget_s=budget_s))
 
 
 # ---------------------------------------------------------------------- runs

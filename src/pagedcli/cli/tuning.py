@@ -64,7 +64,7 @@ def time_in_turns(
         sample.append(subject.workload.requests[len(sample)])
         most -= work_of(sample[-1])
     orders = [sample, in_prefix_order(sample) if changes.get(ORDER) == "prefix" else sample]
-    say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {len(sample):,} prompts")
+    say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {plural(len(sample), 'prompt')}")
     progress, watch = ProgressLine(line_every_s=5.0), BusyWatch()
     try:
         with LLMEngine(configs[0]) as before, LLMEngine(configs[1]) as after:
@@ -107,7 +107,11 @@ def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -
         )
         salt = f"{number} {request.cache_salt or ''}"
         engine.add_request(
-            request.request_id, request.token_ids.tolist(), params, cache_salt=salt, continuations=request.continuations
+            request.request_id,
+            request.token_ids[: request.num_context_tokens].tolist(),
+            params,
+            cache_salt=salt,
+            continuations=request.continuations,
         )
     while engine.has_unfinished_requests():
         engine.step()

@@ -13,6 +13,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.sequence import SampleOutput, Sequence, TokenLogprobs
 from pagedcli.errors import RequestError
 from pagedcli.events import FinishReason
+from pagedcli.printable import plural
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -27,14 +28,14 @@ def check_width(limits: Limits, width: int, params: SamplingParams) -> None:
     if width > 1 and limits.num_state_slots is not None and 2 * width > limits.num_state_slots:
         raise RequestError(
             "invalid_parameter",
-            f"beam_width is {width}, which needs {2 * width} slots of recurrent state; there are "
+            f"beam_width is {width}, which needs {plural(2 * width, 'slot')} of recurrent state; there are "
             f"{limits.num_state_slots}",
             hint="raise --num-state-slots",
         )
     num_ends = 1 + len(params.stop_token_ids or ())
     if params.beam_width is not None and limits.vocab_size is not None and (1 + num_ends) * width > limits.vocab_size:
         raise RequestError(
-            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size:,} tokens"
+            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {plural(limits.vocab_size, 'token')}"
         )
 
 

@@ -36,6 +36,7 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import Prefix
 from pagedcli.errors import ConfigError
+from pagedcli.printable import plural
 
 if TYPE_CHECKING:
     from pagedcli.core.store import PrefixStore
@@ -68,7 +69,7 @@ class CheckpointPolicy:
     def text(self) -> str:
         """In words."""
         texts = {"branches": "where waiting prompts branch", "end": "at the end of each prompt", "none": "none"}
-        return f"every {self.interval:,} tokens" if self.kind == "every" else texts[self.kind]
+        return f"every {plural(self.interval, 'token')}" if self.kind == "every" else texts[self.kind]
 
     @property
     def reason(self) -> ev.CheckpointReason:

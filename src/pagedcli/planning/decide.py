@@ -7,6 +7,7 @@ to whose plan runner.loading adds what is measured after loading.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -194,7 +195,7 @@ def resolve_device(name: str, machine: Machine) -> torch.device:
         message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
         raise ConfigError(message, hint=machine.unseen_gpu or "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= len(machine.gpus):
-        raise ConfigError(f"device is {name!r}, but there are {len(machine.gpus)} GPUs")
+        raise ConfigError(f"device is {name!r}, but there are {plural(len(machine.gpus), 'GPU')}")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", machine.current_gpu)  # torch.cuda.set_device takes no other
     return device
@@ -429,8 +430,9 @@ def why_no_graphs(
 # ---------------------------------------------------------------------- what fits
 
 
-def fits(decision: Decision) -> list[Fit]:
-    """Every weight format and KV cache dtype that runs on the machine; those of the decision first, others by size."""
+def fits(decision: Decision, **held: Any) -> list[Fit]:
+    """Every weight format and KV cache dtype that runs on the machine; those of the decision first, others by size.
+    `held`: terms that are known."""
     config = decision.config
     kinds = dict.fromkeys([config.quantization, *FORMATS])
     caches = dict.fromkeys([config.kv_cache_dtype, "auto", "fp8", "int8"])
@@ -442,7 +444,8 @@ def fits(decision: Decision) -> list[Fit]:
                 other = decide(changed, decision.spec, decision.machine)
             except PagedcliError:  # not available on this machine: whoever asks for it is told the reason
                 continue
-            fit = Fit(other.plan, other.terms, other.pool_within(other.terms), _flags(config, changed))
+            terms = replace(other.terms, **held)
+            fit = Fit(other.plan, terms, other.pool_within(terms), _flags(config, changed))
             found.setdefault((fit.weight_format, fit.kv_dtype), fit)
     own, *others = found.values()
     return [own, *sorted(others, key=lambda fit: (-fit.weights_bytes, -fit.token_bytes))]

@@ -79,7 +79,7 @@ def between(text: str, end: int, other: str, other_end: int, *, has_words: bool)
     back = min(back, end - start, other_end - start) if min(end, other_end) >= start else 0
     end, other_end = end - back, other_end - back
     forward = max(0, start - min(end, other_end))  # the run begins in what both begin with
-    end, other_end = end + forward, other_end + forward
+    end, other_end = min(end + forward, len(text)), min(other_end + forward, len(other))  # and may end in it, too
     parts = text[start:end], other[start:other_end]
     if has_words and not all(_is_markup(part) for part in parts):
         start = max(_word_start(text, start), _word_start(other, start))
@@ -109,7 +109,7 @@ def _is_markup(part: str) -> bool:
 
 
 def _word_start(text: str, start: int) -> int:
-    while start and not text[start - 1].isspace() and not text[:start].endswith((">", "]")):
+    while start and not text[start - 1].isspace() and not text[:start].endswith((">", "]", "[", "(", "{")):
         start -= 1
     return start
 
@@ -215,8 +215,11 @@ def _counts(parts: Sequence[str]) -> bool:
 
 
 def unit_around(text: str, span: Span) -> Span:
-    """The sentence or line around a part; a long one, or what crosses marks of a template, is left alone."""
+    """The brackets, the sentence or the line around a part; a long one, or what crosses marks of a template, is left
+    alone."""
     start, end = span
+    if start and text[start - 1 : start] + text[end : end + 1] in ("[]", "()", "{}", "<>"):
+        return start - 1, end + 1 + text.startswith(" ", end + 1)
     begins = [max(0, start - _MOST_UNIT)] if start <= _MOST_UNIT else []
     window = text[max(0, start - _MOST_UNIT) : start]
     offset = start - len(window)
@@ -319,14 +322,19 @@ def looks_like_tools(text: str) -> bool:
 
 def sorted_parts(texts: Sequence[str], separator: str) -> list[str]:
     """The texts with the parts that several of them have in one order, by their mean place. A number that a part begins
-    with stays where it is."""
+    with stays where it is, unless each part has its own in all texts."""
     splits = [re.split(f"({separator})", text) for text in texts]
     places: dict[int, list[int]] = {}  # content -> number of texts that have it, sum of its places
     for pieces in splits:
         for key, place in {_content(part): place for place, part in enumerate(pieces[::2])}.items():
             count = places.setdefault(key, [0, 0])
             count[0], count[1] = count[0] + 1, count[1] + place
-    return [_in_order(pieces, places) for pieces in splits]
+    numbers: dict[int, set[str]] = {}
+    for part in (part for pieces in splits for part in pieces[::2]):
+        if (found := _NUMBERED.match(part)) is not None:
+            numbers.setdefault(_content(part), set()).add(found[2])
+    has_names = all(len(each) == 1 for each in numbers.values())
+    return [_in_order(pieces, places, has_names=has_names) for pieces in splits]
 
 
 def _content(part: str) -> int:
@@ -334,7 +342,7 @@ def _content(part: str) -> int:
     return xxhash.xxh64_intdigest(_NUMBERED.sub(r"\1", part, count=1).strip().encode("utf-8", "surrogatepass"))
 
 
-def _in_order(pieces: list[str], places: dict[int, list[int]]) -> str:
+def _in_order(pieces: list[str], places: dict[int, list[int]], *, has_names: bool) -> str:
     """One text: its shared parts sorted within each run of them."""
     parts = pieces[::2]
     runs: list[list[int]] = [[]]
@@ -349,6 +357,6 @@ def _in_order(pieces: list[str], places: dict[int, list[int]]) -> str:
         numbers = [found[2] for place in run if (found := _NUMBERED.match(parts[place]))]
         rising = iter(numbers)
         for place, part in zip(run, (parts[place] for place in order), strict=True):
-            found = _NUMBERED.match(part)
+            found = None if has_names else _NUMBERED.match(part)
             pieces[2 * place] = part if found is None else found[1] + next(rising) + part[found.end() :]
     return "".join(pieces)

@@ -141,8 +141,13 @@ class Finder:
             return []
         salts = [prompt.salt for prompt in prompts]
         state = _State(list(ids), salts, [], hit_tokens(ids, salts, self.block_size))
+        originals: list[str] = []
         found = self._one_salt(state)
         while len(found) < most and (each := self._next(state)) is not None:
+            if found and each.texts:  # it has been found in changed prompts: a quote must be in one as it is
+                originals = originals or [self.decode(each_ids) for each_ids in ids]
+                is_quote = all(any(text.rstrip("…") in original for original in originals) for text in each.texts)
+                each = each if is_quote else replace(each, texts=())
             found.append(each)
         now = self.rates_in_file.get(self.block_size)
         if len(found) < most:

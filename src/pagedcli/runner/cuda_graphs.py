@@ -19,6 +19,7 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import SamplingLimits, choose_tokens
 from pagedcli.models.base import CausalLM
 from pagedcli.planning.decide import bucket_sizes
+from pagedcli.printable import plural
 from pagedcli.runner.device_state import DeviceState, packed_size, unpack
 
 GRAPH_TOKENS = 2**21  # cached tokens of a step: bounds attention's work list and its memory for partial results
@@ -159,7 +160,7 @@ class DecodeGraphs:
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 raise ConfigError(
-                    f"the CUDA graph of {bucket.num_seqs} sequences was not captured: {reason}",
+                    f"the CUDA graph of {plural(bucket.num_seqs, 'sequence')} was not captured: {reason}",
                     hint="use --enforce-eager, which runs without graphs; PAGEDCLI_DEBUG=1 shows the traceback",
                 ) from error
         torch.cuda.synchronize(self._state.device)

@@ -28,6 +28,7 @@ from pagedcli.native.system import limit_threads
 from pagedcli.planning.decide import decide, fits, fitting_hint, model_folder
 from pagedcli.planning.decision import Decision, choose_pool
 from pagedcli.planning.machine import available_memory, this_machine
+from pagedcli.printable import plural
 from pagedcli.records import size
 from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
@@ -82,7 +83,7 @@ def load_engine(
     scales = None
     if kv_dtype == torch.float8_e4m3fn:  # other caches are not quantized, or have a scale per token and head
         scales = kv_scales(runner_spec, dtype)
-    step = f"a step of {plan.limits.max_num_batched_tokens:,} tokens"
+    step = f"a step of {plural(plan.limits.max_num_batched_tokens, 'token')}"
     with _room_for(step, device, "lower --max-num-batched-tokens"):
         memory = measure_device(runner_spec, config.gpu_memory_utilization)
     if memory is not None and plan.no_graphs is None:

@@ -22,6 +22,7 @@ from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import decide, fits, model_folder
 from pagedcli.planning.decision import Decision, Fit
 from pagedcli.planning.machine import Machine, available_memory, described_gpu, described_host, this_machine
+from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import host_peak, measure_terms, other_holders, reset_host_peak, step_blocks
 
@@ -57,6 +58,7 @@ class Described:
     total: int
     capability: tuple[int, int] | None  # CUDA compute capability; None: there is no GPU
     used: int | None = None
+    others: int | None = None
     peak: int | None = None
     current: int | None = None
 
@@ -77,6 +79,8 @@ def read_described(
         if given:
             raise UsageError(f"{given[0]} describes another machine and needs --gpu, --gpu-memory or --memory as well")
         return None
+    if parts["used"] is not None and parts["others"] is not None:
+        raise UsageError("--used, which counts the model, and --others, which does not, exclude each other")
     if (parts["peak"] is None) != (parts["current"] is None):
         raise UsageError("--peak and --current belong together: the activations are their difference")
     numbers = {name: None if value is None else parse_bytes(value) for name, value in parts.items()}
@@ -108,13 +112,17 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
     if given.peak is not None and given.current is not None:
         weights, activations = given.current, given.peak - given.current
         notes |= {"activations": "--peak minus --current", "weights": "--current: all memory of this process"}
-    notes["others"] = "none given (--used)" if given.used is None else "--used minus the model"
+    others = given.others or 0
+    notes["others"] = "none given (--others)" if given.others is None else "--others"
+    if given.used is not None:
+        others = max(0, given.used - weights)
+        notes["others"] = f"--used minus {size(min(given.used, weights))} of this model"
     process = "Python and torch" if given.capability is None else "CUDA context"
     notes["runtime"] = f"{process}, assumed" if given.used is None else "counted in --used"
     terms = Terms(
         total=given.total,
         reserve=predicted.reserve,
-        others=0 if given.used is None else max(0, given.used - weights),
+        others=others,
         runtime=predicted.runtime if given.used is None else 0,
         weights=weights,
         activations=activations,
@@ -129,7 +137,7 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
         forecast=None,
         pool=decision.pool_within(terms),
         notes=notes,
-        fits=() if given.current is not None else tuple(fits(decision)),
+        fits=() if given.current is not None else tuple(fits(decision, others=others, runtime=terms.runtime)),
     )
 
 

@@ -20,6 +20,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.core.budget import blocks_for
 from pagedcli.errors import PagedcliError
 from pagedcli.native.system import one_thread
+from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -127,10 +128,10 @@ def _check_preemption(lookups: list[LookUp], device: str) -> str:
     engine = LLMEngine(config)
     seen = _answer(engine, lookups[:6], num_extra=_EXTRA_TOKENS)
     if not engine.stats.num_preemptions:
-        raise _Failure(f"nothing was preempted in a pool of {num_blocks} blocks")
+        raise _Failure(f"nothing was preempted in a pool of {plural(num_blocks, 'block')}")
     return (
-        f"{seen}, {engine.stats.num_preemptions} preemptions in a pool of {num_blocks} blocks, "
-        f"{engine.stats.num_recomputed_tokens:,} tokens recomputed"
+        f"{seen}, {plural(engine.stats.num_preemptions, 'preemption')} in a pool of {plural(num_blocks, 'block')}, "
+        f"{plural(engine.stats.num_recomputed_tokens, 'token')} recomputed"
     )
 
 
@@ -139,9 +140,10 @@ def _check_chunks(lookups: list[LookUp], device: str) -> str:
     engine = LLMEngine(config)
     seen = _answer(engine, lookups)
     longest = max(len(lookup.prompt_token_ids) for lookup in lookups)
+    steps = plural(engine.stats.num_steps, "step")
     if engine.stats.num_steps < longest // CHUNK:
-        raise _Failure(f"{longest} prompt tokens took {engine.stats.num_steps} steps: they were not cut into chunks")
-    return f"{seen}, prompts in chunks of {CHUNK} tokens over {engine.stats.num_steps} steps"
+        raise _Failure(f"{plural(longest, 'prompt token')} took {steps}: they were not cut into chunks")
+    return f"{seen}, prompts in chunks of {plural(CHUNK, 'token')} over {steps}"
 
 
 def _roomy(lookups: list[LookUp]) -> int:

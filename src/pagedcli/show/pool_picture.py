@@ -82,9 +82,8 @@ class ShownBlock:
         if not self.owners:
             return f"block {self.block_id}: {self.kind}"
         held = f"held by sequence {', '.join(map(str, self.owners))}"
-        return (
-            f"block {self.block_id}: {held} (ref count {self.ref_count}), {self.num_tokens} of {self.block_size} tokens"
-        )
+        tokens = f"{self.num_tokens} of {plural(self.block_size, 'token')}"
+        return f"block {self.block_id}: {held} (ref count {self.ref_count}), {tokens}"
 
 
 def shown_blocks(state: PoolState, letters: PrefixLetters) -> list[ShownBlock]:
@@ -276,7 +275,7 @@ def _tables(area: Area, blocks: Sequence[ShownBlock], seqs: Sequence[SeqState], 
     new_tokens = {} if step is None else step.new_tokens
     for seq in shown:
         new = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else ""
-        facts = f"{seq.num_computed_tokens} tokens, {seq.status}{new}"
+        facts = f"{plural(seq.num_computed_tokens, 'token')}, {state.status_of(seq)}{new}"
         name, room = f"s{seq.seq_id}", area.width - text_width(facts, area.font * 0.85)
         label = cut(one_line(seq.label), room - text_width(name, area.font) - 2 * area.font, area.font)
         parts += [
@@ -338,7 +337,7 @@ def pool_text(state: PoolState, *, follow: Collection[int] | None = None) -> str
     tables = []
     for seq in shown_sequences(state, blocks, follow):
         entries = " ".join("-" if each is None else str(each) for each in seq.block_table)
-        facts = f"{plural(seq.num_computed_tokens, 'token')}, {seq.status}"
+        facts = f"{plural(seq.num_computed_tokens, 'token')}, {state.status_of(seq)}"
         tables.append(f"s{seq.seq_id} {one_line(seq.label)}: [{entries}] {facts}")
     key = "· empty  ○ cached  ▫ filling  ■ full  s0 sequence 0  A×2 prefix A, held twice  * written now"
     return "\n".join([*lines, "", *tables, "", key])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.files import whole_file, writing
+from pagedcli.printable import plural
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _WINDOW_S = 10.0  # rates are averaged over this time
 _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
-TimeLeft = Callable[[BatchStats], float | None]
+TimeLeft = Callable[[BatchStats], tuple[float, float] | None]  # the fewest and the most seconds that are likely
 """Seconds until a run ends; None: not known."""
 
 
@@ -65,22 +66,25 @@ class _Rates:
 
 def rows_text(stats: BatchStats) -> str:
     """`412/1,000 rows, 3 failed`"""
-    total = f"/{stats.num_rows:,}" if stats.num_rows is not None else ""
-    num_failed = stats.num_finished_failed
-    return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
+    rows = plural(stats.num_finished if stats.num_rows is None else stats.num_rows, "row")
+    done = rows if stats.num_rows is None else f"{stats.num_finished:,}/{rows}"
+    return done + (f", {stats.num_finished_failed:,} failed" if stats.num_finished_failed else "")
 
 
-def average_pace(stats: BatchStats) -> float | None:
-    """As if the rows that are left took as long as those that are done."""
+def average_pace(stats: BatchStats) -> tuple[float, float] | None:
+    """As if the rows that are left took as long as those that are done; of few less is known."""
     if stats.num_rows is None or not stats.num_done:
         return None
-    return (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done
+    left_s, doubt = (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done, stats.num_done**-0.5
+    return left_s * (1 - doubt), left_s * (1 + doubt)
 
 
-def eta_text(left_s: float | None) -> str | None:
-    """Time left as a clock shows it; None if unknown."""
-    if left_s is None:
-        return None
+def eta_text(left_s: tuple[float, float] | None) -> str | None:
+    """Time left as a clock shows it, from the least to the most; None if unknown."""
+    return None if left_s is None else " to ".join(dict.fromkeys(map(_clock, left_s)))
+
+
+def _clock(left_s: float) -> str:
     seconds = round(left_s)
     if seconds < 3600:
         return f"{seconds // 60}:{seconds % 60:02}"

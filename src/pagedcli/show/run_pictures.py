@@ -277,7 +277,7 @@ def waste_picture(state: PoolState, *, shape: Shape = Shape.SLIDE) -> Picture:
         parts, y = [], area.y + area.font
         for row in rows:
             share = row.num_filled / row.num_slots if row.num_slots else 0.0
-            facts = f"{row.num_slots:,} slots reserved, {row.num_filled:,} hold a token ({percent_text(share)})"
+            facts = f"{plural(row.num_slots, 'slot')} reserved, {row.num_filled:,} hold a token ({percent_text(share)})"
             beside = text_width(row.name + facts, area.font) < area.width * 0.95
             parts += [
                 text(area.x, y + area.font, row.name, "strong", area.font),

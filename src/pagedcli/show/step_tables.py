@@ -30,7 +30,8 @@ from pagedcli.views.state_slots import slots_line, state_slots
 from pagedcli.views.step_choice import StepChoice
 
 _STYLES = {
-    "prefill": "cyan", "decode": "green", "waiting": "yellow", "preempted": "bold red",
+    "prefill": "cyan", "decode": "green", "stalled": "bold yellow", "waiting": "yellow",
+    "preempted": "bold red",
 }  # fmt: skip
 _SHARED = "magenta"  # what several sequences hold, as in the application
 _LEAST_ROOM = 30  # cells for wrapped text; with less it gets a line of its own

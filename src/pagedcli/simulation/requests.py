@@ -25,7 +25,7 @@ class TraceRequest:
     num_prompt_tokens: int
     num_output_tokens: int | None  # None: the trace does not say
     hashes: "array[int]" = field(default_factory=lambda: array("q"))  # chain of each hash block, see Chains
-    token_ids: "array[int] | None" = None
+    token_ids: "array[int] | None" = None  # with those of an only continuation, but for the last one
     output_ids: "list[array[int]] | None" = None  # token ids per sample, as an earlier run generated them
     stopped: list[bool] | None = None  # whether each of these stopped by itself
     max_new_tokens: int | None = None  # the request's own limit; None: its output length
@@ -34,7 +34,13 @@ class TraceRequest:
     is_random: bool = False  # tokens are drawn at random, which takes longer than the likeliest one
     is_text: bool = False  # the prompt is given as text, which has to be tokenized
     row_id: str | None = None  # the user's own id
-    continuations: list[list[int]] | None = None  # tokens to score after the prompt; None: it generates
+    continuations: list[list[int]] | None = None  # tokens to score; None: it generates
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt tokens before the continuations."""
+        only = self.continuations[0] if self.continuations is not None and len(self.continuations) == 1 else [0]
+        return self.num_prompt_tokens - len(only) + 1
 
     @property
     def label(self) -> str:
@@ -115,7 +121,10 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(request.num_prompt_tokens + largest_output(request) for request in self.requests)
+        return max(
+            request.num_prompt_tokens + max(largest_output(request), *map(len, request.continuations or ()), 1)
+            for request in self.requests
+        )
 
 
 def largest_output(request: TraceRequest) -> int:

@@ -135,9 +135,9 @@ class SimulatedCore(EngineCore):
             tables = self.limits.tables
             prefixes = synthetic_prefixes(request, self._hash_size, tables.block_size, tables.num_groups)
             make_prefixes = prefixes.copy
-            token_ids = [0] * request.num_prompt_tokens  # only their number matters
+            token_ids = [0] * request.num_context_tokens  # only their number matters
         else:
-            token_ids = request.token_ids.tolist()
+            token_ids = request.token_ids[: request.num_context_tokens].tolist()
         params = SamplingParams(
             n=request.num_samples,
             max_tokens=largest_output(request),

@@ -48,9 +48,9 @@ class ServedRequests:
             TraceRequest(
                 prompt.result.request_id,
                 None,
-                len(prompt.token_ids),
+                len(prompt.computed_ids),
                 max((len(sample.token_ids) for sample in prompt.result.samples), default=0),
-                token_ids=array("q", prompt.token_ids),
+                token_ids=array("q", prompt.computed_ids),
                 output_ids=[array("q", sample.token_ids) for sample in prompt.result.samples] or None,
                 stopped=[sample.finish_reason == "stop" for sample in prompt.result.samples] or None,
                 max_new_tokens=0 if prompt.scored else admit(self._plan.limits, prompt.token_ids, prompt.params),

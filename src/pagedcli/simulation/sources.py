@@ -99,8 +99,6 @@ class RecordedRequests(View):
         )
         self._by_id[event.request_id] = request
         if event.num_context_tokens is not UNSET:
-            request.num_prompt_tokens = event.num_context_tokens
-            request.token_ids = tokens[: event.num_context_tokens]
             # of a context at least two: those of one token leave no event
             is_single = event.num_prompt_tokens > event.num_context_tokens
             request.continuations = [_continuation(event)] if is_single else [[0], [0]]
@@ -177,9 +175,10 @@ class RecordedRequests(View):
 
 
 def _continuation(event: ev.RequestAdded) -> list[int]:
-    """As many tokens as the sequence scores: which ones makes no difference."""
+    """As many tokens as the sequence scores; the last one, which is not computed, makes no difference."""
     assert event.num_context_tokens is not UNSET, "it scores a continuation"
-    return [0] * (event.num_prompt_tokens - event.num_context_tokens + 1)
+    unknown = [0] * event.num_prompt_tokens
+    return [*(event.token_ids or unknown)[event.num_context_tokens :], 0]
 
 
 class _Links:
@@ -364,9 +363,9 @@ def _request(
     request = TraceRequest(
         request_id,
         None,
-        len(prompt.token_ids),
+        len(prompt.computed_ids),
         max_tokens,
-        token_ids=array("q", prompt.token_ids) if with_tokens else None,
+        token_ids=array("q", prompt.computed_ids) if with_tokens else None,
         max_new_tokens=max_tokens,
         num_samples=num_samples,
         cache_salt=cache_salt,

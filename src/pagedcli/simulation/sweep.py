@@ -207,7 +207,7 @@ def points(
             yield sweep.scheduled(replace(plan, limits=limits), schedule, emit, finished)
 
 
-SHARES = (0.90, 0.95, 0.99)
+_SHARE = 0.99  # of the hits without limit, for which a cache is sized
 _NOTABLE = 0.001  # a gain of less than 0.1 points is none
 NEARLY = 0.01  # a hit rate within a point of the best is as good
 
@@ -218,54 +218,70 @@ def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None)
     if not sweep.curve.ceiling[1]:
         benefit = "No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."
         return [*refused, benefit]
-    pools = sorted({point.num_blocks for point in points})
-    return [
-        *refused,
-        _ceiling(sweep, block_bytes),
-        *_doubling(sweep, pools, points),
-        *_in_use(points),
-        *_policies(points),
-    ]
+    return [*refused, _ceiling(sweep, points, block_bytes), *_in_use(points), *_policies(points)]
 
 
-def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> Verdict:
-    """The smallest pool that hits nearly as much as one without limit, or why there is none."""
-    curve, num_hit = sweep.curve, sweep.curve.ceiling[1]
-    unlimited, of_all = num_hit / max(1, curve.num_tokens), _percent(num_hit, curve)
-    is_served = any(point.run is None or point.run.num_refused < point.run.num_requests for point in points)
-    most = max((point.run.facts.peak_used_blocks for point in points if point.run is not None), default=0)
-    certainty = "exact for LRU without running requests"
-    if most:
-        certainty += f", which use up to {plural(most, 'block')} at once"
-    if not is_served:
-        finding, certainty = _refused(points)[0], "exact by simulation"
+def enough_point(sweep: Sweep, plan: Plan, swept: Sequence[SweepPoint], schedule: Schedule | None) -> SweepPoint | None:
+    """The smallest pool tried, with the first policy, that hits nearly as much as a cache without limit and refuses no
+    request for want of blocks. Smaller ones than those of the sweep are tried by the size that LRU alone needs."""
+    policy = swept[0].policy
+    tried = [point for point in swept if point.policy == policy]
+    least = sweep.curve.ceiling[1] / max(1, sweep.curve.num_tokens) - NEARLY
+
+    def enough() -> SweepPoint | None:
+        fewest = min(_num_refused(point) for point in tried)
+        good = [point for point in tried if point.hit_rate >= least and _num_refused(point) == fewest]
+        return min(good, key=lambda point: point.num_blocks, default=None)
+
+    if sweep.has_windows or least <= 0:  # there is no curve in one pass, or nothing to look for
+        return enough()
+    num_cached = sweep.curve.size_for(least * sweep.curve.num_tokens / sweep.curve.ceiling[1]) or 1
+    num_needed = (
+        1 if schedule is None else plan.limits.tables.most_blocks(sweep.workload.longest, plan.limits.chunk_size)
+    )
+    num_used = max((point.run.facts.peak_used_blocks for point in tried if point.run is not None), default=0)
+    for num_blocks in sorted({max(num_cached, num_needed), num_cached + max(num_used, num_needed)}):
+        found = enough()
+        if found is None or num_blocks < found.num_blocks:
+            tried += points(sweep, plan, [num_blocks], [policy], schedule)
+    return enough()
+
+
+def _num_refused(point: SweepPoint) -> int:
+    return 0 if point.run is None else point.run.num_refused
+
+
+def pool_verdict(
+    sweep: Sweep, points: Sequence[SweepPoint], enough: SweepPoint | None, block_bytes: int | None
+) -> Verdict:
+    """The pool that hits nearly as much as one without limit, or why there is none."""
+    curve = sweep.curve
+    unlimited, of_all = curve.ceiling[1] / max(1, curve.num_tokens), _percent(curve.ceiling[1], curve)
+    certainty = "exact by simulation"
+    if all(point.run is not None and point.run.num_refused == point.run.num_requests for point in points):
+        finding = _refused(points)[0]
     elif unlimited <= NEARLY:
         benefit = "as the prompts are, a prefix cache has little benefit"
         finding = f"{benefit}: even without limit {of_all} of their tokens hit"
         certainty = "exact for this trace"
-    elif sweep.has_windows:  # there is no curve in one pass
-        near = sorted(point.num_blocks for point in points if point.hit_rate >= unlimited - NEARLY)
-        enough = f"{plural(near[0], 'block')} are enough" if near else "no pool of this sweep is enough"
-        finding = f"{enough} to hit within 1 point of the {of_all} of a cache without limit"
-        certainty = "exact for the pools below"
+    elif enough is None:
+        best = max(points, key=lambda point: point.hit_rate)
+        finding = (
+            f"no pool that was tried hits within 1 point of the {of_all} of a cache without limit: the best is"
+            f" {plural(best.num_blocks, 'block')} with {percent_text(best.hit_rate)}"
+        )
     else:
-        size = curve.size_for(1 - NEARLY * curve.num_tokens / num_hit) or 0
+        size = enough.num_blocks
         memory = "" if block_bytes is None else f" ({byte_text(size * block_bytes)})"
         finding = (
             f"{plural(size, 'block')}{memory} {'is' if size == 1 else 'are'} enough to hit within 1 point of a cache"
-            f" without limit: {_percent(curve.hits_at(size)[1], curve)} of the prompts' tokens, without limit {of_all}"
+            f" without limit: {percent_text(enough.hit_rate)} of the prompts' tokens, without limit {of_all}"
         )
+        if enough.run is None:
+            certainty = f"exact for {enough.policy.upper()} without running requests, which need blocks, too"
+        else:
+            certainty += f"; {plural(enough.run.facts.num_preemptions, 'preemption')}"
     return Verdict(finding=finding, measure="hits", certainty=certainty)
-
-
-def doubling_verdict(sweep: Sweep, num_blocks: int) -> list[Verdict]:
-    """What twice the memory of a pool would give, if it is a point or more."""
-    before, after = (sweep.lru(size)[1] / max(1, sweep.curve.num_tokens) for size in (num_blocks, 2 * num_blocks))
-    if after - before < NEARLY:
-        return []
-    finding = f"a pool of {plural(2 * num_blocks, 'block')} instead of {num_blocks:,} hits more"
-    certainty = "exact for LRU without running requests"
-    return [Verdict(finding=finding, measure="hits", now=before, after=after, certainty=certainty)]
 
 
 def _refused(points: Sequence[SweepPoint]) -> list[str]:
@@ -274,34 +290,15 @@ def _refused(points: Sequence[SweepPoint]) -> list[str]:
     return [f"no request fits into a pool of {plural(most, 'block')}: name larger ones with --pool"] if most else []
 
 
-def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:
+def _ceiling(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> str:
     curve = sweep.curve
     without_limit = f"Without a limit {_percent(curve.ceiling[1], curve)} of the prompts' tokens hit."
-    if sweep.has_windows:
+    if sweep.has_windows or any(point.run is not None for point in points):
         return without_limit
-    sizes = [curve.size_for(share) or 0 for share in SHARES]
-    texts = [f"{size:,}" if block_bytes is None else f"{size:,} ({byte_text(size * block_bytes)})" for size in sizes]
-    if len(set(sizes)) == 1:
-        memory = "" if block_bytes is None else f" ({byte_text(sizes[0] * block_bytes)})"
-        enough = f"{100 * SHARES[-1]:.0f} % of that with {plural(sizes[0], 'block')}{memory}"
-        return f"{without_limit} LRU without running requests gets {enough}."
-    shares = " / ".join(f"{100 * share:.0f}" for share in SHARES)
-    blocks = "block" if sizes[-1] == 1 else "blocks"
-    return f"{without_limit} LRU without running requests gets {shares} % of that with {' / '.join(texts)} {blocks}."
-
-
-def _doubling(sweep: Sweep, pools: Sequence[int], points: Sequence[SweepPoint]) -> list[str]:
-    gains, curve = [], sweep.curve
-    for size in pools:
-        before, after = sweep.lru(size)[1], sweep.lru(2 * size)[1]
-        if after - before >= _NOTABLE * curve.num_tokens:
-            gains.append(f"from {_percent(before, curve)} to {_percent(after, curve)} at {plural(size, 'block')}")
-    if gains:
-        return [f"Doubling the memory raises the hit rate {', '.join(gains)} (LRU without running requests)."]
-    sentence = "Doubling any of these pools raises the hit rate by less than 0.1 points (LRU without running requests)"
-    if any(point.run is not None and point.run.facts.num_preemptions for point in points):
-        return [f"{sentence}, but it also saves preemptions."]
-    return [f"{sentence}."]
+    size = curve.size_for(_SHARE) or 0
+    memory = "" if block_bytes is None else f" ({byte_text(size * block_bytes)})"
+    enough = f"{100 * _SHARE:.0f} % of that with {plural(size, 'block')}{memory}"
+    return f"{without_limit} LRU without running requests gets {enough}."
 
 
 def _in_use(points: Sequence[SweepPoint]) -> list[str]:

@@ -14,7 +14,7 @@ from pagedcli.events import DraftSource, PrefixLookedUp, RequestPreempted, Reque
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.ledgers import BlockLedger, SlotLedger
 
-Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
+Status = Literal["waiting", "prefill", "decode", "stalled", "preempted", "finished"]
 
 
 @dataclass(slots=True, eq=False)
@@ -283,6 +283,18 @@ class PoolState(BlockLedger):
 
     def running(self) -> list[SeqState]:
         return [seq for seq in self.seqs.values() if seq.running]
+
+    def status_of(self, seq: SeqState) -> Status:
+        """What a sequence does in the current step: `stalled` if it runs, but no block is free for its next token."""
+        is_full = self.num_used_blocks == self.num_blocks and seq.num_computed_tokens < seq.num_tokens
+        if not is_full or not seq.running or self.step is None or not self.step.seq_ids:
+            return seq.status
+        return seq.status if seq.seq_id in self.step.seq_ids else "stalled"
+
+    @property
+    def num_stalled(self) -> int:
+        """Running sequences that stand still in the current step."""
+        return [self.status_of(seq) for seq in self.running()].count("stalled")
 
     def all_seqs(self) -> list[SeqState]:
         """All sequences that are known, the finished ones included, in the order of their numbers."""

@@ -136,8 +136,9 @@ class Moment(View):
         """The moment in one line."""
         state, rate = self.state, self.stats.tokens_per_s
         counts = pool_counts(state)
+        stalled = f" ({num_stalled} stalled)" if (num_stalled := state.num_stalled) else ""
         return (
-            f"step {'-' if state.step is None else state.step.step}: {state.num_running} running, "
+            f"step {'-' if state.step is None else state.step.step}: {state.num_running} running{stalled}, "
             f"{len(state.waiting())} waiting, {state.num_finished} finished; blocks {counts['in_use']:,} in use "
             f"({counts['shared']:,} shared) + {counts['cached']:,} cached + {counts['empty']:,} empty"
             + ("" if rate is None else f"; {rate:,.0f} tok/s")

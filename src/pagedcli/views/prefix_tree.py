@@ -66,9 +66,11 @@ class PrefixTree(View):
     on_blocks_restored = on_blocks_filled
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
-        self.num_lookups += 1
+        self.num_lookups += not state.seqs[event.seq_id].repeats and event.reason != "continued"
 
     def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+        if state.seqs[event.seq_id].repeats:  # it finds its own blocks
+            return
         for block_id in event.block_ids:
             node = None if block_id is None else self._nodes.get(state.hashes[block_id] or 0)
             if node is not None:

@@ -52,7 +52,7 @@ class RequestLife(View):
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         verb = {"new": "starts", "resumed": "starts again", "continued": "looks again"}[event.reason]
-        self._note(event.seq_id, state, f"{verb}: {event.tokens_hit:,} of {event.num_tokens:,} tokens found")
+        self._note(event.seq_id, state, f"{verb}: {event.tokens_hit:,} of {plural(event.num_tokens, 'token')} found")
 
     def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         self._note(event.seq_id, state, f"shares the blocks of sequence {event.parent_seq_id}")

@@ -96,7 +96,9 @@ class SequenceRow(ShownRow):
     row_id: RowId | None
     label: Label
     sample_index: Annotated[int, "sample", Means("which sample of its request, from 0")]
-    status: Annotated[Status, "state", Means("prefill, decode, waiting or preempted")]
+    status: Annotated[Status, "state", Means("prefill, decode, stalled (no block is free), waiting or preempted")] = (
+        computed(lambda row: row.now.state.status_of(row.seq))
+    )
     finish_reason: Annotated[str | None, "end", Means("why it finished: stop, length, ...")]
     num_tokens: Annotated[int, Means("tokens of prompt and answer")]
     num_prompt_tokens: Annotated[int, "prompt", Means("tokens of the prompt", "tokens")]
@@ -123,7 +125,13 @@ class SequenceRow(ShownRow):
         lambda row: [None if each is None else row.now.state.ref_counts[each] for each in row.seq.block_table]
     )
     waiting_reason: Annotated[str | None, Means("why it was not scheduled, if the scheduler said so")] = computed(
-        lambda row: waiting.reason if (waiting := row.now.waiting) and waiting.seq_id == row.seq_id else None
+        lambda row: (
+            "free_blocks"
+            if row.status == "stalled"
+            else waiting.reason
+            if (waiting := row.now.waiting) and waiting.seq_id == row.seq_id
+            else None
+        )
     )
     status_now: Annotated[str, "state", Means("and how many tokens this step computes")] = computed(
         lambda row: f"{row.status} +{row.num_new_tokens}" if row.seq_id in row.now.new_tokens else row.status
@@ -261,6 +269,7 @@ class StepRow:
     ]
     num_running: Annotated[int, Means("sequences that hold blocks")]
     num_waiting: Annotated[int, Means("sequences that wait, preempted ones included")]
+    num_stalled: Annotated[int, Means("running ones that stand still, as no block is free for them")]
     num_finished: Annotated[int, Means("sequences that have finished so far")]
     num_new_tokens: Annotated[int, Means("tokens that the step computes")]
     num_drafted: Annotated[int, Means("of these, guessed ones that it checks")]
@@ -294,7 +303,8 @@ def step_row(state: PoolState, stats: RunStats, first_ns: int) -> StepRow:
     assert step is not None, "it was scheduled"
     waiting, num_before = step.waiting, stats.facts.num_drafted_tokens - step.num_drafted
     return StepRow(
-        (step.start_ns - first_ns) / 1e6, state.num_running, len(state.seqs) - state.num_running, state.num_finished,
+        (step.start_ns - first_ns) / 1e6, state.num_running, len(state.seqs) - state.num_running, state.num_stalled,
+        state.num_finished,
         sum(step.num_new_tokens), step.num_drafted,
         stats.facts.num_accepted_tokens / num_before if num_before else None,
         state.num_blocks, state.num_used_blocks, state.num_shared_blocks,
