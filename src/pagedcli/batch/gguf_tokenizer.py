@@ -6,7 +6,6 @@ Pipelines are those of the original tokenizers, so that their ids are equal (tes
 import math
 import re
 import time
-from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -299,14 +298,11 @@ def _merges(pieces: list[str], vocab: dict[str, int], scores: list[float]) -> li
         folder = ContentFolder(path, most_bytes=_MOST_KEPT_BYTES, spares_disk=True)
         kept = folder.files()[0] if is_ours_alone(path) else []
         for file in (each for each in kept if each.head.identity == identity):
-            ids = array("I", folder.read(file, [0])[0])
-            token = {i: token for token, i in vocab.items()}.__getitem__
-            return list(zip(map(token, ids[::2]), map(token, ids[1::2]), strict=True))
+            return msgspec.msgpack.decode(folder.read(file, [0])[0], type=list[tuple[str, str]])
     began_s = time.monotonic()
     found = _found_merges(pieces, vocab, scores)
     if folder is not None:
-        ids = array("I", [vocab[part] for pair in found for part in pair])
-        folder.write(identity, b"", [ids.tobytes()], seconds=time.monotonic() - began_s)
+        folder.write(identity, b"", [msgspec.msgpack.encode(found)], seconds=time.monotonic() - began_s)
     return found
 
 
