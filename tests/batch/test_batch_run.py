@@ -226,6 +226,34 @@ def test_a_line_brings_variables_for_the_template_but_no_template(harness):
         assert row(**{name: value})["error"]["code"] == "unsupported_parameter"
 
 
+def test_a_line_continues_the_answer_that_its_messages_begin(harness):
+    messages = [*user("Tell me a story."), {"role": "assistant", "content": "Once upon a"}]
+    ends = {"continue_final_message": True, "add_generation_prompt": False}
+    token_ids = harness.tokenizer.encode_chat(messages, ends)
+    assert harness.tokenizer.decode(token_ids).endswith("Once upon a")
+    chat = {"messages": messages, **ends}
+    continued, in_batch, by_ids = harness.rows(
+        [chat, openai(chat, "/v1/chat/completions", "b"), {"prompt": token_ids}], output_token_ids=True
+    )
+    choice = in_batch["response"]["body"]["choices"][0]
+    assert continued["token_ids"] == choice["token_ids"] == by_ids["token_ids"]
+    assert continued["usage"]["prompt_tokens"] == len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": user("Hi"), "continue_final_message": True}, "needs 'add_generation_prompt': false"),
+        ({"prompt": "Hi", "add_generation_prompt": False}, "'add_generation_prompt' needs 'messages'"),
+        ({"messages": user("Hi"), "continue_final_message": 1}, "continue_final_message: Expected `bool`"),
+    ],
+)
+def test_how_a_chat_ends_is_checked(harness, fields, words):
+    (row,) = harness.rows([fields])
+    assert row["error"]["code"] == "invalid_request"
+    assert words in row["error"]["message"]
+
+
 def test_a_cache_salt_keeps_equal_prompts_apart(harness):
     prompt = "Here is a list of names and codes that nobody has asked for in this file."
 

@@ -6,6 +6,8 @@ import functools
 import json
 import math
 import operator
+import random
+import re
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.rows import RowWriter
-from pagedcli.batch.score_comparison import ScoreComparison
+from pagedcli.batch.score_comparison import LogitComparison, ScoreComparison
 from pagedcli.config import Config
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.errors import UsageError
@@ -222,7 +224,8 @@ def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, 
         "token": "a",
         "logprob": -1.5,
         "bytes": [97],
-        "top_logprobs": [{"token": "b", "logprob": -2.5, "bytes": [98]}],
+        "token_id": 1,
+        "top_logprobs": [{"token": "b", "logprob": -2.5, "bytes": [98], "token_id": 2}],
     }
     completion = {"text_offset": [0], "token_logprobs": [-1.5], "tokens": ["a"], "top_logprobs": [{"a": -1.5}]}
     sample = {"text": "a", "reasoning_content": "b", "finish_reason": "stop", "stop_reason": None, "token_ids": [5]}
@@ -251,12 +254,14 @@ def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, 
             functools.reduce(operator.getitem, outer, changed)[last] = other
             for name, content in (("a.jsonl", row), ("b.jsonl", changed["row"])):
                 (tmp_path / name).write_bytes(msgspec.json.encode(content) + b"\n")
-            scores = ScoreComparison()
+            scores, logits = ScoreComparison(), LogitComparison()
             with contextlib.suppress(UsageError):
                 for a, b in pairs(read_rows(tmp_path / "a.jsonl"), read_rows(tmp_path / "b.jsonl")):
                     if a is not None and b is not None:
                         compare(a, b)
                         compare(b, a)
+                        for x, y in zip(a.samples, b.samples, strict=False):
+                            logits.add(*((z.prompt_token_ids, [v for v, _ in z.prompt_logprobs]) for z in (x, y)))
                         if (
                             a.scores is not None
                             and b.scores is not None
@@ -329,3 +334,71 @@ def test_rows_generated_again_find_nothing_in_the_cache():
     rows = RowWriter(harness.tokenizer, "demo", "key", 1)
     assert run_again(harness.engine, harness.tokenizer, rows, BatchOptions(Config(sampling=DEFAULTS)), sample) == []
     assert harness.engine.stats.num_cached_tokens == before
+
+
+# ---------------------------------------------------------------------- log-probabilities of prompts
+
+
+def prompt_row(id_, positions):
+    """A row with, per position of its prompt, the probabilities of tokens by id, the prompt's own first."""
+
+    def token(token_id, probability):
+        return {"token": "?", "bytes": [63], "token_id": token_id, "logprob": math.log(probability)}
+
+    found = [
+        token(*next(iter(each.items())))
+        | {"top_logprobs": [token(*pair) for pair in sorted(each.items(), key=lambda pair: -pair[1])[:2]]}
+        for each in positions
+    ]
+    row = {
+        "index": 0,
+        "id": id_,
+        "text": "5",
+        "finish_reason": "stop",
+        "error": None,
+        "prompt_logprobs": [None, *found],
+    }
+    return row | {"usage": {"prompt_tokens": len(found) + 1}}
+
+
+def compared_logits(tmp_path, a, b):
+    paths = [write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", a), ("b", b))]
+    found = verify(*paths, "--logits", expect=0)
+    return found, {each["measure"]: each for each in found["logits"]}
+
+
+def test_kl_and_perplexities_of_prompts_are_those_computed_by_hand(tmp_path):
+    a = prompt_row("a", [{7: 0.5, 8: 0.25}, {3: 0.125, 4: 0.5, 5: 0.25}])
+    b = prompt_row("a", [{7: 0.25, 8: 0.5}, {3: 0.25, 4: 0.5, 6: 0.125}])
+    found, measures = compared_logits(tmp_path, [a, prompt_row("x", [{1: 0.5}])], [b, prompt_row("x", [{2: 0.5}])])
+    first = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    second = 0.125 * math.log(0.5) + 0.375 * math.log(0.375 / 0.25)  # 5 and 6 are in one file only
+    assert measures["mean KL divergence, nats"]["value"] == pytest.approx((first + second) / 2)
+    assert measures["99th percentile of it"]["value"] == pytest.approx(max(first, second))
+    assert measures["same likeliest token"]["value"] == 0.5
+    assert measures["perplexity of A"]["value"] == pytest.approx(4)
+    assert measures["perplexity, B / A"]["value"] == pytest.approx(1)
+    assert measures["perplexity, B / A"]["interval"] is None
+    assert (found["num_prompts"], found["num_tokens"], found["num_left_out"]) == (1, 2, 1)
+
+
+def test_the_first_line_says_what_b_costs_and_how_certain_that_is(tmp_path):
+    rng = random.Random(0)
+    shares = [[rng.uniform(0.3, 0.5) for _ in range(40)] for _ in range(20)]
+    a = [prompt_row(str(i), [{1: share} for share in row]) for i, row in enumerate(shares)]
+    b = [prompt_row(str(i), [{1: share * rng.uniform(0.8, 1)} for share in row]) for i, row in enumerate(shares)]
+    _, measures = compared_logits(tmp_path, a, b)
+    low, high = measures["perplexity, B / A"]["interval"]
+    assert low < 1.11 < high < low + 0.02
+    first = pagedcli("verify", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--logits", expect=0).stdout
+    assert re.match(
+        r"B's perplexity is 11\.\d\d % above A's \(95 %: \+10\.\d\d % to \+1\d\.\d\d %\); the likeliest", first
+    )
+    same = pagedcli("verify", tmp_path / "a.jsonl", tmp_path / "a.jsonl", "--logits", expect=0).stdout
+    assert "so maybe the same" in same
+
+
+def test_outputs_without_log_probabilities_of_prompts_are_refused(outputs, tmp_path):
+    rows = [row for row in rows_of(outputs / "out.jsonl") if "prompt_logprobs" not in row]
+    path = write(tmp_path / "a.jsonl", rows)
+    assert "--prompt-logprobs 100" in pagedcli("verify", path, path, "--logits", expect=2).stderr

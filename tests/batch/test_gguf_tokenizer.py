@@ -8,6 +8,8 @@ from conftest import shared_data
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Original
 
+from pagedcli import files
+from pagedcli.batch import gguf_tokenizer
 from pagedcli.batch.gguf_tokenizer import SPLITTINGS
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import ModelError
@@ -177,6 +179,55 @@ def test_sentence_piece_ids_equal_those_of_the_original(tmp_path):
         ids = ours.encode(text)
         assert ids == original.encode(text), text
         assert ours.decode(ids) == original.decode(ids)
+
+
+@pytest.fixture
+def pieces(tmp_path, monkeypatch):
+    """A small SentencePiece tokenizer, whose merges are kept as those of a large one are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_tokenizer, "_KEPT", 1)
+    return write(tmp_path / "model.gguf", **pieces_fields())
+
+
+def test_merges_are_found_once_and_kept_for_later_starts(pieces, monkeypatch):
+    first = Tokenizer(pieces)
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf_tokenizer, "_found_merges", None)
+        kept = Tokenizer(pieces)
+    assert kept._backend.to_str() == first._backend.to_str()
+    other = write(pieces.with_name("other.gguf"), **pieces_fields() | {"ggml__scores": list(map(float, range(266)))})
+    assert Tokenizer(other)._backend.to_str() != first._backend.to_str()
+
+
+@pytest.mark.parametrize("fault", ["damaged", "others can write", "no folder"])
+def test_kept_merges_that_cannot_be_trusted_are_found_again(pieces, fault):
+    first = Tokenizer(pieces)
+    folder = files.cache_home() / "tokenizers"
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    if fault == "damaged":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif fault == "others can write":
+        folder.chmod(0o777)
+    else:
+        file.unlink()
+        folder.rmdir()
+        folder.write_text("")
+    assert Tokenizer(pieces)._backend.to_str() == first._backend.to_str()
+
+
+def test_merges_with_equal_scores_are_in_the_order_of_ids():
+    rng = random.Random(0)
+    pieces = sorted({"".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(100)}, key=lambda _: rng.random())
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    scores = [float(rng.randint(0, 3)) for _ in pieces]
+    pairs = [(piece[:cut], piece[cut:], piece) for piece in pieces for cut in range(1, len(piece))]
+    found = sorted(
+        (-scores[vocab[piece]], vocab[piece], vocab[left], vocab[right], left, right)
+        for left, right, piece in pairs
+        if left in vocab and right in vocab
+    )
+    assert gguf_tokenizer._merges(pieces, vocab, scores) == [pair[4:] for pair in found]
 
 
 ADDED = ("<|user|>", "<think>", "a▁b", "  ")

@@ -424,3 +424,27 @@ def test_notes_about_groups_write_bytes_and_shares_as_the_tables_do(tmp_path):
     ):
         assert f"\n{line}\n" in screen
     assert re.findall(r"\S*\d\.\d [KMG]iB", screen) == []
+
+
+def test_doctor_and_profile_memory_count_the_same_tokens_of_windows_and_say_what_these_release(tmp_path):
+    """A token takes 512 bytes in each of three layers with a window of 64 and one without. Of its 80 blocks in each a
+    sequence of 1,280 tokens holds 5 where there is a window."""
+    layer_types = [*3 * ["sliding_attention"], "full_attention"]
+    path = tiny_model(
+        "gemma3", tmp_path / "model", num_hidden_layers=4, sliding_window=64, layer_types=layer_types,
+        max_position_embeddings=1280,
+    )  # fmt: skip
+    words = "indows release 70.3 % of the blocks of a sequence of 1,280 tokens, which holds 95 instead of 320"
+    found = as_json("-m", path, "--memory", "24GiB")
+    assert found["num_kvcache_tokens"] == found["num_kvcache_blocks"] // 4 * 16
+    assert f". W{words}" in profile_memory("-m", path, "--memory", "24GiB").stdout.replace("\n", " ")
+    facts = json.loads(
+        CliRunner().invoke(app, ["doctor", "-m", str(path), "--device", "cpu", "--format", "json"]).stdout
+    )["model"]
+    said = {fact["what"]: fact["value"] for fact in facts}
+    num_blocks, num_tokens = (
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:blocks|tokens)", said["memory"])[:2]
+    )
+    assert num_tokens == num_blocks // 4 * 16
+    assert f"; w{words}" in said["memory"]
+    assert said["cache"] == "2.00 KiB per token, 512 B once windows have passed it"

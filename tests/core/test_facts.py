@@ -45,11 +45,12 @@ def test_lookups():
     assert (facts.num_prompt_tokens, facts.longest_shared, facts.num_ideal) == (53, 13, 15)
 
 
-def test_what_was_read_from_disk_is_no_hit_in_memory():
-    facts = RunFacts(num_cached_tokens=50, num_disk_tokens=20, num_ideal=10)
-    assert facts.num_ideal_tokens == 30
-    facts.num_ideal = 40
-    assert facts.num_ideal_tokens == 40
+def test_the_ceiling_counts_what_was_read_from_disk():
+    facts = RunFacts(block_size=4)
+    facts.count_lookup(10, 2, 8, 4)  # of 8 tokens found another prompt has 4
+    assert facts.num_ideal_tokens == 8
+    facts.count_lookup(10, 2, 0, 8)  # and here memory had lost what one has
+    assert facts.num_ideal_tokens == 8 + 8
 
 
 def test_steps_and_waste():

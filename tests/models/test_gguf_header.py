@@ -50,6 +50,20 @@ def everything(path):
     Tokenizer(path)
 
 
+def test_a_header_is_read_once_until_the_file_changes(good, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(good)
+    assert read_header(path).metadata is not read_header(path).metadata  # it may change again within its time
+    os.utime(path, (0, 0))
+    first = read_header(path)
+    assert read_header(path).metadata is first.metadata
+    assert read_header(path).tensors is first.tensors
+    path.write_bytes(good.replace(b"llama.block_count", b"llama.block_cound"))
+    os.utime(path, (1, 1))
+    assert "llama.block_count" in first.metadata
+    assert "llama.block_count" not in read_header(path).metadata
+
+
 def test_mutated_files_are_read_or_refused_with_an_error_of_ours(good, tmp_path):
     path, rng, num_refused = tmp_path / "model.gguf", random.Random(0), 0
     header_bytes = good.index(b"token_embd.weight") + 2000

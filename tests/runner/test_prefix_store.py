@@ -459,12 +459,12 @@ def test_written_is_what_is_there_at_the_end(path, tmp_path, monkeypatch):
     assert facts.not_kept
 
 
-def test_the_ceiling_of_a_run_does_not_grow_with_what_is_on_disk(path, stored, tmp_path):
+def test_the_ceiling_of_a_run_counts_what_was_read_from_disk(path, stored):
     prompts = ragged_prompts(vocab_size=100)
     _, _, cold = outcome(engine_with(path), prompts)
     _, _, warm = outcome(engine_with(path, stored), prompts)
     assert warm.num_disk_tokens
-    assert warm.num_ideal_tokens == cold.num_ideal_tokens
+    assert warm.num_ideal_tokens >= max(warm.num_cached_tokens, cold.num_ideal_tokens + 1)
     assert warm.longest_shared == cold.longest_shared
 
 

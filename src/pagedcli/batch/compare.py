@@ -54,6 +54,7 @@ class ComparedSample:
     tokens: list[str] | None  # their texts, from the log-probabilities
     logprobs: list[Listed] | None  # per token
     prompt_logprobs: list[Listed] | None  # the same of the prompt's tokens from the second on
+    prompt_token_ids: list[list[int | None]]  # per number of prompt_logprobs; None: the row does not say
     ending: tuple[Any, Any]  # finish reason, stop reason
 
 
@@ -242,6 +243,8 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
         tokens = msgspec.convert([position["token"] for position in positions], list[str])
         values = _values(positions)
     _, *prompt = sample.prompt_logprobs or [None]
+    token_ids = [[each.get("token_id"), *(top.get("token_id") for top in each["top_logprobs"])] for each in prompt]
+    prompt_ids = msgspec.convert(token_ids, list[list[int | None]])
     ending = (sample.finish_reason, sample.stop_reason)
     text = sample.text
     if sample.tool_calls:  # without their ids, which are those of a run
@@ -249,7 +252,7 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
         text = (text or "") + msgspec.json.encode(calls).decode()
     if text is None and sample.token_ids is None and sample.finish_reason != "score":
         raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
-    return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), ending)
+    return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), prompt_ids, ending)
 
 
 def _values(positions: list[dict[str, Any]]) -> list[Listed]:

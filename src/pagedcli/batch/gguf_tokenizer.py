@@ -5,19 +5,25 @@ Pipelines are those of the original tokenizers, so that their ids are equal (tes
 
 import math
 import re
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pagedcli.errors import ModelError
+from pagedcli.content_files import ContentFolder, DamagedFile, digest_of
+from pagedcli.errors import ModelError, UsageError
+from pagedcli.files import cache_home, is_ours_alone
 from pagedcli.models.gguf.header import Header
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # More than any tokenizer has: a hostile file must not take gigabytes, or minutes.
 _LONGEST, _MOST_CONTROLS = 1024, 2**14  # characters of a token, control tokens
 _MOST_CHARACTERS, _MOST_SQUARES = 2**22, 2**26  # of SentencePiece's tokens, which are split in every way
+_KEPT, _MOST_KEPT_BYTES = 2**16, 2**27  # so many tokens take a second at every start
 _MARK = "\u2581"  # SentencePiece's for a space
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -105,13 +111,24 @@ def gguf_tokenizer(header: Header) -> Any:
     made = _Made(header)
     special = {f"{name}_token": made.named(name) for name in ("bos", "eos", "unknown", "padding")}
     renamed = {"unknown_token": "unk_token", "padding_token": "pad_token"}
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=made.tokenizer(),
+    found = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=_Uncopied(made.tokenizer()),
         chat_template=made.template,
-        additional_special_tokens=made.controls,
         clean_up_tokenization_spaces=False,
         **{renamed.get(name, name): token for name, token in special.items() if token is not None},
     )
+    found.extra_special_tokens = made.controls  # as an argument each would be looked for among all of them
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncopied:
+    """A tokenizer that transformers takes as it is, instead of a deep copy, which takes longer than to make it."""
+
+    tokenizer: Tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tokenizer:
+        return self.tokenizer
 
 
 class _Made:
@@ -272,12 +289,30 @@ class _Made:
 
 def _merges(pieces: list[str], vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Pairs of tokens that make a token, the highest score first; among equal ones in the order of ids."""
-    found = []
-    for piece in pieces:
-        own = vocab[piece]
-        for cut in range(1, len(piece)):
-            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
-            if left is not None and right is not None:
-                found.append((-scores[own], own, left, right, cut, piece))
-    found.sort()
-    return [(piece[:cut], piece[cut:]) for *_, cut, piece in found]
+    if len(pieces) < _KEPT:
+        return _found_merges(pieces, vocab, scores)
+    identity = {"merges": "1", "of": digest_of(msgspec.msgpack.encode((pieces, vocab, scores)))}
+    folder = None
+    with suppress(UsageError, OSError, DamagedFile):  # what cannot be kept is found again
+        path = cache_home() / "tokenizers"
+        folder = ContentFolder(path, most_bytes=_MOST_KEPT_BYTES, spares_disk=True)
+        kept = folder.files()[0] if is_ours_alone(path) else []
+        for file in (each for each in kept if each.head.identity == identity):
+            return msgspec.msgpack.decode(folder.read(file, [0])[0], type=list[tuple[str, str]])
+    began_s = time.monotonic()
+    found = _found_merges(pieces, vocab, scores)
+    if folder is not None:
+        folder.write(identity, b"", [msgspec.msgpack.encode(found)], seconds=time.monotonic() - began_s)
+    return found
+
+
+def _found_merges(pieces: list[str], vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for piece in sorted(pieces, key=lambda piece: (-scores[vocab[piece]], vocab[piece])):
+        pairs = [
+            (left, right)
+            for cut in range(1, len(piece))
+            if (left := piece[:cut]) in vocab and (right := piece[cut:]) in vocab
+        ]
+        found += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]])) if len(pairs) > 1 else pairs
+    return found

@@ -88,8 +88,19 @@ _ALIASES = {
 }
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message")  # true or false, in the body as vLLM has them
 _REQUEST_FIELDS = frozenset(
-    ("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS, *SCORE_FIELDS)
+    (
+        *_CHAT_FIELDS,
+        "prompt",
+        "messages",
+        "tools",
+        "cache_salt",
+        "chat_template_kwargs",
+        "top_logprobs",
+        *_BEAM_FIELDS,
+        *SCORE_FIELDS,
+    )
 )
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
@@ -116,7 +127,6 @@ _HARMLESS_FIELDS = frozenset(
 # would change the answer: ignoring them would give something other than requested
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without effect
     "audio": (),
-    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -138,7 +148,7 @@ _JSON_FIELDS = frozenset(("messages", "body", "response_format", "chat_template_
     ("tools", "structured_outputs", "stop_token_ids", "guided_choice", "continuations")
 )  # may be JSON in a cell of text
 # fields of one number, or true or false, which a cell of text may hold
-NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS, *SCORE_FIELDS}) - (
+NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS, *SCORE_FIELDS, *_CHAT_FIELDS}) - (
     _JSON_FIELDS | {"stop", "regex", "guided_regex"}
 )
 
@@ -288,7 +298,7 @@ class RequestParser:
             params=params,
             max_tokens_given="max_tokens" in body,
             cache_salt=_typed(body, "cache_salt", str, None),
-            chat_template_kwargs=_template_kwargs(body),
+            chat_template_kwargs=_template_kwargs(body, in_chat=messages is not None),
             tools=_tools(body, in_chat=messages is not None),
             scoring=scoring,
         )
@@ -525,8 +535,11 @@ def _tools(body: dict[str, Any], *, in_chat: bool) -> list[dict[str, Any]] | Non
     return tools
 
 
-def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
+def _template_kwargs(body: dict[str, Any], *, in_chat: bool) -> dict[str, Any]:
     """Variables for the chat template. A line must not contain a template: that is a program, which may never end."""
+    ends = {name: _typed(body, name, bool, None) for name in _CHAT_FIELDS if name in body}
+    if ends and not in_chat:
+        raise RequestError("invalid_request", f"{next(iter(ends))!r} needs 'messages'")
     given: dict[str, Any] = _typed(body, "chat_template_kwargs", dict[str, Any], {})
     for name in given:
         if name in _TEMPLATE_SETTINGS:
@@ -535,6 +548,11 @@ def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
                 f"chat_template_kwargs must not contain {name!r}",
                 hint="set a template for the whole run with --chat-template",
             )
+    given = given | ends
+    if given.get("continue_final_message") and given.get("add_generation_prompt", True):
+        raise RequestError(
+            "invalid_request", "'continue_final_message' needs 'add_generation_prompt': false: no new message begins"
+        )
     return given
 
 

@@ -130,24 +130,29 @@ def _model_facts(decision: "Decision") -> list[Fact]:
     """What a person asks of a model before downloading its weights."""
     from pagedcli.core.budget import ITEMSIZE
     from pagedcli.planning.decision import NOT_PREDICTED
+    from pagedcli.views.cache_groups import release_words
 
     spec, plan, pool = decision.spec, decision.plan, decision.pool
+    tables, cache = plan.limits.tables, f"{size(plan.token_bytes)} per token"
+    if tables.has_windows:
+        kept = plan.token_bytes * tables.windows.count(None) // tables.num_groups
+        cache += f", {size(kept)} once windows have passed it"
     found = [Fact("runs as", f"{spec.architecture}, decoder '{plan.decoder}'")]
     if pool is None:
-        cache = Fact("cache", f"{size(plan.block_bytes // plan.limits.block_size)} per token")
-        return [*found, cache, Fact("memory", NOT_PREDICTED)]
+        return [*found, Fact("cache", cache), Fact("memory", NOT_PREDICTED)]
     weights = decision.footprint
     active = weights.active_parameters + weights.head.parameters
     found += [
         Fact("parameters", f"{_count(weights.parameters)}, of which a token uses {_count(active)}"),
         Fact("weights", size(weights.num_bytes)),
-        Fact("cache", f"{size(plan.block_bytes // plan.limits.block_size)} per token"),
+        Fact("cache", cache),
     ]
     if state_bytes := spec.state_bytes(ITEMSIZE[plan.dtype]):
         found.append(Fact("state", f"{size(state_bytes)} per sequence"))
     if pool.num_blocks:
-        held = pool.num_blocks * plan.limits.block_size
-        found.append(Fact("memory", f"fits, with {plural(pool.num_blocks, 'block')} for {plural(held, 'token')}"))
+        released = release_words(tables, plan.limits.max_model_len)
+        held = f"{plural(pool.num_blocks, 'block')} for {plural(tables.num_tokens(pool.num_blocks), 'token')}"
+        found.append(Fact("memory", f"fits, with {held}" + (f"; {released}" if released else "")))
     else:
         found.append(Fact("memory", pool.reason or "no block fits"))
     if plan.on_cpu:

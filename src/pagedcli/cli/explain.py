@@ -253,7 +253,7 @@ def _totals_table(explainer: Explainer, *, in_full: bool) -> Table:
         "caching_off": MISS_WORDS["caching_off"],
         "not_known": "unknown: the sequence ended first",
         "num_tokens": "all tokens looked up",
-        "ideal": "ceiling: an unlimited cache",
+        "ideal": "ceiling: an unlimited cache" + " and the prefix store" * bool(first.disk_hit),
     }
     rows = [_TotalsRow(key, label, *_share(first, key), *_share(own, key)) for key, label in labels.items()]
     always = ("num_tokens",) if first.caching_off else ("hit", "num_tokens", "ideal")

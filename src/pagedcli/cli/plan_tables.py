@@ -133,7 +133,7 @@ def survey_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") ->
             "block_size": engine.block_size,
             "block_bytes": here.block_bytes,
             "num_kvcache_blocks": here.pool.num_blocks,
-            "num_kvcache_tokens": here.pool.num_blocks // here.limits.tables.num_groups * engine.block_size,
+            "num_kvcache_tokens": here.limits.tables.num_tokens(here.pool.num_blocks),
             "num_kvcache_blocks_reason": here.pool.reason,
         }
     return facts

@@ -20,11 +20,11 @@ from pagedcli.errors import ConfigError, PagedcliError, UsageError
 from pagedcli.events import CacheGroup
 from pagedcli.planning.cards import CARDS
 from pagedcli.planning.prompt_survey import percentile
-from pagedcli.printable import plural
+from pagedcli.printable import capitalized, plural
 from pagedcli.records import Bytes, Share, Whole, percent, size
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say
-from pagedcli.views.cache_groups import group_lines
+from pagedcli.views.cache_groups import group_lines, release_words
 
 KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 equals bfloat16
 _PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not follow from the model's sizes
@@ -217,7 +217,7 @@ def _answer(profile: "Profile", described: "Described | None") -> list[str]:
         none = f"No KV block fits: {size(max(0, profile.terms.kv_cache))} is left for the cache."
         would_fit = [] if described is None else _what_would_fit(profile, described)
         return [none, *would_fit, "", bar, *(["| is where the device ends"] if "|" in bar else [])]
-    num_tokens, length = pool.num_blocks // len(limits.groups) * limits.block_size, limits.max_model_len
+    num_tokens, length = limits.tables.num_tokens(pool.num_blocks), limits.max_model_len
     text = (
         f"{plural(pool.num_blocks, 'KV block')} fit, {size(pool.num_blocks * profile.plan.block_bytes)}:"
         f" {plural(num_tokens, 'token')}, enough for {_at_once(profile, pool.num_blocks)}"
@@ -225,6 +225,8 @@ def _answer(profile: "Profile", described: "Described | None") -> list[str]:
     if not int(limits.tables.concurrency(pool.num_blocks, length)):
         longest = limits.tables.longest(pool.num_blocks, limits.chunk_size, length)
         text += f": the longest that fits has {plural(longest, 'token')}"
+    if released := release_words(limits.tables, length):
+        text += f". {capitalized(released)}"
     if (left := _left_setting(profile)) is not None:
         most = _all_blocks(profile)
         held = f"{_at_once(profile, most)}, in {plural(most, 'block')}"
@@ -342,7 +344,7 @@ def _waterfall_table(profile: "Profile") -> Table:
     if is_measured:
         predicted = "predicted_bytes difference" if profile.forecast is not None else ""
         columns = f"name measured_bytes {predicted} note"
-    num_slots = pool.num_blocks // len(limits.groups) * limits.block_size
+    num_slots = limits.tables.num_tokens(pool.num_blocks)
     in_windows = ", and more where windows release blocks" if limits.tables.has_windows else ""
     largest = max(limits.groups, key=lambda group: group.token_bytes or 0)
     notes = [
@@ -607,9 +609,9 @@ def size_rows(groups: Sequence[CacheGroup], kv_bytes: int, num_tokens: int) -> I
         most = max(token_bytes(group, dtype) for group in groups)
         for block_size in BLOCK_SIZES:
             num_blocks = max(0, kv_bytes) // (most * block_size)
-            at_once = TableShape.of(block_size, groups).concurrency(num_blocks, num_tokens)
-            tokens = num_blocks // len(groups) * block_size
-            yield PoolSize(dtype, block_size, most * block_size, num_blocks, tokens, at_once)
+            tables = TableShape.of(block_size, groups)
+            held, at_once = tables.num_tokens(num_blocks), tables.concurrency(num_blocks, num_tokens)
+            yield PoolSize(dtype, block_size, most * block_size, num_blocks, held, at_once)
 
 
 def _size_table(profile: "Profile") -> Table:
@@ -637,7 +639,7 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
         "block_bytes": plan.block_bytes,
         "num_kvcache_blocks": pool.num_blocks,
         "num_kvcache_blocks_reason": pool.reason,
-        "num_kvcache_tokens": pool.num_blocks // len(limits.groups) * config.block_size,
+        "num_kvcache_tokens": limits.tables.num_tokens(pool.num_blocks),
         "kv_cache_bytes": pool.num_blocks * plan.block_bytes,
         "max_model_len": limits.max_model_len,
         "activation_peak_tokens": limits.largest_step.num_tokens,

@@ -74,8 +74,8 @@ class RunFacts:
 
     @property
     def num_ideal_tokens(self) -> int:
-        """Hits in memory if each block is computed only once, and none is read from disk."""
-        return max(self.num_ideal, self.num_cached_tokens - self.num_disk_tokens)
+        """Hits if each block is computed only once, with what was read from a prefix store."""
+        return max(self.num_ideal, self.num_cached_tokens)
 
     @property
     def num_drafted_tokens(self) -> int:
@@ -122,7 +122,8 @@ class RunFacts:
         if num_shared is not None:
             self.longest_shared = max(self.longest_shared, num_shared)
             self.num_partial_tokens += num_shared % self.block_size
-            self.num_ideal += min(min(num_shared // self.block_size, num_asked) * self.block_size, num_tokens - 1)
+            num_ideal = min(min(num_shared // self.block_size, num_asked) * self.block_size, num_tokens - 1)
+            self.num_ideal += max(num_ideal, num_cached)
 
     def count_scheduled(
         self,

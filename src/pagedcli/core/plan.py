@@ -67,6 +67,11 @@ class Plan:
         return self.device.startswith("cpu")
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the KV cache, as long as no window has passed it."""
+        return self.block_bytes * len(self.limits.groups) // self.limits.block_size
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool, once it is known."""
         assert self.limits.num_blocks is not None, "the pool is sized once the model is loaded"

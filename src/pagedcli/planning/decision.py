@@ -364,7 +364,7 @@ class Fit:
 
     def __init__(self, plan: Plan, terms: Terms, pool: Pool, flags: str = "as configured") -> None:
         self.plan, self.terms, self.pool, self.flags = plan, terms, pool, flags
-        self.token_bytes = plan.block_bytes * len(plan.limits.groups) // plan.limits.block_size
+        self.token_bytes = plan.token_bytes
         self._tables, self._most = plan.limits.tables, plan.limits.max_model_len
         self._block_room = max(0, terms.kv_cache - pool.state_bytes(plan.limits))
 

@@ -84,7 +84,6 @@ class Lookup:
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that had never been computed
     num_vetoed: int = 0  # missing blocks whose K and V were cached, but after the last checkpoint
-    num_disk_first: int = 0  # blocks hit that were read from a store and that no sequence of this run had before
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
@@ -134,8 +133,8 @@ class Lookup:
 
     @property
     def ideal_tokens_hit(self) -> int:
-        """Tokens hit by an unlimited cache, empty at first, in which every block is computed once."""
-        return min((self.num_shared_blocks - self.num_disk_first) * self.block_size, self.event.num_tokens - 1)
+        """Tokens hit by an unlimited cache in which every block is computed once, and by a prefix store."""
+        return min(self.num_shared_blocks * self.block_size, self.event.num_tokens - 1)
 
     @property
     def disk_tokens(self) -> int:
@@ -357,7 +356,6 @@ class Explainer(TokenView):
         self._pending: dict[int, list[tuple[int, Lookup]]] = {}
         self._checkpoint_in: dict[int, CheckpointRow] = {}  # the checkpoints by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
-        self._num_disk_first: dict[int, int] = {}  # sequence -> blocks that a store has just given it, new to this run
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
         self._ghosts: dict[int, tuple[int, int | None, int]] = {}  # hash -> place in _evictions, step, block
         self._evicted: list[int] = []  # hashes of the blocks that are evicted for the next allocation
@@ -430,7 +428,6 @@ class Explainer(TokenView):
         own, ids = seq.repeats, (seq.seq_id, seq.request_id, seq.row_id)
         lookup = Lookup(state.step_number, *ids, seq.salted, own, event, state.block_size)
         lookup.salt = self._salts.get(event.seq_id)
-        lookup.num_disk_first = self._num_disk_first.pop(event.seq_id, 0)
         if state.slots is not None and state.slots.lookup is not None:
             lookup.kv_tokens = state.slots.lookup.cached_tokens
         self.lookups.append(lookup)
@@ -505,9 +502,7 @@ class Explainer(TokenView):
         """The sequence that takes the blocks is the one that they were evicted for."""
         self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
         self._evicted = []
-        for index, _, block_hash, _ in event.blocks:
-            is_first = block_hash not in self._first_seen and index % state.num_groups == 0
-            self._num_disk_first[event.seq_id] = self._num_disk_first.get(event.seq_id, 0) + is_first
+        for _, _, block_hash, _ in event.blocks:
             self._arrived(block_hash, event.seq_id, state)
 
     def _arrived(self, block_hash: int, seq_id: int, state: PoolState) -> None:

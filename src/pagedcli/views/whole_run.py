@@ -182,7 +182,7 @@ def story(findings: Findings, elapsed_s: float) -> list[str]:
             ideal = percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)
             lost = ", ".join(f"{_were(count)} {words}" for count, words in findings.lost())
             cache = f"The prefix cache found {found} of the prompt tokens{_on_disk(facts)}, "
-            cache += f"an unlimited one would have found {ideal}"
+            cache += f"an unlimited one{' and the prefix store' * bool(facts.num_disk_tokens)} would have found {ideal}"
             cache += f" ({lost})" if lost else ""
     again = ""
     if facts.num_preemptions:
@@ -208,7 +208,7 @@ def _prefix_text(findings: Findings) -> str:
 
 
 def _on_disk(facts: RunFacts) -> str:
-    """The part of the hits that was read from a prefix store, which no ceiling counts: a cache starts empty."""
+    """The part of the hits that was read from a prefix store."""
     return (
         f" ({percent_text(facts.num_disk_tokens / facts.num_prompt_tokens)} on disk)" if facts.num_disk_tokens else ""
     )
@@ -216,7 +216,8 @@ def _on_disk(facts: RunFacts) -> str:
 
 def _ideal_cache(findings: Findings) -> str:
     facts = findings.facts
-    return "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
+    cache = "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
+    return f"{cache} and the prefix store" if facts.num_disk_tokens else cache
 
 
 def _waiting_text(findings: Findings) -> str:

@@ -8,8 +8,10 @@ import mmap
 import re
 import stat
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ _STRING, _ARRAY = 8, 9
 _LEAST_ALIGNMENT = 8  # bytes; the specification says so, and no number is longer
 # More than any model has: a hostile header must not take gigabytes, or minutes.
 _MOST_BYTES, _MOST_VALUES, _MOST_TENSORS, _MOST_KEYS, _MOST_DIMS, _MOST_FILES = 2**27, 2**22, 2**16, 2**16, 4, 1000
+_SETTLED_S = 10  # a file that changed since may change again within the resolution of its time
+_LENGTH = struct.Struct("<Q")  # bytes of a string
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -102,7 +106,7 @@ def read_header(path: Path) -> Header:
         _, found = _read_file(file)
         if repeated := sorted(tensors.keys() & found.keys()):
             raise ModelError(f"{file}: tensor {repeated[0]!r} is in another file, too", hint=_HINT)
-        tensors |= found
+        tensors = tensors | found
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ModelError(f"{files[0]}: {expected!r:.40} tensors are expected, there are {len(tensors)}", hint=_HINT)
@@ -124,11 +128,22 @@ def check_regular(path: Path) -> None:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     check_regular(path)
+    about = path.stat()
+    if time.time() - about.st_mtime < _SETTLED_S:
+        return _read_new(path, ())
+    return _read_once(path, (about.st_size, about.st_mtime_ns, about.st_ino, about.st_dev))
+
+
+def _read_new(path: Path, state: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """What a file says. `state`: what changes with it."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Reader(path, content).read()
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise shortage(error, f"mapping {path}") or ModelError(f"cannot read {path}: {error}", hint=_HINT) from error
+
+
+_read_once = lru_cache(maxsize=_MOST_FILES)(_read_new)  # a vocabulary takes a quarter of a second
 
 
 class _Reader:
@@ -229,7 +244,7 @@ class _Reader:
         return value
 
     def _string(self) -> str:
-        num_bytes = self._scalar("Q")
+        (num_bytes,) = _LENGTH.unpack_from(self._content, self._take(_LENGTH.size))
         place = self._take(num_bytes)
         return self._content[place : place + num_bytes].decode("utf-8", errors="replace")
 
