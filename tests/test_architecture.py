@@ -48,7 +48,7 @@ ALLOWED = {
     "config": {"config_keys", "errors", "events", "files", "sampling_params"},
     "llm_keywords": LOW,
     "core": LOW,
-    "native": {"errors"},
+    "native": {"errors", "files"},
     "attention": {"errors", "native"},
     "layers": {"errors", "attention", "native"},
     "models": {*LOW, "core", "attention", "layers", "native"},

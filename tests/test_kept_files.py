@@ -24,6 +24,10 @@ pytestmark = pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 _NAMED = re.compile(r"earlier .* \(request [^)]*\)")
 
 
+# That a sequence stands still for want of a block was not told apart before.
+STALLED = (".status", ".waiting_reason")
+
+
 def unpacked(path: Path) -> str:
     return zstd.decompress(path.read_bytes()).decode()
 
@@ -43,7 +47,7 @@ def differences(before, now, place="$"):
         # a prompt may part from several others at the same token, and one of them is named
         if _NAMED.sub("", before or "") != _NAMED.sub("", now or ""):
             yield f"{place}: {before!r} became {now!r}"
-    elif before != now:
+    elif before != now and not (place.endswith(STALLED) and now in ("stalled", "free_blocks")):
         yield f"{place}: {before!r} became {now!r}"
 
 

@@ -171,7 +171,7 @@ def test_10_why_is_the_cache_full_with_two_requests(files):
     wide = CliRunner(env={"COLUMNS": "140"})
     text = wide.invoke(app, ["replay", str(files / "tight.run.jsonl"), "--step", "7"]).stdout
     rows = re.findall(
-        r"^ *\d +(row-\d) +decode +\d +0 +\d+/\d+ +\d/40 +(\d) +(\d+\.\d %)  (.*?) *$", text, re.MULTILINE
+        r"^ *\d +(row-\d) +(?:decode|stalled) +\d +0 +\d+/\d+ +\d/40 +(\d) +(\d+\.\d %)  (.*?) *$", text, re.MULTILINE
     )
     assert rows == [
         ("row-0", "3", "37.5 %", "0 1 6"),
