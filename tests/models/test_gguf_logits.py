@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_numbers_and_on_the_cpu_kernels_but_for_the_roun
     torch.testing.assert_close(logits_of(path, ReferenceAttention()), exact, atol=2e-4, rtol=2e-4)
     ours = logits_of(path, cpu_backend)
     assert (ours - exact).norm() < 0.05 * exact.norm()
-    assert any("activations are rounded to 8 bits per token" in note for note in load(path, cpu_backend).notes)
+    assert any("activations are rounded to 8 bits in groups of 32" in note for note in load(path, cpu_backend).notes)
 
 
 def test_the_note_names_what_is_widened():
@@ -96,7 +96,7 @@ def test_the_note_names_what_is_widened():
     same = types | {"blk.0.ffn_gate.weight": "Q4_K", "blk.0.ffn_up.weight": "Q4_K"}
     mixed = {"output.weight": "Q6_K", "blk.1.ffn_gate_exps.weight": "Q5_K", "blk.1.ffn_up_exps.weight": "Q4_K"}
     assert GgufFormat(GgufQuantization(same, dict.fromkeys(same, 1))).note(torch.float32, "cpu") == (
-        "weights are GGUF: Q4_K 67 %, Q6_K 33 %, kept so; activations are rounded to 8 bits per token"
+        "weights are GGUF: Q4_K 67 %, Q6_K 33 %, kept so; activations are rounded to 8 bits in groups of 32"
     )
     found = GgufFormat(GgufQuantization(same | mixed, dict.fromkeys(same | mixed, 1))).note(torch.bfloat16, "cpu")
     assert "kept so apart from the embedding, gate and up of 1 layer, widened to bfloat16; activations" in found

@@ -393,7 +393,7 @@ def test_the_native_decoder_differs_from_the_reference_by_the_rounding_of_activa
     assert error < (0.05 if is_rounded else 1e-5)
     model = load(packed, cpu_backend)
     [note] = model.notes
-    assert ("activations are rounded to 8 bits per token" in note) == is_rounded
+    assert ("activations are rounded to 8 bits in groups of 32" in note) == is_rounded
     assert ("widened to float32" in note) == is_widened
     share = model.weight_bytes / load(plain, cpu_backend).weight_bytes
     assert share < (0.7 if is_widened else 0.5) or not is_rounded

@@ -98,7 +98,7 @@ class Packed(CodedLayer):
         name, (some, whose) = self.quantization.description, ("", "") if alone else ("some ", "their ")
         if (why := self.kernel_refusal(kernels, dtype.itemsize)) is not None:
             return f"{some}weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
-        rounded = "are rounded to 8 bits per token" if kernels == "cpu" else "are not rounded"
+        rounded = "are rounded to 8 bits in groups of 32" if kernels == "cpu" else "are not rounded"
         return f"{some}weights are {name}, kept so; {whose}activations {rounded}"
 
     def kernel_refusal(self, kernels: Kernels, itemsize: int) -> str | None:

@@ -46,7 +46,7 @@ class GgufFormat(WeightFormat):
             if spread := self.quantization.codebooks:
                 apart += f" ({spread} as 8-bit numbers)"
             unused = "; the scales of activations are not used" if self.quantization.has_input_scales else ""
-            return f"weights are {self.name}, kept so{apart}; activations are rounded to 8 bits per token{unused}"
+            return f"weights are {self.name}, kept so{apart}; activations are rounded to 8 bits in groups of 32{unused}"
         if kernels == "torch":
             return (
                 f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: torch has no kernel for them"
