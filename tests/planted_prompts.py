@@ -104,6 +104,18 @@ def bracketed(draw, num):
     return Planted(File(now), ("id",), File(then))
 
 
+def bracketed_tickets(draw, num):
+    """The same before tickets that begin with one of a few sentences, or by chance with the same word."""
+    shared, now, then = words(draw, 120).replace(".", ",") + " as told.", [], []
+    openers = ["Hello, I have a problem.", "Hi there, my parcel is late."]
+    for row in range(num):
+        ticket, text = f"[AB-{draw.randint(10000, 99999)}]", words(draw, draw.randint(12, 25))
+        text = f"{openers[row % 2]} {text}" if row % 3 else text
+        now.append(f"{ticket} {shared} {text}")
+        then.append(f"{shared} {ticket} {text}")
+    return Planted(File(now), ("id",), File(then))
+
+
 def name(draw, num):
     def part(d, row):
         return f"You talk to {d.choice(NAMES)} {d.choice(NAMES)}{d.choice('aeiouln')}{d.choice('dfghstrm')}en."
@@ -253,7 +265,7 @@ CAUSES = {
     each.__name__: each
     for each in (
         clock, timestamp, date, identifier, ticket,
-        bracketed, name, counter, language, question_first, documents, named_documents,
+        bracketed, bracketed_tickets, name, counter, language, question_first, documents, named_documents,
         passages, tools,
         begin_twice, blank, templates, salts, short,
     )

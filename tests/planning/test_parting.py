@@ -156,6 +156,13 @@ def test_no_text_moves_into_another_message(name):
     assert texts != case.file.texts
 
 
+@pytest.mark.parametrize("make", [planted.bracketed, planted.bracketed_tickets])
+def test_what_moves_goes_before_the_last_part_that_differs_and_not_into_it(make):
+    case = planted.drawn(make, 40, 1)
+    (found,) = found_in(case.file)
+    assert found.change.apply(case.file.texts) == case.fixed.texts
+
+
 def test_no_text_moves_over_a_mark_that_the_tokenizer_alone_knows():
     shared, other = planted.words(random.Random(1), 60), planted.words(random.Random(2), 60)
     place = Place("time", before="It is ", after=". ", is_first=True, pattern=r"\d+:\d+", values=())

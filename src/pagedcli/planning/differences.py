@@ -50,6 +50,7 @@ _MOST_CONTEXT = 40  # characters
 _PIECE = 24  # characters that two texts do not have by chance
 _LEAST_AFTER = 4  # characters that end a part without a pattern
 _MOST_UNIT = 240  # characters of a sentence that is moved as a whole
+_MOST_SHARED = 0.9  # share of the longest common beginning that a shorter one of more texts must have
 _MOST_LAST_LINE = 20  # characters of a last line such as `Answer:`, before which texts are inserted
 _PUNCTUATION = ".,;:!?)]}\"'"
 MARK = re.compile(r"<[|｜][^|｜<>]{1,40}[|｜]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>")
@@ -273,12 +274,27 @@ def moved(
 
 
 def _shared_beginnings(texts: Sequence[str]) -> list[int]:
-    """Per text, the characters that any other begins with, too."""
+    """Per text, the characters that any other begins with, too. A little more that few share, by chance or as the
+    usual beginning of a question, does not count: what is put behind it would stand in the middle of the question."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
+    lengths = [common_prefix(texts[a], texts[b]) for a, b in pairwise(order)]
+    parents: list[int | None] = []  # place -> the nearest place with less, of the two around it the one with more
+    stack: list[int] = []
+    for place, length in enumerate(lengths):
+        last = None
+        while stack and lengths[stack[-1]] > length:
+            last = stack.pop()
+        if last is not None:
+            parents[last] = place
+        parents.append(stack[-1] if stack else None)
+        stack.append(place)
     shared = [0] * len(texts)
-    for a, b in pairwise(order):
-        num = common_prefix(texts[a], texts[b])
-        shared[a], shared[b] = max(shared[a], num), max(shared[b], num)
+    for rank, row in enumerate(order if lengths else ()):
+        place = max(range(max(0, rank - 1), min(rank + 1, len(lengths))), key=lengths.__getitem__)
+        least = _MOST_SHARED * lengths[place]
+        while (parent := parents[place]) is not None and lengths[parent] >= least:
+            place = parent
+        shared[row] = lengths[place]
     return shared
 
 

@@ -189,7 +189,8 @@ class Finder:
         for change in self._changes(state, pairs):
             ids, hits, _ = self._changed(probe, change)
             gain = float((hits - probe.hits).sum())
-            if gain > 1.1 * best_gain:  # earlier ones are more natural
+            both_sort = best is not None and best.action == change.action == "sort"
+            if gain > (1.02 if both_sort else 1.1) * best_gain:  # earlier ones are more natural
                 best, best_gain = change, gain
         if best is None:
             return None
