@@ -130,7 +130,10 @@ def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_part(tm
     kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
     said = pagedcli("generate", path, "--max-tokens", "1", *kept).stdout.splitlines()[0]
     assert said.startswith("With prefix caching, which is off, 19 of 20 prompts part at token")
-    assert "; turn it on (--enable-prefix-caching) and move it behind them: hits 0.0 % -> " in said
+    assert (
+        "; turn it on (--enable-prefix-caching) and move it behind them, but not into another message: hits 0.0 % -> "
+        in said
+    )
     assert pagedcli("explain", trace).stdout.splitlines()[0] == said
     assert judged_recording(trace)[0] == said
     planned = pagedcli("plan", path, "--no-calibrate", "--max-tokens", "1", "--no-enable-prefix-caching").stdout
