@@ -15,7 +15,7 @@ import pagedcli.assets
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.partings import find_partings
 from pagedcli.core.prefixes import unit_digests
-from pagedcli.planning.differences import Place, moved
+from pagedcli.planning.differences import Place, moved, sorted_parts
 from pagedcli.planning.equal_runs import equal_runs, hit_tokens
 from pagedcli.planning.parting import LEAST_GAIN, Finder
 from pagedcli.planning.parting_words import parting_verdict
@@ -161,6 +161,17 @@ def test_what_moves_goes_before_the_last_part_that_differs_and_not_into_it(make)
     case = planted.drawn(make, 40, 1)
     (found,) = found_in(case.file)
     assert found.change.apply(case.file.texts) == case.fixed.texts
+
+
+def test_passages_are_sorted_within_their_message():
+    draw, pool = random.Random(1), ["alpha one", "beta two", "gamma three", "delta four"]
+    texts = []
+    for _ in range(20):
+        a, b, c, d = draw.sample(pool, 4)
+        texts.append(planted.chat(f"{a}\n\n{b}", f"{c}\n\n{d}"))
+    changed = sorted_parts(texts, r"\n\n+")
+    assert list(map(messages, changed)) == list(map(messages, texts))
+    assert len(set(changed)) <= 6 < len(set(texts)), "as many as there are halves of the pool"
 
 
 def test_no_text_moves_over_a_mark_that_the_tokenizer_alone_knows():
