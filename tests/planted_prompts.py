@@ -50,13 +50,13 @@ def chat(system, user):
 
 
 def _behind_system(draw, num, part, *, middle=False, num_shared=120, kind=()):
-    """What differs is in the system prompt, and belongs at the beginning of the user's message."""
+    """What differs is in the system prompt, and belongs at the end of it."""
     first = words(draw, 60) + " " if middle else ""
     shared, now, then = words(draw, num_shared), [], []
     for row in range(num):
         question, differs = words(draw, draw.randint(4, 25)), part(draw, row)
         now.append(chat(f"{first}{differs} {shared}", question))
-        then.append(chat(first + shared, f"{differs} {question}"))
+        then.append(chat(f"{first}{shared} {differs}", question))
     return Planted(File(now), kind, File(then))
 
 
@@ -101,6 +101,18 @@ def bracketed(draw, num):
         ticket, question = f"[AB-{draw.randint(10000, 99999)}]", words(draw, draw.randint(4, 25))
         now.append(f"{ticket} {shared} {question}")
         then.append(f"{shared} {ticket} {question}")
+    return Planted(File(now), ("id",), File(then))
+
+
+def bracketed_tickets(draw, num):
+    """The same before tickets that begin with one of a few sentences, or by chance with the same word."""
+    shared, now, then = words(draw, 120).replace(".", ",") + " as told.", [], []
+    openers = ["Hello, I have a problem.", "Hi there, my parcel is late."]
+    for row in range(num):
+        ticket, text = f"[AB-{draw.randint(10000, 99999)}]", words(draw, draw.randint(12, 25))
+        text = f"{openers[row % 2]} {text}" if row % 3 else text
+        now.append(f"{ticket} {shared} {text}")
+        then.append(f"{shared} {ticket} {text}")
     return Planted(File(now), ("id",), File(then))
 
 
@@ -151,6 +163,16 @@ def named_documents(draw, num):
     return Planted(File(now), ("documents",), File(then))
 
 
+def passages(draw, num):
+    """The same passages in another order, without names, the first of them right after the mark of the message."""
+    pool, now, then = [words(draw, 40) for _ in range(5)], [], []
+    for _ in range(num):
+        question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
+        for made, places in ((now, order), (then, range(5))):
+            made.append(chat("Use them.", "\n\n".join([*(pool[place] for place in places), question])))
+    return Planted(File(now), ("documents",), File(then))
+
+
 def clock_and_ticket(draw, num):
     """Two causes: the second one is found in prompts without the first."""
     shared, rest, now, then = words(draw, 60), words(draw, 90), [], []
@@ -161,7 +183,7 @@ def clock_and_ticket(draw, num):
         )
         question = words(draw, draw.randint(4, 12))
         now.append(chat(f"{time} {shared} {ticket} {rest}", question))
-        then.append(chat(f"{shared} {rest}", f"{time} {ticket} {question}"))
+        then.append(chat(f"{shared} {rest} {time} {ticket}", question))
     return Planted(File(now), ("time", "id"), File(then))
 
 
@@ -243,8 +265,8 @@ CAUSES = {
     each.__name__: each
     for each in (
         clock, timestamp, date, identifier, ticket,
-        bracketed, name, counter, language, question_first, documents, named_documents,
-        tools,
+        bracketed, bracketed_tickets, name, counter, language, question_first, documents, named_documents,
+        passages, tools,
         begin_twice, blank, templates, salts, short,
     )
 }  # fmt: skip

@@ -60,6 +60,17 @@ def test_the_end_is_predicted_on_any_machine(known, slower, at):
     assert found == pytest.approx(took, rel=0.1)
 
 
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_continuations_that_are_still_to_fork_are_part_of_the_rest(at):
+    rows, draw = requests(60), random.Random(2)
+    for row in rows:
+        row.num_output_tokens = row.max_new_tokens = 0
+        row.output_ids = row.stopped = None
+        row.continuations = [[draw.randrange(10**6) for _ in range(draw.randint(2, 60))] for _ in range(20)]
+    found, took, _ = run(rows, MACHINE, at=at)
+    assert found == pytest.approx(took, rel=0.1)
+
+
 def test_rows_that_end_by_themselves_are_expected_to():
     found, took, _ = run(requests(200, stops=True), MACHINE)
     assert found == pytest.approx(took, rel=0.15)

@@ -25,6 +25,7 @@ def some_stats():
         facts=RunFacts(
             num_prompt_tokens=5000,
             num_cached_tokens=1250,
+            num_computed_tokens=12_750,
             num_generated_tokens=9000,
             num_preemptions=7,
             num_used_blocks=30,
@@ -68,6 +69,16 @@ def test_a_log_gets_a_plain_line_now_and_then(monkeypatch, capsys):
     assert len(lines) == 2, "at 5 and at 10 seconds"
     assert lines[0].startswith("400/1,000 rows, 3 failed, prompt 1,000 tok/s, generated 1,800 tok/s, KV 75 %")
     assert lines[0].endswith("ETA 0:57 to 1:03")
+
+
+def test_continuations_that_are_computed_move_the_speed_of_prompts(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    rates, stats = progress._Rates(), BatchStats(facts=RunFacts(num_prompt_tokens=100, num_cached_tokens=40))
+    for second in range(1, 5):
+        now[0], stats.facts.num_computed_tokens = float(second), 60 + 50 * second
+        rates.add(stats)
+    assert rates.per_s() == (300 / 4, 0), "the prompt once, and 50 tokens of continuations each second"
 
 
 def test_the_resume_command_can_be_pasted():

@@ -167,11 +167,14 @@ def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
     done = json.loads(summary.read_text())
     planned = json.loads(pagedcli("plan", prompts, "--no-calibrate", *flags, *pool, "--format", "json").stdout)
     told = [{row["what"]: row["value"] for row in planned["expected_run"]}["prompt tokens found in the cache"]]
+    (ideal,) = (row["hit_rate"] for row in planned["block_sizes"] if row["block_size"] == 8)
+    assert ideal == done["cache"]["ideal_hit_rate"], "no lookup asks for blocks after the context"
     for source in (prompts, trace):
         found = json.loads(pagedcli("simulate", source, "--pool", "256", *flags, "--format", "json").stdout)
         assert found["pools"][0]["num_refused"] == 0
         assert found["num_prompt_tokens"] == done["prompt_tokens"]
         told.append(found["pools"][0]["tokens"]["hit"])
+        assert found["unlimited_hit_rate_tokens"] == done["cache"]["ideal_hit_rate"]
     assert told == [done["cached_tokens"]] * 3
 
 

@@ -70,8 +70,8 @@ def test_the_changed_file_has_the_promised_rate_and_nothing_but_moved_sentences(
     assert ideal_rate(again) == pytest.approx(verdict["after"])
     assert not any("part at" in each["finding"] for each in again["verdicts"])
     for old, new in zip(rows, map(json.loads, changed.read_text().splitlines()), strict=True):
-        assert new["messages"][0]["content"] == LIBRARY
-        assert new["messages"][1]["content"] == clock_of(old["id"]) + old["messages"][1]["content"]
+        assert new["messages"][0]["content"] == f"{LIBRARY} {clock_of(old['id']).strip()}"
+        assert new["messages"][1] == old["messages"][1]
         assert {**new, "messages": []} == {**old, "messages": []}
 
 
@@ -86,6 +86,15 @@ def test_salts_are_left_out_and_files_are_never_replaced(tmp_path):
     ]
     refused = pagedcli("plan", path, "--no-calibrate", "--try-reordered", changed, expect=1)
     assert "cannot write the changed prompts" in refused.stderr
+
+
+def test_a_file_with_an_id_that_is_also_in_its_prompt_is_not_written(tmp_path):
+    path, changed = tmp_path / "ids.jsonl", tmp_path / "changed.jsonl"
+    rows = [{"id": f"AB-{9000 + n}", "prompt": f"Ticket AB-{9000 + n}. {LIBRARY} {n}"} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = pagedcli("plan", path, "--no-calibrate", "--try-reordered", changed, expect=1).stderr
+    assert f"cannot write the changed prompts {changed}: the id of line 1 is also in its prompt" in refused
+    assert not changed.exists()
 
 
 def test_all_commands_begin_with_the_same_verdicts(tmp_path):
@@ -121,7 +130,10 @@ def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_part(tm
     kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
     said = pagedcli("generate", path, "--max-tokens", "1", *kept).stdout.splitlines()[0]
     assert said.startswith("With prefix caching, which is off, 19 of 20 prompts part at token")
-    assert "; turn it on (--enable-prefix-caching) and move it behind them: hits 0.0 % -> " in said
+    assert (
+        "; turn it on (--enable-prefix-caching) and move it behind them, but not into another message: hits 0.0 % -> "
+        in said
+    )
     assert pagedcli("explain", trace).stdout.splitlines()[0] == said
     assert judged_recording(trace)[0] == said
     planned = pagedcli("plan", path, "--no-calibrate", "--max-tokens", "1", "--no-enable-prefix-caching").stdout

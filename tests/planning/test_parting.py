@@ -1,6 +1,7 @@
 """Where prompts part: planted causes are found and named, files without one are left alone, promises are kept."""
 
 import random
+import re
 from array import array
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import pagedcli.assets
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.partings import find_partings
 from pagedcli.core.prefixes import unit_digests
+from pagedcli.planning.differences import Place, moved, sorted_parts
 from pagedcli.planning.equal_runs import equal_runs, hit_tokens
 from pagedcli.planning.parting import LEAST_GAIN, Finder
 from pagedcli.planning.parting_words import parting_verdict
@@ -135,6 +137,50 @@ def test_every_quote_is_in_a_prompt_as_it_is():
     assert len(found) > 1
     for each in found:
         assert all(any(quote.rstrip("…") in text for text in case.file.texts) for quote in each.texts)
+
+
+def messages(text):
+    """The words of each message, in any order."""
+    return [sorted(part.split()) for part in re.split(r"<\|im_(?:start|end)\|>", text)]
+
+
+@pytest.mark.parametrize("name", ["clock", "identifier", "question_first", "documents", "passages", "clock_and_ticket"])
+def test_no_text_moves_into_another_message(name):
+    case = planted.drawn(planted.CAUSES.get(name) or getattr(planted, name), 40, 1)
+    texts = case.file.texts
+    for each in found_in(case.file):
+        if each.change is not None:
+            changed = each.change.apply(texts)
+            assert list(map(messages, changed)) == list(map(messages, texts))
+            texts = changed
+    assert texts != case.file.texts
+
+
+@pytest.mark.parametrize("make", [planted.bracketed, planted.bracketed_tickets])
+def test_what_moves_goes_before_the_last_part_that_differs_and_not_into_it(make):
+    case = planted.drawn(make, 40, 1)
+    (found,) = found_in(case.file)
+    assert found.change.apply(case.file.texts) == case.fixed.texts
+
+
+def test_passages_are_sorted_within_their_message():
+    draw, pool = random.Random(1), ["alpha one", "beta two", "gamma three", "delta four"]
+    texts = []
+    for _ in range(20):
+        a, b, c, d = draw.sample(pool, 4)
+        texts.append(planted.chat(f"{a}\n\n{b}", f"{c}\n\n{d}"))
+    changed = sorted_parts(texts, r"\n\n+")
+    assert list(map(messages, changed)) == list(map(messages, texts))
+    assert len(set(changed)) <= 6 < len(set(texts)), "as many as there are halves of the pool"
+
+
+def test_no_text_moves_over_a_mark_that_the_tokenizer_alone_knows():
+    shared, other = planted.words(random.Random(1), 60), planted.words(random.Random(2), 60)
+    place = Place("time", before="It is ", after=". ", is_first=True, pattern=r"\d+:\d+", values=())
+    texts = [f"It is {n}:30. {shared}[~]{other} {n}" for n in (1, 2, 3)]
+    changed = moved(texts, place, "", has_words=True, marks=re.compile(r"\[~\]"))
+    assert changed == [f"{shared} It is {n}:30.[~]{other} {n}" for n in (1, 2, 3)]
+    assert moved(texts, place, "", has_words=True)[0].endswith("It is 1:30. 1")
 
 
 @pytest.mark.parametrize("make", planted.CLEAN, ids=lambda make: make.__name__)

@@ -11,6 +11,7 @@ import pytest
 from scripted import Simulation
 from trace_harness import EventList, check_events, simulated, write
 
+from pagedcli.app.sequences import sequence_facts
 from pagedcli.errors import TraceError
 from pagedcli.events import (
     BlockCopied,
@@ -217,6 +218,29 @@ def test_a_sequence_that_stands_still_for_want_of_a_block_is_stalled():
         sim.add(range(100 * index, 100 * index + 5 + index % 2), 8)
     sim.run()
     assert max(seen) == 1
+
+
+def test_a_sequence_that_stands_still_for_want_of_a_slot_of_state_is_stalled_with_its_own_reason():
+    moment, seen = Moment(), []
+    folding = pool_fold(moment)
+
+    def emit(event):
+        folding(event)
+        if isinstance(event, StepFinished):
+            lacking = [(seq, moment.state.stalled_for(seq)) for seq in moment.state.running()]
+            rows = {row["seq_id"]: row for row in moment.summary()["sequences"]}
+            for seq, lacks in lacking:
+                assert (rows[seq.seq_id]["status"] == "stalled") == (lacks is not None)
+                assert lacks is None or rows[seq.seq_id]["waiting_reason"] == lacks
+                seen.append((lacks, str(sequence_facts(moment, seq)).partition("\n")[0]))
+            assert moment.state.num_stalled == sum(lacks is not None for _, lacks in lacking)
+
+    sim = Simulation(40, 2, emit=emit, max_num_seqs=4, max_num_batched_tokens=64, num_state_slots=2, checkpoints="end")
+    for index in range(4):
+        sim.add(range(100 * index, 100 * index + 5 + index % 2), 8, n=2)
+    sim.run()
+    assert {lacks for lacks, _ in seen} == {None, "state_slots"}
+    assert all(("stalled (no slots of recurrent state)" in line) == (lacks is not None) for lacks, line in seen)
 
 
 def same(a: Moment, b: Moment) -> None:

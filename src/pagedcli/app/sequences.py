@@ -8,6 +8,7 @@ from operator import attrgetter
 from rich.text import Text
 
 from pagedcli.app.colours import MUTED
+from pagedcli.events import WAITING_WORDS
 from pagedcli.printable import one_line, plural
 from pagedcli.records import text as as_text
 from pagedcli.show.panels import block_ids_text, why_waiting
@@ -25,9 +26,10 @@ def sequence_facts(moment: Moment, seq: SeqState) -> Text:
     shared = [
         other.seq_id for other in state.running() if other is not seq and not blocks.isdisjoint(other.block_table)
     ]
-    ended = f" ({seq.finish_reason})" if seq.finish_reason else ""
+    lacks = state.stalled_for(seq)
+    ended = f" ({seq.finish_reason})" if seq.finish_reason else f" (no {WAITING_WORDS[lacks]})" if lacks else ""
     lines = [
-        f"request    {one_line(seq.label)}, sample {seq.sample_index}: {seq.status}{ended}",
+        f"request    {one_line(seq.label)}, sample {seq.sample_index}: {state.status_of(seq)}{ended}",
         f"prompt     {plural(seq.num_prompt_tokens, 'token')}; the last lookup found {seq.num_cached_tokens:,} cached",
         f"generated  {seq.num_output_tokens:,} of at most {plural(seq.max_new_tokens, 'token')}",
         f"waited     {plural(seq.num_steps_waited(state.step_number), 'step')}",

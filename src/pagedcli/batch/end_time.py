@@ -64,9 +64,7 @@ class EndTime:
         if stats.elapsed_s < self._marks[-1].elapsed_s + 1:
             return
         before = self._marks[0]
-        num_wrong = facts.num_drafted_tokens - facts.num_accepted_tokens  # guesses
-        num_prompt = facts.num_computed_tokens - facts.num_generated_tokens - num_wrong - facts.num_again_tokens
-        now = _Mark(stats.elapsed_s, num_prompt, facts.num_generated_tokens, facts.num_steps)
+        now = _Mark(stats.elapsed_s, facts.num_computed_given, facts.num_generated_tokens, facts.num_steps)
         self._marks.append(now)
         done = self._work(now.num_prompt - before.num_prompt, now.num_generated - before.num_generated)
         if stats.num_rows is not None and stats.elapsed_s >= _FIRST_S and done > 0:
@@ -126,14 +124,20 @@ def _left(engine: EngineCore, stats: BatchStats, num_stopped: float) -> tuple[fl
 
     prompts = generated = 0.0
     for seq in scheduler.running:
-        prompts += max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
+        prompts += max(0, seq.num_prompt_tokens - seq.num_computed_tokens) + _num_to_fork(seq)
         generated += outputs(seq)
     for seq in scheduler.waiting:
-        prompts += seq.num_prompt_tokens * (1 - facts.hit_rate)
+        num_known = seq.num_prompt_tokens * facts.hit_rate if seq.context is None else seq.context.num_prompt_tokens
+        prompts += seq.num_prompt_tokens - num_known + _num_to_fork(seq)
         generated += outputs(seq) * (1 if seq.num_output_tokens or seq.is_beam else seq.params.n)
     num_unfinished = engine.num_unfinished_requests
     num_started = max(1, stats.num_done - stats.num_failed - stats.num_deduplicated + num_unfinished)
     unread = max(0, (stats.num_rows or 0) - stats.num_finished - num_unfinished) / num_started
-    prompts += unread * (facts.num_computed_tokens - facts.num_generated_tokens + prompts)
+    prompts += unread * (facts.num_computed_given + prompts)
     generated += unread * (facts.num_generated_tokens + generated)
     return prompts, generated, max(map(outputs, scheduler.running), default=0.0)
+
+
+def _num_to_fork(seq: Sequence) -> int:
+    """The tokens of continuations that will fork from a context."""
+    return 0 if seq.targets is None or seq.forks else seq.targets.num_fork_tokens

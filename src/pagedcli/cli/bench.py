@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
 
 
+# Shares of the time left by which it is likely to be off: in this part, and in those of other work.
+_DOUBT, _DOUBT_OF_OTHERS = 0.1, 0.5
+
+
 class BenchProgress(ProgressLine):
     """The share done and the remaining time. `before` and `part`: the shares of the whole command that were done before
     this part of it, and that it is."""
@@ -44,8 +48,10 @@ class BenchProgress(ProgressLine):
 
         def text(seconds: float) -> str:
             part_s = (seconds - load_s) / (share - first)  # without loading, which the parts to come do once, too
-            left_s = part_s * (1 - share) + (load_s + part_s) * (1 - self._before - self._part) / self._part
-            return f"{self._what}: {self._before + share * self._part:.0%}, about {left_s:,.0f} s left"
+            own_s, others_s = part_s * (1 - share), (load_s + part_s) * (1 - self._before - self._part) / self._part
+            doubt_s = _DOUBT * own_s + _DOUBT_OF_OTHERS * others_s
+            ends_s = (f"{own_s + others_s + sign * doubt_s:,.0f}" for sign in (-1, 1))
+            return f"{self._what}: {self._before + share * self._part:.0%}, {' to '.join(dict.fromkeys(ends_s))} s left"
 
         if share > first:
             self.show(text)

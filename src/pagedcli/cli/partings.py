@@ -1,5 +1,6 @@
 """Where the prompts of a file or a run part, with the texts of a tokenizer, and the verdicts on a run."""
 
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ _T = TypeVar("_T")
 _NO_LIMIT = 2**31  # tokens of a text
 _MOST_OF_TEMPLATE = 2**15  # tokens that a chat template may add: it can make millions
 _UNSEEN = "prompts that leave no event, as they were found in whole or are shorter than a block"
+_LOOKED_AT = 1_000  # prompts that show which special tokens there are
 _TEXTS_AT_ONCE = 1_000  # the tokenizer takes some hundred bytes for a token, until their ids are copied
 
 
@@ -84,6 +86,10 @@ def find_partings(
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     finder.decode, finder.encode = decode, encode
+    special = set(tokenizer.special_token_ids)
+    used = set[int]().union(*(special.intersection(each.token_ids) for each in drawn.prompts[:_LOOKED_AT]))
+    texts = [re.escape(text) for text in map(decode, zip(sorted(used))) if text.strip()]
+    finder.marks = re.compile("|".join([finder.marks.pattern, *texts]))
     with suppress(RequestError):  # no template, or none that takes a single word and makes few tokens of it
         word = [{"role": "user", "content": "word"}]
         finder.template = tokenizer.encode_chat(word, num_allowed=_MOST_OF_TEMPLATE)

@@ -196,6 +196,7 @@ def scan_prompts(
                 num_seqs=params.num_sequences,
                 is_beam_search=params.beam_width is not None,
                 cache_salt=row.cache_salt,
+                num_context=None if prompt.scored is None else len(prompt.token_ids),
             )
             scan.drawn.add(token_ids, row.cache_salt)
             if prompt.scored is not None:

@@ -23,18 +23,23 @@ class Reordered:
 
     _lines: list[bytes | None] = field(default_factory=list)
     _rows: dict[int, list[str]] = field(default_factory=dict)  # texts by the index of the line
+    _with_id: int | None = None  # number of the first line whose id is in its prompt
 
     def add_line(self, line: "Line") -> None:
         self._lines.append(line.content)
 
     def add_row(self, row: "BatchRow", tokenizer: "Tokenizer") -> None:
-        self._rows[row.line.index] = [
-            tokenizer.decode(each.token_ids, skip_special_tokens=False) for each in row.prompts
-        ]
+        texts = [tokenizer.decode(each.token_ids, skip_special_tokens=False) for each in row.prompts]
+        self._rows[row.line.index] = texts
+        if self._with_id is None and isinstance(row.id, str) and any(row.id in text for text in texts):
+            self._with_id = row.line.number
 
     def write(self, path: Path, found: "Sequence[Parting]") -> tuple[int, int]:
         """Write all lines. Returns how many have changed, and how many should have, but cannot be written: parts that
         come from the template or from token ids. Raises: PagedcliError."""
+        if self._with_id is not None:  # which of the two texts moves could not be told
+            why = f"cannot write the changed prompts {path}: the id of line {self._with_id} is also in its prompt"
+            raise PagedcliError(why, hint="change the prompts where they are made, as the finding says")
         order = sorted(self._rows)
         before = [text for index in order for text in self._rows[index]]
         after = list(before)

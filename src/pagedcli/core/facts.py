@@ -108,6 +108,12 @@ class RunFacts:
         return self.schedule_ns + self.forward_ns + self.sample_ns
 
     @property
+    def num_computed_given(self) -> int:
+        """Computed tokens that were given: of prompts and continuations, recomputed ones included."""
+        num_wrong = self.num_drafted_tokens - self.num_accepted_tokens  # guesses
+        return self.num_computed_tokens - self.num_generated_tokens - num_wrong - self.num_again_tokens
+
+    @property
     def waiting_s(self) -> dict[str, float]:
         """Seconds by reason, summed over sequences."""
         return {reason: ns * 1e-9 for reason, ns in self.waiting_ns.items()}

@@ -53,6 +53,7 @@ class Targets:
     token_ids: list[int]
     first: int  # position of the token that predicts the first of them
     together: bool = False  # whether this token predicts all of them; otherwise each is predicted by the one before
+    num_fork_tokens: int = 0  # that the sequences compute that fork from it
     index: int = 0  # place of the continuation in its row
     found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
     is_done: bool = False  # its last token has been computed, and the result read
@@ -76,7 +77,8 @@ class Targets:
         last = num_context_tokens - 1
         if len(continuations) == 1:
             return cls(num_context_tokens, list(continuations[0]), last)
-        return cls(num_context_tokens, [token_ids[0] for token_ids in continuations], last, together=True)
+        firsts, num_later = [token_ids[0] for token_ids in continuations], sum(len(each) - 1 for each in continuations)
+        return cls(num_context_tokens, firsts, last, together=True, num_fork_tokens=num_later)
 
     def of_forks(self, continuations: Items[Items[int]]) -> "list[Targets]":
         """What the sequences predict that fork from this context."""

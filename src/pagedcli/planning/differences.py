@@ -50,9 +50,11 @@ _MOST_CONTEXT = 40  # characters
 _PIECE = 24  # characters that two texts do not have by chance
 _LEAST_AFTER = 4  # characters that end a part without a pattern
 _MOST_UNIT = 240  # characters of a sentence that is moved as a whole
+_MOST_SHARED = 0.9  # share of the longest common beginning that a shorter one of more texts must have
 _MOST_LAST_LINE = 20  # characters of a last line such as `Answer:`, before which texts are inserted
 _PUNCTUATION = ".,;:!?)]}\"'"
-_MARK = re.compile(r"<\|[^|<>]{1,40}\|>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>")
+MARK = re.compile(r"<[|｜][^|｜<>]{1,40}[|｜]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>")
+_ROLE = r"(?:(?:system|developer|user|assistant|model|tool)?\n+)?"  # what follows a mark
 _END_OF_SENTENCE = re.compile(r"\n|[.!?](?=\s)[^\S\n]?")
 
 
@@ -73,7 +75,7 @@ class Difference:
 def between(text: str, end: int, other: str, other_end: int, *, has_words: bool) -> tuple[Difference, Difference]:
     """The parts of two texts that differ, before two equal runs that begin at `end` and `other_end`, as whole words."""
     start = common_prefix(text, other)
-    marks = _MARK.finditer(text, max(0, start - _MOST_CONTEXT))
+    marks = MARK.finditer(text, max(0, start - _MOST_CONTEXT))
     start = next((mark.start() for mark in marks if mark.start() < start < mark.end()), start)
     back = common_suffix(text[:end], other[:other_end])
     back = min(back, end - start, other_end - start) if min(end, other_end) >= start else 0
@@ -105,7 +107,7 @@ def _is_end(char: str) -> bool:
 
 def _is_markup(part: str) -> bool:
     """Whether a part is nothing but marks of a template and blanks."""
-    return not _MARK.sub("", part).strip()
+    return not MARK.sub("", part).strip()
 
 
 def _word_start(text: str, start: int) -> int:
@@ -187,13 +189,13 @@ def kind_of(parts: Sequence[str]) -> tuple[Kind, str]:
     """The kind of what differs, and the pattern of it, if there is one. Parts of both texts of each pair."""
     found = [part.strip() for part in parts]
     if all(_is_markup(part) for part in parts):
-        has_marks = [_MARK.search(part) is not None for part in parts]
+        has_marks = [MARK.search(part) is not None for part in parts]
         if not any(has_marks):
             return "blank", ""
-        marks = {mark for part in parts for mark in _MARK.findall(part)}
+        marks = {mark for part in parts for mark in MARK.findall(part)}
         is_one_mark_repeated = len(marks) == 1 and len(set(parts)) > 1
         return ("start" if is_one_mark_repeated else "template"), ""
-    if sum(_MARK.search(part) is not None for part in parts) > len(parts) / 2 and len(set(parts)) <= _MOST_FEW:
+    if sum(MARK.search(part) is not None for part in parts) > len(parts) / 2 and len(set(parts)) <= _MOST_FEW:
         return "template", ""
     if set(map(str.lower, found)) <= set(_LANGUAGES.split()):
         return "language", r"[^\W\d_]+"
@@ -223,9 +225,9 @@ def unit_around(text: str, span: Span) -> Span:
     begins = [max(0, start - _MOST_UNIT)] if start <= _MOST_UNIT else []
     window = text[max(0, start - _MOST_UNIT) : start]
     offset = start - len(window)
-    begins += [offset + found.end() for found in (*_END_OF_SENTENCE.finditer(window), *_MARK.finditer(window))]
+    begins += [offset + found.end() for found in (*_END_OF_SENTENCE.finditer(window), *MARK.finditer(window))]
     found = _END_OF_SENTENCE.search(text, max(start, end - 1)) if "\n" not in text[start:end].rstrip("\n") else None
-    mark = _MARK.search(text, end)
+    mark = MARK.search(text, end)
     if not begins or found is None or (mark is not None and mark.start() < found.end()):
         if begins and mark is not None and (found is None or mark.start() < found.end()):
             return (max(begins), mark.start()) if mark.start() - max(begins) <= _MOST_UNIT else span
@@ -237,12 +239,18 @@ def inserted(text: str, place: int, part: str) -> str:
     """A part in a text, on its own line if nothing separates it from what is around it."""
     before, after = text[:place], text[place:]
     gap = "" if not before or before[-1].isspace() or part[:1].isspace() or before.endswith(">") else "\n"
-    needs_end = bool(after) and not part[-1:].isspace() and not after[0].isspace() and not after.startswith(("<", "["))
+    is_last = not after or after.startswith(("<", "["))
+    if gap and is_last and part[-1:].isspace():  # the white space after it separates it from what is before it now
+        part, gap = part.rstrip(), part[len(part.rstrip()) :]
+    needs_end = not is_last and not part[-1:].isspace() and not after[0].isspace()
     return before + gap + part + ("\n" if needs_end else "") + after
 
 
-def moved(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> list[str]:
-    """The texts with what differs at the place moved to the end of what each shares with any other."""
+def moved(
+    texts: Sequence[str], place: Place, tail: str, *, has_words: bool, marks: re.Pattern[str] = MARK
+) -> list[str]:
+    """The texts with what differs at the place moved to the end of what each shares with any other, but within its
+    message: behind a mark it would be said by another."""
     spans: list[Span | None] = []
     for text in texts:
         span = place.find(text)
@@ -255,6 +263,8 @@ def moved(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> 
         if span is None:
             continue
         most = len(base) - (len(tail) if tail and base.endswith(tail) else _last_line(base) if has_words else 0)
+        mark = marks.search(base, span[0]) if has_words else None
+        most = most if mark is None else min(most, mark.start())
         target = min(num_shared, most)
         if target < most and has_words:
             target = _boundary_before(base, target, span[0])
@@ -264,12 +274,27 @@ def moved(texts: Sequence[str], place: Place, tail: str, *, has_words: bool) -> 
 
 
 def _shared_beginnings(texts: Sequence[str]) -> list[int]:
-    """Per text, the characters that any other begins with, too."""
+    """Per text, the characters that any other begins with, too. A little more that few share, by chance or as the
+    usual beginning of a question, does not count: what is put behind it would stand in the middle of the question."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
+    lengths = [common_prefix(texts[a], texts[b]) for a, b in pairwise(order)]
+    parents: list[int | None] = []  # place -> the nearest place with less, of the two around it the one with more
+    stack: list[int] = []
+    for place, length in enumerate(lengths):
+        last = None
+        while stack and lengths[stack[-1]] > length:
+            last = stack.pop()
+        if last is not None:
+            parents[last] = place
+        parents.append(stack[-1] if stack else None)
+        stack.append(place)
     shared = [0] * len(texts)
-    for a, b in pairwise(order):
-        num = common_prefix(texts[a], texts[b])
-        shared[a], shared[b] = max(shared[a], num), max(shared[b], num)
+    for rank, row in enumerate(order if lengths else ()):
+        place = max(range(max(0, rank - 1), min(rank + 1, len(lengths))), key=lengths.__getitem__)
+        least = _MOST_SHARED * lengths[place]
+        while (parent := parents[place]) is not None and lengths[parent] >= least:
+            place = parent
+        shared[row] = lengths[place]
     return shared
 
 
@@ -282,7 +307,7 @@ def _boundary_before(text: str, place: int, least: int) -> int:
     """The last end of a line, a sentence, a mark or else a word before a place."""
     first = max(least, place - _MOST_UNIT)
     window = text[first:place]
-    ends = [found.end() for pattern in (_END_OF_SENTENCE, _MARK) for found in pattern.finditer(window)]
+    ends = [found.end() for pattern in (_END_OF_SENTENCE, MARK) for found in pattern.finditer(window)]
     if ends:
         return first + max(ends)
     space = max(window.rfind(" "), window.rfind("\n"))
@@ -320,10 +345,10 @@ def looks_like_tools(text: str) -> bool:
     return len(_TOOLS.findall(text)) > 1
 
 
-def sorted_parts(texts: Sequence[str], separator: str) -> list[str]:
+def sorted_parts(texts: Sequence[str], separator: str, marks: re.Pattern[str] = MARK) -> list[str]:
     """The texts with the parts that several of them have in one order, by their mean place. A number that a part begins
-    with stays where it is, unless each part has its own in all texts."""
-    splits = [re.split(f"({separator})", text) for text in texts]
+    with stays where it is, unless each part has its own in all texts. No part moves into another message."""
+    splits = [re.split(f"((?:{marks.pattern}){_ROLE}|{separator})", text) for text in texts]
     places: dict[int, list[int]] = {}  # content -> number of texts that have it, sum of its places
     for pieces in splits:
         for key, place in {_content(part): place for place, part in enumerate(pieces[::2])}.items():
@@ -334,7 +359,7 @@ def sorted_parts(texts: Sequence[str], separator: str) -> list[str]:
         if (found := _NUMBERED.match(part)) is not None:
             numbers.setdefault(_content(part), set()).add(found[2])
     has_names = all(len(each) == 1 for each in numbers.values())
-    return [_in_order(pieces, places, has_names=has_names) for pieces in splits]
+    return [_in_order(pieces, places, marks, has_names=has_names) for pieces in splits]
 
 
 def _content(part: str) -> int:
@@ -342,7 +367,7 @@ def _content(part: str) -> int:
     return xxhash.xxh64_intdigest(_NUMBERED.sub(r"\1", part, count=1).strip().encode("utf-8", "surrogatepass"))
 
 
-def _in_order(pieces: list[str], places: dict[int, list[int]], *, has_names: bool) -> str:
+def _in_order(pieces: list[str], places: dict[int, list[int]], marks: re.Pattern[str], *, has_names: bool) -> str:
     """One text: its shared parts sorted within each run of them."""
     parts = pieces[::2]
     runs: list[list[int]] = [[]]
@@ -350,6 +375,8 @@ def _in_order(pieces: list[str], places: dict[int, list[int]], *, has_names: boo
         if places[_content(part)][0] > 1:
             runs[-1].append(place)
         elif runs[-1]:
+            runs.append([])
+        if marks.match("".join(pieces[2 * place + 1 : 2 * place + 2])):
             runs.append([])
     for run in runs:
         keys = {place: (key := _content(parts[place]), places[key]) for place in run}

@@ -5,6 +5,7 @@ A pure function of token ids, salts and texts, for prompt files, recordings and 
 """
 
 import math
+import re
 import sys
 from array import array
 from collections import defaultdict
@@ -127,6 +128,7 @@ class Finder:
     decode: Decode = _as_text
     encode: Encode = _all_ids
     template: Ids = ()
+    marks: re.Pattern[str] = diff.MARK  # of messages: no text moves over one
     num_in_file: int | None = None  # prompts, if more than are looked at
     rates_in_file: Mapping[int, float] = field(default_factory=dict)  # block size -> hits of the whole file as it is
 
@@ -187,7 +189,8 @@ class Finder:
         for change in self._changes(state, pairs):
             ids, hits, _ = self._changed(probe, change)
             gain = float((hits - probe.hits).sum())
-            if gain > 1.1 * best_gain:  # earlier ones are more natural
+            both_sort = best is not None and best.action == change.action == "sort"
+            if gain > (1.02 if both_sort else 1.1) * best_gain:  # earlier ones are more natural
                 best, best_gain = change, gain
         if best is None:
             return None
@@ -294,7 +297,7 @@ class Finder:
                 kind = "documents"
                 if all(diff.looks_like_tools(each.mine.text) for each in elsewhere[:20]):
                     kind = "tools"
-                apply = partial(diff.sorted_parts, separator=separator)
+                apply = partial(diff.sorted_parts, separator=separator, marks=self.marks)
                 changes.append(Change("sort", kind, apply, elsewhere))
         tail = self._tail(state.texts)
         for group in _groups([each for each in compared if not each.is_elsewhere]):
@@ -305,7 +308,7 @@ class Finder:
                 apply = partial(diff.replaced, place=place, new=partial(_first, place.values[0]))
                 changes.append(Change("replace", place.kind, apply, group, place))
             if place.kind not in ("start", "blank", "template"):
-                apply = partial(diff.moved, place=place, tail=tail, has_words=self.has_words)
+                apply = partial(diff.moved, place=place, tail=tail, has_words=self.has_words, marks=self.marks)
                 changes.append(Change("move", place.kind, apply, group, place))
         return changes
 

@@ -24,7 +24,7 @@ _WHAT = {
     "salt": "the cache_salt",
 }
 _TO_DO = {
-    "move": "move it behind them",
+    "move": "move it behind them, but not into another message",
     "sort": "sort them into one order",
     "replace": "make it the same everywhere",
     "one salt": "give those that may share blocks one cache_salt",

@@ -61,6 +61,7 @@ class _Shape(NamedTuple):
     num_known: int  # leading units of tokens that an earlier prompt begins with
     num_seqs: int = 1
     at_once: bool = False  # whether all sequences must fit at once: beams
+    num_context: int | None = None  # tokens before continuations: lookups end before the last of them
 
     @property
     def num_cached(self) -> int:
@@ -82,7 +83,8 @@ class _Shape(NamedTuple):
 
     def hit_spans(self, block_size: int) -> int:
         """Blocks of each group of layers that an unlimited cache has."""
-        return self.num_known * UNIT // block_size
+        num_known = self.num_known * UNIT
+        return (num_known if self.num_context is None else min(num_known, self.num_context - 1)) // block_size
 
     def hit_tokens(self, block_size: int) -> int:
         return max(0, min(self.hit_spans(block_size) * block_size, self.num_prompt - 1))
@@ -114,9 +116,11 @@ class PromptSurvey:
         num_seqs: int = 1,
         is_beam_search: bool = False,
         cache_salt: str | None = None,
+        num_context: int | None = None,
     ) -> int:
         """Count a prompt with num_seqs samples, or beams, of at most max_tokens tokens each. Token ids fit into 64
-        bits. Returns how many of its first tokens an earlier one begins with, in whole units.
+        bits. Returns how many of its first tokens an earlier one begins with, in whole units. `num_context`: so many of
+        its tokens come before those of continuations.
 
         Hits are those of an unlimited cache of the earlier prompts, without generated tokens; the last token is never a
         hit, because its logits give the next token.
@@ -132,7 +136,7 @@ class PromptSurvey:
         self._longest_shared = max(self._longest_shared, found)
         self._seen.add(digests[num_known:], row)
         self.num_repeated += not self._whole.add(whole)
-        self._shapes[_Shape(num_prompt, max_tokens, num_known, num_seqs, is_beam_search)] += 1
+        self._shapes[_Shape(num_prompt, max_tokens, num_known, num_seqs, is_beam_search, num_context)] += 1
         return num_known * UNIT
 
     def _note_shared(self, row: int, digests: Sequence[int], token_ids: Sequence[int]) -> None:

@@ -52,13 +52,13 @@ class _Rates:
         self._points: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
 
     def add(self, stats: BatchStats) -> None:
-        now = time.monotonic()
-        self._points.append((now, stats.facts.num_prompt_tokens, stats.facts.num_generated_tokens))
+        now, facts = time.monotonic(), stats.facts
+        self._points.append((now, facts.num_cached_tokens + facts.num_computed_given, facts.num_generated_tokens))
         while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
             self._points.popleft()
 
     def per_s(self) -> tuple[float, float]:
-        """Prompt tokens, generated tokens."""
+        """Tokens of prompts and continuations that were found or computed, generated tokens."""
         first, last = self._points[0], self._points[-1]
         elapsed_s = max(last[0] - first[0], 1e-9)
         return (last[1] - first[1]) / elapsed_s, (last[2] - first[2]) / elapsed_s

@@ -74,6 +74,9 @@ def accesses_of(workload: Workload, block_size: int, *, partial_blocks: bool = F
             blocks.append(numbers.setdefault(key, len(numbers)))
             tokens.append(block_size)
         num_full = len(blocks) - starts[-1]
+        if request.continuations is not None:  # lookups end before the last token of the context
+            num_asked = min(num_full, (request.num_context_tokens - 1) // block_size)
+            tokens[starts[-1] + num_asked :] = array("q", [0] * (num_full - num_asked))
         rest = num_prompt - num_full * block_size
         if partial_blocks:
             if rest and workload.hash_size is not None and num_prompt > (len(request.hashes) - 1) * workload.hash_size:
@@ -81,7 +84,7 @@ def accesses_of(workload: Workload, block_size: int, *, partial_blocks: bool = F
                 if end <= workload.hash_size:
                     blocks.append(numbers.setdefault((request.hashes[-1], end), len(numbers)))
                     tokens.append(rest)
-        elif not rest and num_full:
+        elif not rest and num_full and request.continuations is None:
             tokens[-1] -= 1
         starts.append(len(blocks))
     weights, ends = _as_ints(tokens), _as_ints(starts)
@@ -350,7 +353,7 @@ PARTS = {
     "policy": "evicting what is needed last (the clairvoyant) would have hit at this pool size",
     "capacity": "a cache without limit would have hit",
     "cold": "in no earlier prompt",
-    "short": "after the last full block, and the last token, which is always computed",
+    "short": "after the last full block that is looked up, and the last token, which is always computed",
 }
 
 

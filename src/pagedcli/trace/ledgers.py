@@ -183,6 +183,11 @@ class SlotLedger:
     def num_held(self) -> int:
         return self.num_slots - len(self.empty) - len(self.idle)
 
+    def can_grow(self, seq_id: int) -> bool:
+        """Whether there is a slot for the state after a sequence's next step: one that nobody holds, or its own."""
+        held = self.held.get(seq_id)
+        return bool(self.empty or self.idle or (held and self.ref_counts[held[-1]] == 1))
+
     def is_readable(self, block_hash: int, step: int | None) -> bool:
         """Whether a step can continue from the state after this chain: there is one, not made by the step itself."""
         slot_id = self.index.get(block_hash)

@@ -285,11 +285,19 @@ class PoolState(BlockLedger):
         return [seq for seq in self.seqs.values() if seq.running]
 
     def status_of(self, seq: SeqState) -> Status:
-        """What a sequence does in the current step: `stalled` if it runs, but no block is free for its next token."""
-        is_full = self.num_used_blocks == self.num_blocks and seq.num_computed_tokens < seq.num_tokens
-        if not is_full or not seq.running or self.step is None or not self.step.seq_ids:
-            return seq.status
-        return seq.status if seq.seq_id in self.step.seq_ids else "stalled"
+        """What a sequence does in the current step: `stalled` if it runs, but there is no room for its next token."""
+        return seq.status if self.stalled_for(seq) is None else "stalled"
+
+    def stalled_for(self, seq: SeqState) -> ev.WaitingReason | None:
+        """What a running sequence lacks that the current step leaves out; None: nothing, or it does not stand still."""
+        step = self.step
+        if step is None or not step.seq_ids or seq.seq_id in step.seq_ids or seq.admitted_step == step.step:
+            return None
+        if not seq.running or seq.num_computed_tokens >= seq.num_tokens:
+            return None
+        if self.slots is not None and not self.slots.can_grow(seq.seq_id):
+            return "state_slots"
+        return "free_blocks" if self.num_used_blocks == self.num_blocks else None
 
     @property
     def num_stalled(self) -> int:

@@ -96,8 +96,8 @@ class SequenceRow(ShownRow):
     row_id: RowId | None
     label: Label
     sample_index: Annotated[int, "sample", Means("which sample of its request, from 0")]
-    status: Annotated[Status, "state", Means("prefill, decode, stalled (no block is free), waiting or preempted")] = (
-        computed(lambda row: row.now.state.status_of(row.seq))
+    status: Annotated[Status, "state", Means("prefill, decode, stalled (lacks room), waiting or preempted")] = computed(
+        lambda row: row.now.state.status_of(row.seq)
     )
     finish_reason: Annotated[str | None, "end", Means("why it finished: stop, length, ...")]
     num_tokens: Annotated[int, Means("tokens of prompt and answer")]
@@ -126,11 +126,9 @@ class SequenceRow(ShownRow):
     )
     waiting_reason: Annotated[str | None, Means("why it was not scheduled, if the scheduler said so")] = computed(
         lambda row: (
-            "free_blocks"
-            if row.status == "stalled"
-            else waiting.reason
+            waiting.reason
             if (waiting := row.now.waiting) and waiting.seq_id == row.seq_id
-            else None
+            else row.now.state.stalled_for(row.seq)
         )
     )
     status_now: Annotated[str, "state", Means("and how many tokens this step computes")] = computed(
@@ -269,7 +267,7 @@ class StepRow:
     ]
     num_running: Annotated[int, Means("sequences that hold blocks")]
     num_waiting: Annotated[int, Means("sequences that wait, preempted ones included")]
-    num_stalled: Annotated[int, Means("running ones that stand still, as no block is free for them")]
+    num_stalled: Annotated[int, Means("running ones that stand still, as a block or a slot is not free for them")]
     num_finished: Annotated[int, Means("sequences that have finished so far")]
     num_new_tokens: Annotated[int, Means("tokens that the step computes")]
     num_drafted: Annotated[int, Means("of these, guessed ones that it checks")]
