@@ -58,7 +58,8 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits over the vocabulary.
 
-        Shapes:  hidden [R, E], any rows of forward's result; returns [R, V] in the model's dtype.
+        Shapes:  hidden [R, E], any rows of forward's result; returns [R, V] in the model's dtype, or in
+                 float32 where the kernels have the sums so.
         """
         ...
 

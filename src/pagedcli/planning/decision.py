@@ -225,7 +225,7 @@ def activation_bytes(
     """
     hidden = step.num_tokens * itemsize * spec.hidden_size
     num_logits = step.num_seqs * spec.vocab_size
-    sampling = num_logits * (itemsize + (PENALTY_BYTES if native else SORT_BYTES))
+    sampling = num_logits * (ITEMSIZE["float32"] + PENALTY_BYTES if native else itemsize + SORT_BYTES)
     if not native:
         if num_logits * ITEMSIZE["float32"] < from_heap:
             sampling += num_logits * FREED_BYTES
