@@ -78,6 +78,7 @@ def test_a_packed_weight_takes_the_bytes_of_the_table_and_keeps_every_number(lib
     assert torch.equal(layer.weight_rows(torch.arange(rows)), numbers(raw, kind, torch.float32))
 
 
+@pytest.mark.usefixtures("own_panels")
 def test_nvfp4_is_kept_with_the_number_of_each_module(library):
     kind = TYPES[40]
     raw = random_blocks(gguf.GGMLQuantizationType.NVFP4, 40, 320, np.random.default_rng(0)).reshape(40, 5, -1)

@@ -251,6 +251,7 @@ def decision(path, **config):
     return decide(config, read_spec(path), this_machine())
 
 
+@pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("family", slow_but(["qwen3_5"], HEAD_FAMILIES))
 def test_the_head_counts_in_the_plan_only_where_it_guesses(family, folder):
     path = folder(family)
@@ -479,6 +480,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("case", slow_but(["all"], QUANTIZED))
 def test_quantized_checkpoints_say_which_projection_of_a_head_is_quantized(case, folder, tmp_path, monkeypatch):
     family, layers = QUANTIZED[case]
