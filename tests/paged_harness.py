@@ -26,7 +26,9 @@ class PagedHarness:
         for row, blocks in zip(self.tables.flatten(0, 1), owned, strict=True):
             row[: len(blocks)] = blocks
         self.table = self.tables[0]
-        self.kv_cache = torch.full(cache_shape(model, backend, num_blocks, block_size), float("nan"), dtype=dtype)
+        kv_dtype = getattr(backend, "_kv_dtype", dtype)
+        nothing = -1 if kv_dtype == torch.int8 else float("nan")  # scales of such bytes are no numbers, too
+        self.kv_cache = torch.full(cache_shape(model, backend, num_blocks, block_size), nothing, dtype=kv_dtype)
         # a sequence has two slots of state: each step reads the one that the step before wrote, and writes the other
         self.states = state_pools(model, 2 * len(lengths), dtype, self.kv_cache.device)
         for pool in itertools.chain.from_iterable(self.states):

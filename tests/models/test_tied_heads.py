@@ -7,17 +7,20 @@ import torch
 from conftest import native_library
 from model_zoo import load_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from pretend_cuda import plain
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.layers.linear import OutputLinear
 from pagedcli.models.reading import read_spec
 
 CPU = torch.device("cpu")
 SEQUENCES, NUM_PROMPT = ragged_sequences()
 TIED = ("llama", "qwen2", "qwen3-moe", "gemma", "gemma3", "phi3-longrope", "nemotron_h", "lfm2", "cohere")
 TABLES = ("embed_tokens.weight", "wte.weight", "embeddings.weight", "embed_in.weight")
+HEADS = {True: ("model.embed_tokens.weight",), False: ("lm_head.weight",)}
 THROUGH_TRANSFORMERS = ("vaultgemma", "gpt2", "opt", "gpt_neox")
 
 
@@ -35,12 +38,12 @@ def other(table):
     return torch.randn(table.shape, generator=torch.Generator().manual_seed(3)) * 0.2
 
 
-def loaded(path, backend_name="reference"):
+def loaded(path, backend_name="reference", dtype=torch.float32):
     spec = read_spec(path)
     native_library()
-    attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    attention = AttentionSpec(CPU, dtype, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     backend = load_cpu(attention) if backend_name == "cpu" else ReferenceAttention()
-    return load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU, max_model_len=128), backend
+    return load_model(path, spec, backend=backend, dtype=dtype, device=CPU, max_model_len=128), backend
 
 
 @pytest.mark.parametrize("family", [*TIED, *THROUGH_TRANSFORMERS])
@@ -90,3 +93,25 @@ def test_files_that_cannot_be_read_change_nothing_before_loading(content, tmp_pa
     path = tiny_model("qwen2", tmp_path / "model")
     (path / "model.safetensors").write_bytes(content)
     assert read_spec(path).tie_word_embeddings
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_bfloat16_model_are_not_rounded(tied, backend, tmp_path):
+    path = tiny_model("qwen2", tmp_path / "model", tie_word_embeddings=tied)
+    [weight] = [each for name, each in load_file(path / "model.safetensors").items() if name in HEADS[tied]]
+    model, _ = loaded(path, backend, torch.bfloat16)
+    hidden = torch.randn(3, weight.shape[1]).bfloat16()
+    expected = hidden.double() @ weight.bfloat16().double().T
+    logits = model.compute_logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_gpu_does_not_round_them_either(gpu):
+    weight, hidden = torch.randn(1100, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    bias = torch.randn(1100).bfloat16()
+    here = OutputLinear(weight, bias)(hidden)
+    there = OutputLinear(weight.cuda(), bias.cuda())(hidden.cuda())
+    assert there.dtype == torch.float32
+    torch.testing.assert_close(plain(there), here)

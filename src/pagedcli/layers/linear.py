@@ -45,6 +45,31 @@ class Linear:
         return y
 
 
+class OutputLinear:
+    """y = x W^T + b, not rounded to the weight's dtype: in bfloat16 the two largest logits of some tokens are equal."""
+
+    __slots__ = ("bias", "nbytes", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = None if bias is None else bias.float()
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in], in the weight's dtype -> float32 [T, out]."""
+        if x.dtype == torch.float32:
+            return F.linear(x, self.weight, self.bias)
+        if x.is_cuda:
+            out = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        else:  # torch has no such product on a CPU; a whole float32 copy of a weight would be the peak of memory
+            wide = x.float()
+            out = torch.cat([F.linear(wide, rows.float()) for rows in torch.split(self.weight, _ROWS_WIDENED)], 1)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+_ROWS_WIDENED = 512  # 2 MiB of 1,024 inputs
+
+
 def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why linear layers on a CPU are not packed; None if they are, or on another device."""
     if device.type != "cpu":

@@ -58,8 +58,7 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits over the vocabulary.
 
-        Shapes:  hidden [R, E], any rows of forward's result; returns [R, V] in the model's dtype, or in
-                 float32 where the kernels have the sums so.
+        Shapes:  hidden [R, E], any rows of forward's result; returns float32 [R, V].
         """
         ...
 

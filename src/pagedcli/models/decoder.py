@@ -16,7 +16,7 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
-from pagedcli.layers.linear import LinearLayer, unpacked_note
+from pagedcli.layers.linear import LinearLayer, OutputLinear, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.recurrent import StateStep
@@ -301,11 +301,13 @@ class Builder(Parts):
                 layer_format, stored = AS_STORED, [{"weight": table}]
         embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
         if not self.uses_cpu_kernels:
-            linear = layer_format.torch_linear(stored, bias, dtype)
-            head = VocabularyHead(linear, self._spec.vocab_size, parallel)
-            return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
+            weight = layer_format.weight(stored, dtype, "torch")
+            assert isinstance(weight, Tensor), "torch multiplies by numbers"
+            output = OutputLinear(weight, stored[0].get("bias") if bias is None else bias)
+            head = VocabularyHead(output, self._spec.vocab_size, parallel)
+            return embedding, head, table.nbytes + (0 if tied else weight.nbytes)
         packed = layer_format.native_linear(stored, bias, dtype)
-        head = VocabularyHead(packed, self._spec.vocab_size, parallel)
+        head = VocabularyHead(partial(packed, in_float32=True), self._spec.vocab_size, parallel)
         if tied and layer_format.keeps_rows and parallel.size == 1:
             return packed.weight_rows, head, packed.nbytes
         return embedding, head, table.nbytes + packed.nbytes

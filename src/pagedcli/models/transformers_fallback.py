@@ -111,7 +111,7 @@ class TransformersLM:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
         logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits.to(hidden.dtype)
+        return logits.float()
 
 
 class _GivenHidden(nn.Module):

@@ -48,11 +48,13 @@ template <class A, class T> struct Attention {
                 const Row* from = q + (work.cu_q[part.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
                 typename T::Op* to = w.q + row * w.q_stride;
                 if constexpr (T::SCALED) {
+                    alignas(64) float numbers[MAX_INT8_HEAD];
+                    mix<A>(from, g.head_dim, g.mixed(), 1.f / g.mixed(), numbers);
                     Largest largest;
-                    for (int64_t d = 0; d < g.head_dim; d += VL) largest.put(load_some<A>(from + d, g.head_dim - d));
+                    for (int64_t d = 0; d < g.head_dim; d += VL) largest.put(loadf(numbers + d));
                     const float top = largest.get(), inverse = steps_per_unit(top, g.query_limit());
                     for (int64_t d = 0; d < g.head_dim; d += VL)
-                        store_whole(to + d, load_some<A>(from + d, g.head_dim - d) * inverse);
+                        store_whole(to + d, loadf(numbers + d) * inverse);
                     w.q_steps[row] = top / g.query_limit();
                 } else if constexpr (T::OPS * sizeof(typename T::Op) == T::PAIR * sizeof(Elem)) {  // an operand is the element itself
                     if (g.head_dim % T::PAIR) memset(to + w.q_stride - 1, 0, sizeof *to);

@@ -8,13 +8,13 @@
 
 namespace {
 
-// K or V [D] of one token and head of type A as elements and scale of the cache type T. A scale is infinite where an
+// K or V [D] of one token and head as elements and scale of the cache type T. A scale is infinite where an
 // element is or is no number: the result is then none, either.
-template <class A, class T> inline float whole_row(const typename A::Elem* from, int64_t head_dim, typename T::Elem* to) {
+template <class T> inline float whole_row(const float* from, int64_t head_dim, typename T::Elem* to) {
     Largest largest;
-    for (int64_t d = 0; d < head_dim; d += VL) largest.put(load_some<A>(from + d, head_dim - d));
+    for (int64_t d = 0; d < head_dim; d += VL) largest.put(loadf(from + d));
     const float top = largest.get(), inverse = steps_per_unit(top, 127.f);
-    for (int64_t d = 0; d < head_dim; d += VL) store_whole(to + d, load_some<A>(from + d, head_dim - d) * inverse);
+    for (int64_t d = 0; d < head_dim; d += VL) store_whole(to + d, loadf(from + d) * inverse);
     return top < INFINITY ? top / 127.f : INFINITY;
 }
 
@@ -49,6 +49,7 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
     // the system would clear it twice.
     parallel_for(num_tokens <= CHUNK ? 1 : threads, (num_tokens + CHUNK - 1) / CHUNK * 2, [&](int64_t piece) {
         alignas(64) Elem whole[T::SCALED ? MAX_INT8_HEAD : 1];
+        alignas(64) float numbers[T::SCALED ? MAX_INT8_HEAD : 1];
         const int64_t begin = piece / 2 * CHUNK, end = std::min(num_tokens, begin + CHUNK);
         const bool is_key = piece % 2 == 0;
         if (!is_key && g.value_dim) return;
@@ -61,7 +62,8 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
                 const Row* from = rows + i * token_stride + h * head_stride;
                 Elem* to = (Elem*)(is_key ? k_cache : v_cache) + block * g.block_stride + h * S * (g.head_dim + SCALE<T>);
                 if constexpr (T::SCALED) {
-                    const float scale = whole_row<A, T>(from, g.head_dim, whole);
+                    mix<A>(from, g.head_dim, is_key ? g.mixed() : 1, 1, numbers);
+                    const float scale = whole_row<T>(numbers, g.head_dim, whole);
                     write_row<T>(g, whole, scale, to, offset, is_key);
                 } else {
                     write_row<T>(g, from, 0, to, offset, is_key);

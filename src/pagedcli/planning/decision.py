@@ -212,7 +212,7 @@ def _graph_bytes(spec: ModelSpec, plan: Plan) -> int:
     if not plan.graph_sizes:
         return 0
     largest, itemsize = plan.graph_sizes[-1], ITEMSIZE[plan.dtype]
-    tensors = step_bytes(spec, largest, itemsize) + largest * spec.vocab_size * itemsize
+    tensors = step_bytes(spec, largest, itemsize) + largest * spec.vocab_size * ITEMSIZE["float32"]
     return tensors + GRAPH_BYTES * len(plan.graph_sizes)
 
 
@@ -225,7 +225,7 @@ def activation_bytes(
     """
     hidden = step.num_tokens * itemsize * spec.hidden_size
     num_logits = step.num_seqs * spec.vocab_size
-    sampling = num_logits * (ITEMSIZE["float32"] + PENALTY_BYTES if native else itemsize + SORT_BYTES)
+    sampling = num_logits * (ITEMSIZE["float32"] + (PENALTY_BYTES if native else SORT_BYTES))
     if not native:
         if num_logits * ITEMSIZE["float32"] < from_heap:
             sampling += num_logits * FREED_BYTES
