@@ -289,9 +289,9 @@ def test_tile_instructions_assemble(tmp_path):
     compiler = build.find_compiler()
     target = tmp_path / "tiles.o"
     flags = ("-std=c++17", "-O1", "-march=sapphirerapids", "-fPIC", "-w", "-c", "-o", str(target))
-    command = [*compiler.command, *flags, str(build.SOURCE_DIR / "linear_int8.cpp")]
+    command = [*compiler.command, *flags, str(build.SOURCE_DIR / "linear_groups.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "bad value" in done.stderr or "unknown target CPU" in done.stderr:
         pytest.skip("the compiler is older than these processors")
     assert done.returncode == 0, done.stderr
-    assert b"\xc4\xe2\x49\x5e\xc4" in target.read_bytes(), "tdpbusd tmm0, tmm4, tmm6"
+    assert b"\xc4\xe2\x4a\x5e\xc4" in target.read_bytes(), "tdpbsud tmm0, tmm4, tmm6"
