@@ -14,8 +14,8 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}  # twice what rounding costs
-# over what an int8 cache holds, where q and the softmax weights are rounded to 16 bits
-INT8_TOLERANCE = TOLERANCE | {torch.float32: 2e-3}
+# over what an int8 cache holds, where q and the softmax weights are rounded to 16 bits, and ties of K may be rounded otherwise
+INT8_TOLERANCE = TOLERANCE | {torch.float32: 2e-3, torch.float16: 5e-3}
 GARBAGE_BLOCK = 2**31 - 1
 
 
@@ -114,9 +114,8 @@ def whole_steps(x: Tensor, seed: int = 0) -> Tensor:
     return ((x.float() / step).round().clamp(-127, 127).scatter(2, largest, 127.0) * step).to(x.dtype)
 
 
-def mixed(x: Tensor) -> Tensor:
-    """x [tokens, G, D] in float32 times the Hadamard matrix of the largest power of 2 that divides D."""
-    size = x.shape[-1] & -x.shape[-1]
+def mixed(x: Tensor, size: int) -> Tensor:
+    """x [tokens, G, D] in float32, each `size` neighbours times the Hadamard matrix of that size."""
     result, half = x.float().unflatten(-1, (-1, size)), 1
     while half < size:
         a, b = result.unflatten(-1, (-1, 2, half)).unbind(-2)
@@ -124,17 +123,27 @@ def mixed(x: Tensor) -> Tensor:
     return result.flatten(-2)
 
 
-def held(x: Tensor) -> Tensor:
-    """What an int8 cache holds of V [tokens, G, D], float64: whole steps of a 127th of the largest."""
+def held(x: Tensor, *, in_half: bool = False) -> Tensor:
+    """What an int8 cache holds of V [tokens, G, D], float64: whole steps, a 127th of the largest; of 16 bits if so."""
     largest = x.float().abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, 127 / largest, 0.0)
-    return (x.float() * inverse).round().double() * (largest / 127)
+    step, inverse = largest / 127, 127 / largest
+    if in_half:
+        step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+        inverse = 1 / step
+    return (x.float() * torch.where(largest > 0, inverse, 0.0)).round().double() * step
 
 
 def held_key(x: Tensor) -> Tensor:
-    """What an int8 cache holds of K, float64: its numbers are mixed before they are rounded."""
-    size = x.shape[-1] & -x.shape[-1]
-    return mixed(held(mixed(x))).double() / size
+    """What an int8 cache holds of K, float64: mixed, and where D is a multiple of 64 in two parts."""
+    size = x.shape[-1]
+    if size % 64:
+        size &= -size
+        return mixed(held(mixed(x, size)), size).double() / size
+    order = torch.arange(size).unflatten(0, (2, 8, -1))  # the last quarter of each half is the second part
+    order = torch.cat((order[:, :6].flatten(), order[:, 6:].flatten()))
+    parts = mixed(x[..., order], (size // 4) & -(size // 4)).split((size // 4 * 3, size // 4), -1)
+    whole = torch.cat([held(part, in_half=True) for part in parts], -1)
+    return (mixed(whole, (size // 4) & -(size // 4)).double() / ((size // 4) & -(size // 4)))[..., order.argsort()]
 
 
 def fill_cache(

@@ -210,7 +210,7 @@ class NativeLinear:
         return packed
 
     def _empty_with_scales(self, kind: int) -> dict[str, Tensor]:
-        """Room for a kind with a scale per output feature."""
+        """Room for a kind that is rounded here."""
         self.struct.kind, self.struct.chunk = kind, 32
         self.struct.zero = 128 if kind == structs.INT8 else -1
         return {"weight": self._empty(), "scales": torch.empty(self._padded_rows(), dtype=torch.float32)}

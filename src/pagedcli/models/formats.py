@@ -266,7 +266,7 @@ class Rounded(AsStored):
 _SCALE_BYTES = 4  # per output feature that every packing of Rounded keeps
 
 # by EngineConfig.quantization: help, choices and tables come from here
-_INT8 = Rounded("int8", packing="int8", block=(32, 32))  # a scale per output feature
+_INT8 = Rounded("int8", packing="int8", block=(32, 33))  # a factor of a byte per block
 _INT4 = Rounded("int4", packing="int4", block=(32, 18), lm_head=_INT8)  # a step and a zero point of a byte per block
 FORMATS: dict[str | None, WeightFormat] = {None: AS_STORED} | {each.name: each for each in (_INT8, _INT4)}
 

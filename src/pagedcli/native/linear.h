@@ -33,7 +33,7 @@ struct Linear {
     int64_t kind, rows, columns, gated;  // rows: output features, of gate and up together; columns: input features
     const void* weight;                  // packed
     const float* bias;                   // [rows], or null
-    const float* scales;                 // int8, int4: [padded rows] of a feature, in packed order; otherwise null
+    const float* scales;                 // INT8, INT4: [padded rows] of a feature, in packed order; otherwise null
     const int32_t* order;                // codes: [columns] which column of x comes first, second, ...; null: as they are
     int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
     int64_t zero;                        // codes: the zero point of all; -1: each chunk has its own, or a minimum

@@ -70,12 +70,13 @@ struct E4m3Header : StepsHeader<> {
     }
 };
 
-// Of weights that were rounded here: a float per output feature multiplies the whole sum. Kind INT8 has nothing else.
-struct NoHeader {
-    static constexpr int64_t BYTES = 0;
+// Of weights that were rounded here: a float per output feature multiplies the whole sum. Kind INT8: w = factor * (q - 128) times
+// that float, a byte for the factor.
+struct FactorHeader {
+    static constexpr int64_t BYTES = PANEL;
     static constexpr bool HAS_MIN = false, HAS_ZERO = true;
-    NoHeader at(const uint8_t*) const { return *this; }
-    static vf scale(const uint8_t*, int, int64_t) { return splat(1); }
+    FactorHeader at(const uint8_t*) const { return *this; }
+    static vf scale(const uint8_t* header, int v, int64_t) { return __builtin_convertvector(load_bytes(header + v * VL), vf); }
 };
 
 // Kind INT4: w = (step * q - zero) times that float, a byte each.
@@ -183,7 +184,7 @@ template <const uint8_t* TABLE, class S, int64_t C = BLOCK_COLUMNS> struct Level
 // Calls f(header, blocks) with the types of a layer.
 template <class F> inline void with_packing(const Linear& l, const F& f) {
     const bool steps = l.scale_type == STEPS;
-    if (l.kind == INT8) return f(NoHeader{}, Bytes<ByteSum>{});
+    if (l.kind == INT8) return f(FactorHeader{}, Bytes<ByteSum>{});
     if (l.kind == INT4) return f(ByteHeader{}, Nibbles{});
     if (l.kind == LEVELS4) {
         if (steps) return f(E4m3Header{}, Levels<E2M1, LevelSum, 16>{});

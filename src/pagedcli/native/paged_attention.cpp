@@ -49,7 +49,7 @@ template <class A, class T> struct Attention {
                 typename T::Op* to = w.q + row * w.q_stride;
                 if constexpr (T::SCALED) {
                     alignas(64) float numbers[MAX_INT8_HEAD];
-                    mix<A>(from, g.head_dim, g.mixed(), 1.f / g.mixed(), numbers);
+                    mix<A>(g, from, 1.f / g.mixed(), numbers);
                     Largest largest;
                     for (int64_t d = 0; d < g.head_dim; d += VL) largest.put(loadf(numbers + d));
                     const float top = largest.get(), inverse = steps_per_unit(top, g.query_limit());

@@ -35,7 +35,7 @@ template <class T> struct Buffers {
     State split, total;
     typename T::Elem *key_pack, *value_pack;
     typename T::Elem* value_copy;  // V that tile registers cannot read as it lies
-    int64_t q_stride, rows;
+    int64_t q_stride, rows, fast_steps;  // fast_steps: those of the first part of K
 
     static size_t bytes(const Geometry& g, int64_t rows) {
         return 4096 + rows * (4 * (g.key_width() + 2) + 4 * (2 * g.width() + 10) + sizeof(Sight)) + PASS_ROWS<T> * 8 * KEYS +
@@ -45,6 +45,7 @@ template <class T> struct Buffers {
         arena.reserve(bytes(g, rows));
         int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
         q_stride = T::SCALED ? g.key_width() : steps * T::OPS;
+        fast_steps = T::SCALED && g.fast() < g.head_dim ? g.fast() / T::PAIR : steps;
         q = arena.take<typename T::Op>(rows * q_stride);
         scores = arena.take<float>(PASS_ROWS<T> * KEYS);
         weights = arena.take<typename T::Op>(PASS_ROWS<T> * KEYS / T::PAIR * T::OPS);
@@ -115,12 +116,14 @@ template <class T> struct Values {
     Values(const Buffers<T>&, const Tiles<T>&, int64_t) {}
 };
 
-// scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
-template <class T, int R, int N>
+enum KeyPart { WHOLE, FAST, SLOW };  // of K
+
+// scores[R][N * VL] = q[R][begin, end) . tiles, for N tiles of VL tokens; of the slow part, added to those of the fast one.
+template <class T, KeyPart PART, int R, int N>
 inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float* q_steps,
-                         const typename T::Elem* const* tiles, int64_t steps, float* scores) {
+                         const typename T::Elem* const* tiles, int64_t begin, int64_t end, float* scores) {
     typename T::Acc acc[R][N] = {};
-    for (int64_t i = 0; i < steps; i++) {
+    for (int64_t i = begin; i < end; i++) {
         typename T::Block b[N];
         for (int n = 0; n < N; n++) {
             b[n] = T::load(tiles[n] + HEADER<T> + i * VL * T::PAIR);
@@ -132,10 +135,15 @@ inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float*
     }
     if constexpr (T::SCALED) {
         for (int n = 0; n < N; n++) {
-            const vf scales = load_any<vf>(tiles[n]);
-            fetch_ahead<R>(tiles + n, 0);
-            for (int r = 0; r < R; r++)
-                storef(scores + r * KEYS + n * VL, __builtin_convertvector(acc[r][n], vf) * q_steps[r] * scales);
+            vu steps = load_any<vu>(tiles[n]);
+            if (PART == FAST) steps <<= 16;
+            if (PART == SLOW) steps &= 0xffff0000u;
+            else fetch_ahead<R>(tiles + n, 0);
+            for (int r = 0; r < R; r++) {
+                float* to = scores + r * KEYS + n * VL;
+                const vf score = __builtin_convertvector(acc[r][n], vf) * q_steps[r] * (vf)steps;
+                storef(to, PART == SLOW ? loadf(to) + score : score);
+            }
         }
     } else {
         for (int r = 0; r < R; r++)
@@ -196,9 +204,17 @@ inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles
     for (; t + N <= tiles.count; t += N)
         for (int64_t r = 0; r < rows; r += MAX_R)
             with_constant<MAX_R>(rows - r, [&](auto R) {
-                if (t < tiles.seen(r + R() - 1))
-                    score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, steps,
-                                            w.scores + r * KEYS + t * VL);
+                if (t >= tiles.seen(r + R() - 1)) return;
+                const auto add = [&](auto part, int64_t begin, int64_t end) {
+                    score_kernel<T, part(), R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, begin, end,
+                                                    w.scores + r * KEYS + t * VL);
+                };
+                if constexpr (T::SCALED)
+                    if (w.fast_steps < steps) {
+                        add(std::integral_constant<KeyPart, FAST>{}, 0, w.fast_steps);
+                        return add(std::integral_constant<KeyPart, SLOW>{}, w.fast_steps, steps);
+                    }
+                add(std::integral_constant<KeyPart, WHOLE>{}, 0, steps);
             });
 }
 

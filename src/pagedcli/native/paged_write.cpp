@@ -8,19 +8,36 @@
 
 namespace {
 
-// K or V [D] of one token and head as elements and scale of the cache type T. A scale is infinite where an
-// element is or is no number: the result is then none, either.
-template <class T> inline float whole_row(const float* from, int64_t head_dim, typename T::Elem* to) {
+// Numbers of one token and head as whole steps; returns the step's bits, of which the upper 16 are enough where `in_half`. It is
+// infinite where a number is or is none: the result is then none, either.
+template <class Elem> inline uint32_t whole_row(const float* from, int64_t size, bool in_half, Elem* to) {
     Largest largest;
-    for (int64_t d = 0; d < head_dim; d += VL) largest.put(loadf(from + d));
-    const float top = largest.get(), inverse = steps_per_unit(top, 127.f);
-    for (int64_t d = 0; d < head_dim; d += VL) store_whole(to + d, loadf(from + d) * inverse);
-    return top < INFINITY ? top / 127.f : INFINITY;
+    for (int64_t d = 0; d < size; d += VL) largest.put(loadf(from + d));
+    const float top = largest.get(), step = top < INFINITY ? top / 127.f : INFINITY;
+    uint32_t bits = load_any<uint32_t>(&step);
+    float inverse = steps_per_unit(top, 127.f);
+    if (in_half) {
+        bits = (bits + 0xffff) & 0xffff0000;
+        inverse = steps_per_unit(load_any<float>(&bits), 1);
+    }
+    for (int64_t d = 0; d < size; d += VL) store_whole(to + d, loadf(from + d) * inverse);
+    return bits;
+}
+
+// K or V of one token and head as elements of an int8 cache; returns what is kept of its steps.
+template <class A, class Elem> inline uint32_t whole_head(const Geometry& g, const typename A::Elem* from, bool is_key, Elem* to) {
+    alignas(64) float numbers[MAX_INT8_HEAD];
+    const int64_t D = g.head_dim, fast = is_key ? g.fast() : D;
+    if (is_key) mix<A>(g, from, 1, numbers);
+    else
+        for (int64_t d = 0; d < D; d += VL) storef(numbers + d, load_some<A>(from + d, D - d));
+    if (fast == D) return whole_row(numbers, D, false, to);
+    return whole_row(numbers, fast, true, to) >> 16 | whole_row(numbers + fast, D - fast, true, to + fast);
 }
 
 // One token and head of a cache: its elements and, if SCALED, its scale. `head`: where the head's slots begin.
 template <class T>
-inline void write_row(const Geometry& g, const typename T::Elem* x, float scale, typename T::Elem* head, int64_t offset, bool is_key) {
+inline void write_row(const Geometry& g, const typename T::Elem* x, uint32_t scale, typename T::Elem* head, int64_t offset, bool is_key) {
     using Elem = typename T::Elem;
     constexpr int P = T::PAIR;
     const int64_t S = g.block_size, D = g.head_dim, lane = offset % VL;
@@ -49,7 +66,6 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
     // the system would clear it twice.
     parallel_for(num_tokens <= CHUNK ? 1 : threads, (num_tokens + CHUNK - 1) / CHUNK * 2, [&](int64_t piece) {
         alignas(64) Elem whole[T::SCALED ? MAX_INT8_HEAD : 1];
-        alignas(64) float numbers[T::SCALED ? MAX_INT8_HEAD : 1];
         const int64_t begin = piece / 2 * CHUNK, end = std::min(num_tokens, begin + CHUNK);
         const bool is_key = piece % 2 == 0;
         if (!is_key && g.value_dim) return;
@@ -62,8 +78,7 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
                 const Row* from = rows + i * token_stride + h * head_stride;
                 Elem* to = (Elem*)(is_key ? k_cache : v_cache) + block * g.block_stride + h * S * (g.head_dim + SCALE<T>);
                 if constexpr (T::SCALED) {
-                    mix<A>(from, g.head_dim, is_key ? g.mixed() : 1, 1, numbers);
-                    const float scale = whole_row<T>(numbers, g.head_dim, whole);
+                    const uint32_t scale = whole_head<A>(g, from, is_key, whole);
                     write_row<T>(g, whole, scale, to, offset, is_key);
                 } else {
                     write_row<T>(g, from, 0, to, offset, is_key);
