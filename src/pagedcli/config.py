@@ -148,15 +148,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             affects_rows=False,
         ),
     ] = "always"
-    prefix_store_key: Annotated[
-        str | None,
-        _cache(
-            "File with a key that encrypts the prefix store; one that does not exist is made",
-            metavar="FILE",
-            default="not encrypted",
-            affects_rows=False,
-        ),
-    ] = None
     checkpoints: Annotated[
         str,
         _cache(
@@ -237,6 +228,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_ranges(self)
 
 
+# keys of earlier versions -> the value that asks for nothing, and what to say of others
+_REMOVED = {
+    "prefix_store_key": (None, "a prefix store is no longer encrypted, its folder has mode 700"),
+}
 BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size", "weight_cache_size"))  # may be text with a unit
 
 
@@ -370,6 +365,9 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     Raises: ConfigError naming the file, the key (with the nearest known one) or the value.
     """
     document = _read_yaml(path) if path is not None else {}
+    for name, (nothing, instead) in _REMOVED.items():
+        if document.get("engine", {}).pop(name, nothing) != nothing:
+            raise ConfigError(f"{path}: engine.{name} was removed, leave it out: {instead}")
     sources = {key: str(path) for key in _leaf_keys(document)}
     for dotted, value in (flags or {}).items():
         if value is not None:

@@ -15,11 +15,11 @@ from trace_harness import check_events
 from pagedcli import content_files
 from pagedcli.config import EngineConfig
 from pagedcli.core import store as core_store
-from pagedcli.errors import ConfigError, TraceError, UsageError
+from pagedcli.errors import ConfigError, TraceError
 from pagedcli.events import BlocksRestored, PrefixLookedUp
 from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
-from pagedcli.runner.store import store_identity, store_key
+from pagedcli.runner.store import store_identity
 from pagedcli.runner.store_check import compare_with_model
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -246,65 +246,6 @@ def test_recomputed_blocks_and_states_are_those_of_the_store(model, setting, thr
     assert found.wrong.keys() == {file.path.name for file in files}
 
 
-def test_an_encrypted_store_is_read_with_its_key_alone(path, tmp_path):
-    pytest.importorskip("cryptography")
-    prompts, store = ragged_prompts(vocab_size=100), tmp_path / "store"
-    expected, *_ = outcome(engine_with(path), prompts)
-    key = {"prefix_store_key": str(tmp_path / "key")}
-    first, written, _ = outcome(engine_with(path, store, **key), prompts)
-    second, read, _ = outcome(engine_with(path, store, **key), prompts)
-    assert first == second == expected
-    assert read.num_read_blocks == written.num_written_blocks
-    for other in ({}, {"prefix_store_key": str(tmp_path / "other")}):
-        facts = engine_with(path, store, **other).close_store()
-        assert (facts.num_found_blocks, list(facts.not_used)) == (0, ["other encryption"])
-    config = engine_with(path, store, **key).config
-    folder = content_files.ContentFolder(store, key=store_key(config))
-    assert compare_with_model(config, folder, folder.files()[0], 1.0).num_equal["blocks"] == written.num_written_blocks
-    for file in folder.files()[0]:
-        content = bytearray(file.path.read_bytes())
-        content[file.places[0] + 3] ^= 1
-        file.path.write_bytes(content)
-    found, damaged, _ = outcome(engine_with(path, store, **key), prompts)
-    assert found == expected
-    assert damaged.not_used
-
-
-@pytest.mark.parametrize(
-    ("secret", "words"),
-    [
-        ("short", "has 5 bytes, too few for a secret"),
-        ("anybody may read this, so it is no secret", "can be read by other users"),
-        (None, "cannot be used: Is a directory"),
-        ("no library", "needs the cryptography package, which is not installed"),
-    ],
-)
-def test_what_is_wrong_with_a_key_is_said_before_the_model_is_loaded(path, tmp_path, monkeypatch, secret, words):
-    pytest.importorskip("cryptography")
-    key, store = tmp_path / "key", tmp_path / "store"
-    store.mkdir()
-    if secret is None:
-        key.mkdir()
-    else:
-        key.write_text(secret)
-        key.chmod(0o644 if "anybody" in secret else 0o600)
-    if secret == "no library":
-        monkeypatch.setattr("pagedcli.content_keys.find_spec", lambda name: None)
-    for name in ("pagedcli.runner.llm_engine.load_engine", "pagedcli.content_files.ContentFolder.files"):
-        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("this comes later"))
-    with pytest.raises(UsageError, match=words):
-        engine_with(path, store, prefix_store_key=str(key))
-    assert words in pagedcli("store", "check", store, "--read", "1", "--prefix-store-key", key, expect=2).stderr
-
-
-def test_a_check_makes_no_key(tmp_path):
-    pytest.importorskip("cryptography")
-    key = tmp_path / "key"
-    said = pagedcli("store", "check", tmp_path, "--read", "1", "--prefix-store-key", key, expect=2).stderr
-    assert "No such file" in said
-    assert not key.exists()
-
-
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e6])
 def test_what_is_slower_to_read_than_to_compute_stays_on_disk(path, tmp_path, monkeypatch, seconds_per_token):
     monkeypatch.setattr(core_store, "FILE_BYTES", 1)
@@ -341,7 +282,7 @@ def stored(path, tmp_path_factory):
 def test_each_part_of_the_identity_alone_is_a_miss_with_its_name(path, stored, monkeypatch):
     engine = engine_with(path)
     parts = store_identity(engine.config, engine.decision, engine.model_path)
-    assert len(parts) == 17
+    assert len(parts) == 16
     for name in parts:
         monkeypatch.setattr("pagedcli.runner.store.store_identity", lambda *_: {**parts, name: "another"})  # noqa: B023
         store = engine_with(path, stored).cache.store

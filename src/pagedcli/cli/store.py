@@ -61,7 +61,7 @@ def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
 
 
 @store.command()
-@config_flags(*MEASURED_KEYS, "engine.prefix_store_key")
+@config_flags(*MEASURED_KEYS)
 def check(
     path: Folder,
     *,
@@ -118,12 +118,9 @@ def _share(text: str) -> float:
 
 
 def _checked_engine(path: Path, config: EngineConfig) -> tuple[EngineConfig, ContentFolder]:
-    """The configuration that reads the folder, and the folder as it is read with its key. Raises: UsageError for a key,
-    before anything else takes time."""
-    from pagedcli.runner.store import store_key
-
+    """The configuration that reads the folder, and the folder."""
     config = msgspec.structs.replace(config, prefix_store=str(path))
-    folder = ContentFolder(path, key=store_key(config, makes_file=False))
+    folder = ContentFolder(path)
     folder.is_writable = False
     return config, folder
 

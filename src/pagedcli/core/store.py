@@ -47,10 +47,10 @@ class StoredNote(msgspec.Struct, frozen=True, array_like=True):
     kind: Kind = "blocks"
 
     @classmethod
-    def of(cls, folder: ContentFolder, file: ContentFile) -> "StoredNote":
+    def of(cls, file: ContentFile) -> "StoredNote":
         """Raises: DamagedFile if it is not one of this version."""
         try:
-            note = msgspec.msgpack.decode(folder.note(file), type=cls)
+            note = msgspec.msgpack.decode(file.head.note, type=cls)
         except msgspec.DecodeError as error:
             raise DamagedFile(f"its note is not as this version writes it: {error}") from error
         if not len(note.indices) == len(note.hashes) == len(file.head.sizes):
@@ -141,9 +141,12 @@ class PrefixStore:
 
     def _find(self, file: ContentFile) -> None:
         """Find a file's content from now on. Raises: DamagedFile if it is not of this engine."""
-        if file.head.identity != self.identity:
-            raise DamagedFile(f"other {differing(file.head.identity, self.identity)}")
-        note = StoredNote.of(self.folder, file)
+        identity = {**file.head.identity}
+        if identity.pop("encryption", "none") != "none":  # earlier versions name it
+            raise DamagedFile("encryption was removed: use another folder, or pagedcli store clear")
+        if identity != self.identity:
+            raise DamagedFile(f"other {differing(identity, self.identity)}")
+        note = StoredNote.of(file)
         if note.kind not in self._memories:
             raise DamagedFile(f"this engine has no {note.kind}")
         self._add(file, note)

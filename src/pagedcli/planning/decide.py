@@ -316,7 +316,7 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
     if config.prefix_store is None:
         if config.prefix_store_read != "always":
             raise ConfigError("prefix_store_read is for a prefix store", hint="name its folder with --prefix-store")
-        for name in ("prefix_store_size", "prefix_store_days", "prefix_store_key"):
+        for name in ("prefix_store_size", "prefix_store_days"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is for a prefix store", hint="name its folder with --prefix-store")
         return

@@ -14,7 +14,7 @@ from pagedcli.core.states import CheckpointPolicy, StateKind
 from pagedcli.core.store import Kind, StoredNote
 from pagedcli.errors import RequestError
 from pagedcli.runner.llm_engine import LLMEngine
-from pagedcli.runner.store import CacheMemory, StateMemory, store_identity, store_key
+from pagedcli.runner.store import CacheMemory, StateMemory, store_identity
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -36,7 +36,7 @@ def compare_with_model(
     with LLMEngine(msgspec.structs.replace(config, async_scheduling=False)) as engine:
         for kind in _states(engine):
             kind.plan.policy = CheckpointPolicy.named("end")
-        identity = store_identity(config, engine.decision, engine.model_path, store_key(config))
+        identity = store_identity(config, engine.decision, engine.model_path)
         own = [file for file in files if file.head.identity == identity]
         for file in files:
             if file.head.identity != identity:
@@ -52,7 +52,7 @@ def compare_with_model(
 
 
 def _compare(engine: LLMEngine, folder: ContentFolder, file: ContentFile, found: Comparison) -> None:
-    note, name = StoredNote.of(folder, file), file.path.name
+    note, name = StoredNote.of(file), file.path.name
     try:
         computed = _recompute(engine, note)
     except RequestError as error:
