@@ -246,28 +246,6 @@ def test_recomputed_blocks_and_states_are_those_of_the_store(model, setting, thr
     assert found.wrong.keys() == {file.path.name for file in files}
 
 
-@pytest.mark.parametrize("seconds_per_token", [0.0, 1e6])
-def test_what_is_slower_to_read_than_to_compute_stays_on_disk(path, tmp_path, monkeypatch, seconds_per_token):
-    monkeypatch.setattr(core_store, "FILE_BYTES", 1)
-    monkeypatch.setattr(
-        "pagedcli.runner.store._compute_s", lambda decision: lambda before, num: num * seconds_per_token
-    )
-    prompts = [[token] * 20 + [tail] for token in (5, 6, 7) for tail in (1, 2)]
-    expected, *_ = outcome(engine_with(path, tmp_path), prompts)
-    found, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_read="auto"), prompts)
-    assert found == expected
-    assert facts.num_read_blocks == (15 if seconds_per_token else 5)  # reading the first prefix shows the speed
-    assert bool(facts.num_left) == (not seconds_per_token)
-
-
-def test_without_step_times_all_is_read(path, tmp_path):
-    prompts = ragged_prompts(vocab_size=100)
-    outcome(engine_with(path, tmp_path), prompts)
-    _, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_read="auto"), prompts)
-    assert facts.num_read_blocks
-    assert not facts.num_left
-
-
 # ---------------------------------------------------------------------- identity
 
 
@@ -334,8 +312,6 @@ def test_where_no_bits_are_promised_it_is_refused_by_name(family, config, why, t
 def test_a_bound_without_a_store_is_refused(path):
     with pytest.raises(ConfigError, match="prefix_store_size is for a prefix store"):
         engine_with(path, prefix_store_size=1000)
-    with pytest.raises(ConfigError, match="prefix_store_read is for a prefix store"):
-        engine_with(path, prefix_store_read="auto")
 
 
 # ---------------------------------------------------------------------- damages

@@ -3,7 +3,7 @@
 Used by LLMEngine; planning.decide has refused the engines whose bits are not promised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from pagedcli.config import EngineConfig
 from pagedcli.content_files import ContentFolder, digest_of
 from pagedcli.core.store import PrefixStore
 from pagedcli.planning.decision import Decision
-from pagedcli.planning.step_time import StepWork, load_step_time
 from pagedcli.runner.identity import weights_identity
 from pagedcli.runner.model_runner import ModelRunner
 
@@ -92,21 +91,7 @@ def open_store(config: EngineConfig, decision: Decision, model_path: Path, runne
         limits.block_size,
         len(limits.groups),
         states=StateMemory.of(runner.state.states) if limits.has_states else None,
-        compute_s=_compute_s(decision) if config.prefix_store_read == "auto" else None,
     )
-
-
-def _compute_s(decision: Decision) -> Callable[[int, int], float] | None:
-    """The time to compute so many tokens after so many others, by the step times of this machine; None: not known."""
-    step_time = load_step_time(decision.time_key)
-    if step_time is None:
-        return None
-
-    def compute_s(num_before: int, num_tokens: int) -> float:
-        attended = sum(each.attended(num_before, num_tokens) for each in step_time.layers)
-        return step_time.seconds(StepWork(num_tokens, 0, num_chunks=1, attended_by_prompts=attended))
-
-    return compute_s
 
 
 def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
