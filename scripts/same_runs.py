@@ -319,7 +319,7 @@ TABLES = (
         "--version", "-h", "bench -h",
         *(f"{name} -h" for name in ("generate", "merge", "verify", "trace", "attach", "replay", "explain", "report",
                                     "simulate", "plan", "profile-memory", "doctor")),
-        *(f"bench {name} -h" for name in ("throughput", "latency", "kernels", "cache")),
+        *(f"bench {name} -h" for name in ("throughput", "cache")),
         "no-such-command",
     )),
 )  # fmt: skip

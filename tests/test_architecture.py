@@ -25,7 +25,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"closing", "content_files", "content_keys", "garbage", "memory_limit", "verdicts"}
+LOW |= {"closing", "content_files", "garbage", "memory_limit", "verdicts"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -39,8 +39,7 @@ ALLOWED = {
     "garbage": set(),
     "files": {"errors", "interrupt", "line_files"},
     "line_files": {"errors"},
-    "content_files": {"content_keys", "errors", "files", "printable"},
-    "content_keys": {"errors", "files"},
+    "content_files": {"errors", "files", "printable"},
     "remote": {"errors", "printable"},
     "memory_limit": {"errors"},
     "config_keys": {"errors"},

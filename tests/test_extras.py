@@ -52,15 +52,12 @@ except BackendError as error:
 """
 LM_EVAL = "import runpy; runpy.run_module('pagedcli.lm_eval', run_name='__main__')"
 
-ENCRYPTED = ["generate", "in.jsonl", "-o", "out.jsonl", "--prefix-store", "kept", "--prefix-store-key", "key"]
-
 # the extra, the module that is missing, the program, its arguments
 CASES = [
     ("attach", "zmq", COMMAND, ["attach", "tcp://127.0.0.1:9"]),
     ("attach", "zmq", COMMAND, ["generate", "in.jsonl", "-o", "out.jsonl", "--kv-events", "tcp://127.0.0.1:*"]),
     ("attach", "prometheus_client", COMMAND, ["attach", "tcp://127.0.0.1:9", "--metrics", "http://127.0.0.1:9"]),
     ("cuda", "triton", TRITON, []),
-    ("encryption", "cryptography", COMMAND, ENCRYPTED),
     ("flash-attn", "flash_attn", FLASH, []),
     ("gguf", "gguf", CODEBOOKS, []),
     ("lm-eval", "lm_eval", LM_EVAL, ["run"]),

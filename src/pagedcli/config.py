@@ -23,7 +23,6 @@ from pagedcli.sampling_params import SamplingParams
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-StoreRead = Literal["always", "auto"]
 PreemptionPolicy = Literal["last", "largest"]
 InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
 Order = Literal["input", "completion"]
@@ -140,23 +139,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             affects_rows=False,
         ),
     ] = None
-    prefix_store_read: Annotated[
-        StoreRead,
-        _cache(
-            "What to read from the prefix store; auto: not what this machine computes faster, where plan has timed its"
-            " steps",
-            affects_rows=False,
-        ),
-    ] = "always"
-    prefix_store_key: Annotated[
-        str | None,
-        _cache(
-            "File with a key that encrypts the prefix store; one that does not exist is made",
-            metavar="FILE",
-            default="not encrypted",
-            affects_rows=False,
-        ),
-    ] = None
     checkpoints: Annotated[
         str,
         _cache(
@@ -237,6 +219,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_ranges(self)
 
 
+# keys of earlier versions -> the value that asks for nothing, and what to say of others
+_REMOVED = {
+    "prefix_store_key": (None, "a prefix store is no longer encrypted, its folder has mode 700"),
+    "prefix_store_read": ("always", "what is in a prefix store is always read"),
+}
 BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size", "weight_cache_size"))  # may be text with a unit
 
 
@@ -370,6 +357,9 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     Raises: ConfigError naming the file, the key (with the nearest known one) or the value.
     """
     document = _read_yaml(path) if path is not None else {}
+    for name, (nothing, instead) in _REMOVED.items():
+        if document.get("engine", {}).pop(name, nothing) != nothing:
+            raise ConfigError(f"{path}: engine.{name} was removed, leave it out: {instead}")
     sources = {key: str(path) for key in _leaf_keys(document)}
     for dotted, value in (flags or {}).items():
         if value is not None:

@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from pagedcli.content_keys import ContentKey, WrongKey
 from pagedcli.errors import UsageError
 from pagedcli.files import CONTENT, PendingFile, cache_home, is_in_use, is_ours_alone, read_own, whole_file
 from pagedcli.printable import byte_text
@@ -43,7 +42,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of itself."""
 
     identity: dict[str, str]  # named parts: all that must be equal for the content to be of use
-    note: bytes  # what the content is, in the words of whoever keeps it; with a key encrypted, as the parts are
+    note: bytes  # what the content is, in the words of whoever keeps it
     seconds: float  # time saved by reading the content
     depth: int = 0  # the deepest of equally worthy files is removed first
     sizes: list[int]  # bytes of each part
@@ -140,7 +139,7 @@ class ContentFolder:
 
     `most_bytes` counts every file, whoever has made it; without it, or with `spares_disk`, a tenth of the disk stays
     free. Files that others have put there are never removed. `most_age_s`: without use; older files are not found and
-    go first. `key` encrypts notes and parts.
+    go first.
     Raises: UsageError if it is not a folder that can be read, and cannot become one.
     """
 
@@ -150,11 +149,9 @@ class ContentFolder:
         *,
         most_bytes: int | None = None,
         most_age_s: float | None = None,
-        key: ContentKey | None = None,
         spares_disk: bool = False,
     ) -> None:
-        self.path, self._key = path, key
-        self.most_bytes, self.most_age_s = most_bytes, most_age_s
+        self.path, self.most_bytes, self.most_age_s = path, most_bytes, most_age_s
         self._spares_disk = spares_disk or most_bytes is None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -213,13 +210,10 @@ class ContentFolder:
     ) -> ContentFile | str:
         """Keep some parts as one file, each at a multiple of so many bytes. Returns the file, or why it was not
         kept."""
-        of_note = digest_of(note) if self._key is None else self._key.name(note)
-        path = self.path / f"{identity_digest(identity)[:16]}-{of_note}{ENDING}"
-        if self._key is not None:
-            parts = [self._key.encrypt(part, f"{path.name} {place}") for place, part in enumerate(parts)]
+        path = self.path / f"{identity_digest(identity)[:16]}-{digest_of(note)}{ENDING}"
         head = Head(
             identity=dict(identity),
-            note=note if self._key is None else self._key.encrypt(note, path.name),
+            note=note,
             seconds=seconds,
             depth=depth,
             sizes=[len(memoryview(part).cast("B")) for part in parts],
@@ -317,17 +311,6 @@ class ContentFolder:
 
     # ------------------------------------------------------------------ reading
 
-    def note(self, file: ContentFile) -> bytes:
-        """The note of a file. Raises: DamagedFile."""
-        return file.head.note if self._key is None else self._decrypted(file.head.note, file.path.name)
-
-    def _decrypted(self, content: bytes, about: str) -> bytes:
-        assert self._key is not None, "without a key nothing is encrypted"
-        try:
-            return self._key.decrypt(content, about)
-        except WrongKey as error:
-            raise DamagedFile(str(error)) from error
-
     def read(self, file: ContentFile, wanted: Sequence[int]) -> list[bytes]:
         """Some parts of a file, each as it was written. Raises: DamagedFile."""
         parts = []
@@ -338,8 +321,6 @@ class ContentFolder:
                     content = opened.read(file.head.sizes[part])
                     if digest_of(content) != file.head.checksums[part]:
                         raise DamagedFile("other bytes than were written")
-                    if self._key is not None:
-                        content = self._decrypted(content, f"{file.path.name} {part}")
                     parts.append(content)
             self._mark_used(file)
         except OSError as error:
@@ -347,9 +328,8 @@ class ContentFolder:
         return parts
 
     def mapped(self, file: ContentFile) -> list[memoryview]:
-        """All parts of a file, mapped into memory that processes share. Not with a key. Raises: DamagedFile if a byte
-        is not as it was written."""
-        assert self._key is None, "what is encrypted cannot be mapped"
+        """All parts of a file, mapped into memory that processes share. Raises: DamagedFile if a byte is not as it was
+        written."""
         try:
             with file.path.open("rb") as opened:
                 whole = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))

@@ -10,11 +10,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
-from model_zoo import cached_model
 from typer.testing import CliRunner
 
-from pagedcli.bench.kernels import AttentionShape, nearer_limit
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
 from pagedcli.bench.throughput import run_workload, shape_folder, workload_config
@@ -128,15 +125,6 @@ def test_the_builtin_model_is_measured_where_it_is_named():
     assert (Path(unnamed.model).name, unnamed.load_format) == (workload.shape, "dummy")
 
 
-@pytest.mark.usefixtures("measured_once")
-def test_latency_has_a_row_per_batch_size():
-    text = bench("latency", *SMALL, "--batch-size", "1", "--batch-size", "2", "--input-len", "8", "--output-len", "3")
-    assert "TTFT ms" in text
-    text, spread = text.split("Spread of the passes")
-    assert "median" in spread
-    assert len([line for line in text.splitlines() if line.strip().startswith(("1 ", "2 "))]) == 2
-
-
 def test_cache_gives_the_same_tokens_without_it():
     lengths = ("--input-len", "12", "--output-len", "5", "--dtype", "float32")
     document = json.loads(bench("cache", *SMALL, *lengths, "--format", "json"))
@@ -161,57 +149,6 @@ def test_ids_within_the_vocabulary_stay_and_others_wrap_around():
     assert within([5, 10, 9_999], 10_000) == [5, 10, 9_999]
     assert within([5, 10, 299, 300, 9_999], 300) == [5, 10, 299, 10, 10 + 9_989 % 290]
     assert within([5, 10_000], 3) == [2, 2]
-
-
-@pytest.mark.slow
-def test_kernels_state_their_share_of_the_limit():
-    flags = ("--tokens", "4", "--window", "512", "--quantization", "int4")
-    document = json.loads(bench("kernels", *SMALL, *flags, "--format", "json"))
-    kinds = {row["kernel"]: row["implementation"] for row in document["kernels"]}
-    assert (kinds["linear qkv"], kinds["linear lm_head"]) == ("NativeLinear int4", "NativeLinear int8")
-    names = {row["kernel"] for row in document["kernels"]}
-    assert {"linear qkv", "linear lm_head", "rms_norm", "attention"} <= names
-    assert all(row["share"] is None or 0 < row["share"] <= 1 for row in document["kernels"])
-    for row, spread in zip(document["kernels"], document["spread"], strict=True):
-        assert row["size"] == spread["size"]
-        assert row["ms"] == spread["min"] <= spread["median"] <= spread["max"]
-        assert row["nearer"] in ("memory", "instructions", "library")
-        assert (row["library_ms"] or 0) > 0 if row["kernel"].startswith("linear") else row["library_ms"] != 0
-    whole, windowed = (row for row in document["kernels"] if row["size"].startswith("8 x 1 after 16383"))
-    assert windowed["size"].endswith("window 512")
-    assert windowed["ms"] < whole["ms"] / 4
-
-
-@pytest.mark.slow
-def test_kernels_of_latent_attention_are_those_of_its_layers(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("pagedcli.bench.kernels.STREAM_BYTES", 1 << 20)  # a tiny model would have 1,000 layers
-    path = cached_model("deepseek_v3", tmp_path_factory)
-    flags = ("--tokens", "4", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--format", "json")
-    document = json.loads(bench("kernels", "-m", str(path), *flags))
-    names = [row["kernel"] for row in document["kernels"]]
-    sizes = {row["kernel"]: row["size"] for row in document["kernels"]}
-    assert {"linear latents", "linear queries", "linear out"} <= set(names)
-    # latents of 40 and rotary keys of 8, queries of 24, heads of 12 + 8 and 20
-    found = [sizes[f"linear {each}"] for each in ("latents", "queries", "out")]
-    assert found == ["4 x 64 -> 72", "4 x 24 -> 80", "4 x 80 -> 64"]
-    assert names.count("attention, latents of 48") == 12  # 6 sizes over both caches
-    assert "linear qkv" not in names
-
-
-def test_latents_are_counted_once_and_multiplied_by_their_own_sizes():
-    dtypes = (torch.bfloat16, torch.bfloat16)
-    latents = AttentionShape(2, 100, 1, 0, None, 16, 1, 576, *dtypes, 512)
-    assert (latents.kv_bytes, latents.flops) == (2 * 100 * 576 * 2, 2 * 2 * 100 * 16 * (576 + 512))
-    plain = AttentionShape(2, 100, 1, 0, None, 16, 4, 128, *dtypes)
-    assert (plain.kv_bytes, plain.flops) == (2 * 2 * 100 * 4 * 128 * 2, 4 * 2 * 100 * 16 * 128)
-
-
-def test_nearer_of_two_limits_is_named():
-    limits = Roofline(read_bytes_per_s=10e9, flop_per_s=1000e9)
-    reading, computing = (10**9, 10**9), (10**6, 10**12)  # 0.1 s of memory, 1 s of arithmetic
-    assert nearer_limit(0.12, limits, *reading, None) == nearer_limit(0.12, limits, *reading, 0.2) == "memory"
-    assert nearer_limit(1.9, limits, *computing, None) == nearer_limit(1.2, limits, *computing, 2.0) == "instructions"
-    assert nearer_limit(1.9, limits, *computing, 2.0) == nearer_limit(4.0, limits, *computing, 2.0) == "library"
 
 
 def test_the_better_of_two_measurements_of_a_machine_counts():
@@ -260,7 +197,7 @@ def test_a_change_counts_only_where_the_passes_do_not_overlap():
     assert compared_rows([replace(before, num_tokens=80)], [replace(now, num_tokens=96)]) == [], "other requests"
 
 
-@pytest.mark.parametrize("content", ["no json", "{}", '{"throughput": [{"workload": "W1"}]}', '{"latency": []}'])
+@pytest.mark.parametrize("content", ["no json", "{}", '{"throughput": [{"workload": "W1"}]}'])
 def test_a_file_that_is_no_measurement_is_refused_before_measuring(tmp_path, content):
     (tmp_path / "before.json").write_text(content)
     for path in (tmp_path / "before.json", tmp_path / "none.json"):

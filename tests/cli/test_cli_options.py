@@ -62,6 +62,12 @@ def test_default_yaml_is_what_the_structs_say():
     assert load_config(path).config == Config()
 
 
+def test_the_defaults_of_removed_keys_are_ignored(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("engine: {prefix_store_key: null, prefix_store_read: always}")
+    assert load_config(path).config == Config()
+
+
 def test_the_help_says_the_range_type_and_default_of_the_structs():
     help_ = " ".join(run("generate", "--help").stdout.split())
     assert "--block-size N Tokens per KV block. Default: 16." in help_
@@ -164,6 +170,8 @@ def test_a_file_without_end_is_refused(arguments, what):
         ("engine:\n  dtype: bf16\n", "engine.dtype is 'bf16', known: auto, float32, bfloat16, float16"),
         ("sampling:\n  early_stopping: maybe\n", "sampling.early_stopping is 'maybe', known: never, true, false"),
         ("sampling:\n  temprature: 1\n", "unknown key 'temprature' in sampling"),
+        ("engine:\n  prefix_store_key: k\n", "prefix_store_key was removed, leave it out: a prefix"),
+        ("engine:\n  prefix_store_read: auto\n", "prefix_store_read was removed, leave it out: what is"),
         ("samplin:\n  n: 1\n", "unknown key 'samplin' in the file"),
         ("block_size: 8\n", "unknown key 'block_size' in the file"),
         ("engine: 8\n", "must hold sections with keys"),

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
 
-from pagedcli.content_files import ContentFolder
 from pagedcli.printable import byte_text, percent_text
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
@@ -167,34 +166,3 @@ def test_ls_check_trim_and_clear(runs, tmp_path):
     assert pagedcli("store", "clear", store).stdout.startswith("0 files removed")
     assert (store / "notes.txt").read_text() == "mine"
     assert "there is no folder" in pagedcli("store", "ls", tmp_path / "none", expect=2).stderr
-
-
-def test_check_recomputes_a_share_of_the_blocks(runs, tmp_path):
-    store = tmp_path / "store"
-    shutil.copytree(runs[0] / "store", store)
-    same = FAST[2:]
-    assert "10 blocks recomputed: the same bits" in pagedcli("store", "check", store, "--read", "5%", *same).stdout
-    other = pagedcli("store", "check", store, "--read", "1", *same, "--block-size", 8).stdout
-    assert "0 blocks recomputed" in other
-    assert "other block size" in other
-    [path] = store.iterdir()
-    [file], _ = ContentFolder(store).files()
-    parts = ContentFolder(store).read(file, range(len(file.head.sizes)))
-    wrong = [parts[0][:-1] + bytes([parts[0][-1] ^ 1]), *parts[1:]]  # with a checksum that fits
-    ContentFolder(store).write(file.head.identity, file.head.note, wrong, seconds=1.0)
-    assert list(store.iterdir()) == [path]
-    assert pagedcli("store", "check", store).stdout == "1 file as written, 0 not\n"
-    found = pagedcli("store", "check", store, "--read", "100%", *same, expect=1).stdout
-    assert f"{path.name}: blocks 0: other bits than the model computes" in found
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--read", "0"), "must be a share"),
-        (("--read", "x%"), "must be a share"),
-        (("--block-size", "8"), "are for --read"),
-    ],
-)
-def test_a_check_that_cannot_be_made_is_refused(runs, arguments, words):
-    assert words in pagedcli("store", "check", runs[0] / "store", *arguments, expect=2).stderr

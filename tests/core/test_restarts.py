@@ -54,14 +54,13 @@ class States:
         self.states[slot_id] = tuple(json.loads(content))
 
 
-def engine(folder, *, compute_s=None, **changes):
+def engine(folder, **changes):
     """An engine with a store."""
     sim = Simulation(**changes)
     states = States(sim.executor) if sim.limits.has_states else None
     num_groups = sim.block_manager.num_groups
-    sim.cache.store = PrefixStore(
-        ContentFolder(folder), {"a": "b"}, Blocks(sim.executor), 2, num_groups, states=states, compute_s=compute_s
-    )
+    memory = Blocks(sim.executor)
+    sim.cache.store = PrefixStore(ContentFolder(folder), {"a": "b"}, memory, 2, num_groups, states=states)
     sim.cache.store._thread = AtOnce()
     return sim
 
@@ -84,8 +83,8 @@ kinds = st.sampled_from(
 
 
 @settings(max_examples=20, deadline=None)
-@given(requests=st.lists(request, min_size=1, max_size=6), limits=limits, kind=kinds, is_slow=st.booleans())
-def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, kind, is_slow):
+@given(requests=st.lists(request, min_size=1, max_size=6), limits=limits, kind=kinds)
+def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, kind):
     requests += requests[:2]  # what is hit is kept
     limits = {**limits, **kind, "enable_prefix_caching": True}
     limits["num_blocks"] *= len(kind.get("windows", (None,)))
@@ -95,13 +94,7 @@ def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(reques
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(3):
             laws = TraceChecker()
-            sim = engine(
-                Path(folder),
-                emit=laws.apply,
-                trace_tokens=True,
-                compute_s=(lambda *_: 0.0) if is_slow else None,
-                **limits,
-            )
+            sim = engine(Path(folder), emit=laws.apply, trace_tokens=True, **limits)
             got, _ = play(sim, requests, [], after_step=partial(same_pool, sim, laws.state))
             sim.cache.store.close(1.0)
             assert got == {number: expected[number] for number in got}

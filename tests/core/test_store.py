@@ -1,12 +1,10 @@
-"""A prefix store over blocks that are bytes: what it counts, what it says of files of no use, and when it reads."""
+"""A prefix store over blocks that are bytes: what it counts, and what it says of files of no use."""
 
 import pytest
-from pool_harness import SIZE, make_seq, prefill
+from pool_harness import SIZE, make_seq
 from test_store_machine import AtOnce, Contents
 
 from pagedcli.content_files import ContentFolder
-from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.cache import Cache
 from pagedcli.core.prefixes import Prefix, token_bytes
 from pagedcli.core.store import PrefixStore, StoreFacts
 
@@ -17,10 +15,8 @@ class States(Contents):
     block_bytes = 32
 
 
-def opened(folder, *, states=None, num_groups=1, **given):
-    store = PrefixStore(
-        ContentFolder(folder), given.pop("identity", IDENTITY), Contents(), SIZE, num_groups, states=states, **given
-    )
+def opened(folder, *, states=None, num_groups=1, identity=IDENTITY):
+    store = PrefixStore(ContentFolder(folder), identity, Contents(), SIZE, num_groups, states=states)
     store._thread = AtOnce()
     return store
 
@@ -39,9 +35,9 @@ def content(number):
     return bytes([number]) * Contents.block_bytes
 
 
-def written(folder, seq, *, states=None, num_groups=1, **given):
+def written(folder, seq, *, states=None, num_groups=1):
     """A store to which all blocks of a sequence were offered, closed."""
-    store = opened(folder, states=states, num_groups=num_groups, **given)
+    store = opened(folder, states=states, num_groups=num_groups)
     for index in range(len(seq.prefixes)):
         store._memories["blocks"][index] = content(index)
     store.offer(seq, range(len(seq.prefixes)), lambda *_: True)
@@ -192,47 +188,6 @@ def test_a_folder_that_cannot_be_written_is_offered_nothing(tmp_path):
     store.offer(seq, [0, 1], lambda *_: True)
     store.close(1.0)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_is_computed_faster_than_it_is_read_is_left(tmp_path):
-    written(tmp_path, chained(range(6)))
-    asked = []
-
-    def compute_s(num_before, num_tokens):
-        asked.append((num_before, num_tokens))
-        return num_tokens / 4
-
-    store = opened(tmp_path, compute_s=compute_s, states=States())
-    assert store.is_faster(3, 0, 6), "the first ones show the speed"
-    assert asked == []
-    store.facts.num_read_bytes, store._read_s = 1000, 10.0  # 100 bytes/s
-    assert store.is_faster(1, 2, 4), "64 bytes of a block and 32 of a state in 0.96 s"
-    assert not store.is_faster(1, 2, 3), "0.75 s for 96 bytes"
-    assert not store.is_faster(2, 2, 4), "160 bytes"
-    assert asked == [(2, 4), (2, 3), (2, 4)]
-    assert store.facts.num_left == 2
-    assert opened(tmp_path).is_faster(10**9, 0, 1)
-
-
-def test_only_what_is_read_counts_as_saved(tmp_path):
-    written(tmp_path, chained(range(6)))
-    manager, asked = BlockManager(9, SIZE), []
-    cache = Cache(manager)
-    cache.store = store = opened(tmp_path, compute_s=lambda *tokens: asked.append(tokens) or 0.0)
-    store.facts.num_read_bytes = 1
-    prefill(manager, make_seq([0, 1, 9]))
-    seq = make_seq(range(7))
-    assert cache.restore(seq, cache.lookup(seq)).num_spans == 1
-    assert (asked, store.facts.num_left) == ([(2, 4)], 1)
-
-
-def test_a_prompt_of_which_nothing_is_there_is_not_left(tmp_path):
-    cache = Cache(BlockManager(9, SIZE))
-    cache.store = store = opened(tmp_path, compute_s=lambda *_: 0.0)
-    store.facts.num_read_bytes = 1
-    seq = make_seq(range(6))
-    assert cache.restore(seq, cache.lookup(seq)).num_disk_tokens == 0
-    assert store.facts.num_left == 0
 
 
 def test_a_block_larger_than_a_file_has_one_of_its_own(tmp_path, monkeypatch):

@@ -282,6 +282,8 @@ def test_a_key_is_made_once_for_its_owner_alone_and_a_short_one_is_refused(tmp_p
     path.write_text("short")
     with pytest.raises(UsageError, match="5 bytes, too few for a secret"):
         _secret(path)
+    with pytest.raises(UsageError, match="cannot be used: Is a directory"):
+        _secret(tmp_path)
     for flags in (["--tokens", "--record", tmp_path / "e.jsonl"], []):
         refused = pagedcli("attach", "tcp://localhost:1", "--key", path, *flags, expect=2).stderr
         assert "--key is for recordings without tokens" in refused

@@ -7,7 +7,6 @@ import shutil
 import msgspec
 import pytest
 import torch
-from cli_harness import pagedcli
 from engine_harness import ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 from trace_harness import check_events
@@ -15,12 +14,11 @@ from trace_harness import check_events
 from pagedcli import content_files
 from pagedcli.config import EngineConfig
 from pagedcli.core import store as core_store
-from pagedcli.errors import ConfigError, TraceError, UsageError
+from pagedcli.core.store import StoredNote
+from pagedcli.errors import ConfigError, TraceError
 from pagedcli.events import BlocksRestored, PrefixLookedUp
-from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
-from pagedcli.runner.store import store_identity, store_key
-from pagedcli.runner.store_check import compare_with_model
+from pagedcli.runner.store import store_identity
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
 
@@ -205,126 +203,42 @@ def test_a_salt_finds_only_its_own_blocks(path, tmp_path):
     assert not any(b"salt-text" in file.read_bytes() for file in tmp_path.iterdir())
 
 
-RECOMPUTED = [(model, "plain", 1) for model in ("dense", "window in some layers", "gated delta")]
-MORE_RECOMPUTED = {(*case, threads) for case in ALL for threads in (1, 2)} - set(RECOMPUTED)
+QUICK_BYTES = [(model, "plain", 1) for model in ("dense", "window in some layers", "gated delta")]
+MORE_BYTES = {(*case, threads) for case in ALL for threads in (1, 2)} - set(QUICK_BYTES)
 
 
 @pytest.mark.parametrize(
     ("model", "setting", "threads"),
-    [*RECOMPUTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(MORE_RECOMPUTED))],
+    [*QUICK_BYTES, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(MORE_BYTES))],
 )
-def test_recomputed_blocks_and_states_are_those_of_the_store(model, setting, threads, tmp_path_factory, tmp_path):
-    """Bit for bit: written in company, computed again alone, and by another number of threads."""
+def test_blocks_and_states_have_the_same_bytes_in_any_company(model, setting, threads, tmp_path_factory, tmp_path):
+    """Computed next to seven others, and two at once by another number of threads."""
     family, changes = MODELS[model]
     path = tiny_model(family, tmp_path / "model", **changes) if changes else cached_model(family, tmp_path_factory)
-    store, settings = tmp_path / "store", SETTINGS[setting]
-    _, written, _ = outcome(engine_with(path, store, **settings), ragged_prompts(vocab_size=100))
-    folder = content_files.ContentFolder(store)
-    files, _ = folder.files()
-    config = engine_with(path, store, **settings).config
-    torch.set_num_threads(threads)
-    try:
-        found = compare_with_model(config, folder, files, 1.0)
-    finally:
-        torch.set_num_threads(1)
-    assert found.num_equal["blocks"] == written.num_written_blocks > 0
-    assert found.num_equal["state"] == written.num_written_states
-    assert bool(written.num_written_states) == (model in RECURRENT)
-    assert not found.wrong
-    assert not found.skipped
-    if (model, setting, threads) not in RECOMPUTED:
-        return
-    same = ("-m", path, "--dtype", "float32", "--device", "cpu", "--block-size", 4, "--num-gpu-blocks-override", 400)
-    said = pagedcli("store", "check", store, "--read", "100%", *same).stdout
-    states = f" and {plural(written.num_written_states, 'state')}" if model == "gated delta" else ""
-    assert f"{written.num_written_blocks} blocks{states} recomputed: the same bits; other bits in 0 files" in said
-    for file in files:
-        parts = folder.read(file, range(len(file.head.sizes)))
-        wrong = [parts[0][:-1] + bytes([parts[0][-1] ^ 1]), *parts[1:]]
-        folder.write(file.head.identity, file.head.note, wrong, seconds=1.0)
-    found = compare_with_model(config, folder, folder.files()[0], 1.0)
-    assert found.wrong.keys() == {file.path.name for file in files}
+    slots = {"num_state_slots": 40} if model in RECURRENT else {}
+    for name, num_threads, num_seqs in (("eight", 1, 8), ("two", threads, 2)):
+        torch.set_num_threads(num_threads)
+        try:
+            engine = engine_with(path, tmp_path / name, **{**slots, **SETTINGS[setting], "max_num_seqs": num_seqs})
+            outcome(engine, ragged_prompts(vocab_size=100))
+        finally:
+            torch.set_num_threads(1)
+    eight, two = (checksums(tmp_path / name) for name in ("eight", "two"))
+    both = eight.keys() & two.keys()
+    assert {kind for kind, _ in both} == {"blocks", *(("state",) if model in RECURRENT else ())}
+    assert len(both) > len(eight) / 2
+    assert all(eight[each] == two[each] for each in both)
 
 
-def test_an_encrypted_store_is_read_with_its_key_alone(path, tmp_path):
-    pytest.importorskip("cryptography")
-    prompts, store = ragged_prompts(vocab_size=100), tmp_path / "store"
-    expected, *_ = outcome(engine_with(path), prompts)
-    key = {"prefix_store_key": str(tmp_path / "key")}
-    first, written, _ = outcome(engine_with(path, store, **key), prompts)
-    second, read, _ = outcome(engine_with(path, store, **key), prompts)
-    assert first == second == expected
-    assert read.num_read_blocks == written.num_written_blocks
-    for other in ({}, {"prefix_store_key": str(tmp_path / "other")}):
-        facts = engine_with(path, store, **other).close_store()
-        assert (facts.num_found_blocks, list(facts.not_used)) == (0, ["other encryption"])
-    config = engine_with(path, store, **key).config
-    folder = content_files.ContentFolder(store, key=store_key(config))
-    assert compare_with_model(config, folder, folder.files()[0], 1.0).num_equal["blocks"] == written.num_written_blocks
-    for file in folder.files()[0]:
-        content = bytearray(file.path.read_bytes())
-        content[file.places[0] + 3] ^= 1
-        file.path.write_bytes(content)
-    found, damaged, _ = outcome(engine_with(path, store, **key), prompts)
-    assert found == expected
-    assert damaged.not_used
-
-
-@pytest.mark.parametrize(
-    ("secret", "words"),
-    [
-        ("short", "has 5 bytes, too few for a secret"),
-        ("anybody may read this, so it is no secret", "can be read by other users"),
-        (None, "cannot be used: Is a directory"),
-        ("no library", "needs the cryptography package, which is not installed"),
-    ],
-)
-def test_what_is_wrong_with_a_key_is_said_before_the_model_is_loaded(path, tmp_path, monkeypatch, secret, words):
-    pytest.importorskip("cryptography")
-    key, store = tmp_path / "key", tmp_path / "store"
-    store.mkdir()
-    if secret is None:
-        key.mkdir()
-    else:
-        key.write_text(secret)
-        key.chmod(0o644 if "anybody" in secret else 0o600)
-    if secret == "no library":
-        monkeypatch.setattr("pagedcli.content_keys.find_spec", lambda name: None)
-    for name in ("pagedcli.runner.llm_engine.load_engine", "pagedcli.content_files.ContentFolder.files"):
-        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("this comes later"))
-    with pytest.raises(UsageError, match=words):
-        engine_with(path, store, prefix_store_key=str(key))
-    assert words in pagedcli("store", "check", store, "--read", "1", "--prefix-store-key", key, expect=2).stderr
-
-
-def test_a_check_makes_no_key(tmp_path):
-    pytest.importorskip("cryptography")
-    key = tmp_path / "key"
-    said = pagedcli("store", "check", tmp_path, "--read", "1", "--prefix-store-key", key, expect=2).stderr
-    assert "No such file" in said
-    assert not key.exists()
-
-
-@pytest.mark.parametrize("seconds_per_token", [0.0, 1e6])
-def test_what_is_slower_to_read_than_to_compute_stays_on_disk(path, tmp_path, monkeypatch, seconds_per_token):
-    monkeypatch.setattr(core_store, "FILE_BYTES", 1)
-    monkeypatch.setattr(
-        "pagedcli.runner.store._compute_s", lambda decision: lambda before, num: num * seconds_per_token
-    )
-    prompts = [[token] * 20 + [tail] for token in (5, 6, 7) for tail in (1, 2)]
-    expected, *_ = outcome(engine_with(path, tmp_path), prompts)
-    found, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_read="auto"), prompts)
-    assert found == expected
-    assert facts.num_read_blocks == (15 if seconds_per_token else 5)  # reading the first prefix shows the speed
-    assert bool(facts.num_left) == (not seconds_per_token)
-
-
-def test_without_step_times_all_is_read(path, tmp_path):
-    prompts = ragged_prompts(vocab_size=100)
-    outcome(engine_with(path, tmp_path), prompts)
-    _, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_read="auto"), prompts)
-    assert facts.num_read_blocks
-    assert not facts.num_left
+def checksums(folder):
+    """Of each block and state in a store, by its kind and the hash of its chain."""
+    files, _ = content_files.ContentFolder(folder).files()
+    notes = [StoredNote.of(file) for file in files]
+    return {
+        (note.kind, block_hash): checksum
+        for file, note in zip(files, notes, strict=True)
+        for block_hash, checksum in zip(note.hashes, file.head.checksums, strict=True)
+    }
 
 
 # ---------------------------------------------------------------------- identity
@@ -341,7 +255,7 @@ def stored(path, tmp_path_factory):
 def test_each_part_of_the_identity_alone_is_a_miss_with_its_name(path, stored, monkeypatch):
     engine = engine_with(path)
     parts = store_identity(engine.config, engine.decision, engine.model_path)
-    assert len(parts) == 17
+    assert len(parts) == 16
     for name in parts:
         monkeypatch.setattr("pagedcli.runner.store.store_identity", lambda *_: {**parts, name: "another"})  # noqa: B023
         store = engine_with(path, stored).cache.store
@@ -393,8 +307,6 @@ def test_where_no_bits_are_promised_it_is_refused_by_name(family, config, why, t
 def test_a_bound_without_a_store_is_refused(path):
     with pytest.raises(ConfigError, match="prefix_store_size is for a prefix store"):
         engine_with(path, prefix_store_size=1000)
-    with pytest.raises(ConfigError, match="prefix_store_read is for a prefix store"):
-        engine_with(path, prefix_store_read="auto")
 
 
 # ---------------------------------------------------------------------- damages

@@ -58,7 +58,7 @@ def found(tmp_path_factory):
     dummy = ["-m", str(folder), "--load-format", "dummy", "--quantization", "fake8"]
     lengths = ["--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--repeat", "1"]
     prompts, described = str(folder / "prompts.jsonl"), ["profile-memory", "-m", str(folder), "--memory", "8GiB"]
-    with_help = ("generate", "profile-memory", "plan", "bench kernels")
+    with_help = ("generate", "profile-memory", "plan", "bench throughput")
     int8 = ["int8" if each == "fake8" else each for each in small]
     commands = {
         **{f"help {name}": [*name.split(), "--help"] for name in with_help},

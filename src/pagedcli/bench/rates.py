@@ -4,14 +4,12 @@ Every figure is the best of many short measurements: other load on the machine o
 """
 
 import ctypes
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from pagedcli.bench.spread import Spread
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library, paths
@@ -84,17 +82,12 @@ def _paths(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> tuple[p
 
 
 def best_seconds(call: Callable[[], object]) -> float:
-    """The shortest of several timed calls, after an untimed one."""
-    return timed_seconds(call).min
-
-
-def timed_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> Spread:
-    """The spread of several timed calls, after an untimed one."""
+    """The shortest of ten timed calls, or of those of 0.3 seconds, after an untimed one."""
     call()
     seconds: list[float] = []
     started = time.perf_counter()
-    while len(seconds) < min_calls or time.perf_counter() - started < min_seconds:
+    while len(seconds) < 10 or time.perf_counter() - started < 0.3:
         before = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - before)
-    return Spread(min(seconds), statistics.median(seconds), max(seconds))
+    return min(seconds)

@@ -77,9 +77,6 @@ class Spread:
         known = [value for value in values if value is not None]
         return None if len(known) < len(values) or not known else cls(min(known), statistics.median(known), max(known))
 
-    def __mul__(self, factor: float) -> "Spread":
-        return Spread(self.min * factor, self.median * factor, self.max * factor)
-
 
 # figures of a workload that have a spread -> (name, whether more is better)
 FIGURES = {
@@ -98,7 +95,6 @@ class Earlier:
 
     workload: str
     spread: dict[str, Spread | None]
-    batch_size: int | UnsetType = UNSET
     num_tokens: int | UnsetType = UNSET  # tokens of the prompts and outputs
 
 
@@ -111,7 +107,6 @@ _OF_FIGURE = Means("", "that of the figure, in its name")
 @dataclass(frozen=True, slots=True)
 class _Figure:
     workload: str
-    batch_size: Annotated[int, "requests"] | UnsetType
     figure: Annotated[str, lambda key: FIGURES[key][0], RIGHT]
 
 
@@ -137,7 +132,7 @@ class FigureChange(_Figure):
 def spread_rows(rows: Sequence[Passes]) -> list[SpreadRow]:
     """One row per workload and figure."""
     return [
-        SpreadRow(row.workload, row.batch_size, figure, spread.min, spread.median, spread.max)
+        SpreadRow(row.workload, figure, spread.min, spread.median, spread.max)
         for row in rows
         for figure, spread in row.spread.items()
         if spread is not None
@@ -146,10 +141,10 @@ def spread_rows(rows: Sequence[Passes]) -> list[SpreadRow]:
 
 def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[FigureChange]:
     """The figures of workloads that both measurements have: medians, the change, and its verdict."""
-    earlier = {(row.workload, row.batch_size, row.num_tokens): row.spread for row in before}
+    earlier = {(row.workload, row.num_tokens): row.spread for row in before}
     rows = []
     for row in now:
-        old = earlier.get((row.workload, row.batch_size, row.num_tokens), {})
+        old = earlier.get((row.workload, row.num_tokens), {})
         for figure, (_, more_is_better) in FIGURES.items():
             a, b = old.get(figure), row.spread.get(figure)
             if a is None or b is None or not a.median:
@@ -157,5 +152,5 @@ def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[Figur
             change = b.median / a.median - 1
             overlap = a.min <= b.max and b.min <= a.max
             verdict = "within the spread" if overlap else "better" if (change > 0) == more_is_better else "worse"
-            rows.append(FigureChange(row.workload, row.batch_size, figure, a.median, b.median, change, verdict))
+            rows.append(FigureChange(row.workload, figure, a.median, b.median, change, verdict))
     return rows

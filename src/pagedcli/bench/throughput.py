@@ -200,7 +200,6 @@ def generate(
 class WorkloadRow:
     """The figures of a workload's passes: the median of each."""
 
-    batch_size: Annotated[int, "requests"] | UnsetType = UNSET  # simultaneous requests, for latency
     workload: str
     num_tokens: Annotated[int, "tokens of the prompts and outputs"]
     wall_s: Annotated[float, "s"]
@@ -223,7 +222,7 @@ class WorkloadRow:
     machine: MachineRates | UnsetType = UNSET
 
 
-def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) -> WorkloadRow:
+def throughput_row(result: Throughput, workload: BenchWorkload) -> WorkloadRow:
     """The share of the floor is None where other work disturbed the passes so much that it would exceed 1."""
     runs = result.runs
     machine = result.machines[runs.index(result.median)] if result.machines else None
@@ -242,7 +241,6 @@ def throughput_row(result: Throughput, workload: BenchWorkload, **names: int) ->
     num_tokens = workload.num_prompt_tokens + workload.num_output_tokens
     speculates = result.engine.plan.speculation != "off"
     return WorkloadRow(
-        **names,
         **medians,
         workload=workload.name,
         num_tokens=num_tokens,

@@ -1,6 +1,8 @@
 """`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
 import gc
+import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,9 +13,8 @@ import typer
 
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
-from pagedcli.content_keys import read_secret
 from pagedcli.errors import UsageError
-from pagedcli.files import KV_RECORDING, check_files
+from pagedcli.files import KV_RECORDING, check_files, read_whole
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
@@ -124,13 +125,22 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
     return stack.enter_context(Scraper(url))
 
 
-_LEAST_KEY_BYTES = 16
+_LEAST_KEY_BYTES, _MOST_KEY_BYTES = 16, 4096
 
 
 def _secret(path: Path) -> bytes:
-    """The key in a file, which is made if it does not exist."""
+    """The key in a file, which is made if it does not exist. Raises: UsageError."""
     is_new = not path.exists()
-    key = read_secret(path, _LEAST_KEY_BYTES)
+    try:
+        if is_new:
+            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_hex(32).encode())
+        key = read_whole(path, _MOST_KEY_BYTES).strip()
+    except OSError as error:
+        raise UsageError(f"the key {path} cannot be used: {error.strerror}") from error
+    if len(key) < _LEAST_KEY_BYTES:
+        hint = f"at least {_LEAST_KEY_BYTES} that nobody can guess; a file that does not exist is made"
+        raise UsageError(f"the key {path} has {len(key)} bytes, too few for a secret", hint=hint)
     if is_new:
         say(f"{path}: a new key; recordings made with it can be compared")
     return key

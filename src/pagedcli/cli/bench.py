@@ -17,12 +17,10 @@ from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
 from pagedcli.line_files import NOT_JSON
 from pagedcli.printable import duration_text, plural
-from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
-    from pagedcli.bench.kernels import KernelRow
-    from pagedcli.bench.rates import MachineRates
     from pagedcli.bench.throughput import Throughput, WorkloadRow
     from pagedcli.core.plan import Plan
 
@@ -57,17 +55,15 @@ class BenchProgress(ProgressLine):
             self.show(text)
 
 
-def read_earlier(path: Path | None, name: str) -> list[Earlier] | None:
+def read_earlier(path: Path) -> list[Earlier]:
     """The rows of an earlier measurement, printed with --format json. Raises: UsageError if the file has none."""
-    if path is None:
-        return None
     try:
         document = msgspec.json.decode(read_whole(path, _MOST_EARLIER_BYTES), type=dict[str, Any])
-        return msgspec.convert(document[name], list[Earlier])
+        return msgspec.convert(document["throughput"], list[Earlier])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (*NOT_JSON, KeyError) as error:
-        hint = f"make one with pagedcli bench {name} --format json"
+        hint = "make one with pagedcli bench throughput --format json"
         raise UsageError(f"{path} is not a measurement to compare with", hint=hint) from error
 
 
@@ -102,29 +98,14 @@ def _busy_warning(busy: Busy | None) -> list[str]:
     ]
 
 
-def limits_note(machine: "MachineRates", attention: "MachineRates | None" = None) -> str:
-    """`attention`: its own limits, if they are not the machine's because only the weights are quantized."""
-    read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
-    return (
-        f"This machine on {plural(machine.threads, 'thread')}: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
-        f" {machine.instructions} in registers; a large matrix product by {machine.path} reaches {gemm:,.0f}:"
-        f" {gemm / peak:.0%}."
-        + (f" Attention's limit: {attention.flop_per_s / 1e9:,.0f} of {attention.instructions}." if attention else "")
-    )
-
-
 bench = command_group("Measure speed and compare it with the machine's limits.")
-_WINDOW_HELP = "Also decode 8 sequences of 16,384 tokens that see N of them (repeatable). Default: the model's windows."
 _workload = partial(option, panel="BenchWorkload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
 _MOST_EARLIER_BYTES = 2**24
 _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES} that end within a minute."
-Repeat = Annotated[int | None, option(help=_REPEAT_HELP, min=1, metavar="N")]
-Compare = Annotated[
-    Path | None, option(metavar="FILE.json", help="Compare with an earlier measurement, printed with --format json.")
-]
+_COMPARE_HELP = "Compare with an earlier measurement, printed with --format json."
 
 
 @bench.command()
@@ -135,13 +116,13 @@ def throughput(
         list[str] | None,
         _workload(help="Predefined workload (repeatable): " + ", ".join(PRESETS) + ".", metavar="NAME"),
     ] = None,
-    num_prompts: Annotated[int, _workload(help="Number of requests.", min=1)] = 32,
+    num_prompts: Annotated[int, _workload(help="Requests at once; 1 for the latency of one.", min=1)] = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     range_ratio: Annotated[float, _workload(help="Draw lengths from [X * length, length].", metavar="X")] = 1.0,
     prefix_len: Annotated[int, _workload(help="Length of a prefix shared by all prompts, in tokens.", min=0)] = 0,
-    repeat: Repeat = None,
-    compare: Compare = None,
+    repeat: Annotated[int | None, option(help=_REPEAT_HELP, min=1, metavar="N")] = None,
+    compare: Annotated[Path | None, option(metavar="FILE.json", help=_COMPARE_HELP)] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -159,165 +140,36 @@ def throughput(
       pagedcli bench throughput --preset W1 --preset W5 --format json > before.json
       pagedcli bench throughput --preset W1 --preset W5 --compare before.json
       pagedcli bench throughput --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
+      pagedcli bench throughput --num-prompts 1 --output-len 64
       pagedcli bench throughput -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    from pagedcli.bench.throughput import WorkloadRow, throughput_row
+
     loaded = load_config(config, flags)
     seed = loaded.config.engine.seed
     draw = random_draw(num_prompts, input_len, output_len, range_ratio=range_ratio, prefix_len=prefix_len, seed=seed)
     kinds = [partial(preset_workload, name) for name in preset or ()] or [partial(draw.workload, "random")]
-    columns = "workload wall_s output_tokens_per_s total_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms steps"
-    _bench_passes("throughput", f"{columns} overhead_ms load_s", loaded, kinds, repeat, compare, format_)
-
-
-@bench.command()
-@config_flags(*MEASURED_KEYS)
-def latency(
-    *,
-    batch_size: Annotated[
-        list[int] | None, _workload(help="Number of simultaneous requests (repeatable). Default: 1, 8, 32.", min=1)
-    ] = None,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
-    repeat: Repeat = None,
-    compare: Compare = None,
-    config: ConfigFile = None,
-    format_: FormatOption = Format.TABLE,
-    flags: Flags,
-) -> None:
-    """Measure time to first token (TTFT) and time per output token (TPOT) of simultaneous requests.
-
-    \b
-    Examples:
-      pagedcli bench latency
-      pagedcli bench latency --batch-size 1 --batch-size 16 --input-len 512 --format json
-
-    Exit codes: 0 measured, 2 wrong usage.
-    """
-    loaded = load_config(config, flags)
-    seed = loaded.config.engine.seed
-    draws = [random_draw(size, input_len, output_len, seed=seed) for size in batch_size or (1, 8, 32)]
-    kinds = [partial(draw.workload, "random") for draw in draws]
-    columns = "batch_size wall_s output_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms overhead_ms"
-    _bench_passes("latency", columns, loaded, kinds, repeat, compare, format_)
-
-
-def _bench_passes(
-    key: str,
-    columns: str,
-    loaded: LoadedConfig,
-    kinds: Sequence[Callable[[int], BenchWorkload]],
-    repeat: int | None,
-    compare: Path | None,
-    format_: Format,
-) -> None:
-    """Measure workloads, each drawn with a salt of its own for every pass, and print the medians, their spread, and the
-    comparison with an earlier measurement."""
-    from pagedcli.bench.throughput import WorkloadRow, throughput_row
-
-    earlier = read_earlier(compare, key)
+    earlier = None if compare is None else read_earlier(compare)
     rows: list[WorkloadRow] = []
     for first, result in _run_all(loaded, kinds, range(repeat or _MOST_PASSES), within_minute=repeat is None):
-        names = {"batch_size": len(first.prompts)} if key == "latency" else {}
-        rows.append(throughput_row(result, first, **names))
+        rows.append(throughput_row(result, first))
         plan = result.engine.plan
-    columns += "" if plan.speculation == "off" else " drafted_tokens accepted_tokens"
-    title = f"{key.capitalize()}{' by requests at once' if key == 'latency' else ''}: medians of the passes"
-    tables = [table(WorkloadRow, key, title, rows, columns, notes=bench_notes(plan, rows))]
-    name = columns.partition(" ")[0]
+    columns = "workload wall_s output_tokens_per_s total_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms steps"
+    columns += " overhead_ms load_s" + ("" if plan.speculation == "off" else " drafted_tokens accepted_tokens")
+    title = "Throughput: medians of the passes"
+    tables = [table(WorkloadRow, "throughput", title, rows, columns, notes=bench_notes(plan, rows))]
     if len(rows[0].all_wall_s) > 1:
-        found, each = spread_rows(rows), f"{name} figure min median max"
+        found, each = spread_rows(rows), "workload figure min median max"
         tables.append(table(SpreadRow, "spread", "Spread of the passes", found, each))
     if earlier is not None:
-        changes, each = compared_rows(earlier, rows), f"{name} figure before now change verdict"
+        changes, each = compared_rows(earlier, rows), "workload figure before now change verdict"
         note = "within the spread: the ranges of the passes overlap, so the change may be chance"
         notes = [note if changes else "no workload of as many tokens is in both measurements"]
         title = "Compared with the earlier measurement"
         tables.append(table(FigureChange, "compared", title, changes, each, notes=notes))
     print_tables(tables, format_)
-
-
-@bench.command()
-@config_flags(*MEASURED_KEYS)
-def kernels(
-    *,
-    tokens: Annotated[
-        list[int] | None, _workload(help="Tokens per step (repeatable). Default: 1, 8, 32, 512.", min=1)
-    ] = None,
-    window: Annotated[list[int] | None, _workload(help=_WINDOW_HELP, min=1)] = None,
-    config: ConfigFile = None,
-    format_: FormatOption = Format.TABLE,
-    flags: Flags,
-) -> None:
-    """Measure linear layers, norms and attention on the CPU and compare each with two limits.
-
-    The machine's limit is its memory or the peak of its instructions; the library's is torch's time for the same
-    product. The last column names the nearer one.
-
-    \b
-    Examples:
-      pagedcli bench kernels
-      pagedcli bench kernels --tokens 1 --tokens 64 --dtype float32
-      pagedcli bench kernels --quantization int4 --kv-cache-dtype int8
-      pagedcli bench kernels --window 512
-      pagedcli bench kernels -m ./Qwen3-0.6B --format csv
-
-    Exit codes: 0 measured, 2 wrong usage.
-    """
-    from pagedcli.attention.base import named_dtype
-    from pagedcli.bench.kernels import kernel_rows
-    from pagedcli.bench.rates import measure_rates
-    from pagedcli.bench.spread import BusyWatch
-    from pagedcli.bench.throughput import workload_config
-    from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import decide, model_folder
-    from pagedcli.planning.machine import this_machine
-
-    loaded = load_config(config, flags)
-    engine_config = loaded.config.engine
-    if engine_config.device not in ("auto", "cpu"):
-        raise UsageError(f"bench kernels measures the CPU, not {engine_config.device}")
-    model = workload_config(loaded, preset_workload("W1")).model
-    engine_config = msgspec.structs.replace(engine_config, model=model, device="cpu")
-    spec = read_spec(model_folder(engine_config))
-    plan = decide(engine_config, spec, this_machine()).plan
-    dtype, quantization = named_dtype(plan.dtype), engine_config.quantization
-    machine = measure_rates(dtype, int8=quantization is not None)
-    attention = measure_rates(dtype) if quantization else None
-    windows = window or sorted({layer.window for layer in spec.attention_layers if layer.window is not None})
-    watch, progress, rows = BusyWatch(), BenchProgress("kernels"), []
-    try:
-        for share, row in kernel_rows(
-            spec,
-            machine.limits,
-            tokens or [1, 8, 32, 512],
-            dtype=dtype,
-            kv_dtype=named_dtype(plan.kv_dtype),
-            quantization=quantization,
-            windows=windows,
-            attention_limits=(attention or machine).limits,
-        ):
-            rows.append(row)
-            progress(share)
-    finally:
-        progress.close()
-    notes = [limits_note(machine, attention), *_busy_warning(watch.read())]
-    if windows:
-        notes.append("With a window, K and V may stay in the processor's cache between calls.")
-    print_tables(_kernel_tables(f"Kernels, {dtype}", rows, notes), format_, facts={"machine": machine})
-
-
-def _kernel_tables(title: str, rows: Sequence["KernelRow"], notes: list[str]) -> list[Table]:
-    from pagedcli.bench.kernels import CallSpread, KernelRow
-
-    if any(row.share is None for row in rows):
-        notes.append("'of the limit' is left out where a kernel was faster than the measured limit of the machine.")
-    columns = "kernel size implementation ms gb_per_s gflop_per_s share library_ms nearer"
-    shown = table(KernelRow, "kernels", title, rows, columns, notes=notes)
-    notes = ["the rates above are those of the fastest call: other load on the machine only adds time"]
-    calls, columns = map(CallSpread.of, rows), "kernel size min median max"
-    return [shown, table(CallSpread, "spread", "Spread of the calls", calls, columns, notes=notes)]
 
 
 @bench.command()

@@ -1,15 +1,14 @@
 """`pagedcli store`: what is in the folder of --prefix-store, whether it is whole, and how to make it smaller."""
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, command_group, config_flags, option
-from pagedcli.config import EngineConfig, load_config, parse_bytes
+from pagedcli.cli.options import FormatOption, command_group, option
+from pagedcli.config import parse_bytes
 from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, identity_digest
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text, plural, printable
@@ -61,93 +60,31 @@ def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
 
 
 @store.command()
-@config_flags(*MEASURED_KEYS, "engine.prefix_store_key")
-def check(
-    path: Folder,
-    *,
-    read: Annotated[
-        str | None,
-        option(metavar="SHARE", help="Also recompute so many of the blocks with the model, e.g. 5%, drawn at random."),
-    ] = None,
-    config: ConfigFile = None,
-    flags: Flags,
-) -> None:
+def check(path: Folder) -> None:
     """Read every byte and compare it with its checksum. Changes nothing.
 
-    With --read, blocks are computed again and compared bit by bit. The model and its settings are those of the run that
-    wrote them; files of others are left out.
-
     \b
-    Examples:
+    Example:
       pagedcli store check ~/.cache/prefixes
-      pagedcli store check ~/.cache/prefixes --read 5% -m Qwen/Qwen3-0.6B
 
     Exit codes: 0 all files are as they were written, 1 some are not, 2 wrong usage.
     """
-    share = None if read is None else _share(read)
-    if share is None and (flags or config is not None):
-        raise UsageError("a model and settings are for --read, which recomputes blocks", hint="name a share: --read 5%")
     folder = _folder(path)
-    engine = None if share is None else _checked_engine(path, load_config(config, flags).config.engine)
     folder.is_writable = False  # reading is no use of a file here
     files, wrong = folder.files()
+    num_whole = 0
     for file in files:
         try:
             for part in range(len(file.head.sizes)):
                 folder.read(file, [part])
+            num_whole += 1
         except DamagedFile as error:
             wrong[file.path.name] = str(error)
-    num_whole = len(files) - len(wrong.keys() & {file.path.name for file in files})
     print(f"{plural(num_whole, 'file')} as written, {len(wrong):,} not")
-    _print_files(wrong)
-    if share is not None and engine is not None:
-        whole = [file for file in files if file.path.name not in wrong]
-        wrong |= _compare(engine, whole, share)
+    for name, what in wrong.items():
+        print(f"  {name}: {printable(what)}")
     if wrong:
         raise typer.Exit(EXIT_DAMAGED)
-
-
-def _share(text: str) -> float:
-    """Raises: UsageError."""
-    number, is_percent = text.removesuffix("%"), text.endswith("%")
-    with suppress(ValueError):
-        share = float(number) / (100 if is_percent else 1)
-        if 0 < share <= 1:
-            return share
-    raise UsageError(f"--read is {text!r}, must be a share of the blocks", hint="5% or 0.05, at most 100%")
-
-
-def _checked_engine(path: Path, config: EngineConfig) -> tuple[EngineConfig, ContentFolder]:
-    """The configuration that reads the folder, and the folder as it is read with its key. Raises: UsageError for a key,
-    before anything else takes time."""
-    from pagedcli.runner.store import store_key
-
-    config = msgspec.structs.replace(config, prefix_store=str(path))
-    folder = ContentFolder(path, key=store_key(config, makes_file=False))
-    folder.is_writable = False
-    return config, folder
-
-
-def _compare(engine: tuple[EngineConfig, ContentFolder], files: list[ContentFile], share: float) -> dict[str, str]:
-    """Recompute a share of the blocks and states, and say what is wrong."""
-    from pagedcli.runner.store_check import compare_with_model
-
-    config, folder = engine
-    found = compare_with_model(config, folder, files, share)
-    others = f"other bits in {plural(len(found.wrong), 'file')}"
-    num_blocks, num_states = found.num_equal["blocks"], found.num_equal["state"]
-    states = f" and {plural(num_states, 'state')}" if num_states else ""
-    print(f"{plural(num_blocks, 'block')}{states} recomputed: the same bits; {others}")
-    _print_files(found.wrong)
-    if found.skipped:
-        print(f"not recomputed: {plural(len(found.skipped), 'file')}")
-        _print_files(found.skipped)
-    return found.wrong
-
-
-def _print_files(said: dict[str, str]) -> None:
-    for name, what in said.items():
-        print(f"  {name}: {printable(what)}")
 
 
 @store.command()

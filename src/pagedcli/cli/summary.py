@@ -105,8 +105,6 @@ def say_store(facts: "StoreFacts", path: str) -> None:
     if facts.num_removed:
         what = plural(facts.num_removed, "file")
         say(f"  removed: {what} when the folder was opened (size, days without use, or damage)")
-    if facts.num_left:
-        say(f"  not read: the prefixes of {plural(facts.num_left, 'prompt')}, slower to read than to compute")
     for what, reasons in (("not read", facts.not_used), ("not written", facts.not_kept)):
         for why, count in reasons.most_common():
             say(f"  {what}: {plural(count, 'file')}, {why}")

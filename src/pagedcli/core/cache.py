@@ -177,8 +177,7 @@ class Cache:
         while hit.num_spans < hit.num_asked:
             found = store.found(seq, hit.num_asked * blocks.num_groups)
             indices, num_spans = blocks.missing_entries(seq, found, self._ends(seq, hit.num_asked, store))
-            num_new_tokens = (num_spans - hit.num_spans) * blocks.block_size
-            if num_new_tokens <= 0 or not store.is_faster(len(indices), num_before, num_new_tokens):
+            if num_spans <= hit.num_spans:
                 break
             if indices:
                 contents = store.read(seq, indices)

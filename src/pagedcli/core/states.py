@@ -321,10 +321,6 @@ class StateKind:
 
     # ------------------------------------------------------------------ the store
 
-    def slot_of(self, seq: CacheUser, num_spans: int) -> int | None:
-        """The slot with the state after so many spans of the sequence."""
-        return self._find(self.plan.prefix(seq, num_spans))
-
     def stored(self, seq: CacheUser, most: int, store: "PrefixStore") -> list[int]:
         spans = range(1, min(most, self.plan.last_readable(seq)) + 1)
         found = store.found_states(seq, {span: self.plan.prefix(seq, span) for span in spans})

@@ -5,7 +5,6 @@ content_files. A file has blocks of one chain, or the state after one, with the 
 hash is only a hint here, too.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,10 +46,10 @@ class StoredNote(msgspec.Struct, frozen=True, array_like=True):
     kind: Kind = "blocks"
 
     @classmethod
-    def of(cls, folder: ContentFolder, file: ContentFile) -> "StoredNote":
+    def of(cls, file: ContentFile) -> "StoredNote":
         """Raises: DamagedFile if it is not one of this version."""
         try:
-            note = msgspec.msgpack.decode(folder.note(file), type=cls)
+            note = msgspec.msgpack.decode(file.head.note, type=cls)
         except msgspec.DecodeError as error:
             raise DamagedFile(f"its note is not as this version writes it: {error}") from error
         if not len(note.indices) == len(note.hashes) == len(file.head.sizes):
@@ -89,7 +88,6 @@ class StoreFacts:
     num_written_blocks: int = 0
     num_written_states: int = 0
     num_written_bytes: int = 0
-    num_left: int = 0  # prompts whose prefix was there, but slower to read than to compute
     not_kept: Counter[str] = field(default_factory=Counter)  # why files were not written
     not_used: Counter[str] = field(default_factory=Counter)  # why files that are there were no hit
     num_removed: int = 0  # files removed at its opening
@@ -101,8 +99,6 @@ class PrefixStore:
 
     `identity` names everything that the bits of a block depend on, apart from its tokens. Blocks are copied in the
     thread of the engine and written in another one. `states`: the slots of a model with recurrent state.
-    `compute_s`: the time to compute so many tokens after so many others; what is read faster is read, and None reads
-    all.
     """
 
     def __init__(
@@ -114,7 +110,6 @@ class PrefixStore:
         num_groups: int,
         *,
         states: BlockMemory | None = None,
-        compute_s: Callable[[int, int], float] | None = None,
     ) -> None:
         self.folder, self.identity, self.facts = folder, identity, StoreFacts()
         self._memories: dict[Kind, BlockMemory] = {"blocks": memory}
@@ -123,7 +118,6 @@ class PrefixStore:
         self._num_groups = num_groups
         self._span_bytes = block_size * TOKEN_BYTES
         self._places: dict[tuple[Kind, int], _Place] = {}  # kind and hash of the chain -> place
-        self._compute_s, self._read_s = compute_s, 0.0
         self._offers: deque[_Offer] = deque()
         self._coming: set[tuple[Kind, int]] = set()  # what is offered or being written
         self._writing: list[tuple[Future[ContentFile | str], StoredNote]] = []
@@ -141,9 +135,12 @@ class PrefixStore:
 
     def _find(self, file: ContentFile) -> None:
         """Find a file's content from now on. Raises: DamagedFile if it is not of this engine."""
-        if file.head.identity != self.identity:
-            raise DamagedFile(f"other {differing(file.head.identity, self.identity)}")
-        note = StoredNote.of(self.folder, file)
+        identity = {**file.head.identity}
+        if identity.pop("encryption", "none") != "none":  # earlier versions name it
+            raise DamagedFile("encryption was removed: use another folder, or pagedcli store clear")
+        if identity != self.identity:
+            raise DamagedFile(f"other {differing(identity, self.identity)}")
+        note = StoredNote.of(file)
         if note.kind not in self._memories:
             raise DamagedFile(f"this engine has no {note.kind}")
         self._add(file, note)
@@ -196,18 +193,6 @@ class PrefixStore:
             contents.update(zip((index for index, _ in places), parts, strict=True))
         return [contents[index] for index in indices]
 
-    def is_faster(self, num_blocks: int, num_before: int, num_tokens: int) -> bool:
-        """Whether so many blocks are read, as fast as all so far, before so many tokens would be computed after others.
-        The first ones always are: reading them shows the speed."""
-        if self._compute_s is None or not self.facts.num_read_bytes:
-            return True
-        num_bytes = num_blocks * self._memories["blocks"].block_bytes
-        if "state" in self._memories:
-            num_bytes += self._memories["state"].block_bytes
-        is_faster = num_bytes * self._read_s / self.facts.num_read_bytes < self._compute_s(num_before, num_tokens)
-        self.facts.num_left += not is_faster
-        return is_faster
-
     def read_state(self, prefix: Prefix) -> bytes | None:
         """The state after some tokens, which is here, as it was written. None: as for blocks."""
         parts = self._read_file([self._places["state", prefix.hash]])
@@ -217,11 +202,9 @@ class PrefixStore:
         """Parts of one file. None: it is damaged or gone, and what it had is no longer here."""
         file, note = places[0].file, places[0].note
         try:
-            begin_s = time.perf_counter()
             parts = self.folder.read(file, [place.part for place in places])
             if any(len(part) != self._memories[note.kind].block_bytes for part in parts):
                 raise DamagedFile(f"its parts are no {note.kind} of this engine")
-            self._read_s += time.perf_counter() - begin_s
             return parts
         except DamagedFile as error:
             self.facts.not_used[str(error)] += 1

@@ -300,9 +300,4 @@ int decoder_forward(const Model* model, const Step* step) {
     static thread_local Arena arena;
     return with_activations(model->dtype, [&](auto type) { return Forward<decltype(type)>(*model, *step, arena).run(); });
 }
-
-void decoder_norm_rows(int64_t dtype, const void* x, const void* weight, int64_t num_rows, int64_t size, float eps, void* out,
-                       int threads) {
-    with_activations(dtype, [&](auto type) { norm_rows<decltype(type)>(x, weight, false, num_rows, size, eps, out, threads); });
-}
 }

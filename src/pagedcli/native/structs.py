@@ -174,7 +174,6 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),
-        "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, _float, _pointer, _int], None),
         "paged_work_new": ([_pointer, _int64, *[_pointer] * 3, _int64, _int64, _int], _pointer),
         "paged_work_free": ([_pointer], None),
         "paged_attend": ([_int, *[_pointer] * 3, _int64, _int64, *[_pointer] * 3, _float, _float, _pointer], _int),

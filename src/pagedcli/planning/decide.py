@@ -314,9 +314,7 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
     """Raises: ConfigError for a prefix store whose blocks would not have the bits of computed ones (see
     docs/reproducibility.md), or that would never be used."""
     if config.prefix_store is None:
-        if config.prefix_store_read != "always":
-            raise ConfigError("prefix_store_read is for a prefix store", hint="name its folder with --prefix-store")
-        for name in ("prefix_store_size", "prefix_store_days", "prefix_store_key"):
+        for name in ("prefix_store_size", "prefix_store_days"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is for a prefix store", hint="name its folder with --prefix-store")
         return

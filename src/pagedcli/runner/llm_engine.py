@@ -12,7 +12,7 @@ from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import StepTime, load_step_time, without_dear_guesses
 from pagedcli.runner.loading import load_engine
-from pagedcli.runner.store import open_store, store_key
+from pagedcli.runner.store import open_store
 from pagedcli.runner.tensor_parallel import WorkerGroup
 
 
@@ -20,7 +20,7 @@ class LLMEngine(EngineCore, Closes):
     """A model ready to serve requests. See EngineCore.
 
     `with_store`: use the prefix store of the configuration. Measurements do not: it would hide what they measure.
-    Raises:  ConfigError, ModelError, BackendError; UsageError for a store or its key.
+    Raises:  ConfigError, ModelError, BackendError; UsageError for a store.
     """
 
     def __init__(
@@ -33,7 +33,6 @@ class LLMEngine(EngineCore, Closes):
         with_store: bool = False,
     ) -> None:
         self.config = config
-        key = store_key(config) if with_store else None  # a bad key ends the run before the model is loaded
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
         loaded = self._group.load() if self._group is not None else load_engine(config)
         self.decision, self.spec = loaded.decision, loaded.decision.spec
@@ -56,7 +55,7 @@ class LLMEngine(EngineCore, Closes):
             ),
         )
         if with_store:
-            self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner, key)
+            self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner)
 
     def close(self) -> None:
         """Stop the processes of a tensor-parallel group, and write what waits for the prefix store; the engine is

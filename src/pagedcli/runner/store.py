@@ -3,7 +3,7 @@
 Used by LLMEngine; planning.decide has refused the engines whose bits are not promised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from pagedcli.config import EngineConfig
 from pagedcli.content_files import ContentFolder, digest_of
-from pagedcli.content_keys import ContentKey
 from pagedcli.core.store import PrefixStore
 from pagedcli.planning.decision import Decision
-from pagedcli.planning.step_time import StepWork, load_step_time
 from pagedcli.runner.identity import weights_identity
 from pagedcli.runner.model_runner import ModelRunner
 
@@ -74,9 +72,7 @@ def _replace(tensor: Tensor, content: bytes) -> None:
     tensor.copy_(given.view(tensor.shape))
 
 
-def open_store(
-    config: EngineConfig, decision: Decision, model_path: Path, runner: ModelRunner, key: ContentKey | None
-) -> PrefixStore | None:
+def open_store(config: EngineConfig, decision: Decision, model_path: Path, runner: ModelRunner) -> PrefixStore | None:
     """The store that a configuration names; None: it names none. Raises: UsageError."""
     if config.prefix_store is None:
         return None
@@ -85,10 +81,9 @@ def open_store(
         Path(config.prefix_store).expanduser(),
         most_bytes=config.prefix_store_size,
         most_age_s=None if days is None else days * 86_400,
-        key=key,
     )
     limits = runner.limits
-    identity = store_identity(config, decision, model_path, key)
+    identity = store_identity(config, decision, model_path)
     return PrefixStore(
         folder,
         identity,
@@ -96,33 +91,10 @@ def open_store(
         limits.block_size,
         len(limits.groups),
         states=StateMemory.of(runner.state.states) if limits.has_states else None,
-        compute_s=_compute_s(decision) if config.prefix_store_read == "auto" else None,
     )
 
 
-def store_key(config: EngineConfig, *, makes_file: bool = True) -> ContentKey | None:
-    """The key of the store; None: there is no store, or it is not encrypted. Raises: UsageError."""
-    if config.prefix_store is None or config.prefix_store_key is None:
-        return None
-    return ContentKey.of(Path(config.prefix_store_key).expanduser(), makes_file=makes_file)
-
-
-def _compute_s(decision: Decision) -> Callable[[int, int], float] | None:
-    """The time to compute so many tokens after so many others, by the step times of this machine; None: not known."""
-    step_time = load_step_time(decision.time_key)
-    if step_time is None:
-        return None
-
-    def compute_s(num_before: int, num_tokens: int) -> float:
-        attended = sum(each.attended(num_before, num_tokens) for each in step_time.layers)
-        return step_time.seconds(StepWork(num_tokens, 0, num_chunks=1, attended_by_prompts=attended))
-
-    return compute_s
-
-
-def store_identity(
-    config: EngineConfig, decision: Decision, model_path: Path, key: ContentKey | None = None
-) -> dict[str, str]:
+def store_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
     """Named parts: everything that the bits of a block depend on, apart from its tokens and their salt."""
     plan, spec = decision.plan, decision.spec.within(decision.plan.limits.max_model_len)
     return weights_identity(config, decision, model_path) | {
@@ -132,5 +104,4 @@ def store_identity(
         "groups of layers": digest_of(repr(plan.limits.groups).encode()),
         "rotary embedding": digest_of(repr([(mixer.rope, mixer.head_dim) for mixer in spec.attentions]).encode()),
         "recurrent state": digest_of(repr(spec.states).encode()),
-        "encryption": "none" if key is None else f"AES-256-GCM, key {key.digest}",
     }
