@@ -22,7 +22,6 @@ class Verdict:
     low: float | None = None  # lower end of `after`; None: it is exact
     high: float | None = None  # None with a `low`: nobody knows
     to_do: str | None = None  # None: nothing
-    change: str | None = None  # the command, setting or text for it
     certainty: str  # the source of the size
     not_looked_at: str | None = None
 
@@ -50,9 +49,8 @@ class Verdict:
             said += f"; {self.to_do}"
         if size := self.size():
             said += f": {size}"
-        tried = f" Try: {self.change}" if self.change is not None else ""
         left = f" Not looked at: {self.not_looked_at}." if self.not_looked_at is not None else ""
-        return f"{said} ({self.certainty}).{left}{tried}"
+        return f"{said} ({self.certainty}).{left}"
 
 
 def cut_reason(reason: str) -> str:

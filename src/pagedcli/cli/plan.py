@@ -1,6 +1,5 @@
 """`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,6 @@ from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import FirstAnswer, first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
-from pagedcli.cli.reordered import Reordered
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
@@ -32,7 +30,6 @@ from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
-    from pagedcli.batch.lines import Line
     from pagedcli.cli.plan_models import ModelRow
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
@@ -60,7 +57,6 @@ _ALL_HELP = (
     "Show every table, and look in every row for where prompts part, not only in 20,000; of more than 67 million prompt"
     " tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
 )
-_REORDERED_HELP = "Write the prompts with what makes them part moved, sorted or made alike, to check and compare."
 _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
 
 
@@ -83,7 +79,6 @@ class PlanOptions:
     measure: Annotated[bool, option("--measure", help=_MEASURE_HELP)] = False
     measure_s: Annotated[float | None, option(metavar="S", min=1, help=_MEASURE_S_HELP)] = None
     allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
-    try_reordered: Annotated[Path | None, option(metavar="FILE", help=_REORDERED_HELP)] = None
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
     config: ConfigFile = None
     format_: FormatOption = Format.TABLE
@@ -92,11 +87,6 @@ class PlanOptions:
     def may_measure(self) -> bool:
         """Whether settings may be timed."""
         return (self.measure or self.tune) and not self.no_calibrate
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether places are looked for in every row that memory has room for."""
-        return self.all_ or self.try_reordered is not None
 
     @property
     def lengths(self) -> str:
@@ -130,7 +120,6 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
       pagedcli plan million.jsonl --sample                        (within seconds, about)
-      pagedcli plan prompts.jsonl --try-reordered changed.jsonl   (then plan changed.jsonl)
       pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
@@ -263,12 +252,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     best_size, num_beams = None if sizes else facts["recommended_block_size"], survey.requests.num_beam_searches
     shortly = in_short(scan, forecast, time, best_size, num_beam_searches=num_beams)
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
-    if survey.reordered is not None and options.try_reordered is not None:
-        num_changed, num_left = survey.reordered.write(options.try_reordered, partings)
-        cannot = (
-            f"; {num_left:,} more would change in what the template writes, which no row can say" if num_left else ""
-        )
-        say(f"{options.try_reordered}: {plural(num_changed, 'row')} changed{cannot}; compare with plan, and read them")
     return code
 
 
@@ -297,13 +280,10 @@ def _verdicts(
     options: PlanOptions,
 ) -> list[Verdict]:
     """Where prompts part, what settings would save, or that nothing is to change."""
-    change = None
-    if options.try_reordered is None and options.prompts != "-":
-        change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
-    found = in_words(partings, is_cached=engine.enable_prefix_caching, change=change, has_all=options.takes_all)
+    found = in_words(partings, is_cached=engine.enable_prefix_caching, has_all=options.all_)
     if advice is None:
         return found
-    left = not_drawn if not_drawn is None or options.takes_all else f"{not_drawn} (--all: every row)"
+    left = not_drawn if not_drawn is None or options.all_ else f"{not_drawn} (--all: every row)"
     return with_settings(found, advice, left)
 
 
@@ -333,7 +313,6 @@ class _Survey:
     requests: "PromptRequests"
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
     refusal: str | None  # why it would
-    reordered: Reordered | None = None  # what --try-reordered finds
 
     @property
     def here(self) -> "Plan | None":
@@ -393,13 +372,6 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             _say_estimate(loaded, decision, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
-    reordered = None if options.try_reordered is None else Reordered()
-
-    def observe(line: "Line") -> None:
-        reading.observe(line)
-        if reordered is not None:
-            reordered.add_line(line)
-
     with old_objects_left_alone():
         scan = scan_prompts(
             loaded,
@@ -410,12 +382,11 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             limits=here,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
-            drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.takes_all else None,
-            reordered=reordered,
-            observe=observe,
+            drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.all_ else None,
+            observe=reading.observe,
         )
     reading.close()
-    return _Survey(scan, requests, decision, refusal, reordered)
+    return _Survey(scan, requests, decision, refusal)
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":

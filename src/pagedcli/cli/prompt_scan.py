@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pagedcli.batch.lines import Line
     from pagedcli.batch.requests import BatchRow
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.cli.reordered import Reordered
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
     from pagedcli.simulation.sources import PromptRequests
@@ -149,14 +148,13 @@ def scan_prompts(
     lines: "Iterable[Line] | None" = None,
     tokenizer: "Tokenizer | None" = None,
     drawn: PromptSample | None = None,
-    reordered: "Reordered | None" = None,
     observe: "Callable[[Line], None]" = lambda line: None,
 ) -> PromptScan:
     """Survey the prompts of a file, or of only these of its lines, and count the rows that a run would refuse.
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     `observe` receives each line as it is read.
-    Changes: adds every good row to `shares`, `requests`, `drawn` and `reordered`. Raises: PagedcliError.
+    Changes: adds every good row to `shares`, `requests` and `drawn`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
@@ -184,8 +182,6 @@ def scan_prompts(
             continue
         if requests is not None:
             requests.add(row, num_new_tokens)
-        if reordered is not None:
-            reordered.add_row(row, scan.tokenizer)
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
             params, token_ids = prompt.params, array("q", prompt.computed_ids)
             num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown
