@@ -107,11 +107,3 @@ def test_the_first_lines_name_one_block_size(tmp_path):
     shown = pagedcli("plan", path, "--no-calibrate").stdout
     assert "use --block-size 8: hits 0.0 % -> " in shown.splitlines()[0]
     assert "Best block size known" not in shown
-
-
-def test_the_first_answer_from_a_sample_begins_with_it_and_says_that_it_is_a_sample(tmp_path):
-    path = tmp_path / "long.jsonl"
-    clock_chats(path, 12_000)
-    shown = pagedcli("plan", path, "--no-calibrate", "--sample").stdout.splitlines()
-    assert "drawn prompts part at token" in shown[0]
-    assert "the time differs" in shown[0]

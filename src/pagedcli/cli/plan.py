@@ -13,14 +13,13 @@ from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
 from pagedcli.cli.plan_guesses import guess_note
-from pagedcli.cli.plan_sample import FirstAnswer, first_answer
-from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
+from pagedcli.cli.plan_sample import first_answer
+from pagedcli.cli.plan_tables import full_tables, in_short, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
-from pagedcli.distributed.partition import SharePlan
-from pagedcli.errors import EXIT_BAD_ROWS, BackendError, ConfigError, MissingModelError, ModelError, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import expected_text, percent_text, plural
@@ -30,7 +29,6 @@ from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
-    from pagedcli.cli.plan_models import ModelRow
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.parting import Parting
@@ -41,14 +39,9 @@ if TYPE_CHECKING:
 
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
-_WORKERS_HELP = "Also predict the distribution over N workers (generate --ray)."
 _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
 _GUESSES_HELP = "Summary of a run (--summary-json): how often guesses of the model's MTP head are right."
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
-_MODEL_HELP = (
-    "Model folder, hub id, or builtin: the demo model. Several: one table says which is fastest here. Default: builtin."
-)
-_SAMPLE_HELP = "End with the first answer: what some 2,000 rows from all over a long file let expect."
 _TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
 _MEASURE_HELP = "Time the settings that may make steps faster, in turns with the present ones."
 _MEASURE_S_HELP = f"Seconds that --measure and --tune may time. Default: {MEASURE_S:.0f}."
@@ -65,16 +58,13 @@ class PlanOptions:
     """The flags of `plan` itself; `generate --dry-run` and `generate --tune` set some of them."""
 
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP)]
-    models: Annotated[list[str] | None, option("-m", "--model", metavar="MODEL", help=_MODEL_HELP)] = None
     tokenizer: Annotated[Path | None, option(metavar="DIR", help="Tokenizer folder, instead of the model's own.")] = (
         None
     )
-    workers: Annotated[int | None, option(metavar="N", min=2, help=_WORKERS_HELP)] = None
     expected_output: Annotated[int | None, _time(help=_EXPECTED_HELP, metavar="N", min=1)] = None
     outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None
     guesses: Annotated[Path | None, _time(help=_GUESSES_HELP, metavar="SUMMARY.json")] = None
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
-    sample: Annotated[bool, option("--sample", help=_SAMPLE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
     measure: Annotated[bool, option("--measure", help=_MEASURE_HELP)] = False
     measure_s: Annotated[float | None, option(metavar="S", min=1, help=_MEASURE_S_HELP)] = None
@@ -98,10 +88,7 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-_KEYS = tuple(key for key in PLAN_KEYS if key != "engine.model")  # may be given several times
-
-
-@config_flags(*_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
@@ -116,78 +103,19 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     Examples:
       pagedcli plan prompts.jsonl
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
-      pagedcli plan prompts.jsonl -m ./qwen -m ./llama -m builtin (which is fastest here?)
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
-      pagedcli plan million.jsonl --sample                        (within seconds, about)
-      pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
     if options.expected_output is not None and options.outputs is not None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
-    if options.sample and (options.outputs is not None or options.tune or options.workers is not None):
-        raise UsageError("--sample reads a few rows; --outputs, --tune and --workers need all of them")
-    if options.measure and (options.no_calibrate or options.sample):
-        raise UsageError("--measure loads the model and reads all rows", hint="leave out --no-calibrate and --sample")
+    if options.measure and options.no_calibrate:
+        raise UsageError("--measure loads the model", hint="leave out --no-calibrate")
     if options.measure_s is not None and not options.may_measure:
         raise UsageError("--measure-s needs --measure or --tune", hint="add --measure to time settings")
-    several = list(dict.fromkeys(options.models or ()))
-    if len(several) > 1:
-        raise typer.Exit(_compare(several, flags, options))
-    if several:
-        flags = {**flags, "engine.model": several[0]}
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
-
-
-def _compare(models: list[str], flags: Flags, options: PlanOptions) -> int:
-    """Print which of these models is fastest. Returns the exit code."""
-    from pagedcli.batch.lines import is_live
-    from pagedcli.cli.plan_models import ModelRow, print_models
-
-    if options.tokenizer is not None or options.tune or options.measure or options.workers is not None:
-        raise UsageError("--tokenizer, --tune, --measure and --workers take one model", hint="name one with -m")
-    if is_live(options.prompts):
-        raise UsageError("several models read the prompts one after the other", hint="write them to a file first")
-    rows = []
-    for number, model in enumerate(models, 1):
-        say(f"model {number} of {len(models)}: {model}")
-        loaded = load_config(options.config, {**flags, "engine.model": model})
-        try:
-            rows.append(_row_of(model, loaded, options))
-        except MissingModelError:
-            raise
-        except (ModelError, ConfigError) as error:
-            rows.append(ModelRow(model, fits=False, reason=error.message))
-    print_models(rows, options.prompts, options.format_)
-    return EXIT_BAD_ROWS if any(row.num_bad_rows for row in rows) else 0
-
-
-def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow":
-    """What the file takes with a model. Raises: PagedcliError."""
-    from pagedcli.cli.plan_models import ModelRow, memory_of
-    from pagedcli.planning.decision import NOT_PREDICTED
-    from pagedcli.planning.step_time import load_seconds
-
-    survey = _survey(loaded, options)
-    decision, num_bad = survey.decision, survey.scan.num_bad
-    if decision is None or decision.pool is None:
-        reason = survey.refusal or NOT_PREDICTED
-        return ModelRow(model, fits=None if decision else False, num_bad_rows=num_bad, reason=reason)
-    if not has_pool(decision):
-        return ModelRow(model, fits=False, num_bad_rows=num_bad, reason=decision.pool.reason)
-    row = ModelRow(model, fits=True, memory_bytes=memory_of(decision), num_bad_rows=num_bad)
-    if isinstance(survey, FirstAnswer):
-        found = survey.run
-    elif survey.is_of_a_run:
-        run = _expected_run(loaded, survey, options)
-        found = run.facts
-    else:
-        return replace(row, reason="the file has no valid row")
-    times = {name: found[name] for name in ("seconds", "seconds_low", "seconds_high", "tokens_per_s")}
-    why = None if times["seconds"] is not None else found["time_source"]
-    return replace(row, **times, load_s=load_seconds(decision.time_key), reason=why)
 
 
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
@@ -199,11 +127,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     from pagedcli.simulation.tables import advice_table
 
     engine = loaded.config.engine
-    shares = None if options.workers is None else SharePlan(engine.block_size)
-    survey = _survey(loaded, options, shares)
-    if isinstance(survey, FirstAnswer):
-        survey.print(options.format_, engine)
-        return EXIT_BAD_ROWS if survey.scan.num_bad else 0
+    survey = _survey(loaded, options)
     scan, here = survey.scan, survey.here
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     _say_what_is_missing(survey)
@@ -236,8 +160,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         tables = short_tables(run_tables, scan, engine, here, enough)
     else:
         tables = [*run_tables, *full_tables(scan, engine, here, advice, enough)]
-    if scan.plan.num_prompts and shares is not None and options.workers is not None:
-        tables.append(share_table(shares, options.workers))
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
@@ -293,7 +215,6 @@ def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
     from pagedcli.cli.tuning import tuned_settings
 
     survey = _survey(loaded, options)
-    assert isinstance(survey, _Survey), "generate has no --sample"
     if not survey.is_of_a_run:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
     run = _expected_run(loaded, survey, options)
@@ -339,8 +260,8 @@ def has_pool(decision: "Decision | None") -> bool:
     return decision is not None and decision.pool is not None and decision.pool.num_blocks > 0
 
 
-def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None = None) -> _Survey | FirstAnswer:
-    """What is found in the file; with --sample, of a long one only what its sample lets expect."""
+def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
+    """What is found in the file, after saying what a sample of a long one lets expect."""
     from pagedcli.garbage import old_objects_left_alone
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
@@ -362,8 +283,6 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
     if outputs is None and (sample := _sample(loaded, options)) is not None:
         own = PromptRequests(input_name, expected_tokens=options.expected_output)
         first = first_answer(loaded, sample, folder, spec, decision if has_pool(decision) else None, own)
-    if first is not None and options.sample:
-        return replace(first, decision=decision, refusal=refusal)
     if first is not None:
         say_wrapped(f"{first.in_words}; reading all of them")
 
@@ -378,7 +297,6 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             input_name,
             folder,
             spec,
-            shares=shares,
             limits=here,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
@@ -390,21 +308,15 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
-    """Rows from all over a long file; None for a short one. Raises: UsageError if --sample has no such file."""
+    """Rows from all over a long file; None for a short one, and what cannot be read anywhere."""
     from pagedcli.batch.columns import Columns
     from pagedcli.batch.line_sample import sample_lines
     from pagedcli.batch.prompts import open_source
 
-    run = loaded.config.run
     # a pipe gives its rows once: it is opened by the one that reads all of it
-    source = open_source(options.prompts, Columns.of(run)) if Path(options.prompts).is_file() else None
-    if options.sample and (run.limit is not None or source is None or not source.is_plain):
-        raise UsageError(
-            "--sample draws rows from all over a JSONL file, not from tables, folders, compressed files or streams, nor"
-            " with --limit",
-            hint="leave it out: the first answer then comes from the beginning of the input",
-        )
-    return None if run.limit is not None or source is None else sample_lines(source)
+    if loaded.config.run.limit is not None or not Path(options.prompts).is_file():
+        return None
+    return sample_lines(open_source(options.prompts, Columns.of(loaded.config.run)))
 
 
 def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.cli.prompt_scan import MAX_LISTED, PromptScan
 from pagedcli.config import EngineConfig
-from pagedcli.distributed.partition import SharePlan
-from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
 from pagedcli.records import LEFT, Bytes, Share, count, size
@@ -223,15 +221,6 @@ class PoolRow:
     fits: Annotated[bool, "fits here"]
 
 
-class Way:
-    """A way to distribute the rows over workers."""
-
-    way: Annotated[str, "rows"]
-    num_computed_tokens: Annotated[int, "prompt tokens computed"]
-    hit_rate: Share
-    max_over_mean: Annotated[float, "busiest worker", lambda ratio: f"{ratio:.2f} x mean"]
-
-
 def _rows_table(scan: PromptScan) -> Table:
     rows = {"rows": scan.num_rows, "valid": scan.num_valid}
     rows |= {f"bad: {code}": num_rows for code, num_rows in scan.bad_codes.most_common()}
@@ -347,14 +336,3 @@ def _pool_table(survey: PromptSurvey, engine: EngineConfig, here: "Plan | None")
     if rows[0]["num_blocks"] > pool.num_blocks:
         notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
     return table(PoolRow, "pools", title, rows, notes=notes)
-
-
-def share_table(shares: SharePlan, num_workers: int) -> Table:
-    """How the rows would be distributed over workers."""
-    rows = [{"way": name, **share_facts(each)} for name, each in shares.ways(num_workers).items()]
-    notes = [
-        f"with one prefix cache per worker that never evicts, block size {shares.keys.block_size}; generate --ray"
-        " groups by prefix",
-        "busiest worker: tokens that it computes and generates, at most, over the mean of all workers",
-    ]
-    return table(Way, "workers", f"{num_workers} workers", rows, notes=notes)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
-from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.prompt_survey import PromptSurvey
@@ -142,7 +141,6 @@ def scan_prompts(
     folder: Path,
     spec: "ModelSpec | None",
     *,
-    shares: SharePlan | None = None,
     limits: "Limits | None" = None,
     requests: "PromptRequests | None" = None,
     lines: "Iterable[Line] | None" = None,
@@ -154,7 +152,7 @@ def scan_prompts(
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     `observe` receives each line as it is read.
-    Changes: adds every good row to `shares`, `requests` and `drawn`. Raises: PagedcliError.
+    Changes: adds every good row to `requests` and `drawn`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
@@ -198,7 +196,5 @@ def scan_prompts(
             if prompt.scored is not None:
                 num_known *= engine.enable_prefix_caching
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
-            if shares is not None:
-                shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
     scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
     return scan
