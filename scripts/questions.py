@@ -75,7 +75,7 @@ QUESTIONS = (
         "generate people.csv --template 'The code of {name} is {code}. The code is' --max-tokens 4",
     ),
     Question(
-        "Which settings?", "plan prompts.jsonl --tune --no-calibrate --num-gpu-blocks-override 20 --max-num-seqs 1"
+        "Which settings?", "plan prompts.jsonl --tune --num-gpu-blocks-override 20 --max-num-seqs 1", is_timed=True
     ),
     Question(
         "Which rows failed, and why?",

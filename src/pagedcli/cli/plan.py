@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.doctor import engine_table
-from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
 from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import first_answer
@@ -42,10 +42,7 @@ _INPUT_HELP = "Input file (also .gz); - reads stdin."
 _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
 _GUESSES_HELP = "Summary of a run (--summary-json): how often guesses of the model's MTP head are right."
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
-_TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
-_MEASURE_HELP = "Time the settings that may make steps faster, in turns with the present ones."
-_MEASURE_S_HELP = f"Seconds that --measure and --tune may time. Default: {MEASURE_S:.0f}."
-_ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
+_TUNE_HELP = "Only print the fastest settings as YAML, for -C of generate; times some in turns, for up to a minute."
 _ALL_HELP = (
     "Show every table, and look in every row for where prompts part, not only in 20,000; of more than 67 million prompt"
     " tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
@@ -55,7 +52,7 @@ _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The flags of `plan` itself; `generate --dry-run` and `generate --tune` set some of them."""
+    """The flags of `plan` itself; `generate --dry-run` sets some of them."""
 
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP)]
     tokenizer: Annotated[Path | None, option(metavar="DIR", help="Tokenizer folder, instead of the model's own.")] = (
@@ -66,17 +63,9 @@ class PlanOptions:
     guesses: Annotated[Path | None, _time(help=_GUESSES_HELP, metavar="SUMMARY.json")] = None
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
-    measure: Annotated[bool, option("--measure", help=_MEASURE_HELP)] = False
-    measure_s: Annotated[float | None, option(metavar="S", min=1, help=_MEASURE_S_HELP)] = None
-    allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
     config: ConfigFile = None
     format_: FormatOption = Format.TABLE
-
-    @property
-    def may_measure(self) -> bool:
-        """Whether settings may be timed."""
-        return (self.measure or self.tune) and not self.no_calibrate
 
     @property
     def lengths(self) -> str:
@@ -97,7 +86,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     and text, waste at block sizes from 8 to 256, how much this machine can hold, and which kernels it would use.
 
     The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
-    measured. Settings that change the time of a step are advised only where --measure has found them to be faster.
+    measured. Settings that change the time of a step are tried by --tune alone.
 
     \b
     Examples:
@@ -111,10 +100,8 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     """  # fmt: skip
     if options.expected_output is not None and options.outputs is not None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
-    if options.measure and options.no_calibrate:
-        raise UsageError("--measure loads the model", hint="leave out --no-calibrate")
-    if options.measure_s is not None and not options.may_measure:
-        raise UsageError("--measure-s needs --measure or --tune", hint="add --measure to time settings")
+    if options.tune and options.no_calibrate:
+        raise UsageError("--tune times steps", hint="leave out --no-calibrate")
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
 
 
@@ -123,7 +110,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     from pagedcli.cli.tuning import tuned_settings
     from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
-    from pagedcli.simulation.settings import BLOCK_SIZE
     from pagedcli.simulation.tables import advice_table
 
     engine = loaded.config.engine
@@ -137,7 +123,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if survey.is_of_a_run and options.tokenizer is None:
         run = _expected_run(loaded, survey, options)
         if options.tune:
-            print(tuned_settings(run.subject, run.found, loaded)[1], end="")
+            print(tuned_settings(run.subject, run.found, loaded), end="")
             return code
         subject, budget_s = run.subject, ADVICE_S
         base: Forecast | None = run.found
@@ -159,7 +145,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if is_short:
         tables = short_tables(run_tables, scan, engine, here, enough)
     else:
-        tables = [*run_tables, *full_tables(scan, engine, here, advice, enough)]
+        tables = [*run_tables, *full_tables(scan, engine, here, enough)]
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
@@ -170,7 +156,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if sizes:
         facts["recommended_block_size"] = sizes[0]
     elif advice is not None:
-        facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
+        facts["recommended_block_size"] = engine.block_size
     best_size, num_beams = None if sizes else facts["recommended_block_size"], survey.requests.num_beam_searches
     shortly = in_short(scan, forecast, time, best_size, num_beam_searches=num_beams)
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
@@ -209,26 +195,12 @@ def _verdicts(
     return with_settings(found, advice, left)
 
 
-def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
-    """The configuration keys that make this file faster, with their values, after saying them and what they gain; for
-    `generate --tune`. Raises: UsageError."""
-    from pagedcli.cli.tuning import tuned_settings
-
-    survey = _survey(loaded, options)
-    if not survey.is_of_a_run:
-        raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
-    run = _expected_run(loaded, survey, options)
-    found, shown = tuned_settings(run.subject, run.found, loaded)
-    say(shown.rstrip())
-    return found
-
-
 # ---------------------------------------------------------------------- the run that a file would be
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What one pass over a file has found, for the forecast, the adviser and --tune."""
+    """What one pass over a file has found, for the forecast and the adviser."""
 
     scan: PromptScan
     requests: "PromptRequests"
@@ -365,7 +337,6 @@ class _ExpectedRun:
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.cli.tuning import smaller_kv, time_in_turns
     from pagedcli.planning.head_gain import read_head_guesses
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
     from pagedcli.simulation.forecast import forecast, with_hits_of_all
@@ -422,11 +393,6 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         read_ahead=run.read_ahead,
         step_time=step_time,
         left_out=requests.left_out,
-        smaller_kv=smaller_kv(loaded, decision) if options.allow_kv_dtype else None,
-        calibration=decision.time_key.file_name,
-        time_in_turns=partial(time_in_turns, loaded, found) if options.may_measure else None,
-        measure_s=options.measure_s or MEASURE_S,
-        lists_untimed=True,
     )
     progress.close()
     facts = {**forecast_row(found, step_time), "time_source": source}

@@ -111,7 +111,6 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
             may_reorder=is_ours or (recorded is not None and in_order(workload)),
             read_ahead=schedule.read_ahead,
             step_time=step_time if is_timed else None,
-            calibration=calibration if is_timed else None,
             arrivals=None if schedule.speed is None else schedule,
             largest_pool=found[-1].num_blocks,
         )
