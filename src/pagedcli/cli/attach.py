@@ -11,7 +11,6 @@ import typer
 
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
-from pagedcli.content_keys import read_secret
 from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.interrupt import as_exceptions
@@ -32,7 +31,6 @@ _WAIT_S = 0.1
 _LINE_S = 10.0
 _ENDPOINTS_HELP = "tcp://HOST:PORT of each publisher, or a recording."
 _REPLAY_HELP = "Replay endpoint for missed messages; one per publisher."
-_KEY_HELP = "Make the digests with the secret in this file, which is made if it does not exist: for pagedcli diff."
 Endpoints = Annotated[list[str], typer.Argument(metavar="ENDPOINT...", help=_ENDPOINTS_HELP, show_default=False)]
 
 
@@ -49,7 +47,6 @@ def attach(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Include token ids in the recording; by default only digests.")
     ] = False,
-    key: Annotated[Path | None, option(metavar="FILE", help=_KEY_HELP)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     duration: Annotated[float | None, option(metavar="SECONDS", min=0, help="Stop after this time.")] = None,
     idle: Annotated[
@@ -76,16 +73,13 @@ def attach(
     """  # fmt: skip
     if tokens and record is None:
         raise UsageError("--tokens needs --record")
-    if key is not None and (record is None or tokens):
-        raise UsageError("--key is for recordings without tokens", hint="use --record without --tokens")
     decode = None if model is None else kv_decoder(model)
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
         print_capture(Path(endpoints[0]), model, format_)
         return
-    check_files({"--key": key}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
-    secret = None if key is None else _secret(key)
+    check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with as_exceptions(), ExitStack() as stack:
         from pagedcli.kvevents.sockets import Subscriber
 
@@ -93,7 +87,7 @@ def attach(
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None
         if record is not None:
-            writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens, key=secret))
+            writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
         session = _Session(subscriber, writer, scraper, keep_tokens=decode is not None)
         if is_interactive(with_stdout=False) and not no_live:
             session.watch(duration, idle, decode)
@@ -122,18 +116,6 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
     from pagedcli.kvevents.scrape import Scraper
 
     return stack.enter_context(Scraper(url))
-
-
-_LEAST_KEY_BYTES = 16
-
-
-def _secret(path: Path) -> bytes:
-    """The key in a file, which is made if it does not exist."""
-    is_new = not path.exists()
-    key = read_secret(path, _LEAST_KEY_BYTES)
-    if is_new:
-        say(f"{path}: a new key; recordings made with it can be compared")
-    return key
 
 
 class _Session:
