@@ -403,11 +403,7 @@ def why_not_kept() -> str | None:
 
 def save_step_time(key: TimeKey, step_time: StepTime) -> None:
     """Keep a calibration. Without a folder that can be written it is lost, and the next command calibrates again."""
-    keep_file(cache_folder() / key.file_name, msgspec.json.encode(_File(key, step_time)))
-
-
-def keep_file(path: Path, content: bytes) -> None:
-    """Write what was measured to a file, if that is possible."""
+    path, content = cache_folder() / key.file_name, msgspec.json.encode(_File(key, step_time))
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if is_stream(path):  # it would be written to

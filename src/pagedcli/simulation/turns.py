@@ -46,11 +46,6 @@ class Turns:
         return (savings[place - 1], savings[-place]) if place else (-inf, inf)
 
     @property
-    def is_short(self) -> bool:
-        """Whether there are too few pairs to say anything."""
-        return self.interval[0] == -inf
-
-    @property
     def is_sure(self) -> bool:
         """Whether the other settings are faster, beyond doubt."""
         return self.interval[0] > 0
@@ -64,7 +59,7 @@ class Turns:
     def text(self) -> str:
         """What is known of the saving, in words."""
         low, high = self.interval
-        if self.is_short:
+        if low == -inf:
             return "not certain: too few passes"
         if high <= 0:
             return f"between {percent_text(-high)} and {percent_text(-low)} slower"
