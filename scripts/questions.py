@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from unittest import mock
 
 import typer
 
-import pagedcli.assets
 from pagedcli.cli.main import app
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.publisher import KVEventPublisher
@@ -61,7 +59,7 @@ QUESTIONS = (
     Question("Are two outputs the same?", "verify out.jsonl again.jsonl"),
     Question(
         "10,000 prompts overnight: when does it end?",
-        "plan overnight.jsonl --sample",
+        "plan overnight.jsonl",
         is_timed=True,
         remark="With `-m model.gguf` for a GGUF file. While it runs, `generate` shows the time that is left.",
     ),
@@ -77,7 +75,7 @@ QUESTIONS = (
         "generate people.csv --template 'The code of {name} is {code}. The code is' --max-tokens 4",
     ),
     Question(
-        "Which settings?", "plan prompts.jsonl --tune --no-calibrate --num-gpu-blocks-override 20 --max-num-seqs 1"
+        "Which settings?", "plan prompts.jsonl --tune --num-gpu-blocks-override 20 --max-num-seqs 1", is_timed=True
     ),
     Question(
         "Which rows failed, and why?",
@@ -87,7 +85,6 @@ QUESTIONS = (
     Question("Why did the hit rate fall after I changed the system prompt?", "diff monday.jsonl friday.jsonl"),
     Question("Which request evicted my prefix?", "explain run.jsonl --request 12"),
     Question("A picture of the block tables for my slides?", "replay run.jsonl --step 10 --picture pool.svg"),
-    Question("Which of these models is fastest here?", "plan prompts.jsonl -m builtin -m copy", is_timed=True),
     Question(
         "What does my hybrid model lose at checkpoints?",
         "explain hybrid.jsonl",
@@ -174,8 +171,6 @@ def make_files(folder: Path) -> None:
     for name, config in (("qwen3-8b", _QWEN3_8B), ("qwen2.5-7b", _QWEN25_7B)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    demo = Path(pagedcli.assets.__file__).parent / "demo"
-    shutil.copytree(demo, folder / "copy")
     small = "--num-gpu-blocks-override 20 --max-num-seqs 4"
     for command in (
         f"generate prompts.jsonl -o out.jsonl {small} --record run.jsonl --record-tokens",

@@ -247,7 +247,7 @@ TABLES = (
     Run("plan", (
         *each_format(f"plan {IN}/shared.jsonl", ("table", "json")),
         f"plan {IN}/bad.jsonl --num-gpu-blocks-override 40 --format csv",
-        f"plan {IN}/columns.jsonl --field question --workers 2 --format md",
+        f"plan {IN}/columns.jsonl --field question --format md",
     )),
     # where it measures, all but the pool depends on the memory that is free
     Run("profile_memory_measured", ("profile-memory --format json --num-gpu-blocks-override 300",),

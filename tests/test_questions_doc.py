@@ -23,8 +23,8 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_the_page_has_the_24_questions():
-    assert len(questions.QUESTIONS) + len(questions.OTHERS) == 24
+def test_the_page_has_the_23_questions():
+    assert len(questions.QUESTIONS) + len(questions.OTHERS) == 23
     asked = re.findall(r"^## (.+)$", DOCUMENT, re.MULTILINE)
     assert asked == [*(each.text for each in questions.QUESTIONS), *questions.OTHERS]
 
@@ -34,7 +34,7 @@ def test_the_page_has_the_24_questions():
 def test_a_command_prints_what_the_page_shows(folder, question):
     with questions.in_folder(folder):
         lines = questions.first_lines(question)
-    if question.is_timed:  # which model is fastest, and how sure that is, may differ
+    if question.is_timed:  # times, and how sure they are, may differ
         assert f"$ pagedcli {question.command}\n{re.split(r'[:0-9]', lines[0])[0]}" in DOCUMENT
         return
     section = questions.section(question, lines)

@@ -20,21 +20,15 @@ class Verdict:
     now: float | None = None  # None: `after` is a saving
     after: float | None = None  # None: nobody knows
     low: float | None = None  # lower end of `after`; None: it is exact
-    high: float | None = None  # None with a `low`: nobody knows
     to_do: str | None = None  # None: nothing
-    change: str | None = None  # the command, setting or text for it
     certainty: str  # the source of the size
     not_looked_at: str | None = None
 
     def size(self) -> str:
-        """`hits 0.0 % -> 90.1 % (89.7 % to 90.5 %)`, or `hits 0.0 % -> at least 89.7 %`."""
+        """`hits 0.0 % -> 90.1 %`, or `hits 0.0 % -> at least 89.7 %`."""
         if self.after is None:
             return ""
-        after = percent_text(self.after)
-        if self.low is not None and self.high is None:
-            after = f"at least {percent_text(self.low)}"
-        elif self.low is not None and self.high is not None and percent_text(self.low) != percent_text(self.high):
-            after += f" ({percent_text(self.low)} to {percent_text(self.high)})"
+        after = percent_text(self.after) if self.low is None else f"at least {percent_text(self.low)}"
         if self.now is None:
             return f"{after} less {self.measure}"
         return f"{self.measure} {percent_text(self.now)} -> {after}"
@@ -50,9 +44,8 @@ class Verdict:
             said += f"; {self.to_do}"
         if size := self.size():
             said += f": {size}"
-        tried = f" Try: {self.change}" if self.change is not None else ""
         left = f" Not looked at: {self.not_looked_at}." if self.not_looked_at is not None else ""
-        return f"{said} ({self.certainty}).{left}{tried}"
+        return f"{said} ({self.certainty}).{left}"
 
 
 def cut_reason(reason: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.prefixes import unit_digests
 from pagedcli.core.sequence import Sequence
-from pagedcli.distributed.partition import PrefixKeys, SharePlan, balance, facts
+from pagedcli.distributed.partition import PrefixKeys
 from pagedcli.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -95,31 +95,3 @@ def test_a_cut_falls_between_two_families_if_that_is_near_enough():
 def test_one_family_is_still_shared_out_to_all_workers():
     parts = keys_of(families(1, 40)).ordered().parts(4)
     assert all(8 <= len(part) <= 11 for part in parts)
-
-
-def test_the_prediction_is_what_block_managers_that_never_evict_find():
-    prompts = families(6, 10, num_shared=13, num_own=5)
-    plan = SharePlan(BLOCK)
-    for prompt in prompts:
-        plan.add(prompt, 2)
-    for name, shares in plan.ways(3).items():
-        if name != "round-robin":
-            continue
-        for worker, share in enumerate(shares):
-            manager, num_cached = BlockManager(500, BLOCK), 0
-            for place, prompt in enumerate(prompts[worker::3]):
-                seq = Sequence(place, str(place), prompt, SamplingParams(), max_new_tokens=1)
-                manager.allocate(seq, manager.lookup(seq), len(prompt) - seq.num_cached_tokens)
-                num_cached += seq.num_cached_tokens
-                manager.deallocate(seq)
-            assert share.num_prompt_tokens - share.num_computed_tokens == num_cached
-
-
-def test_bucketed_shares_compute_least_and_are_balanced():
-    plan = SharePlan(BLOCK)
-    for prompt in families(12, 20, num_shared=40, num_own=5):
-        plan.add(prompt, 4)
-    ways = {name: facts(shares) for name, shares in plan.ways(4).items()}
-    computed = {name: way["num_computed_tokens"] for name, way in ways.items()}
-    assert computed["bucketed by prefix"] < min(computed["round-robin"], computed["random"])
-    assert balance(plan.ways(4)["bucketed by prefix"]) < 1.1

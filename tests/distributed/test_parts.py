@@ -258,14 +258,6 @@ def test_ids_that_no_vocabulary_has_are_error_rows_and_not_the_end_of_the_run(tm
     assert [row["error"] is None for row in rows(tmp_path / "merged.jsonl")] == [False, False, False, True]
 
 
-def test_plan_says_what_the_distribution_gives(single):
-    shown = pagedcli("plan", single / "in.jsonl", "--workers", 2, "--format", "json", "--max-tokens", 6, expect=3)
-    ways = {row["way"]: row for row in json.loads(shown.stdout)["workers"]}
-    assert set(ways) == {"bucketed by prefix", "round-robin", "random"}
-    assert ways["bucketed by prefix"]["num_computed_tokens"] <= ways["random"]["num_computed_tokens"]
-    assert 1 <= ways["bucketed by prefix"]["max_over_mean"] < 1.3
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

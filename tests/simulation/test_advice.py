@@ -25,11 +25,12 @@ from pagedcli.simulation.advice import (
     recorded_plan,
     tune,
 )
+from pagedcli.simulation.forecast import forecast
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.settings import KINDS, SmallerKV, Subject, flags_of
+from pagedcli.simulation.settings import KINDS, Setting, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
-from pagedcli.simulation.turns import Turns, keep_turns
+from pagedcli.simulation.turns import Turns
 from pagedcli.verdicts import paragraph
 
 
@@ -61,134 +62,83 @@ FASTER = Turns(BEFORE, (1.4, 1.5, 1.6, 1.5) * 2)
 UNSURE = Turns(BEFORE, (1.8, 2.2, 2.0, 2.05) * 2)
 
 
-def timed(given, turns=FASTER):
-    """The subject with slow steps, on a machine where runs in turns come out like this. Also what was timed."""
+def slow(given):
+    """The subject with steps that take so long that runs are compared by time."""
+    return replace(given, step_time=STEP_TIME.scaled(20))
+
+
+def tuned(given, turns=FASTER, fixed=()):
+    """What tuning finds on a machine where runs in turns come out like this, and what was timed."""
     asked = []
 
-    def time_in_turns(_, changes, budget_s):
-        asked.append(dict(changes))
+    def time_in_turns(before, after, budget_s):
+        asked.append((dict(before), dict(after), budget_s))
         return turns
 
-    return replace(given, step_time=STEP_TIME.scaled(20), time_in_turns=time_in_turns), asked
+    base = forecast(given.workload, given.plan, given.step_time)
+    return tune(given, time_in_turns, base=base, fixed=frozenset(fixed), budget_s=60.0), asked
 
 
-def test_what_changes_the_speed_of_steps_is_advised_only_where_runs_in_turns_are_faster_beyond_doubt():
-    given = subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200)
-    found = advise(given)
-    assert not any(trial.setting.kind.is_timed for trial in found.trials), "not by the computed tokens"
-    given, asked = timed(given)
-    found = advise(given)
-    first = found.best[0]
-    assert first.setting.kind.is_timed
-    assert first.turns == FASTER
-    assert first.gain == pytest.approx(1 - 1.5 / 2.1)
-    assert f"With {first.setting.text}: 28.6 % (27.3 % to 30.0 %) less time (timed in turns" in found.text()
-    assert 1 <= len(asked) <= 2
-    given, asked = timed(given, UNSURE)
-    found = advise(given)
-    assert asked
-    assert not any(trial.setting.kind.is_timed for trial in found.best), "some passes with it took longer"
-    assert "not certain" not in found.text(), "silence where nothing is sure"
-    assert "not certain: between 10.0 % faster and 4.8 % slower" in [trial.cost for trial in found.trials]
-    [row, *_] = [row for row in found.rows() if "saved_low" in row and row["saved_low"] is not None]
-    assert (row["saved"], row["seconds"]) == (None, None)
-    assert (row["saved_low"], row["saved_high"]) == (pytest.approx(1 - 2.2 / 2.1), pytest.approx(0.1))
-    given, asked = timed(given, None)
-    assert not advise(given).best, "it could not be timed"
-    given, _ = timed(given)
-    untimed = advise(replace(given, time_in_turns=None))
-    assert not any(trial.setting.kind.is_timed for trial in untimed.trials)
+def test_what_changes_the_speed_of_steps_is_tuned_only_where_runs_in_turns_are_faster_beyond_doubt():
+    given = slow(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
+    assert not any(trial.setting.kind.is_timed for trial in advise(given).trials)
+    found, asked = tuned(given)
+    assert found.timed.setting.kind.is_timed
+    assert (found.turns, found.changes) == (FASTER, asked[0][1])
+    assert len({next(iter(after)) for _, after, _ in asked}) == 2, "two kinds of settings"
+    assert sum(budget_s for _, _, budget_s in asked) == 60.0
+    for turns in (UNSURE, Turns(FASTER.after_s, FASTER.before_s), None):  # not sure, slower, or not to be timed
+        found, asked = tuned(given, turns)
+        assert len(asked) == 2
+        assert (found.timed, found.changes) == (None, {})
+    assert tuned(given, fixed=[kind.key for kind in KINDS])[1] == [], "what is given stays"
 
 
-def test_one_measurement_serves_all_commands_and_is_not_made_again(tmp_path, monkeypatch):
-    """A run of the same prompts with the same limits, whatever it generated, on the same calibrated engine."""
-    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
-    given, asked = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
-    given = replace(given, calibration="one.json")
-    first = advise(given).best[0].setting
-    for changes in asked:
-        keep_turns(given.name_of_turns(changes), FASTER)
-    asked.clear()
-    others = [
-        replace(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200, num_output=num), step_time=steps,
-                calibration=name)
-        for num, steps, name in ((4, given.step_time, "one.json"), (5, STEP_TIME.scaled(30), "one.json"),
-                                 (4, given.step_time, "two.json"), (4, given.step_time, None))
-    ]  # fmt: skip
-    sure = [[trial.setting.changes for trial in advise(each).best if trial.turns is not None] for each in others]
-    assert first.changes in sure[0]
-    assert first.changes in sure[1]
-    assert sure[2:] == [[], []], "another engine, or no calibration"
-    smaller = replace(others[0], workload=subject([[1] * 24 + own(n, 9) for n in range(15)]).workload)
-    assert not any(trial.turns for trial in advise(smaller).trials), "other prompts"
-    assert advise(given).best[0].turns == FASTER
-    assert first.changes not in asked
-
-
-def test_what_was_measured_to_be_slower_is_never_advised_and_counts_as_decided(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
-    slower = Turns(FASTER.after_s, FASTER.before_s)
-    given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200), slower)
-    found = advise(given)
-    timed_ones = [trial for trial in found.trials if trial.turns is not None]
-    assert timed_ones
-    assert not any(trial in found.best or trial.may_be_timed for trial in timed_ones)
-    assert all(trial.cost.endswith("slower") for trial in timed_ones)
-    kept = tune(given)
-    assert not any(kind.is_timed and kind.key in kept.changes for kind in KINDS)
+def test_what_is_timed_comes_after_the_best_change_that_the_simulator_is_sure_of():
+    prompts = [[1] * 64 + own(n, 40) for n in range(16)]
+    given = slow(subject(prompts, enable_prefix_caching=False, num_blocks=200))
+    found, asked = tuned(given)
+    exact = {"engine.enable_prefix_caching": True}
+    assert found.exact.setting.changes == exact
+    assert all(before == exact == {key: after[key] for key in exact} for before, after, _ in asked)
+    assert found.changes == {**exact, **found.timed.setting.changes}
 
 
 def test_less_time_for_as_many_computed_tokens_is_no_advice():
     """What a calibration says of steps of other sizes is not exact, as the counts are."""
-    given, _ = timed(random_subject(3))
-    found = advise(replace(given, time_in_turns=None))
+    found = advise(slow(random_subject(3)))
     for trial in found.trials:
         fewer = trial.forecast.num_computed_tokens <= 0.99 * found.base.num_computed_tokens
         assert trial.is_certain == (fewer or trial.gain <= 0)
     assert all(trial.is_certain for trial in found.best)
-
-
-def test_settings_that_are_not_timed_say_so_in_the_table():
-    given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
-    found = advise(given)
-    left = [trial for trial in found.trials if trial.setting.kind.is_timed and trial.turns is None]
-    assert left
-    assert all("not timed here" in trial.cost for trial in left)
-    assert not any(trial in found.best for trial in left)
-    listed = advise(replace(given, time_in_turns=None, lists_untimed=True))
-    untimed = [row for row in listed.rows() if "not timed here" in row["cost"]]
-    assert {"--block-size 8", "--max-num-seqs 8"} <= {row["setting"] for row in untimed}
-    assert all(row["saved"] is row["seconds"] is None for row in untimed)
-    assert f"{len(untimed)} settings not timed here: plan --measure times the most promising ones" in listed.notes
-    assert "not timed" not in " ".join(each.words() for each in listed.verdicts(or_nothing=False))
+    unsure = [row for row in found.rows() if row["cost"] == "only timing tells"]
+    assert len(unsure) == sum(not trial.is_certain for trial in found.trials)
+    assert all(row["saved"] is row["seconds"] is None for row in unsure)
 
 
 def test_a_run_under_two_seconds_is_not_compared_by_time():
-    given, asked = timed(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
-    slow = advise(given).base.seconds
-    assert slow > LEAST_TIMED_S
-    asked.clear()
-    fast = replace(given, step_time=STEP_TIME.scaled(20 * 0.9 * LEAST_TIMED_S / slow))
-    found = advise(fast)
-    assert not found.by_time
-    assert not asked
-    assert tune(fast).by_time is False
+    given = slow(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
+    seconds = advise(given).base.seconds
+    assert seconds > LEAST_TIMED_S
+    fast = replace(given, step_time=STEP_TIME.scaled(20 * 0.9 * LEAST_TIMED_S / seconds))
+    assert not advise(fast).by_time
+    found, asked = tuned(fast)
+    assert (found.by_time, found.timed, asked) == (False, None, [])
+
+
+[BLOCK_SIZES] = [kind for kind in KINDS if kind.name == "block size"]
 
 
 def test_smaller_blocks_are_tried_where_the_kernels_have_them():
-    def sizes(given):
-        found = advise(timed(given)[0])
-        return {t.setting.changes["engine.block_size"] for t in found.trials if t.setting.kind.name == "block size"}
-
     prompts = [[1] * 240 + own(n, 9) for n in range(16)]
-    assert sizes(subject(prompts, num_blocks=512, block_size=64)) == {8, 16, 32}
-    assert sizes(subject(prompts, num_blocks=512, block_size=64, device="cuda:0")) == {16, 32}
+    for device, sizes in (("cpu", [32, 16, 8]), ("cuda:0", [32, 16])):
+        given = subject(prompts, num_blocks=512, block_size=64, device=device)
+        assert BLOCK_SIZES.values(given, advise(given).base) == sizes
 
 
 def test_the_blocks_of_a_small_pool_are_part_of_the_advice_on_their_size():
-    given, _ = timed(subject([[1] * 24 + own(n, 9) for n in range(40)], num_blocks=12))
-    settings = [trial.setting.text for trial in advise(given).trials if trial.setting.kind.name == "block size"]
-    assert settings == ["--block-size 8 --num-gpu-blocks-override 24"]
+    given = subject([[1] * 24 + own(n, 9) for n in range(40)], num_blocks=12)
+    assert Setting.of(BLOCK_SIZES, given, 8).text == "--block-size 8 --num-gpu-blocks-override 24"
 
 
 def test_memory_that_a_larger_pool_uses_for_the_first_time_is_named():
@@ -290,51 +240,6 @@ STEP_TIME = StepTime(
 )
 
 
-def test_with_the_time_of_steps_limits_are_tried_too_and_tuning_combines_changes():
-    prompts = [[1] * 24 + own(n, 9) for n in range(24)]
-    given, asked = timed(subject(prompts, num_output=8, num_blocks=2000))
-    assert {"sequences", "step tokens", "chunk"} <= {trial.setting.kind.name for trial in advise(given).trials}
-    asked.clear()
-    tuned = tune(given)
-    assert tuned.changes["engine.block_size"] == 8
-    assert tuned.changes["engine.max_num_seqs"] >= 16
-    assert asked == [tuned.changes], "all changes are timed once, together"
-    assert (tuned.turns, tuned.gain) == (FASTER, FASTER.gain)
-    assert "engine.max_num_seqs" not in tune(given, fixed=frozenset(["engine.max_num_seqs"])).changes
-    kept = tune(timed(given, UNSURE)[0])
-    assert not {"engine.block_size", "engine.max_num_seqs"} & kept.changes.keys(), "no faster in turns"
-
-
-def test_a_smaller_kv_cache_is_tried_only_where_it_is_allowed():
-    """Twelve conversations of 64 tokens do not fit into 26 blocks, but into twice as many."""
-    prompts = [own(n % 12, 64) + own(50 + n, 8) for n in range(48)]
-    given, _ = timed(subject(prompts, num_blocks=26, max_num_seqs=1, block_bytes=1024))
-    assert "KV dtype" not in {trial.setting.kind.name for trial in advise(given).trials}
-    given = replace(given, smaller_kv=SmallerKV("int8", 512, 1024))
-    [found] = [each for each in advise(given).trials if each.setting.kind.name == "KV dtype"]
-    assert found.setting.text == "--kv-cache-dtype int8 --num-gpu-blocks-override 52"
-    assert found.setting.cost == "other rounding: some tokens may differ"
-    limits = replace(given.limits, num_blocks=52)
-    assert found.forecast == advise(replace(given, plan=replace(given.plan, limits=limits))).base
-
-
-def test_tuning_gives_the_blocks_of_the_settings_that_it_ends_with():
-    """Smaller blocks and a smaller type of K and V: four times the blocks, in the same memory."""
-    prompts = [[1] * 24 + own(n % 12, 41) + own(50 + n, 3) for n in range(30)]
-    given, _ = timed(subject(prompts, num_output=2, num_blocks=13, max_num_seqs=2, block_bytes=1024))
-    given = replace(given, smaller_kv=SmallerKV("int8", 512, 1024))
-    fixed = ("engine.max_num_seqs", "engine.max_num_batched_tokens", "engine.chunked_prefill_size", "run.reorder")
-    tuned = tune(given, fixed=frozenset(fixed))
-    changes = tuned.changes
-    assert (changes["engine.kv_cache_dtype"], changes["engine.block_size"]) == ("int8", 8)
-    assert changes["engine.num_gpu_blocks_override"] == 13 * 2 * 2
-    limits = replace(
-        given.limits, num_blocks=52, block_size=8, eviction=changes.get("engine.eviction", "lru"),
-        preemption_policy=changes.get("engine.preemption_policy", "last"),
-    )  # fmt: skip
-    assert tuned.found == advise(replace(given, plan=replace(given.plan, limits=limits))).base
-
-
 # ---------------------------------------------------------------------- the commands
 
 FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
@@ -346,7 +251,6 @@ def _no_times(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("no-times")
         patch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder / "step-times")
-        patch.setattr("pagedcli.simulation.turns.cache_folder", lambda: folder / "step-times")
         yield
 
 
@@ -468,85 +372,40 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
     }
     for name, found in others.items():
         assert found["advised"] == expected["advised"], name
-    tried = [
-        {row["setting"] for row in others[name]["settings_tried"] if "not timed here" not in row["cost"]}
-        for name in ("plan", "explain")
-    ]
+    tried = [{row["setting"] for row in others[name]["settings_tried"]} for name in ("plan", "explain")]
     assert tried[0] == tried[1]
     (tmp_path / "times").rename(tmp_path / "elsewhere")  # as on another machine
     assert "to compute (" in as_json("explain", trace)["advice"]
 
 
-def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
+def test_generate_takes_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
     folder, _ = runs
     monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME.scaled(20), "a test"))
     monkeypatch.setattr("pagedcli.cli.tuning.time_in_turns", lambda *_: FASTER)
-    rows = (folder / "out.jsonl").read_text().splitlines()
-    printed = pagedcli("plan", folder / "in.jsonl", "--tune", *FLAGS)
-    (tmp_path / "tuned.yaml").write_text(printed.stdout)
-    assert printed.stdout.startswith("# 28.6 % less time (timed in turns)\n")
-    assert "max_num_seqs" not in printed.stdout, "it was given"
+    arguments = ("plan", folder / "in.jsonl", *FLAGS, "--tune")
+    printed = pagedcli(*arguments).stdout
+    (tmp_path / "tuned.yaml").write_text(printed)
+    assert re.search("^# 28.6 % less time .timed in turns. with --(block-size|chunked)", printed, re.MULTILINE)
+    assert "max_num_seqs" not in printed, "it was given"
     out = tmp_path / "out.jsonl"
-    tuned = pagedcli("generate", folder / "in.jsonl", "-o", out, "--tune", "--output-token-ids", *FLAGS)
-    assert printed.stdout.strip() in tuned.stderr
+    pagedcli("generate", folder / "in.jsonl", "-o", out, "-C", tmp_path / "tuned.yaml", "--output-token-ids", *FLAGS)
     assert [json.loads(row)["token_ids"] for row in out.read_text().splitlines()] == [
-        json.loads(row)["token_ids"] for row in rows
+        json.loads(row)["token_ids"] for row in (folder / "out.jsonl").read_text().splitlines()
     ]
-    pagedcli("generate", folder / "in.jsonl", "-o", tmp_path / "b.jsonl", "-C", tmp_path / "tuned.yaml", *FLAGS)
-    small = pagedcli("plan", folder / "in.jsonl", "--tune", "--allow-kv-dtype", *FLAGS)
-    assert ("kv_cache_dtype: int8" in small.stdout) == ("some tokens may differ" in small.stderr)
-    refused = pagedcli("generate", folder / "in.jsonl", "--allow-kv-dtype", expect=2)
-    assert "--allow-kv-dtype needs --tune" in refused.stderr
-    assert "write it into a file first" in pagedcli("generate", "-", "--tune", stdin="{}", expect=2).stderr
-
-
-def test_plan_times_settings_only_where_it_is_asked_to_and_knows_them_afterwards(runs, tmp_path, monkeypatch):
-    folder, _ = runs
-    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
-    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME.scaled(20), "a test"))
-    asked = []
-
-    def planted(serve, budget_s):
-        asked.append(budget_s)
-        return FASTER
-
-    monkeypatch.setattr("pagedcli.cli.tuning.in_turns", planted)
-    arguments = ("plan", folder / "in.jsonl", *FLAGS, "--outputs", folder / "out.jsonl", "--allow-kv-dtype")
-    before = as_json(*arguments)
-    assert not asked
-    costs = {row["setting"].split()[0]: row["cost"] for row in before["settings_tried"]}
-    named = ("--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype")
-    assert all(costs[name] == "not timed here" for name in named), "all that it says it tries"
-    measured = as_json(*arguments, "--measure", "--measure-s", "30")
-    assert asked == [15.0, 15.0]
-    after = as_json(*arguments)
-    assert len(asked) == 2
-    [first, *_] = after["advised"]
-    assert (first["saved_low"], first["saved_high"]) == FASTER.interval
-    assert first == measured["advised"][0]
-    for flags, message in (
-        (("--measure-s", "5"), "--measure-s needs --measure or --tune"),
-        (("--measure", "--no-calibrate"), "--measure loads the model"),
-    ):
-        assert message in pagedcli(*arguments, *flags, expect=2).stderr
-    refused = pagedcli("generate", folder / "in.jsonl", "--measure-s", "5", expect=2)
-    assert "--measure-s needs --tune" in refused.stderr
+    assert "--tune times steps" in pagedcli(*arguments, "--no-calibrate", expect=2).stderr
 
 
 def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys):
     folder, _ = runs
     loaded = load_config(None, {"engine.max_num_seqs": 4, "engine.num_gpu_blocks_override": 16})
     workload, state = read_recorded_run(folder / "run.jsonl")
-    given = Subject(workload, recorded_plan(state), step_time=STEP_TIME)
-    base = replace(advise(given).base, seconds=3.0)
-    given = replace(given, calibration="one.json")
-    changes = {"engine.block_size": 8, "engine.num_gpu_blocks_override": 32}
-    turns = time_in_turns(loaded, base, given, changes, 20.0)
+    given = Subject(workload, recorded_plan(state))
+    before, changes = {"run.reorder": "prefix"}, {"engine.block_size": 8, "engine.num_gpu_blocks_override": 32}
+    turns = time_in_turns(loaded, given, 3.0, before, {**before, **changes}, 20.0)
     assert len(turns.before_s) == len(turns.after_s) >= 1
     assert all(seconds > 0 for seconds in (*turns.before_s, *turns.after_s))
     said = capsys.readouterr().err
     assert re.search("and the settings of before in turns, on [1-9][0-9]* prompts", said)
     assert f"--block-size 8 --num-gpu-blocks-override 32: {turns.text}, by {len(turns.after_s)} passes each" in said
-    assert given.kept_turns(changes) == turns
-    assert time_in_turns(loaded, base, given, {"engine.kv_cache_dtype": "fp8"}, 1.0) is None
+    assert time_in_turns(loaded, given, 3.0, {}, {"engine.kv_cache_dtype": "fp8"}, 1.0) is None
     assert "not timed: kv_cache_dtype fp8 needs a CUDA GPU" in capsys.readouterr().err

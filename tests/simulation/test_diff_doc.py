@@ -8,7 +8,7 @@ import pytest
 from cli_harness import pagedcli
 from test_tutorial import pattern
 
-from pagedcli.simulation.causes import CAUSES
+from pagedcli.simulation.difference import CAUSES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "diff.md").read_text(encoding="utf-8")
 

@@ -1,28 +1,28 @@
-"""The change between two runs: planted causes are named with their exact shares, and equal runs show nothing."""
+"""The change between two runs: planted causes are named with what each changes alone, and equal runs show nothing."""
 
+import html
 import json
 import random
 from array import array
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import combinations
 
 import msgspec
 import pytest
 from cli_harness import pagedcli
 
 import pagedcli.events as ev
-from pagedcli.simulation.causes import CAUSES, num_runs, shares
-from pagedcli.simulation.difference import Comparison
-from pagedcli.simulation.difference_tables import cause_rows, sentence
+from pagedcli.kvevents.capture import CaptureWriter
+from pagedcli.simulation.difference import Comparison, recorded_sides
+from pagedcli.simulation.difference_tables import sentence
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import plan_for, simulate
-from pagedcli.simulation.sides import recorded_sides
 from pagedcli.trace.files import TraceWriter
 
 BASE = {
     "pool_tokens": 120, "block_size": 4, "eviction": "lru", "max_num_seqs": 4, "max_num_batched_tokens": 48,
-    "checkpoints": "branches", "num_state_slots": None, "state_bytes": 0, "restart": None,
+    "checkpoints": "branches", "num_state_slots": None, "state_bytes": 0,
 }  # fmt: skip
 
 
@@ -64,10 +64,9 @@ PLANTS = {
     "order": ("order", other_order),
     "block size": ("block_size", {"block_size": 8}),
     "small pool": ("pool", {"pool_tokens": 64}),
-    "policy": ("pool", {"eviction": "fifo"}),
+    "policy": ("policy", {"eviction": "fifo"}),
     "sequences": ("sequences", {"max_num_seqs": 2}),
-    "step tokens": ("engine", {"max_num_batched_tokens": 12}),
-    "restart": ("restarts", {"restart": Fraction(1, 2)}),
+    "step tokens": ("limits", {"max_num_batched_tokens": 12}),
     "checkpoints": ("checkpoints", {"checkpoints": "none"}),
 }
 ONE = [(name,) for name in PLANTS]
@@ -96,45 +95,30 @@ def planted(base, plants):
 
 
 def outcome(requests, settings, emit=None):
-    """What the simulator itself makes of it: facts, summed over what comes before and after a restart."""
-    cut = len(requests) if settings["restart"] is None else round(settings["restart"] * len(requests))
-    runs = []
-    for part, chosen in enumerate((requests[:cut], requests[cut:]), 1):
-        if not chosen:
-            continue
-        workload = Workload(requests=[
-            TraceRequest(str(name), None, len(prompt), len(output), token_ids=array("q", prompt),
-                         output_ids=[array("q", output)], stopped=[False], max_new_tokens=len(output))
-            for name, prompt, output in chosen
-        ])  # fmt: skip
-        limits = {name: value for name, value in settings.items() if name not in ("pool_tokens", "restart")}
-        num_blocks = settings["pool_tokens"] // settings["block_size"]
-        plan = plan_for(workload, num_blocks=num_blocks, **limits)
-        plan = replace(plan, limits=replace(plan.limits, max_model_len=200))
-        runs.append(simulate(workload, plan, emit=None if emit is None else emit(part, chosen)))
-    hits = [run.hit_tokens() for run in runs]
+    """What the simulator itself makes of it."""
+    workload = Workload(requests=[
+        TraceRequest(str(name), None, len(prompt), len(output), token_ids=array("q", prompt),
+                     output_ids=[array("q", output)], stopped=[False], max_new_tokens=len(output))
+        for name, prompt, output in requests
+    ])  # fmt: skip
+    limits = {name: value for name, value in settings.items() if name != "pool_tokens"}
+    plan = plan_for(workload, num_blocks=settings["pool_tokens"] // settings["block_size"], **limits)
+    plan = replace(plan, limits=replace(plan.limits, max_model_len=200))
+    run = simulate(workload, plan, emit=emit)
     return {
-        "hit_rate": Fraction(sum(hit for hit, _ in hits), sum(tokens for _, tokens in hits)),
-        "computed_tokens": sum(run.facts.num_computed_tokens for run in runs),
-        "preemptions": sum(run.facts.num_preemptions for run in runs),
-        "peak_used_blocks": max(run.facts.peak_used_blocks for run in runs),
-        "steps": sum(run.facts.num_steps for run in runs),
+        "hit_rate": Fraction(*run.hit_tokens()),
+        "computed_tokens": run.facts.num_computed_tokens,
+        "preemptions": run.facts.num_preemptions,
     }
 
 
 def record(path, requests, settings, *, tokens=True):
-    """The run as a trace, in two parts where it restarts."""
-
-    def emit(part, chosen):
-        writer = TraceWriter(path, resume=part > 1)
-        writers.append(writer)
-        outputs, prompts = {name: output for name, _, output in chosen}, {name: prompt for name, prompt, _ in chosen}
-        of_seq, num_sampled = {}, {}
+    """The run as a trace."""
+    outputs, prompts = {name: output for name, _, output in requests}, {name: prompt for name, prompt, _ in requests}
+    of_seq, num_sampled = {}, {}
+    with TraceWriter(path) as writer:
 
         def with_tokens(event):
-            if not tokens:
-                writer(event)
-                return
             if isinstance(event, ev.RequestAdded):
                 of_seq[event.seq_id] = event.request_id
                 event = msgspec.structs.replace(event, token_ids=tuple(prompts[event.request_id]))
@@ -146,63 +130,45 @@ def record(path, requests, settings, *, tokens=True):
                 event = msgspec.structs.replace(event, token_ids=tuple(ids))
             writer(event)
 
-        return with_tokens
-
-    writers = []
-    found = outcome(requests, settings, emit)
-    for writer in writers:
-        writer.close()
-    return found
+        return outcome(requests, settings, with_tokens if tokens else writer)
 
 
 def compared(tmp_path, before, after, **options):
     facts = [
         record(tmp_path / f"{name}.jsonl", *run, **options) for name, run in (("before", before), ("after", after))
     ]
-    sides, outcomes = recorded_sides((tmp_path / "before.jsonl", tmp_path / "after.jsonl"))
-    return Comparison(*sides), facts, outcomes
+    return Comparison(*recorded_sides(tmp_path / "before.jsonl", tmp_path / "after.jsonl")), facts
+
+
+def less(one, *others):
+    return {name: value - sum(other[name] for other in others) for name, value in one.items()}
 
 
 def expected_parts(base, plants):
-    """The mean effect of each plant over all orders of planting, from the simulator alone."""
-    known = {}
+    """What each plant changes alone, and all of them beyond that, from the simulator alone."""
 
-    def run(chosen):
-        if chosen not in known:
-            requests, settings = planted(base, chosen)
-            if "checkpoints" in plants:
-                settings |= {"num_state_slots": 10, "state_bytes": 8}
-            known[chosen] = outcome(requests, settings)
-        return known[chosen]
+    def run(*chosen):
+        requests, settings = planted(base, chosen)
+        if "checkpoints" in plants:
+            settings |= {"num_state_slots": 10, "state_bytes": 8}
+        return outcome(requests, settings)
 
-    orders = list(permutations(plants))
-    parts = {}
-    for plant in plants:
-        total = dict.fromkeys(run(frozenset()), Fraction(0))
-        for order in orders:
-            done = frozenset(order[: order.index(plant)])
-            after, before = run(done | {plant}), run(done)
-            total = {name: total[name] + after[name] - before[name] for name in total}
-        parts[PLANTS[plant][0]] = {name: value / len(orders) for name, value in total.items()}
-    return parts
+    parts = {PLANTS[plant][0]: less(run(plant), run()) for plant in plants}
+    together = less(run(*plants), run(), *parts.values())
+    parts["unexplained"] = dict.fromkeys(together, 0)
+    return parts | ({"together": together} if any(together.values()) else {})
 
 
 @pytest.mark.parametrize("plants", PAIRS, ids=" and ".join)
-def test_planted_causes_are_named_with_their_exact_shares(tmp_path, plants):
+def test_planted_causes_are_named_with_what_each_changes_alone(tmp_path, plants):
     base = requests_of(random.Random(str(plants)))
     first = planted(base, "with states" if "checkpoints" in plants else ())
     second = planted(base, plants)
-    found, facts, _ = compared(tmp_path, first, second)
+    found, facts = compared(tmp_path, first, second)
     assert found.parts == expected_parts(base, plants)
-    assert set(found.differing) == {PLANTS[name][0] for name in plants}
-    changes = {name: facts[1][name] - facts[0][name] for name in facts[0]}
-    assert {name: found.change[name] for name in changes} == changes
-    assert set(found.unexplained.values()) == {0}
-    rows = cause_rows(found)
-    assert [row.cause for row in rows] == [*CAUSES, "unexplained"]
-    assert sum(row.change for row in rows) == pytest.approx(float(changes["hit_rate"]), abs=1e-15)
-    for name in changes:
-        assert sum((part[name] for part in found.parts.values()), Fraction(0)) == changes[name]
+    assert set(found.details) - {"together", "unexplained"} == {PLANTS[name][0] for name in plants}
+    assert found.change == less(facts[1], facts[0])
+    assert set(less(found.change, *found.parts.values()).values()) == {0}
 
 
 def test_the_plants_change_something():
@@ -215,60 +181,33 @@ def test_the_plants_change_something():
 
 def test_equal_runs_show_nothing(tmp_path):
     run = planted(requests_of(random.Random(0)), ())
-    found, _, _ = compared(tmp_path, run, run)
-    assert (found.differing, set(found.change.values())) == ([], {0})
-    assert {row.change for row in cause_rows(found)} == {0}
+    found, _ = compared(tmp_path, run, run)
+    assert (set(found.parts), set(found.change.values())) == ({"unexplained"}, {0})
     assert sentence(found).endswith("in both: nothing differs.")
 
 
 def test_the_answer_names_the_cause_and_what_differs(tmp_path):
     base = requests_of(random.Random(4))
-    found, facts, _ = compared(tmp_path, planted(base, ()), planted(base, ("small pool",)))
+    found, facts = compared(tmp_path, planted(base, ()), planted(base, ("small pool",)))
     change = 100 * float(facts[1]["hit_rate"] - facts[0]["hit_rate"])
     assert change < 0
-    assert f"({change:+.1f} points): another pool or eviction (30 -> 16 blocks) {change:+.1f}." in sentence(found)
-
-
-def test_a_prompt_that_lost_says_which_request_took_its_block(tmp_path):
-    base = requests_of(random.Random(4))
-    _, _, outcomes = compared(tmp_path, planted(base, ()), planted(base, ("small pool",)))
-    words = [why for why, _ in outcomes.of_requests(None).values() if "was evicted" in why]
-    assert words
-    names = {name for name, _, _ in base}
-    assert all(why.rpartition("its block went to request ")[2] in names for why in words)
-
-
-def test_more_than_five_causes_are_swapped_in_a_named_order():
-    causes, effects = list("abcdef"), {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}
-    measured = []
-
-    def measure(later):
-        measured.append(later)
-        # a and f together do more than each alone
-        return {"hits": Fraction(sum(effects[each] for each in later) + 100 * ({"a", "f"} <= later))}
-
-    parts = shares(causes, measure)
-    assert {cause: part["hits"] for cause, part in parts.items()} == {**effects, "f": 132}
-    assert len(set(measured)) == num_runs(6) == 7
-    assert shares(list("af"), measure)["a"]["hits"] == 51
+    assert f"({change:+.1f} points): another pool (30 -> 16 blocks) {change:+.1f}." in sentence(found)
 
 
 @pytest.mark.parametrize("plants", [("small pool",), ("order",), ("text",), ("order", "small pool", "sequences")])
 def test_traces_without_tokens_are_compared_by_the_hashes_of_their_blocks(tmp_path, plants):
     base = [(name, prompt, output[:1]) for name, prompt, output in requests_of(random.Random(5))]
-    found, facts, _ = compared(tmp_path, planted(base, ()), planted(base, plants), tokens=False)
-    assert set(found.differing) == {PLANTS[name][0] for name in plants}
+    found, facts = compared(tmp_path, planted(base, ()), planted(base, plants), tokens=False)
     assert found.parts == expected_parts(base, plants)
     assert found.change["hit_rate"] == facts[1]["hit_rate"] - facts[0]["hit_rate"]
 
 
 def test_hashes_of_blocks_of_two_sizes_are_not_compared(tmp_path):
     base = requests_of(random.Random(6))
-    found, _, _ = compared(tmp_path, planted(base, ()), planted(base, ("block size",)), tokens=False)
-    rows = {row.cause: row for row in cause_rows(found)}
-    assert {cause for cause, row in rows.items() if not row.visible} == {"prompts", "outputs", "order"}
-    assert "blocks of two sizes have different hashes" in rows["prompts"].detail
-    assert sum(row.change or 0 for row in rows.values()) == pytest.approx(float(found.change["hit_rate"]))
+    found, _ = compared(tmp_path, planted(base, ()), planted(base, ("block size",)), tokens=False)
+    assert "blocks of two sizes have different hashes" in found.no_prompts
+    assert set(found.parts) == {"block_size", "unexplained"}
+    assert set(less(found.change, *found.parts.values()).values()) == {0}
 
 
 def test_a_run_without_prefix_caching_has_no_hashes_to_compare(tmp_path):
@@ -278,10 +217,9 @@ def test_a_run_without_prefix_caching_has_no_hashes_to_compare(tmp_path):
     for before, after in (((requests, settings), without), (without, (requests, settings))):
         for path in tmp_path.glob("*.jsonl"):
             path.unlink()
-        found, facts, _ = compared(tmp_path, before, after, tokens=False)
-        rows = {row.cause: row for row in cause_rows(found)}
-        assert {cause for cause, row in rows.items() if not row.visible} == {"prompts", "outputs", "order"}
-        assert found.parts["engine"]["hit_rate"] == found.change["hit_rate"] != 0
+        found, facts = compared(tmp_path, before, after, tokens=False)
+        assert "a run without prefix caching has no hashes of blocks" in found.no_prompts
+        assert found.parts["limits"]["hit_rate"] == found.change["hit_rate"] != 0
         assert found.change["hit_rate"] == facts[1]["hit_rate"] - facts[0]["hit_rate"]
 
 
@@ -300,22 +238,16 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     )
     flags = ("--num-gpu-blocks-override", "60", "--max-num-seqs", "2", "--format", "json")
     document = json.loads(pagedcli("diff", before, after, *flags).stdout)
-    causes = {row["cause"]: row["change"] for row in document["causes"]}
-    assert list(causes) == [*CAUSES, "unexplained"]
-    assert causes["prompts"] == pytest.approx(document["change"])
-    assert document["change"] < 0
+    causes = {row["cause"]: row["hit_rate"] for row in document["causes"]}
+    assert list(causes) == ["prompts", "unexplained"]
+    assert causes["prompts"] == pytest.approx(document["changes"]["hit_rate"])
+    assert document["changes"]["hit_rate"] < 0
     assert {row["parted_at"] for row in document["prompts"]} == {0}
     assert len(document["prompts"]) == 12
-    lost = {row["label"]: (row["hit_before"], row["lost"]) for row in document["requests"]}
-    assert lost
-    assert set(lost) <= {name for n, (name, _) in enumerate(rows) if n % 2}
-    assert lost["r23"][0] == 48
     shuffled = prompt_file(tmp_path / "c.jsonl", rows[::-1])
     assert "verdicts" in document
     document = json.loads(pagedcli("diff", before, shuffled, *flags).stdout)
-    assert [
-        row["cause"] for row in document["causes"] if row["detail"] not in ("the same", "recorded, less simulated")
-    ] == ["order"]
+    assert [row["cause"] for row in document["causes"]] == ["order", "unexplained"]
     same = pagedcli("diff", before, before, *flags[:-2]).stdout
     assert "in both: nothing differs." in same.splitlines()[0]
     bad = tmp_path / "d.jsonl"
@@ -323,8 +255,25 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     assert pagedcli("diff", before, bad, *flags, expect=3)
 
 
-def test_csv_has_the_causes(tmp_path):
+def test_csv_has_the_causes_and_a_page_the_answer(tmp_path):
     record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
-    lines = pagedcli("diff", tmp_path / "a.jsonl", tmp_path / "a.jsonl", "--format", "csv").stdout.splitlines()
-    assert lines[0].split(",")[:3] == ["cause", "change", "computed_tokens"]
-    assert len(lines) == 2 + len(CAUSES)
+    both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
+    lines = pagedcli("diff", *both, "--format", "csv").stdout.splitlines()
+    assert lines[0].split(",")[:2] == ["cause", "hit_rate"]
+    assert len(lines) == 2
+    answer = pagedcli("diff", *both, "-o", tmp_path / "why.html").stdout.splitlines()[0]
+    assert html.escape(answer) in (tmp_path / "why.html").read_text()
+    assert "already exists" in pagedcli("diff", *both, "-o", tmp_path / "why.html", expect=2).stderr
+
+
+def test_two_kinds_and_recordings_of_a_server_are_refused(tmp_path):
+    record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
+    prompts = prompt_file(tmp_path / "p.jsonl", [("r", [5])])
+    refused = pagedcli("diff", tmp_path / "a.jsonl", prompts, expect=2).stderr
+    assert "compare two of the same kind" in refused
+    both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
+    assert "only for prompt files" in pagedcli("diff", *both, "--block-size", "8", expect=2).stderr
+    with CaptureWriter(tmp_path / "events.jsonl", ["tcp://host:1"], tokens=True):
+        pass
+    refused = pagedcli("diff", tmp_path / "events.jsonl", tmp_path / "events.jsonl", expect=2).stderr
+    assert "diff of recordings of KV events: removed" in refused

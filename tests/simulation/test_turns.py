@@ -1,12 +1,11 @@
-"""Runs in turns: what planted times say for sure, whatever the noise, and what is kept for other commands."""
+"""Runs in turns: what planted times say for sure, whatever the noise."""
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
 
-from pagedcli.simulation.turns import Turns, in_turns, keep_turns, kept_turns, pass_s
+from pagedcli.simulation.turns import Turns, in_turns, pass_s
 
 
 def machine(saving, *, seed, noise=0.02, load=None):
@@ -62,17 +61,6 @@ def test_sure_advice_is_right_in_19_of_20_measurements_with_another_program_on_a
         assert num_sure <= (5 if saving == 0 else 0)
     holds = sum(low <= saving <= high for low, high in (each.interval for each in found))
     assert holds >= 95
-
-
-def test_a_measurement_is_kept_with_its_passes_and_how_busy_the_machine_was(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.simulation.turns.cache_folder", lambda: tmp_path / "step-times")
-    found = replace(in_turns(machine(0.2, seed=1), 600), busy=0.3)
-    assert kept_turns("a.json") is None
-    keep_turns("a.json", found)
-    assert kept_turns("a.json") == found
-    assert json.loads((tmp_path / "turns" / "a.json").read_text())["busy"] == 0.3
-    (tmp_path / "turns" / "a.json").write_text("{")
-    assert kept_turns("a.json") is None
 
 
 def test_a_single_pass_that_another_program_slowed_changes_no_interval():

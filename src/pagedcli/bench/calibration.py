@@ -106,13 +106,11 @@ def step_time_here(
     often = "once for machine and model" if lost is None else f"each time, as {lost} (set XDG_CACHE_HOME)"
     say(f"calibrating: loads {config.model} and times steps for up to {BUDGET_S:.0f} s; {often}")
     try:
-        start_s = time.monotonic()
         with LLMEngine(calibration_config(decision)) as engine:
-            load_s = time.monotonic() - start_s
             found = calibrate(engine, open_tokenizer(Config(engine=config), folder), on_progress=on_progress)
     except PagedcliError as error:
         return None, f"no calibration: {error.message}"
-    save_step_time(key, found, load_s=load_s)
+    save_step_time(key, found)
     return found, f"measured on this machine ({where}) by a calibration"
 
 

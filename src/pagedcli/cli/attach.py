@@ -1,8 +1,6 @@
 """`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
 import gc
-import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +12,7 @@ import typer
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
 from pagedcli.errors import UsageError
-from pagedcli.files import KV_RECORDING, check_files, read_whole
+from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
@@ -33,7 +31,6 @@ _WAIT_S = 0.1
 _LINE_S = 10.0
 _ENDPOINTS_HELP = "tcp://HOST:PORT of each publisher, or a recording."
 _REPLAY_HELP = "Replay endpoint for missed messages; one per publisher."
-_KEY_HELP = "Make the digests with the secret in this file, which is made if it does not exist: for pagedcli diff."
 Endpoints = Annotated[list[str], typer.Argument(metavar="ENDPOINT...", help=_ENDPOINTS_HELP, show_default=False)]
 
 
@@ -50,7 +47,6 @@ def attach(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Include token ids in the recording; by default only digests.")
     ] = False,
-    key: Annotated[Path | None, option(metavar="FILE", help=_KEY_HELP)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     duration: Annotated[float | None, option(metavar="SECONDS", min=0, help="Stop after this time.")] = None,
     idle: Annotated[
@@ -77,16 +73,13 @@ def attach(
     """  # fmt: skip
     if tokens and record is None:
         raise UsageError("--tokens needs --record")
-    if key is not None and (record is None or tokens):
-        raise UsageError("--key is for recordings without tokens", hint="use --record without --tokens")
     decode = None if model is None else kv_decoder(model)
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
         print_capture(Path(endpoints[0]), model, format_)
         return
-    check_files({"--key": key}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
-    secret = None if key is None else _secret(key)
+    check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with as_exceptions(), ExitStack() as stack:
         from pagedcli.kvevents.sockets import Subscriber
 
@@ -94,7 +87,7 @@ def attach(
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None
         if record is not None:
-            writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens, key=secret))
+            writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
         session = _Session(subscriber, writer, scraper, keep_tokens=decode is not None)
         if is_interactive(with_stdout=False) and not no_live:
             session.watch(duration, idle, decode)
@@ -123,27 +116,6 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
     from pagedcli.kvevents.scrape import Scraper
 
     return stack.enter_context(Scraper(url))
-
-
-_LEAST_KEY_BYTES, _MOST_KEY_BYTES = 16, 4096
-
-
-def _secret(path: Path) -> bytes:
-    """The key in a file, which is made if it does not exist. Raises: UsageError."""
-    is_new = not path.exists()
-    try:
-        if is_new:
-            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(secrets.token_hex(32).encode())
-        key = read_whole(path, _MOST_KEY_BYTES).strip()
-    except OSError as error:
-        raise UsageError(f"the key {path} cannot be used: {error.strerror}") from error
-    if len(key) < _LEAST_KEY_BYTES:
-        hint = f"at least {_LEAST_KEY_BYTES} that nobody can guess; a file that does not exist is made"
-        raise UsageError(f"the key {path} has {len(key)} bytes, too few for a secret", hint=hint)
-    if is_new:
-        say(f"{path}: a new key; recordings made with it can be compared")
-    return key
 
 
 class _Session:

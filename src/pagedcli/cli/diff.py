@@ -1,4 +1,4 @@
-"""`pagedcli diff`: why one run's hit rate differs from another's."""
+"""`pagedcli diff`: what differs between two runs, and what each difference changes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,19 +14,18 @@ from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE, check_files
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
-from pagedcli.printable import plural
 from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_sentences, print_tables
-from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.show.terminal import say, working
 from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.simulation.difference import Comparison, Side
 
-_SIDES_HELP = "A trace, a recording of `attach`, or a prompt file."
+_SIDES_HELP = "A trace, or a prompt file."
 _PAGE_HELP = "Also write an HTML page."
-_KINDS = {"trace": "a recorded run", "recording": "a recording of KV events", "prompts": "a prompt file"}
+_KINDS = {True: "a recorded run", False: "a prompt file"}
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
@@ -43,12 +42,11 @@ def diff(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Explain why the hit rate changed between two runs, as a sum of causes.
+    """List what differs between two runs, with the change of the hit rate that each difference makes alone.
 
-    Other prompts, another order, block size, pool, number of sequences, checkpoints, restarts or routing: one thing is
-    swapped at a time in the simulator, and the parts add up to the change. What a file cannot show is listed as not
-    visible. Two prompt files are compared as this machine would run them, with the configuration given here; recordings
-    of `attach` without tokens when both were made with the same --key. See docs/diff.md.
+    Other prompts, outputs, order, block size, pool, policy, number of sequences, checkpoints or limits: the earlier run
+    is simulated with one difference at a time; what they change only together is said as "together". Two prompt files
+    are compared as this machine would run them, with the configuration given here. See docs/diff.md.
 
     \b
     Examples:
@@ -57,62 +55,50 @@ def diff(
       pagedcli diff before.jsonl after.jsonl --format json | jq .causes
       pagedcli diff prompts-v1.jsonl prompts-v2.jsonl -m ./Qwen3-8B --num-gpu-blocks-override 4000
 
-    Exit codes: 0 success, 1 a trace or recording is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
+    Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
     check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
-    kinds = [_kind(path) for path in (before, after)]
-    if kinds[0] != kinds[1]:
-        raise UsageError(
-            f"{before} is {_KINDS[kinds[0]]}, {after} is {_KINDS[kinds[1]]}", hint="compare two of the same kind"
-        )
-    if flags and kinds[0] != "prompts":
+    are_traces = [_is_trace(path) for path in (before, after)]
+    if are_traces[0] != are_traces[1]:
+        kinds = [_KINDS[each] for each in are_traces]
+        raise UsageError(f"{before} is {kinds[0]}, {after} is {kinds[1]}", hint="compare two of the same kind")
+    if flags and are_traces[0]:
         names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
-        raise UsageError(f"{names}: only for prompt files; {_KINDS[kinds[0]]} has its own configuration")
-    raise typer.Exit(_compare(kinds[0], before, after, load_config(config, flags), tokenizer, output_file, format_))
+        raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
+    loaded = load_config(config, flags)
+    raise typer.Exit(_compare(before, after, loaded if not are_traces[0] else None, tokenizer, output_file, format_))
 
 
 def _compare(
-    kind: str,
     before: Path,
     after: Path,
-    loaded: LoadedConfig,
+    loaded: LoadedConfig | None,
     tokenizer: str | None,
     output_file: Path | None,
     format_: Format,
 ) -> int:
-    """Compare two of a kind, and print what differs. Returns the exit code."""
+    """Compare two recorded runs, or with a configuration two prompt files. Returns the exit code."""
     from pagedcli.simulation import difference_tables as tables
-    from pagedcli.simulation.difference import Comparison
-    from pagedcli.simulation.sides import captured_sides, recorded_sides
+    from pagedcli.simulation.difference import Comparison, recorded_sides
 
-    text, outcomes = None, None
-    if kind == "trace":
-        sides, outcomes = recorded_sides((before, after))
+    no_prompts = None
+    if loaded is None:
+        *sides, no_prompts = recorded_sides(before, after)
         text = recorded_tokenizer(after, tokenizer)
-    elif kind == "recording":
-        sides = captured_sides((before, after))
     else:
         sides, text = _prompt_sides(loaded, before, after)
-    decode = None if text is None else text.decode
     for side in sides:
         for note in side.workload.notes:
             say(f"note: {side.name}: {note}")
-    progress = ProgressLine(line_every_s=5.0)
-    found = Comparison(*sides, lambda done, runs: progress.show(lambda _: f"simulated {done} of {plural(runs, 'run')}"))
-    progress.close()
-    shown = [tables.causes_table(found, in_full=format_ in (Format.CSV, Format.JSON)), tables.measures_table(found)]
-    if found.details["prompts"] and "prompts" not in found.hidden:
-        shown.append(tables.prompts_table(found, decode))
-    if found.sides[1].hits is not None and "prompts" not in found.hidden:
-        shown.append(tables.losses_table(found, {} if outcomes is None else outcomes.of_requests(decode)))
+    with working("simulating"):
+        found = Comparison(sides[0], sides[1], no_prompts)
+    shown = [tables.causes_table(found)]
+    if "prompts" in found.details and format_ is not Format.CSV:
+        shown.append(tables.prompts_table(found, None if text is None else text.decode))
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
     if format_ in (Format.TABLE, Format.MD):
         print_sentences([tables.sentence(found), ""])
-    if format_ is Format.CSV:
-        shown = shown[:1]
-    elif format_ is Format.JSON:  # the measures are among the facts
-        del shown[1]
     print_tables(shown, format_, facts=tables.facts(found), verdicts=_verdicts(found, text))
     return EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0
 
@@ -122,24 +108,25 @@ def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdic
     if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
         return None
     side = found.sides[1]
-    return request_verdicts(side.requests, side.limits, tokenizer)
+    return request_verdicts(side.workload.requests, side.limits, tokenizer)
 
 
-def _kind(path: Path) -> str:
+def _is_trace(path: Path) -> bool:
+    """Whether it is a recorded run; else it is a prompt file. Raises: UsageError for a recording of KV events."""
     if path.is_dir():
-        return "prompts"
-    line = next(iter(LineReader(path, "trace")), b"")
-    if line.startswith(TRACE.beginning):
-        return "trace"
-    return "recording" if is_capture(path) else "prompts"
+        return False
+    if next(iter(LineReader(path, "trace")), b"").startswith(TRACE.beginning):
+        return True
+    if is_capture(path):
+        raise UsageError(f"{path}: diff of recordings of KV events: removed", hint="use explain on each of them")
+    return False
 
 
-def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[tuple[Side, Side], Tokenizer]":
+def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[list[Side], Tokenizer]":
     """Two prompt files, as this machine would run them, and their tokenizer."""
     from pagedcli.batch.prompts import limits_without_pool, open_prompts
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
-    from pagedcli.planning.step_time import load_step_time
     from pagedcli.simulation.difference import Side
     from pagedcli.simulation.sources import read_prompts
 
@@ -148,9 +135,8 @@ def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[tuple[Side, Side
         raise UsageError(f"{folder} has no config.json, which says how large a block is", hint="name a model with -m")
     decision = decide(loaded.config.engine, spec, this_machine(free_memory=True))
     plan, limits = decision.expected_plan, limits_without_pool(loaded.config.engine, spec)
-    step_time, sides = load_step_time(decision.time_key), []
+    sides = []
     for path in paths:
         prompts = open_prompts(loaded, str(path), folder, limits)
-        workload = read_prompts(str(path), prompts)
-        sides.append(Side(path.name, workload, plan, step_time=step_time))
-    return (sides[0], sides[1]), prompts.tokenizer
+        sides.append(Side(path.name, read_prompts(str(path), prompts), plan))
+    return sides, prompts.tokenizer

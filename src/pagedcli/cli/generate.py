@@ -69,8 +69,6 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     dump = Dump.of(options.dump_kv, options.steps, options.every)
     dump_files = dump.named_files(overwrite=options.overwrite, resume=options.resume)
     tables_format = _tables_format(dump, options.format_)
-    tuned = _tuned_keys(loaded, options)
-    loaded = load_config(options.config, {**flags, **tuned}) if tuned else loaded
     job = Job(
         loaded,
         options.input_name,
@@ -102,26 +100,6 @@ def _run_job(
         tokens = options.record_tokens or options.kv_events is not None
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
         return run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
-
-
-def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:
-    """The settings that --tune finds; none without it."""
-    if not options.tune:
-        if options.allow_kv_dtype:
-            raise UsageError("--allow-kv-dtype needs --tune", hint="--kv-cache-dtype sets the type of the KV cache")
-        if options.measure_s is not None:
-            raise UsageError("--measure-s needs --tune", hint="it bounds the time that --tune measures for")
-        return {}
-    if options.ray or options.ray_address is not None:
-        raise UsageError("--ray cannot be combined with --tune", hint="pagedcli plan --tune prints the settings")
-    if options.input_name == "-":
-        raise UsageError("--tune reads the input before the run", hint="write it into a file first")
-    from pagedcli.cli.plan import PlanOptions, tuned_keys
-
-    tuning = PlanOptions(
-        options.input_name, tune=True, measure_s=options.measure_s, allow_kv_dtype=options.allow_kv_dtype
-    )
-    return tuned_keys(loaded, tuning)
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:

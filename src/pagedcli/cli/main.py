@@ -36,7 +36,7 @@ COMMANDS = {
     "replay": "Step through a recorded run.",
     "explain": "Explain why each prefix lookup of a run hit or missed.",
     "report": "Write an HTML report of a recorded run.",
-    "diff": "Explain why the hit rate changed between two runs.",
+    "diff": "List what differs between two runs, and what each changes.",
     "simulate": "Simulate the KV cache on a trace, at many pool sizes.",
     "plan": "Predict how a prompt file uses the KV cache.",
     "profile-memory": "Show where memory goes and how many KV blocks fit.",

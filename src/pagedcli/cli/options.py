@@ -19,7 +19,6 @@ from pagedcli.config import Config
 from pagedcli.config_keys import Key, keys_of
 from pagedcli.show.tables import Format
 
-MEASURE_S = 60.0  # seconds that a command may time settings, unless --measure-s says more
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 _SHORT = {"engine.model": "-m", "run.system_prompt": "--system"}
 _METAVARS = {int: "N", float: "X"}

@@ -102,14 +102,12 @@ def part_verdicts(drawn: PromptSample, limits: Caching, tokenizer: "Tokenizer | 
     return in_words(found, is_cached=limits.enable_prefix_caching)
 
 
-def in_words(
-    partings: "Sequence[Parting]", *, is_cached: bool = True, change: str | None = None, has_all: bool = False
-) -> list[Verdict]:
-    """These causes as verdicts, which without prefix caching are about a run with it. `change`, `has_all`: see
-    parting_verdict."""
+def in_words(partings: "Sequence[Parting]", *, is_cached: bool = True, has_all: bool = False) -> list[Verdict]:
+    """These causes as verdicts, which without prefix caching are about a run with it. `has_all`: more rows cannot be
+    looked at than have been."""
     from pagedcli.planning.parting_words import parting_verdict
 
-    found = [parting_verdict(each, change=change, has_all=has_all) for each in partings]
+    found = [parting_verdict(each, has_all=has_all) for each in partings]
     if is_cached:
         return found
     return [

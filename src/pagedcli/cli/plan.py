@@ -1,6 +1,5 @@
 """`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,18 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.doctor import engine_table
-from pagedcli.cli.options import MEASURE_S, PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
 from pagedcli.cli.plan_guesses import guess_note
-from pagedcli.cli.plan_sample import FirstAnswer, first_answer
-from pagedcli.cli.plan_tables import full_tables, in_short, share_table, short_tables, survey_facts
+from pagedcli.cli.plan_sample import first_answer
+from pagedcli.cli.plan_tables import full_tables, in_short, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
-from pagedcli.cli.reordered import Reordered
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
-from pagedcli.distributed.partition import SharePlan
-from pagedcli.errors import EXIT_BAD_ROWS, BackendError, ConfigError, MissingModelError, ModelError, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import expected_text, percent_text, plural
@@ -32,8 +29,6 @@ from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
-    from pagedcli.batch.lines import Line
-    from pagedcli.cli.plan_models import ModelRow
     from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.parting import Parting
@@ -44,59 +39,33 @@ if TYPE_CHECKING:
 
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
-_WORKERS_HELP = "Also predict the distribution over N workers (generate --ray)."
 _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
 _GUESSES_HELP = "Summary of a run (--summary-json): how often guesses of the model's MTP head are right."
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
-_MODEL_HELP = (
-    "Model folder, hub id, or builtin: the demo model. Several: one table says which is fastest here. Default: builtin."
-)
-_SAMPLE_HELP = "End with the first answer: what some 2,000 rows from all over a long file let expect."
-_TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
-_MEASURE_HELP = "Time the settings that may make steps faster, in turns with the present ones."
-_MEASURE_S_HELP = f"Seconds that --measure and --tune may time. Default: {MEASURE_S:.0f}."
-_ALLOW_KV_HELP = "Also try a smaller type of the KV cache (int8 or fp8). It rounds: some tokens may differ."
+_TUNE_HELP = "Only print the fastest settings as YAML, for -C of generate; times some in turns, for up to a minute."
 _ALL_HELP = (
     "Show every table, and look in every row for where prompts part, not only in 20,000; of more than 67 million prompt"
     " tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
 )
-_REORDERED_HELP = "Write the prompts with what makes them part moved, sorted or made alike, to check and compare."
 _LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The flags of `plan` itself; `generate --dry-run` and `generate --tune` set some of them."""
+    """The flags of `plan` itself; `generate --dry-run` sets some of them."""
 
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP)]
-    models: Annotated[list[str] | None, option("-m", "--model", metavar="MODEL", help=_MODEL_HELP)] = None
     tokenizer: Annotated[Path | None, option(metavar="DIR", help="Tokenizer folder, instead of the model's own.")] = (
         None
     )
-    workers: Annotated[int | None, option(metavar="N", min=2, help=_WORKERS_HELP)] = None
     expected_output: Annotated[int | None, _time(help=_EXPECTED_HELP, metavar="N", min=1)] = None
     outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None
     guesses: Annotated[Path | None, _time(help=_GUESSES_HELP, metavar="SUMMARY.json")] = None
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
-    sample: Annotated[bool, option("--sample", help=_SAMPLE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
-    measure: Annotated[bool, option("--measure", help=_MEASURE_HELP)] = False
-    measure_s: Annotated[float | None, option(metavar="S", min=1, help=_MEASURE_S_HELP)] = None
-    allow_kv_dtype: Annotated[bool, option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
-    try_reordered: Annotated[Path | None, option(metavar="FILE", help=_REORDERED_HELP)] = None
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
     config: ConfigFile = None
     format_: FormatOption = Format.TABLE
-
-    @property
-    def may_measure(self) -> bool:
-        """Whether settings may be timed."""
-        return (self.measure or self.tune) and not self.no_calibrate
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether places are looked for in every row that memory has room for."""
-        return self.all_ or self.try_reordered is not None
 
     @property
     def lengths(self) -> str:
@@ -108,10 +77,7 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-_KEYS = tuple(key for key in PLAN_KEYS if key != "engine.model")  # may be given several times
-
-
-@config_flags(*_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
@@ -120,85 +86,23 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     and text, waste at block sizes from 8 to 256, how much this machine can hold, and which kernels it would use.
 
     The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
-    measured. Settings that change the time of a step are advised only where --measure has found them to be faster.
+    measured. Settings that change the time of a step are tried by --tune alone.
 
     \b
     Examples:
       pagedcli plan prompts.jsonl
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
-      pagedcli plan prompts.jsonl -m ./qwen -m ./llama -m builtin (which is fastest here?)
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
-      pagedcli plan million.jsonl --sample                        (within seconds, about)
-      pagedcli plan prompts.jsonl --try-reordered changed.jsonl   (then plan changed.jsonl)
-      pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
     if options.expected_output is not None and options.outputs is not None:
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
-    if options.sample and (options.outputs is not None or options.tune or options.workers is not None):
-        raise UsageError("--sample reads a few rows; --outputs, --tune and --workers need all of them")
-    if options.measure and (options.no_calibrate or options.sample):
-        raise UsageError("--measure loads the model and reads all rows", hint="leave out --no-calibrate and --sample")
-    if options.measure_s is not None and not options.may_measure:
-        raise UsageError("--measure-s needs --measure or --tune", hint="add --measure to time settings")
-    several = list(dict.fromkeys(options.models or ()))
-    if len(several) > 1:
-        raise typer.Exit(_compare(several, flags, options))
-    if several:
-        flags = {**flags, "engine.model": several[0]}
+    if options.tune and options.no_calibrate:
+        raise UsageError("--tune times steps", hint="leave out --no-calibrate")
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
-
-
-def _compare(models: list[str], flags: Flags, options: PlanOptions) -> int:
-    """Print which of these models is fastest. Returns the exit code."""
-    from pagedcli.batch.lines import is_live
-    from pagedcli.cli.plan_models import ModelRow, print_models
-
-    if options.tokenizer is not None or options.tune or options.measure or options.workers is not None:
-        raise UsageError("--tokenizer, --tune, --measure and --workers take one model", hint="name one with -m")
-    if is_live(options.prompts):
-        raise UsageError("several models read the prompts one after the other", hint="write them to a file first")
-    rows = []
-    for number, model in enumerate(models, 1):
-        say(f"model {number} of {len(models)}: {model}")
-        loaded = load_config(options.config, {**flags, "engine.model": model})
-        try:
-            rows.append(_row_of(model, loaded, options))
-        except MissingModelError:
-            raise
-        except (ModelError, ConfigError) as error:
-            rows.append(ModelRow(model, fits=False, reason=error.message))
-    print_models(rows, options.prompts, options.format_)
-    return EXIT_BAD_ROWS if any(row.num_bad_rows for row in rows) else 0
-
-
-def _row_of(model: str, loaded: LoadedConfig, options: PlanOptions) -> "ModelRow":
-    """What the file takes with a model. Raises: PagedcliError."""
-    from pagedcli.cli.plan_models import ModelRow, memory_of
-    from pagedcli.planning.decision import NOT_PREDICTED
-    from pagedcli.planning.step_time import load_seconds
-
-    survey = _survey(loaded, options)
-    decision, num_bad = survey.decision, survey.scan.num_bad
-    if decision is None or decision.pool is None:
-        reason = survey.refusal or NOT_PREDICTED
-        return ModelRow(model, fits=None if decision else False, num_bad_rows=num_bad, reason=reason)
-    if not has_pool(decision):
-        return ModelRow(model, fits=False, num_bad_rows=num_bad, reason=decision.pool.reason)
-    row = ModelRow(model, fits=True, memory_bytes=memory_of(decision), num_bad_rows=num_bad)
-    if isinstance(survey, FirstAnswer):
-        found = survey.run
-    elif survey.is_of_a_run:
-        run = _expected_run(loaded, survey, options)
-        found = run.facts
-    else:
-        return replace(row, reason="the file has no valid row")
-    times = {name: found[name] for name in ("seconds", "seconds_low", "seconds_high", "tokens_per_s")}
-    why = None if times["seconds"] is not None else found["time_source"]
-    return replace(row, **times, load_s=load_seconds(decision.time_key), reason=why)
 
 
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
@@ -206,15 +110,10 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     from pagedcli.cli.tuning import tuned_settings
     from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
-    from pagedcli.simulation.settings import BLOCK_SIZE
     from pagedcli.simulation.tables import advice_table
 
     engine = loaded.config.engine
-    shares = None if options.workers is None else SharePlan(engine.block_size)
-    survey = _survey(loaded, options, shares)
-    if isinstance(survey, FirstAnswer):
-        survey.print(options.format_, engine)
-        return EXIT_BAD_ROWS if survey.scan.num_bad else 0
+    survey = _survey(loaded, options)
     scan, here = survey.scan, survey.here
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     _say_what_is_missing(survey)
@@ -224,7 +123,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if survey.is_of_a_run and options.tokenizer is None:
         run = _expected_run(loaded, survey, options)
         if options.tune:
-            print(tuned_settings(run.subject, run.found, loaded)[1], end="")
+            print(tuned_settings(run.subject, run.found, loaded), end="")
             return code
         subject, budget_s = run.subject, ADVICE_S
         base: Forecast | None = run.found
@@ -246,9 +145,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if is_short:
         tables = short_tables(run_tables, scan, engine, here, enough)
     else:
-        tables = [*run_tables, *full_tables(scan, engine, here, advice, enough)]
-    if scan.plan.num_prompts and shares is not None and options.workers is not None:
-        tables.append(share_table(shares, options.workers))
+        tables = [*run_tables, *full_tables(scan, engine, here, enough)]
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
@@ -259,16 +156,10 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if sizes:
         facts["recommended_block_size"] = sizes[0]
     elif advice is not None:
-        facts["recommended_block_size"] = advice.value(BLOCK_SIZE, engine.block_size)
+        facts["recommended_block_size"] = engine.block_size
     best_size, num_beams = None if sizes else facts["recommended_block_size"], survey.requests.num_beam_searches
     shortly = in_short(scan, forecast, time, best_size, num_beam_searches=num_beams)
     print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
-    if survey.reordered is not None and options.try_reordered is not None:
-        num_changed, num_left = survey.reordered.write(options.try_reordered, partings)
-        cannot = (
-            f"; {num_left:,} more would change in what the template writes, which no row can say" if num_left else ""
-        )
-        say(f"{options.try_reordered}: {plural(num_changed, 'row')} changed{cannot}; compare with plan, and read them")
     return code
 
 
@@ -297,29 +188,11 @@ def _verdicts(
     options: PlanOptions,
 ) -> list[Verdict]:
     """Where prompts part, what settings would save, or that nothing is to change."""
-    change = None
-    if options.try_reordered is None and options.prompts != "-":
-        change = f"pagedcli plan {shlex.quote(options.prompts)} --try-reordered changed.jsonl"
-    found = in_words(partings, is_cached=engine.enable_prefix_caching, change=change, has_all=options.takes_all)
+    found = in_words(partings, is_cached=engine.enable_prefix_caching, has_all=options.all_)
     if advice is None:
         return found
-    left = not_drawn if not_drawn is None or options.takes_all else f"{not_drawn} (--all: every row)"
+    left = not_drawn if not_drawn is None or options.all_ else f"{not_drawn} (--all: every row)"
     return with_settings(found, advice, left)
-
-
-def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
-    """The configuration keys that make this file faster, with their values, after saying them and what they gain; for
-    `generate --tune`. Raises: UsageError."""
-    from pagedcli.cli.tuning import tuned_settings
-
-    survey = _survey(loaded, options)
-    assert isinstance(survey, _Survey), "generate has no --sample"
-    if not survey.is_of_a_run:
-        raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="see pagedcli plan")
-    run = _expected_run(loaded, survey, options)
-    found, shown = tuned_settings(run.subject, run.found, loaded)
-    say(shown.rstrip())
-    return found
 
 
 # ---------------------------------------------------------------------- the run that a file would be
@@ -327,13 +200,12 @@ def tuned_keys(loaded: LoadedConfig, options: PlanOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What one pass over a file has found, for the forecast, the adviser and --tune."""
+    """What one pass over a file has found, for the forecast and the adviser."""
 
     scan: PromptScan
     requests: "PromptRequests"
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
     refusal: str | None  # why it would
-    reordered: Reordered | None = None  # what --try-reordered finds
 
     @property
     def here(self) -> "Plan | None":
@@ -360,8 +232,8 @@ def has_pool(decision: "Decision | None") -> bool:
     return decision is not None and decision.pool is not None and decision.pool.num_blocks > 0
 
 
-def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None = None) -> _Survey | FirstAnswer:
-    """What is found in the file; with --sample, of a long one only what its sample lets expect."""
+def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
+    """What is found in the file, after saying what a sample of a long one lets expect."""
     from pagedcli.garbage import old_objects_left_alone
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
@@ -383,8 +255,6 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
     if outputs is None and (sample := _sample(loaded, options)) is not None:
         own = PromptRequests(input_name, expected_tokens=options.expected_output)
         first = first_answer(loaded, sample, folder, spec, decision if has_pool(decision) else None, own)
-    if first is not None and options.sample:
-        return replace(first, decision=decision, refusal=refusal)
     if first is not None:
         say_wrapped(f"{first.in_words}; reading all of them")
 
@@ -393,47 +263,32 @@ def _survey(loaded: LoadedConfig, options: PlanOptions, shares: SharePlan | None
             _say_estimate(loaded, decision, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
-    reordered = None if options.try_reordered is None else Reordered()
-
-    def observe(line: "Line") -> None:
-        reading.observe(line)
-        if reordered is not None:
-            reordered.add_line(line)
-
     with old_objects_left_alone():
         scan = scan_prompts(
             loaded,
             input_name,
             folder,
             spec,
-            shares=shares,
             limits=here,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
-            drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.takes_all else None,
-            reordered=reordered,
-            observe=observe,
+            drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.all_ else None,
+            observe=reading.observe,
         )
     reading.close()
-    return _Survey(scan, requests, decision, refusal, reordered)
+    return _Survey(scan, requests, decision, refusal)
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
-    """Rows from all over a long file; None for a short one. Raises: UsageError if --sample has no such file."""
+    """Rows from all over a long file; None for a short one, and what cannot be read anywhere."""
     from pagedcli.batch.columns import Columns
     from pagedcli.batch.line_sample import sample_lines
     from pagedcli.batch.prompts import open_source
 
-    run = loaded.config.run
     # a pipe gives its rows once: it is opened by the one that reads all of it
-    source = open_source(options.prompts, Columns.of(run)) if Path(options.prompts).is_file() else None
-    if options.sample and (run.limit is not None or source is None or not source.is_plain):
-        raise UsageError(
-            "--sample draws rows from all over a JSONL file, not from tables, folders, compressed files or streams, nor"
-            " with --limit",
-            hint="leave it out: the first answer then comes from the beginning of the input",
-        )
-    return None if run.limit is not None or source is None else sample_lines(source)
+    if loaded.config.run.limit is not None or not Path(options.prompts).is_file():
+        return None
+    return sample_lines(open_source(options.prompts, Columns.of(loaded.config.run)))
 
 
 def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:
@@ -482,7 +337,6 @@ class _ExpectedRun:
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.cli.tuning import smaller_kv, time_in_turns
     from pagedcli.planning.head_gain import read_head_guesses
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
     from pagedcli.simulation.forecast import forecast, with_hits_of_all
@@ -539,11 +393,6 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         read_ahead=run.read_ahead,
         step_time=step_time,
         left_out=requests.left_out,
-        smaller_kv=smaller_kv(loaded, decision) if options.allow_kv_dtype else None,
-        calibration=decision.time_key.file_name,
-        time_in_turns=partial(time_in_turns, loaded, found) if options.may_measure else None,
-        measure_s=options.measure_s or MEASURE_S,
-        lists_untimed=True,
     )
     progress.close()
     facts = {**forecast_row(found, step_time), "time_source": source}

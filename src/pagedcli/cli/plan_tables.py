@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.cli.prompt_scan import MAX_LISTED, PromptScan
 from pagedcli.config import EngineConfig
-from pagedcli.distributed.partition import SharePlan
-from pagedcli.distributed.partition import facts as share_facts
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
 from pagedcli.records import LEFT, Bytes, Share, count, size
@@ -16,7 +14,6 @@ from pagedcli.show.tables import Fact, Table, table
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.plan import Plan
-    from pagedcli.simulation.advice import Advice
     from pagedcli.simulation.forecast import Forecast
 
 _MAX_SHOWN = 10
@@ -28,15 +25,13 @@ ALL_HINT = "every table: --all"
 _DOUBTS = ("time:", "other work", "rows with several samples")  # beginnings of notes that say how sure the run is
 
 
-def full_tables(
-    scan: PromptScan, engine: EngineConfig, here: "Plan | None", advice: "Advice | None", enough: int | None
-) -> list[Table]:
+def full_tables(scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
         lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
         tables += [lengths, _histogram_table(scan.plan), *_shared_tables(scan)]
-        tables += [_block_size_table(scan.plan, engine, advice, enough), _pool_table(scan.plan, engine, here)]
+        tables += [_block_size_table(scan.plan, engine, enough), _pool_table(scan.plan, engine, here)]
     return tables
 
 
@@ -81,16 +76,13 @@ def in_short(
 
 
 def _settings(found: Table) -> list[Table]:
-    """The settings that change at least a hundredth or have been timed, and how many do not or have not."""
-    shown = [row for row in found.rows if row["saved"] is None or abs(row["saved"]) >= _WORTH_A_ROW]
-    timed = [row for row in shown if row["saved"] is not None or row["saved_low"] is not None]
-    if not timed:
+    """The settings that change at least a hundredth, and how many do not."""
+    sure = [row for row in found.rows if row["saved"] is not None]
+    shown = [row for row in sure if row["setting"] == "as it is" or abs(row["saved"]) >= _WORTH_A_ROW]
+    if len(shown) < 2:
         return []
-    rows = [row for row in found.rows if row["setting"] == "as it is" or row in timed]
-    num_others, num_untimed = len(found.rows) - len(rows), len(shown) - len(timed)
-    notes = [f"{num_others - num_untimed:,} more change nothing"] if num_others > num_untimed else []
-    notes += [f"{num_untimed:,} not timed here: plan --measure"] if num_untimed else []
-    return [replace(found, rows=rows[:4], notes=notes)]
+    num_others = len(sure) - len(shown)
+    return [replace(found, rows=shown[:4], notes=[f"{num_others:,} more change nothing"] if num_others else [])]
 
 
 def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None) -> list[Fact]:
@@ -223,15 +215,6 @@ class PoolRow:
     fits: Annotated[bool, "fits here"]
 
 
-class Way:
-    """A way to distribute the rows over workers."""
-
-    way: Annotated[str, "rows"]
-    num_computed_tokens: Annotated[int, "prompt tokens computed"]
-    hit_rate: Share
-    max_over_mean: Annotated[float, "busiest worker", lambda ratio: f"{ratio:.2f} x mean"]
-
-
 def _rows_table(scan: PromptScan) -> Table:
     rows = {"rows": scan.num_rows, "valid": scan.num_valid}
     rows |= {f"bad: {code}": num_rows for code, num_rows in scan.bad_codes.most_common()}
@@ -308,16 +291,13 @@ def _shared_in_words(tokens: int) -> str:
     return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
 
 
-def _block_size_table(survey: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> Table:
+def _block_size_table(survey: PromptSurvey, engine: EngineConfig, enough: int | None) -> Table:
     notes = [
         "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
     ]
-    if advice is not None:  # there is an engine to simulate
-        block_size = advice.value("engine.block_size", engine.block_size)
-        notes.append(f"recommended block size: {block_size}, as tried above")
-        if enough is not None:
-            notes.append(f"with {plural(enough, 'block')} of {engine.block_size} nothing more would be computed")
+    if enough is not None:
+        notes.append(f"with {plural(enough, 'block')} of {engine.block_size} nothing more would be computed")
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 
@@ -347,14 +327,3 @@ def _pool_table(survey: PromptSurvey, engine: EngineConfig, here: "Plan | None")
     if rows[0]["num_blocks"] > pool.num_blocks:
         notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
     return table(PoolRow, "pools", title, rows, notes=notes)
-
-
-def share_table(shares: SharePlan, num_workers: int) -> Table:
-    """How the rows would be distributed over workers."""
-    rows = [{"way": name, **share_facts(each)} for name, each in shares.ways(num_workers).items()]
-    notes = [
-        f"with one prefix cache per worker that never evicts, block size {shares.keys.block_size}; generate --ray"
-        " groups by prefix",
-        "busiest worker: tokens that it computes and generates, at most, over the mean of all workers",
-    ]
-    return table(Way, "workers", f"{num_workers} workers", rows, notes=notes)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
-from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.prompt_survey import PromptSurvey
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from pagedcli.batch.lines import Line
     from pagedcli.batch.requests import BatchRow
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.cli.reordered import Reordered
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
     from pagedcli.simulation.sources import PromptRequests
@@ -143,20 +141,18 @@ def scan_prompts(
     folder: Path,
     spec: "ModelSpec | None",
     *,
-    shares: SharePlan | None = None,
     limits: "Limits | None" = None,
     requests: "PromptRequests | None" = None,
     lines: "Iterable[Line] | None" = None,
     tokenizer: "Tokenizer | None" = None,
     drawn: PromptSample | None = None,
-    reordered: "Reordered | None" = None,
     observe: "Callable[[Line], None]" = lambda line: None,
 ) -> PromptScan:
     """Survey the prompts of a file, or of only these of its lines, and count the rows that a run would refuse.
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     `observe` receives each line as it is read.
-    Changes: adds every good row to `shares`, `requests`, `drawn` and `reordered`. Raises: PagedcliError.
+    Changes: adds every good row to `requests` and `drawn`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
@@ -184,8 +180,6 @@ def scan_prompts(
             continue
         if requests is not None:
             requests.add(row, num_new_tokens)
-        if reordered is not None:
-            reordered.add_row(row, scan.tokenizer)
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
             params, token_ids = prompt.params, array("q", prompt.computed_ids)
             num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown
@@ -202,7 +196,5 @@ def scan_prompts(
             if prompt.scored is not None:
                 num_known *= engine.enable_prefix_caching
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
-            if shares is not None:
-                shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
     scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
     return scan

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from pagedcli.cli.dump_kv import DumpKv, Every, Steps
-from pagedcli.cli.options import MEASURE_S, ConfigFile, option
+from pagedcli.cli.options import ConfigFile, option
 from pagedcli.errors import UsageError
 
 _file, _inspection, _cluster = (
@@ -26,9 +26,6 @@ _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0
 _FORMAT_HELP = (
     "Format for --show-config, --dry-run and --dump-kv; yaml only for --show-config, and no csv for --dump-kv."
 )
-_TUNE_HELP = "First search for the fastest settings in the simulator, and run with them; given flags stay."
-_MEASURE_S_HELP = f"Seconds that --tune may time. Default: {MEASURE_S:.0f}."
-_ALLOW_KV_HELP = "With --tune: also try a smaller type of the KV cache. It rounds: some tokens may differ."
 _SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
 Resume = Annotated[bool, _file("--resume", help="Continue an interrupted run.")]
@@ -71,9 +68,6 @@ class GenerateOptions:
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
     ] = False
-    tune: Annotated[bool, typer.Option("--tune", help=_TUNE_HELP)] = False
-    measure_s: Annotated[float | None, option(metavar="S", min=1, help=_MEASURE_S_HELP)] = None
-    allow_kv_dtype: Annotated[bool, typer.Option("--allow-kv-dtype", help=_ALLOW_KV_HELP)] = False
     ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o is a folder of parts.")] = False
     ray_address: Annotated[
         str | None, _cluster(help="Run on an existing Ray cluster, e.g. 'auto'.", metavar="ADDRESS")

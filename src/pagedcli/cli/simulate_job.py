@@ -27,13 +27,13 @@ from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
 from pagedcli.planning.floors import StepFloor
-from pagedcli.planning.step_time import StepTime, step_time_named
+from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation import tables
-from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan
+from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Workload
@@ -83,8 +83,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.pool is None and recorded is None and not options.no_schedule:  # smaller ones would refuse requests
         least = plan.limits.tables.most_blocks(workload.longest, plan.limits.chunk_size)
         pools = sorted({max(least, num_blocks) for num_blocks in pools})
-    calibration = None if options.gpu is not None else _calibration(recorded, decision)
-    step_time = None if calibration is None else step_time_named(calibration)
+    step_time = None if options.gpu is not None else _step_time(recorded, decision)
     schedule = None if options.no_schedule else _schedule(loaded, options, workload, decision, step_time)
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
@@ -111,7 +110,6 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
             may_reorder=is_ours or (recorded is not None and in_order(workload)),
             read_ahead=schedule.read_ahead,
             step_time=step_time if is_timed else None,
-            calibration=calibration if is_timed else None,
             arrivals=None if schedule.speed is None else schedule,
             largest_pool=found[-1].num_blocks,
         )
@@ -257,11 +255,11 @@ def _plan(
     return replace(plan, limits=limits, block_bytes=block_bytes)
 
 
-def _calibration(recorded: PoolState | None, decision: Decision | None) -> str | None:
-    """The name of the calibration of the engine's steps on this machine, whether it has been made or not."""
+def _step_time(recorded: PoolState | None, decision: Decision | None) -> StepTime | None:
+    """The time of the engine's steps on this machine, if it has been calibrated."""
     if decision is not None:
-        return decision.time_key.file_name
-    return None if recorded is None else recorded.started.step_times
+        return load_step_time(decision.time_key)
+    return None if recorded is None else timed_of(recorded)
 
 
 def _schedule(

@@ -1,77 +1,54 @@
-"""`plan --tune` and `generate --tune`: the fastest settings for a file, found in the simulator and timed, as YAML; and
-runs in turns for `plan --measure`.
-"""
+"""`plan --tune`: the settings that make a file faster, found in the simulator and by runs in turns, as YAML."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
 
 from pagedcli.config import EngineConfig, LoadedConfig
-from pagedcli.errors import ConfigError, PagedcliError, UsageError
+from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import percent_text, plural
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.terminal import ProgressLine, say
-from pagedcli.simulation.advice import tune
+from pagedcli.simulation.advice import LEAST_TIMED_S, Tuned, tune
 from pagedcli.simulation.forecast import Forecast, in_prefix_order
 from pagedcli.simulation.requests import TraceRequest, largest_output, work_of
-from pagedcli.simulation.settings import KV_DTYPE, ORDER, POOL, Changes, SmallerKV, Subject, flags_of
-from pagedcli.simulation.turns import Turns, in_turns, keep_turns, pass_s
+from pagedcli.simulation.settings import ORDER, POOL, Changes, Subject, flags_of
+from pagedcli.simulation.turns import Turns, in_turns, pass_s
 
 if TYPE_CHECKING:
-    from pagedcli.planning.decision import Decision
     from pagedcli.runner.llm_engine import LLMEngine
 
-_TUNE_S = 60.0  # seconds of trials
-
-
-def smaller_kv(loaded: LoadedConfig, decision: "Decision") -> SmallerKV | None:
-    """The smaller type of the KV cache that this machine has, unless one is given."""
-    from pagedcli.planning.decide import decide
-
-    if loaded.config.engine.kv_cache_dtype != "auto" or KV_DTYPE in loaded.sources:
-        return None
-    reasons = []
-    for name in ("int8", "fp8"):  # CPUs have the first, GPUs the second
-        try:
-            changed = msgspec.structs.replace(decision.config, kv_cache_dtype=name)
-            other = decide(changed, decision.spec, decision.machine).plan
-        except ConfigError as error:
-            reasons.append(error.message)
-        else:
-            return SmallerKV(name, other.block_bytes, decision.plan.block_bytes)
-    say(f"note: no smaller type of the KV cache: {'; '.join(reasons)}")
-    return None
+_TUNE_S = 60.0  # seconds of trials in the simulator, and of runs in turns
 
 
 def time_in_turns(
-    loaded: LoadedConfig, base: Forecast, subject: Subject, changes: Changes, budget_s: float
+    loaded: LoadedConfig, subject: Subject, run_s: float, before: Changes, after: Changes, budget_s: float
 ) -> Turns | None:
-    """Time the first rows of a file with and without other settings in turns, for so many seconds at most, and keep
-    what that says; None, after saying why, if the engines do not start. `base`: the predicted run without them."""
-    from pagedcli.bench.spread import BusyWatch
+    """Time the first rows of a file with the changes before and after, in turns, for so many seconds at most; None,
+    after saying why, if the engines do not start. `run_s`: the predicted time of the whole file."""
     from pagedcli.runner.llm_engine import LLMEngine
 
-    pool = {POOL: subject.num_blocks}
-    configs = [_engine_config(loaded.config.engine, each) for each in (pool, {**pool, **changes})]
-    whole_s = base.seconds or 0.0
-    share = min(1.0, pass_s(budget_s) / whole_s) if whole_s else 1.0
-    most, sample = share * (sum(map(work_of, subject.workload.requests)) + subject.left_out), list[TraceRequest]()
+    both = [{POOL: subject.num_blocks, **each} for each in (before, after)]
+    most = (sum(map(work_of, subject.workload.requests)) + subject.left_out) * min(1.0, pass_s(budget_s) / run_s)
+    sample = list[TraceRequest]()
     while len(sample) < len(subject.workload.requests) and most > 0:
         sample.append(subject.workload.requests[len(sample)])
         most -= work_of(sample[-1])
-    orders = [sample, in_prefix_order(sample) if changes.get(ORDER) == "prefix" else sample]
-    say(f"timing {' '.join(flags_of(changes))} and the settings of before in turns, on {plural(len(sample), 'prompt')}")
-    progress, watch = ProgressLine(line_every_s=5.0), BusyWatch()
+    orders = [in_prefix_order(sample) if each.get(ORDER) == "prefix" else sample for each in both]
+    flags = " ".join(flags_of({key: value for key, value in after.items() if before.get(key) != value}))
+    say(f"timing {flags} and the settings of before in turns, on {plural(len(sample), 'prompt')}")
+    progress = ProgressLine(line_every_s=5.0)
     try:
-        with LLMEngine(configs[0]) as before, LLMEngine(configs[1]) as after:
+        configs = [_engine_config(loaded.config.engine, each) for each in both]
+        with LLMEngine(configs[0]) as one, LLMEngine(configs[1]) as other:
 
             def serve(which: int, number: int) -> float:
                 progress.show(lambda _: f"timing: pass {number + 1}")
-                return _serve((before, after)[which], orders[which], number)
+                return _serve((one, other)[which], orders[which], number)
 
             found = in_turns(serve, budget_s)
     except PagedcliError as error:
@@ -79,12 +56,7 @@ def time_in_turns(
         return None
     finally:
         progress.close()
-    busy = watch.read()
-    found = replace(found, busy=0.0 if busy is None else busy.others + busy.steal)
-    name = subject.name_of_turns(changes)
-    if name is not None:
-        keep_turns(name, found)
-    say(f"{' '.join(flags_of(changes))}: {found.text}, by {plural(len(found.after_s), 'pass')} each")
+    say(f"{flags}: {found.text}, by {plural(len(found.after_s), 'pass')} each")
     return found
 
 
@@ -118,24 +90,36 @@ def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -
     return time.perf_counter() - start_s
 
 
-def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> tuple[dict[str, Any], str]:
-    """The configuration keys that make a file faster, with their values, and as a configuration file that begins with
-    what they gain. `base`: the run as it is. Settings that were given stay as they are.
-
-    Raises: UsageError.
-    """
-    found = tune(subject, base=base, fixed=frozenset(loaded.sources), budget_s=_TUNE_S)
+def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> str:
+    """The settings that make a file faster, as a configuration file that begins with what they gain. `base`: the run as
+    it is. Settings that were given stay as they are. Raises: UsageError."""
+    timing = partial(time_in_turns, loaded, subject, base.seconds or 0.0)
+    found = tune(subject, timing, base=base, fixed=frozenset(loaded.sources), budget_s=_TUNE_S)
     if found is None:
         raise UsageError(f"--tune: to simulate this file takes over {_TUNE_S:.0f} s", hint="try it on a part: --limit")
-    unit, how = ("less time", "simulated") if found.by_time else ("fewer tokens to compute", "exact by simulation")
-    said = f"{percent_text(found.gain)} {unit} ({how if found.turns is None else 'timed in turns'})"
-    if (name := found.changes.get(KV_DTYPE)) is not None:
-        say(f"note: a KV cache of {name} rounds differently: some tokens may differ")
-    said = said if found.changes else "no other setting is sure to be faster"
-    return found.changes, f"# {said}\n{_yaml(found.changes)}"
+    if not found.by_time:
+        is_short = subject.step_time is not None
+        why = f"a run under {LEAST_TIMED_S:.0f} s is too short" if is_short else "there is no calibration"
+        say(f"note: nothing was timed: {why}")
+    return "".join(f"# {line}\n" for line in _gains(found)) + _yaml(found.changes)
 
 
-def _yaml(keys: dict[str, Any]) -> str:
+def _gains(found: Tuned) -> list[str]:
+    """What each change gains, and what it costs."""
+    gains = []
+    if found.exact is not None:
+        unit, how = ("less time", "simulated") if found.by_time else ("fewer tokens to compute", "exact by simulation")
+        gains.append((found.exact, f"{percent_text(found.exact.gain)} {unit} ({how})"))
+    if found.timed is not None and found.turns is not None:
+        gains.append((found.timed, f"{percent_text(found.turns.gain)} less time (timed in turns)"))
+    said = [
+        f"{text} with {each.setting.text}" + (f"; costs {each.setting.cost}" if each.setting.cost else "")
+        for each, text in gains
+    ]
+    return said or ["no other setting is sure to be faster"]
+
+
+def _yaml(keys: Changes) -> str:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in sorted(keys.items()):
         section, name = key.split(".")

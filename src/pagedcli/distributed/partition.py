@@ -1,6 +1,6 @@
 """Assigns rows to parts: rows are sorted by the chain hashes of their first blocks and cut by tokens.
 
-Used by the distributed run and by `pagedcli plan --workers`; works on arrays, without text, files, a cluster or Ray.
+Used by the distributed run; works on arrays, without text, files, a cluster or Ray.
 Rows with a common prefix become neighbours at every depth, so a contiguous share computes the prefix once.
 """
 
@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,79 +93,3 @@ def balanced_cuts(costs: Ints, shared_tokens: Ints, num_parts: int) -> list[int]
         distance = np.abs(before[near] - ideal)
         cuts.append(int(near[np.lexsort((distance, shared_tokens[near]))[0]]))
     return list(np.maximum.accumulate(cuts)) if cuts else []
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One worker's load in tokens, with a prefix cache that never evicts."""
-
-    num_rows: int
-    num_prompt_tokens: int
-    num_computed_tokens: int  # prompt tokens
-    num_output_tokens: int
-
-
-class SharePlan:
-    """Predicts the workers' shares of the prompts in a file, with 8 bytes of memory per full block."""
-
-    def __init__(self, block_size: int) -> None:
-        self.keys = PrefixKeys(block_size)
-        self._hashes = array("Q")
-        self._num_blocks = array("q")
-        self._num_prompt_tokens = array("q")
-        self._num_output_tokens = array("q")
-
-    def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
-        hashes = unit_digests(token_ids, cache_salt, self.keys.block_size)
-        self.keys.add(token_ids, num_output_tokens, cache_salt)
-        self._hashes.extend(hashes)
-        self._num_blocks.append(len(hashes))
-        self._num_prompt_tokens.append(len(token_ids))
-        self._num_output_tokens.append(num_output_tokens)
-
-    def ways(self, num_workers: int) -> dict[str, list[Share]]:
-        """The shares of num_workers workers, for each way to distribute the rows."""
-        num_rows, places = len(self.keys), np.arange(len(self.keys))
-        bucketed = np.zeros(num_rows, np.int64)
-        for worker, rows in enumerate(self.keys.ordered().parts(num_workers)):
-            bucketed[rows] = worker
-        shuffled = np.random.default_rng(0).permutation(num_rows)
-        return {
-            "bucketed by prefix": self._shares(bucketed, num_workers),
-            "round-robin": self._shares(places % num_workers, num_workers),
-            "random": self._shares(shuffled % num_workers, num_workers),
-        }
-
-    def _shares(self, worker_of_row: Ints, num_workers: int) -> list[Share]:
-        num_prompt = np.frombuffer(self._num_prompt_tokens, np.int64)
-        num_output = np.frombuffer(self._num_output_tokens, np.int64)
-        num_blocks = np.frombuffer(self._num_blocks, np.int64)
-        hashes = np.frombuffer(self._hashes, np.uint64)
-        worker_of_block = np.repeat(worker_of_row, num_blocks)
-        shares = []
-        for worker in range(num_workers):
-            mine, blocks = worker_of_row == worker, hashes[worker_of_block == worker]
-            num_hits = len(blocks) - len(np.unique(blocks))
-            total = int(num_prompt[mine].sum())
-            computed = total - num_hits * self.keys.block_size
-            shares.append(Share(int(mine.sum()), total, computed, int(num_output[mine].sum())))
-        return shares
-
-
-def balance(shares: Sequence[Share]) -> float:
-    """The largest number of tokens that a worker has to compute, over the mean: 1 is perfect."""
-    work = [share.num_computed_tokens + share.num_output_tokens for share in shares]
-    return max(work) * len(work) / max(sum(work), 1)
-
-
-def facts(shares: Sequence[Share]) -> dict[str, Any]:
-    """The result of one way to distribute the rows, over all workers."""
-    prompt = sum(share.num_prompt_tokens for share in shares)
-    computed = sum(share.num_computed_tokens for share in shares)
-    return {
-        "num_prompt_tokens": prompt,
-        "num_computed_tokens": computed,
-        "hit_rate": 1 - computed / prompt if prompt else 0.0,
-        "max_over_mean": balance(shares),
-        "num_rows_per_worker": [share.num_rows for share in shares],
-    }

@@ -34,7 +34,6 @@ class RecordingHeader(msgspec.Struct, omit_defaults=True):
     time_s: float  # Unix time at which the recording began
     sources: list[str]  # endpoints
     tokens: bool  # whether token ids and hashes are unredacted
-    key: str | None = None  # digest of the key of a redacted recording that others were made with, too
 
 
 class RecordedMessage(msgspec.Struct, omit_defaults=True):
@@ -51,15 +50,13 @@ class CaptureWriter(Closes):
     Raises: UsageError for a name that is not a recording's, or a file that cannot be written.
     """
 
-    def __init__(self, path: Path, sources: Sequence[str], *, tokens: bool, key: bytes | None = None) -> None:
-        """`key`: redacted recordings that were made with the same one can be compared."""
+    def __init__(self, path: Path, sources: Sequence[str], *, tokens: bool) -> None:
         self.path = path
         self._lines = LineWriter(path, "recording")
-        self._redactor = None if tokens else Redactor(key)
+        self._redactor = None if tokens else Redactor()
         self._encoder = msgspec.json.Encoder()
         self._flushed_s = 0.0
-        key_digest = None if self._redactor is None else self._redactor.key_digest
-        self._line(RecordingHeader(FORMAT_VERSION, __version__, time.time(), list(sources), tokens, key_digest))
+        self._line(RecordingHeader(FORMAT_VERSION, __version__, time.time(), list(sources), tokens))
         self._lines.flush()
 
     def write(self, frames: Sequence[bytes], time_s: float, source: int = 0) -> None:
@@ -102,11 +99,6 @@ class CaptureReader:
     def has_tokens(self) -> bool:
         """Whether token ids are unredacted."""
         return self.header is None or self.header.tokens
-
-    @property
-    def key(self) -> str | None:
-        """The digest of its --key, if it was redacted with one."""
-        return None if self.header is None else self.header.key
 
     @property
     def place(self) -> str:

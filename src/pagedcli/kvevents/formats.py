@@ -414,7 +414,7 @@ class TensorRTEvents:
                 kept = redactor.fields({name: value for name, value in block.items() if name != "tokens"})
                 if isinstance(tokens := block.get("tokens"), list):
                     ids = [token.get("token_id") if isinstance(token, dict) else None for token in tokens]
-                    digests = redactor.tokens_after(parent, ids, block.get("block_hash"))
+                    digests = redactor.tokens_after(parent, ids)
                     kept["tokens"] = [{"token_id": digest} for digest in digests]
                 redacted["blocks"].append(kept)
                 parent = block.get("block_hash")

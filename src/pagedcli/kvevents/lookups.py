@@ -1,7 +1,7 @@
 """The requests that a recording of KV events shows: chains of blocks, of which the beginning was found in the cache.
 
 Events contain no hits, but a run of blocks stored after a parent shows one: whatever comes before was there. A request
-that was found in whole leaves no event. Used by `pagedcli diff` and for the verdicts on a recording.
+that was found in whole leaves no event. Used for the verdicts on a recording.
 """
 
 import sys
@@ -27,7 +27,6 @@ Content = int | str
 class SeenRequest:
     """A request that stored at least one block."""
 
-    source: int  # publisher
     num_hit: int  # blocks that were there
     end: int  # node of its last block
     num_prompt: int = 0  # blocks, found ones included; those after them were generated
@@ -41,25 +40,12 @@ class Lookups:
     root."""
 
     requests: list[SeenRequest] = field(default_factory=list)
-    clears: list[tuple[int, int]] = field(default_factory=list)  # publisher, requests seen before
     block_size: int | None = None
-    sources: list[tuple[int, bytes]] = field(default_factory=list)  # endpoint and topic of each publisher
-    peak_blocks: int = 0  # most that one publisher held
-    evicting_blocks: int | None = None  # most that one held when a block was removed; None: none was
-    capacity: int | None = None  # blocks of a cache, where the events say so
-    first_s: float | None = None
-    last_s: float | None = None
-    num_other_blocks: int = 0  # blocks of another size, cache group or medium: left out
     keeps_tokens: bool = False  # whether prompts() has them, up to MAX_TOKEN_BYTES
     _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
-    _contents: list[Content] = field(default_factory=list)
     _tokens: "dict[int, array[int]]" = field(default_factory=dict)  # node -> token ids of the block
     _num_kept: int = 0  # tokens
-
-    def chain(self, request: SeenRequest) -> list[Content]:
-        """The contents of the blocks of a request, the first one first."""
-        return [self._contents[node] for node in self._up(request.end)][::-1]
 
     def _up(self, node: int) -> Iterator[int]:
         """A node and those before it."""
@@ -72,7 +58,6 @@ class Lookups:
         node = self._nodes.setdefault((parent, content), len(self._parents))
         if node == len(self._parents):
             self._parents.append(parent)
-            self._contents.append(content)
         return node
 
     def keep_tokens(self, node: int, token_ids: "array[int]") -> None:
@@ -111,7 +96,7 @@ def read_lookups(reader: CaptureReader, *, keep_tokens: bool = False) -> Lookups
     """The requests of a recording, in the order in which they began to store blocks."""
     found = Lookups(keeps_tokens=keep_tokens)
     publishers: dict[tuple[int, bytes], _Publisher] = {}
-    for frames, time_s, source in reader:
+    for frames, _, source in reader:
         try:
             message = wire.split_frames(frames)
             batch = decode_batch(message.payload)
@@ -119,11 +104,7 @@ def read_lookups(reader: CaptureReader, *, keep_tokens: bool = False) -> Lookups
             continue
         key = (source, message.topic)
         if key not in publishers:
-            publishers[key] = _Publisher(found, len(found.sources))
-            found.sources.append(key)
-        if time_s is not None:
-            found.first_s = time_s if found.first_s is None else found.first_s
-            found.last_s = time_s
+            publishers[key] = _Publisher(found)
         publishers[key].take(message, batch)
     return found
 
@@ -158,12 +139,11 @@ def hits_by_salt(found: Lookups) -> list[SaltRow]:
 class _Publisher:
     """Follows the cache of one publisher."""
 
-    def __init__(self, found: Lookups, source: int) -> None:
-        self._found, self._source = found, source
+    def __init__(self, found: Lookups) -> None:
+        self._found = found
         self._check = SequenceCheck()
         self._place: tuple[str | None, str] | None = None  # cache group and medium that are followed
         self._node_of: dict[wire.BlockHash, int] = {}
-        self._resident: set[wire.BlockHash] = set()
         self._salts: dict[wire.BlockHash, str] = {}  # salt of each block of a request with one
         self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
         self._just_stored: set[wire.BlockHash] = set()  # blocks of the message before
@@ -174,25 +154,20 @@ class _Publisher:
             if verdict == "repeated":
                 return
             if verdict == "restarted":
-                self._clear()
+                self._open.clear()
         before, self._just_stored = self._just_stored, set()
         for event in batch.events:
             match event:
                 case wire.Stored():
                     self._store(event, before)
-                case wire.Removed():
-                    self._remove(event)
                 case wire.Cleared():
-                    self._clear()
-                case wire.Created():
-                    self._found.capacity = max(event.num_blocks.values(), default=self._found.capacity)
+                    self._open.clear()
 
     def _store(self, event: wire.Stored, before: set[wire.BlockHash]) -> None:
         found = self._found
         self._place = self._place or (event.group, event.medium)
         found.block_size = found.block_size or event.block_size
         if (event.group, event.medium) != self._place or event.block_size != found.block_size or not event.hashes:
-            found.num_other_blocks += len(event.hashes)
             return
         node = self._node_before(event)
         request = None if event.parent is None else self._open.pop(event.parent, None)
@@ -201,7 +176,7 @@ class _Publisher:
         if request is None or not (is_chunk or len(event.hashes) == 1):
             num_hit = found.depth(node)
             salt = _salt_of(event) if event.parent is None else self._salts.get(event.parent)
-            request = SeenRequest(self._source, num_hit, node, num_hit + len(event.hashes), salt, event.lora)
+            request = SeenRequest(num_hit, node, num_hit + len(event.hashes), salt, event.lora)
             found.requests.append(request)
         elif is_chunk:
             request.num_prompt += len(event.hashes)
@@ -217,8 +192,6 @@ class _Publisher:
         request.end = node
         self._open[event.hashes[-1]] = request
         self._just_stored.update(event.hashes)
-        self._resident.update(event.hashes)
-        found.peak_blocks = max(found.peak_blocks, len(self._resident))
 
     def _node_before(self, event: wire.Stored) -> int:
         if event.parent is None:
@@ -226,18 +199,6 @@ class _Publisher:
         if event.parent not in self._node_of:  # stored before the recording began
             self._node_of[event.parent] = self._found.add(-1, f"unknown {event.parent!r}")
         return self._node_of[event.parent]
-
-    def _remove(self, event: wire.Removed) -> None:
-        gone = self._resident.intersection(event.hashes)
-        if gone and self._place is not None and (event.group, event.medium or self._place[1]) == self._place:
-            self._found.evicting_blocks = max(self._found.evicting_blocks or 0, len(self._resident))
-            self._resident -= gone
-
-    def _clear(self) -> None:
-        if self._resident:
-            self._found.clears.append((self._source, len(self._found.requests)))
-        self._resident.clear()
-        self._open.clear()
 
 
 def _salt_of(event: wire.Stored) -> str | None:

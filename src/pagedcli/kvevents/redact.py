@@ -3,8 +3,7 @@
 A token id becomes a digest of itself, everything before it in its block, and the block's parent: two blocks agree up
 to their first different token, and a frequent token is not recognisable elsewhere. Hashes are digested too: with a
 known hash function they would confirm a guessed prompt. So are topics, which a server may name after its users. The
-key exists only in memory, unless the user keeps one to compare recordings: then equal prompts get equal digests in all
-of them, whatever hashes the servers give their blocks.
+key exists only in memory.
 """
 
 import secrets
@@ -18,20 +17,13 @@ from pagedcli.kvevents.formats import FIELDS, format_of
 from pagedcli.kvevents.wire import WireError, decode_payload, split_frames
 
 _SEQUENCE_BYTES = 8
-_MOST_BLOCKS = 2**22  # blocks with remembered content, for that of the next block: about 500 MB
 
 
 class Redactor:
-    """Rewrites messages. Equal values give equal digests only under the same key; without one, within one Redactor."""
+    """Rewrites messages. Equal values give equal digests only within one Redactor, which has a key of its own."""
 
-    def __init__(self, key: bytes | None = None) -> None:
-        self._key = secrets.token_bytes(32) if key is None else blake2b(key, digest_size=32).digest()
-        self._contents: dict[str, bytes] | None = None if key is None else {}  # block -> digest of all tokens up to it
-
-    @property
-    def key_digest(self) -> str | None:
-        """Tells keys apart without showing them; None for a key of its own."""
-        return None if self._contents is None else self._digest(b"key").hex()
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
 
     def redacted(self, frames: Sequence[bytes]) -> list[bytes]:
         """The frames, with a redacted payload of the same shape. An unreadable payload is replaced by its digest."""
@@ -79,24 +71,17 @@ class Redactor:
             return self.tokens_after(fields.get("parent_block_hash"), value)
         redacted: list[int] = []
         parents = [fields.get("parent_block_hash"), *hashes[:-1]]
-        for place, (parent, block_hash) in enumerate(zip(parents, hashes, strict=True)):
-            redacted += self.tokens_after(parent, value[place * block_size : (place + 1) * block_size], block_hash)
+        for place, parent in enumerate(parents):
+            redacted += self.tokens_after(parent, value[place * block_size : (place + 1) * block_size])
         return redacted
 
-    def tokens_after(self, parent: Any, tokens: Sequence[Any], block_hash: Any = None) -> list[int]:
-        """Digests of tokens after the block `parent`. `block_hash`: the block that they fill."""
-        before = (
-            repr(parent).encode() if self._contents is None else self._contents.get(repr(parent), repr(parent).encode())
-        )
-        state = blake2b(before, digest_size=16, key=self._key)
+    def tokens_after(self, parent: Any, tokens: Sequence[Any]) -> list[int]:
+        """Digests of tokens after the block `parent`."""
+        state = blake2b(repr(parent).encode(), digest_size=16, key=self._key)
         digests = []
         for token in tokens:
             state.update(b"%d," % token if type(token) is int else repr(token).encode())
             digests.append(int.from_bytes(state.digest()[:4], "big"))
-        if self._contents is not None and block_hash is not None:
-            self._contents[repr(block_hash)] = state.digest()
-            if len(self._contents) > _MOST_BLOCKS:
-                del self._contents[next(iter(self._contents))]
         return digests
 
     def hashes(self, value: Any) -> Any:

@@ -31,9 +31,8 @@ _TO_DO = {
 }
 
 
-def parting_verdict(found: Parting, *, change: str | None = None, has_all: bool = False) -> Verdict:
-    """`change`: how the changed prompts can be tried, where they can be written. `has_all`: more rows cannot be looked
-    at than have been."""
+def parting_verdict(found: Parting, *, has_all: bool = False) -> Verdict:
+    """Where prompts part, and what to do. `has_all`: more rows cannot be looked at than have been."""
     part_at = f"{_prompts(found)} part at {_tokens(found)}"
     shown = ", ".join(f'"{text}"' for text in found.texts)
     place = f" ({shown})" if shown else ""
@@ -55,7 +54,6 @@ def parting_verdict(found: Parting, *, change: str | None = None, has_all: bool 
             now=found.rate,
             after=found.new_rate,
             to_do=to_do,
-            change=change if found.action in ("move", "sort", "replace") else None,
             certainty="the changed prompts in an unlimited cache",
         ),
         has_all=has_all,

@@ -369,19 +369,12 @@ def cache_folder() -> Path:
 class _File(msgspec.Struct, frozen=True):
     key: TimeKey
     time: StepTime
-    load_s: float | None = None  # seconds; None: kept by an earlier version
 
 
 def load_step_time(key: TimeKey) -> StepTime | None:
     """The calibration with this key; None if there is none that can be read."""
     found = _read(key.file_name)
     return found.time if found is not None and found.key == key else None
-
-
-def load_seconds(key: TimeKey) -> float | None:
-    """How long loading the model took for its calibration."""
-    found = _read(key.file_name)
-    return found.load_s if found is not None and found.key == key else None
 
 
 def step_time_named(file_name: str) -> StepTime | None:
@@ -408,15 +401,9 @@ def why_not_kept() -> str | None:
         return f"{folder} cannot be written: {error.strerror}"
 
 
-def save_step_time(key: TimeKey, step_time: StepTime, *, load_s: float | None = None) -> None:
-    """Keep a calibration, and how long the model took to load for it; by default as before. Without a folder that can
-    be written it is lost, and the next command calibrates again."""
-    load_s = load_seconds(key) if load_s is None else load_s
-    keep_file(cache_folder() / key.file_name, msgspec.json.encode(_File(key, step_time, load_s)))
-
-
-def keep_file(path: Path, content: bytes) -> None:
-    """Write what was measured to a file, if that is possible."""
+def save_step_time(key: TimeKey, step_time: StepTime) -> None:
+    """Keep a calibration. Without a folder that can be written it is lost, and the next command calibrates again."""
+    path, content = cache_folder() / key.file_name, msgspec.json.encode(_File(key, step_time))
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if is_stream(path):  # it would be written to

@@ -2,12 +2,12 @@
 
 The one adviser of `generate`, `trace`, `plan`, `simulate`, `explain` and `report`: for the same requests and limits all
 of them give the same answer. What it promises is what a run with the advised settings does: pools, policies and orders
-are exact by simulation. Settings that change the speed of a step are advised only where runs with them, timed in turns
-with runs without them, were faster beyond doubt, see `turns`.
+are exact by simulation. Settings that change the speed of a step are tried by `plan --tune` alone, in turns with runs
+without them, see `turns`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.simulation.forecast import Forecast, forecast
 from pagedcli.simulation.requests import Workload
-from pagedcli.simulation.settings import KINDS, POOL, Kind, Setting, Subject, flags_of
+from pagedcli.simulation.settings import KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.simulation.turns import Turns
 from pagedcli.trace.files import TraceReader
@@ -31,12 +31,10 @@ ADVICE_S = 30.0  # seconds of trials in commands that only look at a run
 LEAST_TIMED_S = 2.0  # seconds of a run: shorter ones are compared by the tokens that are computed
 WORTH_SAYING = 0.01  # share of the computed tokens, or of the time, from which a change is recommended
 _LEAST_TUNED = 0.03  # share of the time: a calibration does not tell smaller differences
-_MOST_TIMED = 2  # settings that one command times
-NOT_TIMED = "not timed here"
-_HOW_TIMED = "plan --measure times the most promising ones"
+_MOST_TIMED = 2  # settings that are timed
+_ONLY_TIMING = "only timing tells"
 _POOL_STEPS = 8  # the recommended pool is the smallest one to within this part of the present one
 _AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
-_MOST_ROUNDS = 6  # changes that are combined
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +44,13 @@ class Trial:
     setting: Setting
     forecast: Forecast
     gain: float  # share of the time, or of the computed tokens, that it saves; expected, if it is not certain
-    is_certain: bool  # whether the gain is exact by simulation, or timed beyond doubt
+    is_certain: bool  # whether the gain is exact by simulation
     first_use_s: float = 0.0  # seconds of it for memory that is used for the first time, more than in the run
-    turns: Turns | None = None  # None: not timed
-
-    @property
-    def may_be_timed(self) -> bool:
-        """Whether runs in turns could still tell what it gains."""
-        return not self.is_certain and (self.turns is None or not self.turns.is_decided)
-
-    def timed(self, turns: Turns) -> "Trial":
-        """What runs in turns say of it."""
-        return replace(self, turns=turns, gain=turns.gain, is_certain=turns.is_sure)
 
     @property
     def cost(self) -> str:
         if not self.is_certain:
-            return NOT_TIMED if self.turns is None else self.turns.text
+            return _ONLY_TIMING
         memory = f"memory used for the first time: {duration_text(self.first_use_s)}"
         return "; ".join(filter(None, [self.setting.cost, memory if self.first_use_s > 0 else ""]))
 
@@ -75,7 +63,6 @@ class Advice:
     trials: tuple[Trial, ...] = ()
     by_time: bool = False
     not_tried: str | None = None  # what was left out, and why
-    is_short: bool = False  # the run takes less than LEAST_TIMED_S: runs in turns would tell nothing
 
     @property
     def best(self) -> tuple[Trial, ...]:
@@ -88,10 +75,6 @@ class Advice:
     def flag(self) -> str | None:
         """The first flag of the best change."""
         return flags_of(self.best[0].setting.changes)[0] if self.best else None
-
-    def value(self, key: str, default: Any) -> Any:
-        """The advised value of a configuration key."""
-        return next((each.setting.changes[key] for each in self.best if key in each.setting.changes), default)
 
     def verdicts(self, *, or_nothing: bool = True, not_looked_at: str | None = None) -> list[Verdict]:
         """The best changes; if there is none, why not, unless something else has been found. `not_looked_at`: by those
@@ -107,17 +90,14 @@ class Advice:
             finding = "whether other settings are better is not known"
             why = self.not_tried or "none was tried"
             return [Verdict(finding=finding, measure=measure, certainty=why, not_looked_at=not_looked_at)]
-        num_untimed, is_sure = self.num_untimed, all(trial.is_certain for trial in self.trials)
-        num_tried = len(self.trials) - num_untimed
-        tried = f"{plural(num_tried, 'other setting')} tried in the simulator" if num_tried else "none could be tried"
-        how = "this run is too short for it" if self.is_short else "plan --measure"
-        untimed = f"{plural(num_untimed, 'setting')} that only timing tells ({how})" if num_untimed else None
+        is_sure = all(trial.is_certain for trial in self.trials)
+        tried = f"{plural(len(self.trials), 'other setting')} tried in the simulator"
         return [
             Verdict(
                 finding="nothing to change" if is_sure else "no other setting is sure to be better",
                 measure=measure,
                 certainty=tried if self.trials else "no other setting would matter",
-                not_looked_at="; ".join(filter(None, [left, untimed])) or None,
+                not_looked_at=left,
             )
         ]
 
@@ -126,17 +106,13 @@ class Advice:
         return " ".join(paragraph(self.verdicts()))
 
     def _verdict(self, trial: Trial) -> Verdict:
-        low, high = (None, None) if trial.turns is None else trial.turns.interval
-        how = "timed in turns" if trial.turns else "simulated" if self.by_time else "exact by simulation"
-        details = [how, *self.effects(trial)]
+        details = ["simulated" if self.by_time else "exact by simulation", *self.effects(trial)]
         if trial.setting.cost:
             details.append(f"costs {trial.setting.cost}")
         return Verdict(
             finding=f"with {trial.setting.text}",
             measure="time" if self.by_time else "to compute",
             after=trial.gain,
-            low=low,
-            high=high,
             certainty="; ".join(details),
         )
 
@@ -158,19 +134,10 @@ class Advice:
         return [_row("as it is", "", self.base, 0.0), *map(_trial_row, self.trials)]
 
     @property
-    def num_untimed(self) -> int:
-        """Settings of which only runs in turns would tell."""
-        return sum(trial.may_be_timed and trial.turns is None for trial in self.trials)
-
-    @property
     def notes(self) -> list[str]:
         """How sure the gains are."""
-        is_exact = any(trial.is_certain and trial.turns is None for trial in self.trials)
-        num_untimed = self.num_untimed
         exact = ["pools, policies and orders: tokens, hits and preemptions are exact, by simulation"]
-        how = f"a run under {LEAST_TIMED_S:.0f} s is too short" if self.is_short else _HOW_TIMED
-        untimed = [f"{plural(num_untimed, 'setting')} {NOT_TIMED}: {how}"]
-        return exact * is_exact + untimed * (num_untimed > 0)
+        return exact * any(trial.is_certain for trial in self.trials)
 
     def document(self) -> dict[str, Any]:
         """For machines."""
@@ -183,16 +150,7 @@ class Advice:
 
 def _trial_row(trial: Trial) -> dict[str, Any]:
     row = _row(trial.setting.text, trial.cost, trial.forecast, trial.gain)
-    if not trial.setting.kind.is_timed and trial.is_certain:
-        return row
-    low, high = (None, None) if trial.turns is None or trial.turns.is_short else trial.turns.interval
-    return {
-        **row,
-        "seconds": None,
-        "saved": trial.gain if trial.is_certain else None,
-        "saved_low": low,
-        "saved_high": high,
-    }
+    return row if trial.is_certain else {**row, "seconds": None, "saved": None}
 
 
 def _row(setting: str, cost: str, run: Forecast, gain: float) -> dict[str, Any]:
@@ -223,7 +181,6 @@ class Adviser(RecordedRequests):
             recorded_plan(state),
             may_reorder=in_order(workload),
             step_time=timed_of(state),
-            calibration=state.started.step_times,
         )
         return advise(subject, budget_s=budget_s)
 
@@ -265,8 +222,8 @@ class OutOfTimeError(Exception):
 
 
 def advise(subject: Subject, *, base: Forecast | None = None, budget_s: float | None = None) -> Advice:
-    """Try other settings, for at most `budget_s` seconds of processor time; the best that change the speed of steps are
-    then timed, if that is wanted. `base`: the run as it is, if it has been simulated."""
+    """Try other settings that do not change the speed of a step, for at most `budget_s` seconds of processor time.
+    `base`: the run as it is, if it has been simulated."""
     if not subject.workload.requests:
         return Advice(not_tried="no request was served")
     deadline_s = None if budget_s is None else time.thread_time() + budget_s
@@ -275,7 +232,7 @@ def advise(subject: Subject, *, base: Forecast | None = None, budget_s: float | 
         search.start()
         if not search.run_as_it_is.num_requests:  # nothing takes no time, whatever the setting
             return Advice(not_tried=f"no request fits into the pool of {plural(subject.num_blocks, 'block')}")
-        search.explore()
+        search.explore([kind for kind in KINDS if not kind.is_timed])
     except OutOfTimeError:
         if not search.trials:
             longer = f"; pagedcli explain takes up to {ADVICE_S:.0f} s" if (budget_s or 0.0) < ADVICE_S else ""
@@ -284,13 +241,7 @@ def advise(subject: Subject, *, base: Forecast | None = None, budget_s: float | 
     if not subject.has_tokens and subject.limits.enable_prefix_caching:
         recorded = " (--record-tokens)" if subject.workload.format == "pagedcli" else ""
         reasons.append(f"another order, which needs the tokens{recorded}")
-    if subject.time_in_turns is not None and not search.by_time:
-        short = f"a run under {LEAST_TIMED_S:.0f} s is too short for that"
-        why = short if subject.step_time is not None else "there is no calibration"
-        reasons.append(f"settings that change the time of a step, as {why}")
-    search.time_the_best()
-    is_short = subject.step_time is not None and not search.by_time
-    return Advice(search.base, tuple(search.sorted()), search.by_time, "; ".join(reasons) or None, is_short)
+    return Advice(search.base, tuple(search.sorted()), search.by_time, "; ".join(reasons) or None)
 
 
 @dataclass(slots=True)
@@ -349,32 +300,19 @@ class _Search:
         fewest = (1 - WORTH_SAYING) * base.num_computed_tokens
         is_exact = not self.by_time or gain <= 0 or found.num_computed_tokens <= fewest
         is_certain = is_exact and not setting.kind.is_timed
-        trial = Trial(setting, found, gain, is_certain, more_s if is_shown else 0.0)
-        turns = self.subject.kept_turns(setting.changes) if self.by_time and not is_certain else None
-        return trial if turns is None else trial.timed(turns)
+        return Trial(setting, found, gain, is_certain, more_s if is_shown else 0.0)
 
-    def explore(self, *, without: frozenset[str] = frozenset()) -> None:
-        """Try all settings but those of some keys. Raises: OutOfTimeError."""
+    def explore(self, kinds: Iterable[Kind]) -> None:
+        """Try the settings of these kinds. Raises: OutOfTimeError."""
         subject = self.subject
-        for kind in KINDS:
-            is_possible = subject.limits.enable_prefix_caching or not kind.needs_caching
-            if not is_possible or kind.key in without:
+        for kind in kinds:
+            if kind.needs_caching and not subject.limits.enable_prefix_caching:
                 continue
             for value in kind.values(subject, self.run_as_it_is):
-                setting = Setting.of(kind, subject, value)
-                if kind.is_timed and not self._may_be_timed(setting):
-                    continue
-                trial = self.try_out(setting)
+                trial = self.try_out(Setting.of(kind, subject, value))
                 if kind.key == POOL:
                     trial = self._smallest_as_good(kind, trial)
                 self.trials.append(trial)
-
-    def _may_be_timed(self, setting: Setting) -> bool:
-        """Whether a setting that changes the speed of steps has been timed, or is timed or listed without that."""
-        subject = self.subject
-        if subject.lists_untimed or (self.by_time and subject.time_in_turns is not None):
-            return True
-        return self.by_time and subject.kept_turns(setting.changes) is not None
 
     def _smallest_as_good(self, kind: Kind, largest: Trial) -> Trial:
         """The smallest pool that is as good as the largest one."""
@@ -392,18 +330,6 @@ class _Search:
             self.trials.append(found)
             raise
         return found
-
-    def time_the_best(self) -> None:
-        """Time the settings in turns that may gain most, but for those of which that is known."""
-        time_in_turns = self.subject.time_in_turns
-        if time_in_turns is None or not self.by_time:
-            return
-        expected = [trial for trial in self.sorted() if trial.may_be_timed and trial.gain >= -_LEAST_TUNED]
-        expected = expected[:_MOST_TIMED]
-        for trial in expected:
-            turns = time_in_turns(self.subject, trial.setting.changes, self.subject.measure_s / len(expected))
-            if turns is not None:
-                self.trials[self.trials.index(trial)] = trial.timed(turns)
 
     def sorted(self) -> list[Trial]:
         """Best first, then what is not certain; of equally good ones the cheapest."""
@@ -439,75 +365,56 @@ def enough_blocks(subject: Subject, own: Forecast | None, *, budget_s: float | N
     return high
 
 
-# ---------------------------------------------------------------------- several changes at once
+# ---------------------------------------------------------------------- with runs in turns
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The best settings found by changing one after the other."""
+    """The best change that the simulator is sure of, and the best one after it of those that only timing tells."""
 
-    base: Forecast
-    found: Forecast
-    changes: dict[str, Any]  # configuration key -> value
-    by_time: bool
-    turns: Turns | None = None  # None: no setting changes the speed of steps
+    exact: Trial | None
+    by_time: bool  # whether the run is long enough, and its steps have been timed
+    timed: Trial | None = None
+    turns: Turns | None = None  # runs with the second change and without it
 
     @property
-    def gain(self) -> float:
-        return 1 - _score(self.found) / max(_score(self.base), 1e-12) if self.turns is None else self.turns.gain
+    def changes(self) -> Changes:
+        """Configuration keys with their values."""
+        return {key: value for each in (self.exact, self.timed) if each for key, value in each.setting.changes.items()}
 
 
 def tune(
     subject: Subject,
+    time_in_turns: Callable[[Changes, Changes, float], Turns | None],
     *,
-    base: Forecast | None = None,
-    fixed: frozenset[str] = frozenset(),
-    budget_s: float | None = None,
+    base: Forecast,
+    fixed: frozenset[str],
+    budget_s: float,
 ) -> Tuned | None:
-    """Change what gains most, then look again, until nothing gains enough; settings that change the speed of steps are
-    kept only if runs in turns are faster with them beyond doubt. `base`: the run as it is, if it has been simulated.
-    `fixed`: keys that stay as they are. None: the time was not enough for the first round."""
-    subject = replace(subject, lists_untimed=False)
-    deadline_s = None if budget_s is None else time.thread_time() + budget_s
-    search = _Search(subject, deadline_s, None if base is None else base.without_text)
-    changes: dict[str, Any] = {}
-    is_sure = True
+    """The best change by simulation, then of the settings that change the speed of steps the one that is faster beyond
+    doubt. `time_in_turns` times the run with the changes before and after, within so many seconds; `base`: the run as
+    it is; `fixed`: keys that stay as they are. None: simulating takes longer than `budget_s`, the seconds of each
+    part."""
+    search = _Search(subject, time.thread_time() + budget_s, base.without_text)
+    exact: Trial | None = None
+    candidates: dict[str, Trial] = {}  # the one of each kind that may gain most
     try:
         search.start()
+        search.explore([kind for kind in KINDS if not kind.is_timed and kind.key not in fixed | {POOL}])
+        exact = next((each for each in search.sorted() if each.is_certain and each.gain >= WORTH_SAYING), None)
+        if exact is not None:
+            search.subject, search.base, search.trials = exact.setting.subject, exact.forecast, []
+        if search.by_time:
+            search.explore([kind for kind in KINDS if kind.is_timed and kind.key not in fixed])
     except OutOfTimeError:
         return None
-    first = found = search.run_as_it_is
-    least = _LEAST_TUNED if search.by_time else WORTH_SAYING
-    for trial in _rounds(search, fixed | {POOL}, least):
-        changes |= trial.setting.changes
-        is_sure &= trial.is_certain
-        found, now = trial.forecast, trial.setting.subject
-        if POOL in changes:
-            changes[POOL] = now.num_blocks
-    tuned = Tuned(first, found, changes, search.by_time)
-    if subject.time_in_turns is None or is_sure:
-        return tuned
-    turns = subject.kept_turns(changes)
-    if turns is None or not turns.is_decided:
-        turns = subject.time_in_turns(subject, changes, subject.measure_s)
-    if turns is None or not turns.is_sure or turns.gain < WORTH_SAYING:
-        return tune(replace(subject, time_in_turns=None), base=base, fixed=fixed, budget_s=budget_s)
-    return replace(tuned, turns=turns)
-
-
-def _rounds(search: _Search, fixed: frozenset[str], least: float) -> Iterator[Trial]:
-    """The best change, then the best one after it, while one gains at least so much."""
-    num_left = _MOST_ROUNDS
-    while num_left:
-        num_left -= 1
-        try:
-            search.explore(without=fixed)
-        except OutOfTimeError:  # what has been tried counts
-            num_left = 0
-        may_time = search.subject.time_in_turns is not None
-        tried = [trial for trial in search.sorted() if trial.is_certain or (trial.may_be_timed and may_time)]
-        best = max(tried, key=lambda trial: trial.gain, default=None)
-        if best is None or best.gain < least:
-            return
-        yield best
-        search.subject, search.base, search.trials = best.setting.subject, best.forecast, []
+    for trial in search.sorted():
+        if trial.setting.kind.is_timed and trial.gain >= -_LEAST_TUNED:
+            candidates.setdefault(trial.setting.kind.key, trial)
+    before, found = {} if exact is None else exact.setting.changes, Tuned(exact, search.by_time)
+    chosen = [*candidates.values()][:_MOST_TIMED]
+    for trial in chosen:
+        turns = time_in_turns(before, {**before, **trial.setting.changes}, budget_s / len(chosen))
+        if turns is not None and turns.is_sure and turns.gain > (found.turns.gain if found.turns else WORTH_SAYING):
+            found = replace(found, timed=trial, turns=turns)
+    return found

@@ -78,6 +78,5 @@ class ServedRequests:
             may_reorder=not is_reordered,
             read_ahead=read_ahead,
             step_time=load_step_time(key),
-            calibration=key.file_name,
         )
         return advise(subject, budget_s=budget_s)

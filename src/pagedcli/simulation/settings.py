@@ -2,13 +2,9 @@
 configuration keys; flags are printed from them. Used by `advice`.
 """
 
-import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import msgspec
 
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.eviction import POLICIES
@@ -21,11 +17,10 @@ from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.forecast import Forecast
 from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
 from pagedcli.simulation.run import Schedule
-from pagedcli.simulation.turns import Turns, kept_turns
 
 _MOST_POOLS = 4  # the largest pool that is tried, in pools of the run
 CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
-BLOCK_SIZE, POOL, KV_DTYPE = "engine.block_size", "engine.num_gpu_blocks_override", "engine.kv_cache_dtype"
+BLOCK_SIZE, POOL = "engine.block_size", "engine.num_gpu_blocks_override"
 Changes = Mapping[str, Any]
 """Configuration keys with other values. They belong together."""
 
@@ -37,15 +32,6 @@ def flags_of(changes: Changes) -> list[str]:
         words.append("--" + key.partition(".")[2].replace("_", "-"))
         words += [] if value is True else [str(value)]
     return words
-
-
-@dataclass(frozen=True, slots=True)
-class SmallerKV:
-    """A smaller type of the KV cache. It rounds differently: tried only where the user allows it."""
-
-    name: str  # value of kv_cache_dtype
-    block_bytes: int
-    own_block_bytes: int  # bytes of a block of as many tokens in the run's type
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +47,6 @@ class Subject:
     left_out: float = 0.0  # work of more requests like these, see forecast
     arrivals: Schedule | None = None  # arrivals of the requests; None: all are there from the start
     largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
-    smaller_kv: SmallerKV | None = None
-    calibration: str | None = None  # name of that of its steps; None: nothing that was timed belongs to it
-    # times a run with other settings in turns with this one, within so many seconds; None: this command times nothing
-    time_in_turns: Callable[["Subject", Changes, float], Turns | None] | None = None
-    measure_s: float = 0.0  # seconds that this may take in all
-    lists_untimed: bool = False  # whether settings that have not been timed are tried, too, as they could be
 
     @property
     def limits(self) -> Limits:
@@ -84,27 +64,9 @@ class Subject:
         """Whether blocks may run out, so that the size of the pool matters."""
         return sum(_blocks_of(request, limits) for request in self.workload.requests) > (limits.num_blocks or 0)
 
-    def name_of_turns(self, changes: Changes) -> str | None:
-        """The name under which the same prompts with these changes, in turns with them on this engine, are kept."""
-        if self.calibration is None:
-            return None
-        limits, requests = self.limits, self.workload.requests
-        lengths = array("q", sorted(request.num_prompt_tokens for request in requests)).tobytes()
-        run = (
-            self.calibration, self.may_reorder, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens,
-            limits.chunked_prefill_size, limits.enable_prefix_caching, limits.eviction, limits.preemption_policy,
-            limits.num_blocks if self.is_tight(limits) else None, sorted(changes.items()),
-        )  # fmt: skip
-        return hashlib.sha256(msgspec.json.encode(run) + lengths).hexdigest()[:20] + ".json"
-
-    def kept_turns(self, changes: Changes) -> Turns | None:
-        """What an earlier command has measured of these changes."""
-        name = self.name_of_turns(changes)
-        return None if name is None else kept_turns(name)
-
     def changed(self, key: str, value: Any) -> "Subject":
-        """The run with another value of a configuration key. Another type or size of blocks keeps the memory."""
-        plan, limits, smaller_kv = self.plan, self.limits, self.smaller_kv
+        """The run with another value of a configuration key. Another size of blocks keeps the memory."""
+        plan, limits = self.plan, self.limits
         if key == ORDER:
             return replace(self, reorder=value)
         if key == POOL:
@@ -113,14 +75,9 @@ class Subject:
             num_blocks = self.num_blocks * limits.block_size // value
             plan = replace(plan, block_bytes=plan.block_bytes * value // limits.block_size)
             limits = replace(limits, block_size=value, num_blocks=num_blocks)
-        elif key == KV_DTYPE:
-            assert smaller_kv is not None, "only this type is tried"
-            num_bytes, own = smaller_kv.block_bytes, smaller_kv.own_block_bytes
-            plan = replace(plan, block_bytes=plan.block_bytes * num_bytes // own)
-            limits, smaller_kv = replace(limits, num_blocks=self.num_blocks * own // num_bytes), None
         else:
             limits = replace(limits, **{key.partition(".")[2]: value})
-        return replace(self, plan=replace(plan, limits=limits), smaller_kv=smaller_kv)
+        return replace(self, plan=replace(plan, limits=limits))
 
 
 def _blocks_of(request: TraceRequest, limits: Limits) -> int:
@@ -143,7 +100,7 @@ class Kind:
     cost_of_more: str | None = None  # cost of a larger value than that of the run; None: the same
     needs_caching: bool = False
     keeps_pool: bool = False  # the pool would change with it where its size is not given
-    is_timed: bool = False  # changes the speed of a step: advised only after runs in turns
+    is_timed: bool = False  # changes the speed of a step: only `plan --tune` tries it, in runs in turns
 
 
 def _smaller_blocks(subject: Subject, _: Forecast) -> list[int]:
@@ -208,8 +165,6 @@ KINDS = (
     Kind("sequences", "engine.max_num_seqs", _num_seqs, "later first tokens", "slower tokens of each row",
          keeps_pool=True, is_timed=True),
     Kind("pool", POOL, _largest_pool),
-    Kind("KV dtype", KV_DTYPE, lambda subject, _: [] if subject.smaller_kv is None else [subject.smaller_kv.name],
-         "other rounding: some tokens may differ", keeps_pool=True, is_timed=True),
 )  # fmt: skip
 
 
@@ -241,10 +196,3 @@ class Setting:
     @property
     def text(self) -> str:
         return " ".join(flags_of(self.changes))
-
-    @property
-    def short(self) -> str:
-        """The first flag, and the blocks that the same memory then has."""
-        first, *others = self.changes.items()
-        blocks = f" ({plural(self.changes[POOL], 'block')})" if others else ""
-        return " ".join(flags_of(dict([first]))) + blocks

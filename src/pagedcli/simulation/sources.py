@@ -48,7 +48,6 @@ class RecordedRequests(View):
 
     def __init__(self, chains: Chains | None = None) -> None:
         self.workload = Workload(format="pagedcli")
-        self.restarts: list[int] = []  # places in the workload at which a resumed run began with an empty cache
         self._chains = Chains() if chains is None else chains
         self._is_compared = chains is not None
         self._part = ""  # a resumed run numbers its salts anew
@@ -63,7 +62,6 @@ class RecordedRequests(View):
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         if event.part > 1:
-            self.restarts.append(len(self.workload.requests))
             self._part = f" of part {event.part}"
 
     def on_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
@@ -158,8 +156,6 @@ class RecordedRequests(View):
             workload.notes.append(
                 f"{plural(len(workload.requests) - len(finished), 'request')} did not finish: left out"
             )
-        have_finished = [request.num_output_tokens is not None for request in workload.requests]
-        self.restarts = [sum(have_finished[:place]) for place in self.restarts]
         workload.requests = finished
         for request in finished:
             samples = self._samples[request.request_id]

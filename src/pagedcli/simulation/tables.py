@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,10 +129,7 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
         title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
     columns = f"setting saved {'seconds ' if advice.by_time else ''}num_computed_tokens hit_rate num_preemptions cost"
     headers = {"saved": "time saved" if advice.by_time else "not computed"}
-    found = table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
-    short = {trial.setting.text: trial.setting.short for trial in advice.trials}
-    setting, *others = found.columns
-    return replace(found, columns=[replace(setting, show=lambda text: short.get(text, text)), *others])
+    return table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:

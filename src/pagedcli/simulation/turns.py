@@ -1,20 +1,14 @@
 """A setting next to the run as it is: the same rows with and without it, in turns, and what that says for sure.
 
-Made by `plan --measure` and `--tune`, kept for every command of this machine. Knows no engine.
+Made by `plan --tune`. Knows no engine.
 """
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from math import comb, inf
-from pathlib import Path
 from statistics import median
 
-import msgspec
-
-from pagedcli.files import read_own
-from pagedcli.planning.step_time import cache_folder, keep_file
 from pagedcli.printable import percent_text
 
 _LEAST_PAIRS = 8  # fewer say nothing that holds in _SURE of all measurements
@@ -29,7 +23,6 @@ class Turns:
 
     before_s: tuple[float, ...]
     after_s: tuple[float, ...]
-    busy: float = 0.0  # share of all cores that other work took meanwhile
 
     @property
     def _savings(self) -> list[float]:
@@ -53,11 +46,6 @@ class Turns:
         return (savings[place - 1], savings[-place]) if place else (-inf, inf)
 
     @property
-    def is_short(self) -> bool:
-        """Whether there are too few pairs to say anything."""
-        return self.interval[0] == -inf
-
-    @property
     def is_sure(self) -> bool:
         """Whether the other settings are faster, beyond doubt."""
         return self.interval[0] > 0
@@ -71,7 +59,7 @@ class Turns:
     def text(self) -> str:
         """What is known of the saving, in words."""
         low, high = self.interval
-        if self.is_short:
+        if low == -inf:
             return "not certain: too few passes"
         if high <= 0:
             return f"between {percent_text(-high)} and {percent_text(-low)} slower"
@@ -100,22 +88,3 @@ def in_turns(serve: Callable[[int, int], float], budget_s: float) -> Turns:
 def pass_s(budget_s: float) -> float:
     """Seconds that a pass may take, so that there is time for enough of them."""
     return budget_s / (2 * _LEAST_PAIRS + 4)
-
-
-# ---------------------------------------------------------------------- kept for all commands
-
-
-def _path(name: str) -> Path:
-    return cache_folder().parent / "turns" / name
-
-
-def kept_turns(name: str) -> Turns | None:
-    """What was measured under this name; None if nothing was, or it cannot be read."""
-    with suppress(OSError, ValueError):
-        return msgspec.json.decode(read_own(_path(name)), type=Turns)
-    return None
-
-
-def keep_turns(name: str, turns: Turns) -> None:
-    """Keep a measurement; without a folder that can be written it is lost."""
-    keep_file(_path(name), msgspec.json.encode(turns))
