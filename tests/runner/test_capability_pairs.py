@@ -11,11 +11,10 @@ from itertools import combinations, product
 import pytest
 from engine_harness import ragged_prompts
 from model_zoo import cached_model
-from oracle import Oracle
+from oracle import EveryGuess, Oracle
 from trace_harness import check_events
 
 from pagedcli.config import EngineConfig
-from pagedcli.core.drafting import EveryGuess
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams

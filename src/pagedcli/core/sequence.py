@@ -94,11 +94,6 @@ class Sequence:
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
     draft_masks: list[TokenMask] = field(default_factory=list)  # what a guide lets come after each guess
     draft_source: DraftSource = "own_text"  # source of these guesses; without any, of the last ones
-    ahead: Items[int] = ()  # guesses of the model's head for the tokens after token_ids
-    head_begin: int = (
-        0  # tokens from here to head_end are those of which the head's layer has K and V; 0: from the first
-    )
-    head_end: int = 0
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     # the last computed tokens, which its recurrent state has not seen, as they were guessed or came with wrong guesses:
     # the next step computes them once more. Their K and V are in the cache
@@ -186,7 +181,6 @@ class Sequence:
         self.num_preemptions += 1
         self.draft, self.state_sees_draft = [], False
         self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = self.num_behind_tokens = 0
-        self.head_begin = self.head_end = 0
         self.status = SequenceStatus.WAITING
 
     def drop_forks(self) -> "list[Sequence]":
