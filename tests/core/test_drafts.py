@@ -309,11 +309,15 @@ def test_few_sequences_guess_while_half_of_the_last_guesses_were_right_and_anew_
     drafting, seq = Drafting(Oracle({("0", 0): [1] * 20})), decoding()
     assert [drafting.is_due(0, each) for each in (1, MOST_DECODES, MOST_DECODES + 1)] == [True, True, False]
     found = []
-    for num_right in (8, 7, 1, 0, 4):  # of 8 guesses; the last 32 count
+    for num_right in (8, 8, 7, *[0] * 8, 1, 1):  # of 8 guesses: those after a wrong one do not count
         assert drafting.choose(4, [seq], 8, 99)
         drafting.checked(seq, 8, num_right)
         found.append(drafting.is_due(5, 1))
-    assert found == [True, True, True, True, False]  # 16 of 32, then 12 of 32
+    assert found == [True] * 13  # 23 right ones and 9 wrong ones, then 21 of the last 32
+    for num_right in [0] * 6:
+        drafting.checked(seq, 8, num_right)
+        found.append(drafting.is_due(5, 1))
+    assert found[13:] == [True] * 5 + [False]  # 16, then 15 of 32
     again = 4 + STEPS_UNTIL_NEW_COUNT
     assert [drafting.is_due(each, 1) for each in (again, again + 1)] == [False, True]
     drafting.choose(again + 1, [seq], 8, 99)
@@ -385,13 +389,6 @@ def test_the_newest_answers_are_remembered_and_one_that_is_longer_than_all(monke
     answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34])
     assert drafted(drafter, (1, 2), (11, 12), (21, 22), (31, 32)) == [[], [], [23, 24], [33, 34]]
     assert (drafter._num_unread, len(drafter._unread)) == (0, 0)
-
-
-def test_answers_are_taken_in_piece_by_piece(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.drafts.READ_AT_ONCE", 6)
-    drafter = NgramDrafter()
-    answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24])
-    assert drafted(drafter, (21, 22), (21, 22)) == [[], [23, 24]]  # two of them with the first draft
 
 
 def test_a_draft_is_one_token_longer_than_what_was_right_of_the_last_one():

@@ -128,7 +128,7 @@ def check_drafts(engine, kind, capabilities):
     why = [reason for name, reason in NO_DRAFTS.items() if name in capabilities]
     if why:
         assert any(each in engine.plan.no_drafts for each in why)
-    elif engine.stats.undrafted:
+    elif engine.stats.num_undrafted:
         assert kind == "beams"
     else:
         assert engine.stats.num_drafted_tokens > 0 or ROWS[kind][1]["max_tokens"] == 1

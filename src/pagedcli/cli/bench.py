@@ -222,7 +222,6 @@ def _bench_passes(
         names = {"batch_size": len(first.prompts)} if key == "latency" else {}
         rows.append(throughput_row(result, first, **names))
         plan = result.engine.plan
-    columns += "" if plan.speculation == "off" else " drafted_tokens accepted_tokens"
     title = f"{key.capitalize()}{' by requests at once' if key == 'latency' else ''}: medians of the passes"
     tables = [table(WorkloadRow, key, title, rows, columns, notes=bench_notes(plan, rows))]
     name = columns.partition(" ")[0]

@@ -16,10 +16,9 @@ from pagedcli.events import DraftSource
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
-READ_AT_ONCE = 256  # tokens of finished answers that a draft takes in, and the rest of the last answer
 MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
 MOST_DECODES = 8  # sequences that decode in a step with guesses
-NUM_LATEST = 32  # guessed tokens of which at least half must have been right
+NUM_LATEST = 32  # guessed tokens, of which at least half must have been right
 STEPS_UNTIL_NEW_COUNT = 256  # steps without a guess
 
 
@@ -90,8 +89,8 @@ class NgramDrafter:
         if own is None:
             own = self._own[seq.seq_id] = _Text(seq.token_ids)
         own.update()
-        if self._unread:
-            self._read_answers()
+        while self._unread:
+            self._read(self._unread.popleft())
         most = min(most, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1)
         texts = (own, self._newer, self._older) if seq.cache_salt is None else (own,)
         for length in RUN_LENGTHS:
@@ -115,24 +114,20 @@ class NgramDrafter:
         while self._num_unread > MOST_REMEMBERED and len(self._unread) > 1:
             self._num_unread -= len(self._unread.popleft())
 
-    def _read_answers(self) -> None:
-        """Take in the oldest of the answers that were not read: not all at once, which would hold up a step."""
-        num_read = 0
-        while self._unread and num_read < READ_AT_ONCE:
-            if self._newer.num_tokens >= MOST_REMEMBERED:
-                self._older, self._newer = self._newer, _Text([])
-            token_ids = self._unread.popleft()
-            self._newer.extend(token_ids)
-            num_read += len(token_ids)
-        self._num_unread -= num_read
+    def _read(self, answer: list[int]) -> None:
+        """Take in an answer that has finished."""
+        if self._newer.num_tokens >= MOST_REMEMBERED:
+            self._older, self._newer = self._newer, _Text([])
+        self._newer.extend(answer)
+        self._num_unread -= len(answer)
 
 
 class Drafting:
     """Guesses while at most MOST_DECODES sequences decode and at least half of the last NUM_LATEST guesses were right;
-    after STEPS_UNTIL_NEW_COUNT steps without a guess the count starts anew."""
+    after STEPS_UNTIL_NEW_COUNT steps without a guess the count starts anew. Guesses after a wrong one do not count."""
 
-    def __init__(self, drafter: NgramDrafter | None = None) -> None:
-        self._drafter = drafter or NgramDrafter()
+    def __init__(self, drafter: NgramDrafter) -> None:
+        self._drafter = drafter
         self._latest: deque[bool] = deque(maxlen=NUM_LATEST)  # of each guessed token: whether it was right
         self._last_step = 0  # with guesses
 
@@ -164,7 +159,7 @@ class Drafting:
     def checked(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """So many of the first guessed tokens of a sequence were right."""
         self._drafter.checked(seq, num_accepted)
-        self._latest += [True] * num_accepted + [False] * (num_drafted - num_accepted)
+        self._latest += [True] * num_accepted + [False] * (num_accepted < num_drafted)
 
     def ended(self, seq: Sequence) -> None:
         """A sequence has ended, by itself or not."""

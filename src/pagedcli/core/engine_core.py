@@ -13,7 +13,7 @@ from typing import Any
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.cache import make_cache
-from pagedcli.core.drafts import Drafting
+from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
@@ -70,7 +70,7 @@ class EngineCore:
             self.cache,
             facts=self.stats,
             seen=self._seen,
-            drafting=Drafting() if plan.speculation == "ngram" else None,
+            drafting=Drafting(NgramDrafter()) if plan.speculation == "ngram" else None,
             trace_tokens=trace_tokens,
             emit=self._emit,
         )

@@ -454,8 +454,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         self._num_held = 0
-        if self.drafting is not None and seq.no_drafts is not None and not seq.num_preemptions:
-            self._facts.undrafted[seq.no_drafts] += 1
+        if self.drafting is not None and seq.is_beam and not seq.num_preemptions:
+            self._facts.num_undrafted += 1
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
         seq.synced_blocks = seq.num_kept_tokens = 0
