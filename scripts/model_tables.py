@@ -51,7 +51,6 @@ _SMALL = {
     "num_key_value_heads": 2,
     "full_attn_idxs": [1],  # LFM2 attends in all layers by default, which no published model does
     "linear_attn_config": {"full_attn_layers": [4]},
-    "num_nextn_predict_layers": 1,  # NemotronH has a head only where its config names one
     "hybrid_override_pattern": "M-*-",
     "num_experts": 16,
     "num_experts_per_tok": 2,
@@ -77,10 +76,10 @@ def native() -> str:
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
         state = next((layer.recurrent.name for layer in spec.layers if layer.recurrent is not None), "none")
-        facts = (on_cpu, family.config.windows, state, "no" if spec.head is None else "read", _split(spec))
+        facts = (on_cpu, family.config.windows, state, _split(spec))
         rows.append((f"`{model_type}`", family.architecture, *facts))
-    kept = ("sliding windows", "layers with a state", "MTP head")
-    return _table(("model_type", "architecture", "on a CPU", *kept, "tensor parallel"), rows)
+    head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
+    return _table(head, rows)
 
 
 # Of checkpoints with recurrent layers: the fields that decide their sizes

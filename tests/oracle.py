@@ -1,9 +1,9 @@
-"""A drafter that knows the answers, and is wrong as often as it is asked to be: for benchmarks and tests."""
+"""A drafter that knows the answers, and is wrong as often as it is asked to be; and drafting whatever was right."""
 
 import random
 from collections.abc import Mapping, Sequence
 
-from pagedcli.core.drafts import Draft
+from pagedcli.core.drafts import Draft, Drafting
 from pagedcli.core.sequence import Sequence as Seq
 
 
@@ -25,10 +25,17 @@ class Oracle:
         most = self._random.randint(0, most) if self._ragged else most
         known = self._answers.get((seq.request_id, seq.sample_index), ())[seq.num_output_tokens :][:most]
         tokens = [token ^ 1 if self._random.random() < self._wrong else token for token in known]
-        return Draft(tokens, "oracle") if tokens else None
+        return Draft(tokens, "answers") if tokens else None
 
     def checked(self, seq: Seq, num_accepted: int) -> None:
         pass
 
     def ended(self, seq: Seq) -> None:
         pass
+
+
+class EveryGuess(Drafting):
+    """Guesses in every step, however many sequences decode and however many guesses were wrong."""
+
+    def is_due(self, step: int, num_decodes: int) -> bool:
+        return True

@@ -6,8 +6,8 @@ from dataclasses import fields
 from functools import partial
 
 import numpy as np
+from oracle import EveryGuess
 
-from pagedcli.core.drafting import EveryGuess
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
@@ -212,7 +212,7 @@ class CheckedBuilder(StepBuilder):
         fresh = StepBuilder(self.limits)
         fresh._tables = self._tables
         expected, _ = fresh.build(work, source_rows)
-        for name in {field.name for field in fields(step)} - {"table_index", "table_values", "prompt_rows", "head"}:
+        for name in {field.name for field in fields(step)} - {"table_index", "table_values", "prompt_rows"}:
             found, wanted = getattr(step, name), getattr(expected, name)
             if isinstance(wanted, np.ndarray):
                 found, wanted = (found.dtype, found.tolist()), (wanted.dtype, wanted.tolist())
@@ -261,9 +261,10 @@ class Simulation(EngineCore):
         ticks = itertools.count(step=100)
         super().__init__(
             plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks),
-            drafting=None if drafter is None else EveryGuess(drafter),
             make_builder=lambda scheduler: CheckedBuilder(scheduler.limits),
         )  # fmt: skip
+        if drafter is not None:
+            self.scheduler.drafting = EveryGuess(drafter)
 
     def add(self, token_ids, max_new_tokens=3, *, n=1, cache_salt=None, request_id=None, **options):
         params = options.pop("params", None) or SamplingParams(n=n, max_tokens=max_new_tokens, temperature=0)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -207,8 +207,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Annotated[
         Speculation,
         _batching(
-            "Guess next tokens from the row's text and finished answers, or by the model's MTP head (mtp), and check"
-            " them in one step, CPU only; auto: from both, only where it pays",
+            "Guess next tokens from the row's text and finished answers, and check them in one step, CPU only",
+            metavar="[off|ngram]",
+            removed=("mtp", "auto"),
             affects_rows=False,
         ),
     ] = "off"
@@ -388,10 +389,12 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
     """Replace @FILE by the content of the file where the key says so, and JSON text by its value."""
     section, name = dotted.split(".", 1)
     value, reads = document[section][name], None
+    shown = source if source.startswith("--") else f"{source}: {dotted}"
     if section in Config.__struct_fields__:
         struct: type[msgspec.Struct] = type(getattr(Config(), section))
-        reads = keys_of(struct)[name][1].reads if name in struct.__struct_fields__ else None
-    shown = source if source.startswith("--") else f"{source}: {dotted}"
+        if name in struct.__struct_fields__:
+            refuse_removed(struct, name, value, shown)
+            reads = keys_of(struct)[name][1].reads
     if reads is None or not isinstance(value, str):
         _check_unicode(value, shown)
         return
@@ -410,6 +413,13 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
         document[section][name] = _response_format(document[section][name], place)
     if dotted == "run.tools" and (problem := tools_problem(document[section][name])) is not None:
         raise ConfigError(f"{place}: {problem}")
+
+
+def refuse_removed(struct: type[msgspec.Struct], name: str, value: Any, shown: str) -> None:
+    """Raises: ConfigError for a value that earlier versions had."""
+    type_, declared = keys_of(struct)[name]
+    if value in declared.removed:
+        raise ConfigError(f"{shown} {value}: removed; use {' or '.join(get_args(type_))}")
 
 
 def _check_unicode(value: Any, place: str) -> None:

@@ -14,9 +14,8 @@ OLDEST_SCHEMA = 3  # the oldest readable one, in which copies of evicted content
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=0x10FFFF)]  # no vocabulary is larger, and such ids compare as characters
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
-Speculation = Literal["off", "ngram", "mtp", "auto"]
-# of guessed tokens; oracle: a benchmark that knows
-DraftSource = Literal["own_text", "answers", "grammar", "mtp", "oracle"]
+Speculation = Literal["off", "ngram"]
+DraftSource = Literal["own_text", "answers", "grammar", "mtp"]  # mtp: in traces of earlier versions
 FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
@@ -34,7 +33,6 @@ DRAFT_WORDS: dict[DraftSource, str] = {
     "answers": "finished answers",
     "grammar": "their grammar",
     "mtp": "the model's MTP head",
-    "oracle": "one who knows",
 }
 WAITING_WORDS: dict[str, str] = {  # WaitingReason -> words
     "max_num_seqs": "sequence limit",
@@ -100,7 +98,8 @@ class EngineStarted(Event, frozen=True, gc=False):
     preemption_policy: Literal["last", "largest"] = "last"
     step_times: str | None = None  # the calibration of its steps, where they are timed: see planning.step_time
     kinds: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # kinds of cache next to the blocks, see core.cache
-    speculation: Speculation = "off"  # how next tokens are guessed, see core.drafts
+    # how next tokens are guessed, see core.drafts; the last two in traces of earlier versions
+    speculation: Speculation | Literal["mtp", "auto"] = "off"
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
     @property

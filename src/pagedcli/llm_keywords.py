@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.config import BYTE_KEYS, EngineConfig, parse_bytes
+from pagedcli.config import BYTE_KEYS, EngineConfig, parse_bytes, refuse_removed
 from pagedcli.errors import ConfigError
 
 _ALIASES = {
@@ -55,6 +55,7 @@ def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
             raise TypeError(f"LLM() got an unexpected keyword argument {name!r}; {hint}")
         if value is not None and not (name == "num_kvcache_blocks" and value < 0):
+            refuse_removed(EngineConfig, key, value, name)
             values[key] = parse_bytes(value) if key in BYTE_KEYS and isinstance(value, str) else value
     try:
         return msgspec.convert(values, EngineConfig)

@@ -6,7 +6,9 @@ import re
 import pytest
 from cli_harness import FAST, pagedcli
 
+from pagedcli.errors import ConfigError
 from pagedcli.events import DRAFT_WORDS
+from pagedcli.llm_keywords import engine_config
 from pagedcli.show.panels import work_lines
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
@@ -81,6 +83,18 @@ def test_the_panel_of_the_application_counts_them(run):
 
 def test_a_run_that_cannot_guess_says_why(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "The fox"}\n')
-    flags = ("--speculation", "auto", "--attention-backend", "sdpa")
+    flags = ("--speculation", "ngram", "--attention-backend", "sdpa")
     said = pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST, *flags).stderr
     assert "speculation: off, as no equal bits are promised with attention backend sdpa" in said
+
+
+@pytest.mark.parametrize("value", ["mtp", "auto"])
+def test_ways_to_guess_of_earlier_versions_are_refused_in_a_sentence(value, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "The fox"}\n')
+    (tmp_path / "run.yaml").write_text(f"engine: {{speculation: {value}}}\n")
+    said = pagedcli("generate", tmp_path / "in.jsonl", "--speculation", value, expect=2).stderr
+    assert f"--speculation {value}: removed; use off or ngram" in said
+    said = pagedcli("generate", tmp_path / "in.jsonl", "-C", tmp_path / "run.yaml", expect=2).stderr
+    assert f"run.yaml: engine.speculation {value}: removed; use off or ngram" in said
+    with pytest.raises(ConfigError, match=f"^speculation {value}: removed; use off or ngram$"):
+        engine_config("builtin", {"speculation": value})

@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from oracle import Oracle
+from oracle import EveryGuess, Oracle
 from scripted import Simulation
 from test_core import same_pool, stop_after
 from trace_harness import EventList
 
-from pagedcli.core.drafts import NgramDrafter, within_grammar
+from pagedcli.core.drafts import MOST_DECODES, STEPS_UNTIL_NEW_COUNT, Drafting, NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Sequence
 from pagedcli.events import BlockEvicted, BlocksFilled, DraftChecked, RequestPreempted, TokensDrafted
@@ -226,7 +226,7 @@ def test_what_a_grammar_forces_is_guessed_by_itself():
 def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
     guide = Pattern({0, 1}, {2}, {0, 1}, {3}, {1, 2}, {3, 4})
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide)
-    assert within_grammar(Oracle({("0", 0): guesses}).draft(seq, 8), seq, 8) == ((draft, "oracle") if draft else None)
+    assert within_grammar(Oracle({("0", 0): guesses}).draft(seq, 8), seq, 8) == ((draft, "answers") if draft else None)
     assert [bits[0] for bits in seq.draft_masks] == [0b100, 0b11, 0b1000, 0b110, 0b11000][: len(draft)]
     assert not guide.taken
 
@@ -234,7 +234,7 @@ def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
 def test_an_end_token_is_no_guess():
     guide, ends = Pattern({0, 1}, {2, 3}, {1}), frozenset([3])
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide, eos_token_ids=ends)
-    assert within_grammar(Oracle({("0", 0): [0, 3]}).draft(seq, 8), seq, 8) == ([0], "oracle")
+    assert within_grammar(Oracle({("0", 0): [0, 3]}).draft(seq, 8), seq, 8) == ([0], "answers")
 
 
 def test_a_token_that_a_grammar_leaves_no_choice_about_is_its_guess():
@@ -267,13 +267,62 @@ def test_the_views_count_what_the_engine_counts(plain):
     names = ("num_drafted_tokens", "num_accepted_tokens", "num_generated_tokens", "num_computed_tokens", "waste_sum")
     assert {name: getattr(facts, name) for name in names} == {name: getattr(sim.stats, name) for name in names}
     num_drafted, num_right = facts.num_drafted_tokens, facts.num_accepted_tokens
-    right = f"of {num_drafted} guesses {num_right} were right: {num_right} of {num_drafted} from one who knows"
+    right = f"of {num_drafted} guesses {num_right} were right: {num_right} of {num_drafted} from finished answers"
     assert ("speculation", right) in finding_lines(run.findings(state))
     assert sum(run.series.columns["sampled"]) == sim.stats.num_generated_tokens
     longest = max(sim.seqs, key=lambda seq: len(seq.token_ids))
     story = sequence_story(longest.seq_id, with_steps(events), state)
     assert sum("guesses" in words for _, words in story) == 1
     assert not any("compute 9 tokens" in words for _, words in story)
+
+
+# ---------------------------------------------------------------------- which steps guess
+
+
+def decoding(seq_id=0, *, num_output=1, most=20):
+    seq = Sequence(seq_id, str(seq_id), [1], SamplingParams(max_tokens=most), max_new_tokens=most)
+    seq.token_ids += [1] * num_output
+    seq.num_computed_tokens = num_output
+    return seq
+
+
+def test_a_guess_leaves_room_for_the_token_of_the_step():
+    def drafted(seq, chunk_size):
+        chosen = EveryGuess(Oracle({("0", 0): [1] * 20})).choose(0, [seq], 99, chunk_size)
+        return sum(len(draft.token_ids) for _, draft in chosen)
+
+    assert [drafted(decoding(num_output=each), 99) for each in (1, 11, 12, 18, 19)] == [8, 8, 7, 1, 0]
+    assert drafted(decoding(), 5) == 4
+    behind = decoding()
+    behind.num_behind_tokens = 2
+    assert drafted(behind, 5) == 2
+
+
+def test_guesses_are_cut_to_the_budget_of_the_step():
+    drafting = EveryGuess(Oracle({(str(i), 0): [1] * 20 for i in range(3)}))
+    for budget, counts in [(20, [8, 8, 4]), (16, [8, 8]), (3, [3]), (0, []), (-2, [])]:
+        chosen = drafting.choose(0, [decoding(i) for i in range(3)], budget, 99)
+        assert [(place, len(draft.token_ids)) for place, draft in chosen] == list(enumerate(counts))
+
+
+def test_few_sequences_guess_while_half_of_the_last_guesses_were_right_and_anew_after_a_while():
+    drafting, seq = Drafting(Oracle({("0", 0): [1] * 20})), decoding()
+    assert [drafting.is_due(0, each) for each in (1, MOST_DECODES, MOST_DECODES + 1)] == [True, True, False]
+    found = []
+    for num_right in (8, 8, 7, *[0] * 8, 1, 1):  # of 8 guesses: those after a wrong one do not count
+        assert drafting.choose(4, [seq], 8, 99)
+        drafting.checked(seq, 8, num_right)
+        found.append(drafting.is_due(5, 1))
+    assert found == [True] * 13  # 23 right ones and 9 wrong ones, then 21 of the last 32
+    for num_right in [0] * 6:
+        drafting.checked(seq, 8, num_right)
+        found.append(drafting.is_due(5, 1))
+    assert found[13:] == [True] * 5 + [False]  # 16, then 15 of 32
+    again = 4 + STEPS_UNTIL_NEW_COUNT
+    assert [drafting.is_due(each, 1) for each in (again, again + 1)] == [False, True]
+    drafting.choose(again + 1, [seq], 8, 99)
+    drafting.checked(seq, 8, 0)
+    assert drafting.is_due(again + 2, 1)
 
 
 # ---------------------------------------------------------------------- from the text
@@ -340,13 +389,6 @@ def test_the_newest_answers_are_remembered_and_one_that_is_longer_than_all(monke
     answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34])
     assert drafted(drafter, (1, 2), (11, 12), (21, 22), (31, 32)) == [[], [], [23, 24], [33, 34]]
     assert (drafter._num_unread, len(drafter._unread)) == (0, 0)
-
-
-def test_answers_are_taken_in_piece_by_piece(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.drafts.READ_AT_ONCE", 6)
-    drafter = NgramDrafter()
-    answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24])
-    assert drafted(drafter, (21, 22), (21, 22)) == [[], [23, 24]]  # two of them with the first draft
 
 
 def test_a_draft_is_one_token_longer_than_what_was_right_of_the_last_one():

@@ -77,7 +77,7 @@ def test_steps_and_waste():
 def test_parts_of_a_run_are_added(same_pool):
     facts, other = counted(), counted(num_used_blocks=6, num_waiting=1)
     facts.longest_shared, other.longest_shared, other.num_state_slots = 5, 3, 7
-    other.waiting_ns["max_num_seqs"], other.undrafted["a grammar"] = 4, 2
+    other.waiting_ns["max_num_seqs"], other.num_undrafted = 4, 2
     facts.add(other, same_pool=same_pool)
     assert (facts.block_size, facts.max_num_seqs) == (4, 3)
     assert (facts.num_blocks, facts.peak_used_blocks) == ((10, 6) if same_pool else (20, 9))
@@ -86,7 +86,7 @@ def test_parts_of_a_run_are_added(same_pool):
     assert (facts.num_steps, facts.num_computed_tokens, facts.longest_shared) == (2, 16, 5)
     assert (facts.num_waste_steps, facts.peak_waste, facts.ideal_of) == (2, 0.25, None)
     assert facts.waiting_ns == {"free_blocks": 180, "max_num_seqs": 4}
-    assert facts.undrafted == {"a grammar": 2}
+    assert facts.num_undrafted == 2
     facts.add(RunFacts(), same_pool=same_pool)  # of an engine that has not started: it has no limits
     assert (facts.block_size, facts.max_num_seqs, facts.prefix_caching) == (4, 3, True)
 

@@ -109,7 +109,30 @@ def test_layers_that_only_predict_further_tokens_are_not_read(tmp_path_factory, 
         writer.kv_data[0]["qwen35.block_count"].value = layers + 1
 
     source = cached_model("qwen3_5", tmp_path_factory)
-    check_tokens(source, converted(source, tmp_path / "model.gguf", change=with_prediction))
+    path = converted(source, tmp_path / "model.gguf", change=with_prediction)
+    check_tokens(source, path)
+    skipped = "2 tensors of the file are not read, as they predict further tokens: blk.4.*"
+    assert skipped in make_engine(path).model.notes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, writer: writer.add_moe_latent_size(16), "moe_latent_size is 16, which is not supported"),
+        (
+            lambda tensors, writer: [tensors.pop(name) for name in list(tensors) if not name.startswith("token")],
+            "it has only layers that predict further tokens",
+        ),
+    ],
+)
+def test_experts_of_a_narrower_vector_and_a_head_alone_are_refused(change, message, tmp_path_factory, tmp_path):
+    def changed(tensors, writer):
+        writer.add_nextn_predict_layers(1)
+        change(tensors, writer)
+
+    source = cached_model("nemotron_h-moe", tmp_path_factory)
+    with pytest.raises(ModelError, match=message):
+        read_spec(converted(source, tmp_path / "model.gguf", change=changed))
 
 
 def test_experts_whose_gate_and_up_are_one_tensor_are_read_as_halves(tmp_path_factory, tmp_path):

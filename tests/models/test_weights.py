@@ -53,6 +53,16 @@ def refusal_of(path):
     return caught.value
 
 
+def test_what_predicts_further_tokens_is_not_read_and_named(tmp_path):
+    path = tiny_model("glm4-moe", tmp_path)
+    number, file = read_spec(path).num_layers, path / "model.safetensors"
+    tensors = load_file(file) | {f"model.layers.{number}.eh_proj.weight": torch.zeros(3)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    [note] = load(path).notes
+    assert note.startswith("1 tensor of the checkpoint is not read")
+    assert note.endswith(f"token by token: model.layers.{number}.*")
+
+
 def test_shards_give_the_same_weights_as_one_file(tmp_path, tmp_path_factory):
     whole = cached_model("qwen3", tmp_path_factory)
     sharded = tiny_model("qwen3", tmp_path, max_shard_size="60KB")

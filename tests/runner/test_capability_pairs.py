@@ -11,11 +11,10 @@ from itertools import combinations, product
 import pytest
 from engine_harness import ragged_prompts
 from model_zoo import cached_model
-from oracle import Oracle
+from oracle import EveryGuess, Oracle
 from trace_harness import check_events
 
 from pagedcli.config import EngineConfig
-from pagedcli.core.drafting import EveryGuess
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -129,7 +128,7 @@ def check_drafts(engine, kind, capabilities):
     why = [reason for name, reason in NO_DRAFTS.items() if name in capabilities]
     if why:
         assert any(each in engine.plan.no_drafts for each in why)
-    elif engine.stats.undrafted:
+    elif engine.stats.num_undrafted:
         assert kind == "beams"
     else:
         assert engine.stats.num_drafted_tokens > 0 or ROWS[kind][1]["max_tokens"] == 1

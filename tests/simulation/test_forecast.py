@@ -37,7 +37,7 @@ def file_of(path, num_rows, *, n=1):
     return path
 
 
-def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None, clock=CLOCK, decode_gain=None):
+def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
     """The forecast of `generate` with these flags, decided as the command does."""
     loaded = load_config(None, flags)
     folder = model_folder(loaded.config.engine)
@@ -47,9 +47,7 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None, clock=CL
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
     reorder = loaded.config.run.reorder
-    found = forecast(
-        requests.finish(), plan, clock, reorder=reorder, left_out=requests.left_out, decode_gain=decode_gain
-    )
+    found = forecast(requests.finish(), plan, CLOCK, reorder=reorder, left_out=requests.left_out)
     if not requests.left_out:
         return found
     whole = PromptRequests(str(path))
@@ -99,31 +97,6 @@ def test_with_the_answers_of_a_run_guesses_are_those_of_the_run(tmp_path):
     assert run["accepted_tokens"] > 0
     slower = predicted(path, {**flags, "engine.speculation": "off"}, outputs=read_outputs(str(out)))
     assert slower.num_steps > found.num_steps
-
-
-def test_decodes_may_be_faster_than_their_steps_take(tmp_path):
-    path, flags = file_of(tmp_path / "prompts.jsonl", 12), {"engine.max_num_seqs": 2}
-    plain = predicted(path, flags)
-    found = predicted(path, flags, decode_gain=lambda num_seqs: {1: 2.0, 2: 4.0}[num_seqs])
-    assert found.num_steps == plain.num_steps
-    prompts, generation = (plain.parts[part] / found.parts[part] for part in ("prompts", "generation"))
-    assert prompts == pytest.approx(1)
-    assert 1.5 < generation < 4
-    assert found.seconds < plain.seconds - 0.3 * plain.parts["generation"]
-
-
-@pytest.mark.parametrize(
-    ("last_s", "guesses"), [(0.1, False), (0.04, True)]
-)  # a step of 3 takes 1.29 or 1.1 times as long
-def test_auto_is_forecast_to_guess_where_rows_are_cheap(tmp_path, last_s, guesses):
-    path, out = file_of(tmp_path / "prompts.jsonl", 12), tmp_path / "out.jsonl"
-    pagedcli("generate", path, "-o", out, "--output-token-ids")
-    answers, clock = read_outputs(str(out)), replace(CLOCK, decodes=((1, 0.01), (64, last_s)))
-    off, auto = (
-        predicted(path, {"engine.speculation": each, "engine.max_num_seqs": 1}, outputs=answers, clock=clock).num_steps
-        for each in ("off", "auto")
-    )
-    assert (auto < off) == guesses
 
 
 def test_time_is_what_its_parts_take(tmp_path):

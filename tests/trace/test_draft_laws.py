@@ -8,7 +8,7 @@ from test_check_fields import unnoticed
 from trace_harness import check_events
 
 from pagedcli.errors import TraceError
-from pagedcli.events import DraftChecked, EngineStarted, StateSlotsReleased, StepScheduled, TokensDrafted
+from pagedcli.events import AnyEvent, DraftChecked, EngineStarted, StateSlotsReleased, StepScheduled, TokensDrafted
 
 
 def drafted(block_size=2, **limits):
@@ -75,6 +75,19 @@ def test_an_event_that_is_missing_or_comes_twice_is_found(kind, times):
 
 def replaced(place, **changes):
     return [*EVENTS[:place], msgspec.structs.replace(EVENTS[place], **changes), *EVENTS[place + 1 :]]
+
+
+@pytest.mark.parametrize("speculation", ["mtp", "auto"])
+def test_a_trace_of_guesses_that_are_no_longer_made_is_read(speculation):
+    before = [
+        msgspec.structs.replace(event, speculation=speculation)
+        if isinstance(event, EngineStarted)
+        else msgspec.structs.replace(event, sources=("mtp",) * len(event.sources))
+        if isinstance(event, TokensDrafted)
+        else event
+        for event in EVENTS
+    ]
+    check_events([msgspec.json.decode(msgspec.json.encode(event), type=AnyEvent) for event in before])
 
 
 def test_what_no_engine_guesses_is_refused():

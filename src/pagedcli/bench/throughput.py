@@ -42,8 +42,6 @@ class Run:
     schedule_ms: float  # sum over all steps
     sample_ms: float
     num_cached_tokens: int
-    num_drafted_tokens: int  # guessed
-    num_accepted_tokens: int  # the right ones among them
     token_ids: list[list[int]]
 
 
@@ -169,8 +167,6 @@ def measure(
         schedule_ms=(stats.schedule_ns - before.schedule_ns) / 1e6,
         sample_ms=(stats.sample_ns - before.sample_ns) / 1e6,
         num_cached_tokens=stats.num_cached_tokens - before.num_cached_tokens,
-        num_drafted_tokens=stats.num_drafted_tokens - before.num_drafted_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
         token_ids=[output.samples[0].token_ids for output in outputs],
     )
 
@@ -212,8 +208,6 @@ class WorkloadRow:
     total_tokens_per_s: Annotated[float, "all tok/s", count]
     steps: int
     cached_tokens: int
-    drafted_tokens: Annotated[int, "guessed tokens"] | UnsetType = UNSET
-    accepted_tokens: Annotated[int, "right tokens"] | UnsetType = UNSET
     load_s: Annotated[float, "load s"]
     warm_up_s: float
     busy: Busy | None
@@ -239,7 +233,6 @@ def throughput_row(result: Throughput, workload: BenchWorkload) -> WorkloadRow:
     spread = {name: Spread.of(each) for name, each in values.items()}
     medians: dict[str, Any] = {name: None if each is None else each.median for name, each in spread.items()}
     num_tokens = workload.num_prompt_tokens + workload.num_output_tokens
-    speculates = result.engine.plan.speculation != "off"
     return WorkloadRow(
         **medians,
         workload=workload.name,
@@ -248,8 +241,6 @@ def throughput_row(result: Throughput, workload: BenchWorkload) -> WorkloadRow:
         total_tokens_per_s=num_tokens / medians["wall_s"],
         steps=result.median.num_steps,
         cached_tokens=result.median.num_cached_tokens,
-        drafted_tokens=result.median.num_drafted_tokens if speculates else UNSET,
-        accepted_tokens=result.median.num_accepted_tokens if speculates else UNSET,
         load_s=result.load_s,
         warm_up_s=result.warm_up_s,
         busy=worst(result.busy),

@@ -157,9 +157,9 @@ def throughput(
         rows.append(throughput_row(result, first))
         plan = result.engine.plan
     columns = "workload wall_s output_tokens_per_s total_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms steps"
-    columns += " overhead_ms load_s" + ("" if plan.speculation == "off" else " drafted_tokens accepted_tokens")
     title = "Throughput: medians of the passes"
-    tables = [table(WorkloadRow, "throughput", title, rows, columns, notes=bench_notes(plan, rows))]
+    notes = bench_notes(plan, rows)
+    tables = [table(WorkloadRow, "throughput", title, rows, f"{columns} overhead_ms load_s", notes=notes)]
     if len(rows[0].all_wall_s) > 1:
         found, each = spread_rows(rows), "workload figure min median max"
         tables.append(table(SpreadRow, "spread", "Spread of the passes", found, each))

@@ -48,7 +48,8 @@ def _flags(section: str) -> dict[str, Any]:
         if not declared.has_flag:
             continue
         long = "--" + name.replace("_", "-")
-        taken = str if declared.metavar == "BYTES" or declared.reads else _flag_type(type_, declared)
+        is_text = declared.metavar == "BYTES" or declared.reads or declared.removed
+        taken = str if is_text else _flag_type(type_, declared)
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]
         if short := _SHORT.get(f"{section}.{name}"):
             names.insert(0, short)

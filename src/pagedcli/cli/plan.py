@@ -12,7 +12,6 @@ import typer
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
-from pagedcli.cli.plan_guesses import guess_note
 from pagedcli.cli.plan_sample import first_answer
 from pagedcli.cli.plan_tables import full_tables, in_short, short_tables, survey_facts
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
 _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
-_GUESSES_HELP = "Summary of a run (--summary-json): how often guesses of the model's MTP head are right."
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
 _TUNE_HELP = "Only print the fastest settings as YAML, for -C of generate; times some in turns, for up to a minute."
 _ALL_HELP = (
@@ -60,7 +58,6 @@ class PlanOptions:
     )
     expected_output: Annotated[int | None, _time(help=_EXPECTED_HELP, metavar="N", min=1)] = None
     outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None
-    guesses: Annotated[Path | None, _time(help=_GUESSES_HELP, metavar="SUMMARY.json")] = None
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
@@ -337,7 +334,6 @@ class _ExpectedRun:
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.planning.head_gain import read_head_guesses
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
     from pagedcli.simulation.forecast import forecast, with_hits_of_all
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table, time_text
@@ -345,7 +341,6 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
 
     decision, run, requests = survey.decision, loaded.config.run, survey.requests
     assert decision is not None, "it has a pool"
-    of_head = None if options.guesses is None else read_head_guesses(options.guesses)
     plan = decision.expected_plan
     workload, progress = requests.workload, ProgressLine(line_every_s=5.0)
 
@@ -369,15 +364,13 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         left_out=requests.left_out,
     )
     found = of_plan(plan)
-    knows_answers = any(each.output_ids is not None for each in workload.requests)
-    guesses = guess_note(
-        decision, step_time, found, knows_answers=knows_answers, forecast=of_plan, of_head=of_head
-    )  # fmt: skip
     if found.share < 1 and plan.limits.block_size in BLOCK_SIZES and plan.limits.enable_prefix_caching:
         ideal = ideal_hit_rate(accesses_of(workload, plan.limits.block_size))
         of_all = survey.scan.plan.ideal_hit_rate(plan.limits.block_size)
         found = with_hits_of_all(found, ideal_of_sample=ideal, ideal_of_all=of_all)
-    notes = [options.lengths, *workload.notes, *([] if guesses is None else [guesses])]
+    notes = [options.lengths, *workload.notes]
+    if decision.plan.no_drafts is not None:
+        notes.append(f"speculation: off, as {decision.plan.no_drafts}")
     if requests.num_beam_searches:
         notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
     if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):

@@ -1,13 +1,14 @@
-"""Drafts: guesses of a sequence's next tokens, from its own text, from the answers of sequences that have finished, by
-the model's head, and from its grammar.
+"""Drafts: guesses of a sequence's next tokens, from its own text, from the answers of sequences that have finished, and
+from its grammar; and which steps check them.
 
 Used by the scheduler, which has them checked in an ordinary step; needs no torch. A wrong guess costs time and nothing
 else: what a sequence generates does not depend on its drafts.
 """
 
 from collections import deque
+from collections.abc import Sequence as Items
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Guide, Sequence, TokenMask
@@ -15,8 +16,10 @@ from pagedcli.events import DraftSource
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
-READ_AT_ONCE = 256  # tokens of finished answers that a draft takes in, and the rest of the last answer
 MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
+MOST_DECODES = 8  # sequences that decode in a step with guesses
+NUM_LATEST = 32  # guessed tokens, of which at least half must have been right
+STEPS_UNTIL_NEW_COUNT = 256  # steps without a guess
 
 
 class Draft(NamedTuple):
@@ -24,19 +27,6 @@ class Draft(NamedTuple):
 
     token_ids: list[int]  # guesses, at least one
     source: DraftSource
-
-
-class Drafter(Protocol):
-    """Guesses next tokens."""
-
-    def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """At most so many tokens that may come next; None: no guess."""
-
-    def checked(self, seq: Sequence, num_accepted: int) -> None:
-        """So many of the first tokens of its draft were right."""
-
-    def ended(self, seq: Sequence) -> None:
-        """A sequence has ended, by itself or not."""
 
 
 class _Text:
@@ -82,12 +72,11 @@ class _Text:
 class NgramDrafter:
     """Drafts what followed the last tokens of a sequence before: in its own text, or in an answer that has finished.
 
-    With `one_more` a draft is one token longer than what was right of the last one, as a row of a step is cheap, and
-    eight are not. A sequence with a cache_salt drafts from its own text alone, and no other sequence from it.
+    A draft is one token longer than what was right of the last one, as a row of a step is cheap, and eight are not. A
+    sequence with a cache_salt drafts from its own text alone, and no other sequence from it.
     """
 
-    def __init__(self, *, one_more: bool = True) -> None:
-        self._one_more = one_more
+    def __init__(self) -> None:
         self._own: dict[int, _Text] = {}  # seq_id -> its text
         self._num_right: dict[int, int] = {}  # seq_id -> right guesses of its last draft
         self._newer, self._older = _Text([]), _Text([])  # answers that have finished
@@ -95,14 +84,14 @@ class NgramDrafter:
         self._num_unread = 0  # tokens
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
+        """At most so many tokens that may come next; None: no guess."""
         own = self._own.get(seq.seq_id)
         if own is None:
             own = self._own[seq.seq_id] = _Text(seq.token_ids)
         own.update()
-        if self._unread:
-            self._read_answers()
-        if self._one_more:
-            most = min(most, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1)
+        while self._unread:
+            self._read(self._unread.popleft())
+        most = min(most, self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1)
         texts = (own, self._newer, self._older) if seq.cache_salt is None else (own,)
         for length in RUN_LENGTHS:
             run = seq.token_ids[-length:]
@@ -125,43 +114,56 @@ class NgramDrafter:
         while self._num_unread > MOST_REMEMBERED and len(self._unread) > 1:
             self._num_unread -= len(self._unread.popleft())
 
-    def _read_answers(self) -> None:
-        """Take in the oldest of the answers that were not read: not all at once, which would hold up a step."""
-        num_read = 0
-        while self._unread and num_read < READ_AT_ONCE:
-            if self._newer.num_tokens >= MOST_REMEMBERED:
-                self._older, self._newer = self._newer, _Text([])
-            token_ids = self._unread.popleft()
-            self._newer.extend(token_ids)
-            num_read += len(token_ids)
-        self._num_unread -= num_read
+    def _read(self, answer: list[int]) -> None:
+        """Take in an answer that has finished."""
+        if self._newer.num_tokens >= MOST_REMEMBERED:
+            self._older, self._newer = self._newer, _Text([])
+        self._newer.extend(answer)
+        self._num_unread -= len(answer)
 
 
-class HeadDrafter:
-    """Drafts what the model's head guessed when the last token was sampled (Sequence.ahead): with `one_more` one token
-    more than was right of the last draft."""
+class Drafting:
+    """Guesses while at most MOST_DECODES sequences decode and at least half of the last NUM_LATEST guesses were right;
+    after STEPS_UNTIL_NEW_COUNT steps without a guess the count starts anew. Guesses after a wrong one do not count."""
 
-    def __init__(self, *, one_more: bool = True) -> None:
-        self._one_more = one_more
-        self._num_right: dict[int, int] = {}  # seq_id -> right guesses of its last draft
+    def __init__(self, drafter: NgramDrafter) -> None:
+        self._drafter = drafter
+        self._latest: deque[bool] = deque(maxlen=NUM_LATEST)  # of each guessed token: whether it was right
+        self._last_step = 0  # with guesses
 
-    def num_ahead(self, seq: Sequence) -> int:
-        """Tokens to guess after the one that is sampled next."""
-        if seq.no_drafts is not None:
-            return 0
-        num_left = seq.max_num_tokens - seq.num_tokens - 2  # the step that checks them adds one in any case
-        most = self._num_right.get(seq.seq_id, FIRST_RIGHT) + 1 if self._one_more else MOST_DRAFTED
-        return min(MOST_DRAFTED, most, num_left)
+    def is_due(self, step: int, num_decodes: int) -> bool:
+        """Whether a step checks guesses, if there are some."""
+        if num_decodes > MOST_DECODES:
+            return False
+        are_few = len(self._latest) < NUM_LATEST or step - self._last_step > STEPS_UNTIL_NEW_COUNT
+        return are_few or 2 * sum(self._latest) >= NUM_LATEST
 
-    def draft(self, seq: Sequence, most: int) -> Draft | None:
-        token_ids = list(seq.ahead[:most])
-        return Draft(token_ids, "mtp") if token_ids else None
+    def choose(self, step: int, seqs: Items[Sequence], budget: int, chunk_size: int) -> list[tuple[int, Draft]]:
+        """The places of sequences of a step, and what it guesses of each: at most `budget` tokens together, and of each
+        at most `chunk_size` with the tokens that the step computes anyway."""
+        chosen: list[tuple[int, Draft]] = []
+        for place, seq in enumerate(seqs):
+            num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
+            most = min(budget, MOST_DRAFTED, chunk_size - 1 - seq.num_behind_tokens, num_left)
+            if most > 0 and seq.can_draft:
+                draft = within_grammar(self._drafter.draft(seq, most), seq, most)
+                if draft is not None:
+                    chosen.append((place, draft))
+                    budget -= len(draft.token_ids)
+        if chosen:
+            if step - self._last_step > STEPS_UNTIL_NEW_COUNT:
+                self._latest.clear()
+            self._last_step = step
+        return chosen
 
-    def checked(self, seq: Sequence, num_accepted: int) -> None:
-        self._num_right[seq.seq_id] = num_accepted
+    def checked(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """So many of the first guessed tokens of a sequence were right."""
+        self._drafter.checked(seq, num_accepted)
+        self._latest += [True] * num_accepted + [False] * (num_accepted < num_drafted)
 
     def ended(self, seq: Sequence) -> None:
-        self._num_right.pop(seq.seq_id, None)
+        """A sequence has ended, by itself or not."""
+        self._drafter.ended(seq)
 
 
 # ---------------------------------------------------------------------- grammars

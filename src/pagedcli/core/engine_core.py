@@ -13,7 +13,7 @@ from typing import Any
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.cache import make_cache
-from pagedcli.core.drafting import Drafting
+from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
@@ -40,7 +40,6 @@ class EngineCore:
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
     `make_builder` makes what turns scheduled steps into the inputs of the executor.
     `knows_tokens` False: those of prompts stand for others, so that comparing them means nothing.
-    `drafting` guesses next tokens; it needs a plan that does not run ahead.
     """
 
     def __init__(
@@ -53,13 +52,12 @@ class EngineCore:
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
         knows_tokens: bool = True,
-        drafting: Drafting | None = None,
     ) -> None:
         self.plan = plan
         self.executor = executor
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
-        assert drafting is None or not plan.runs_ahead, "nothing can take drafts back there"
+        assert plan.speculation == "off" or not plan.runs_ahead, "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
         self.block_manager = self.cache.blocks
@@ -72,7 +70,7 @@ class EngineCore:
             self.cache,
             facts=self.stats,
             seen=self._seen,
-            drafting=drafting,
+            drafting=Drafting(NgramDrafter()) if plan.speculation == "ngram" else None,
             trace_tokens=trace_tokens,
             emit=self._emit,
         )
@@ -81,7 +79,6 @@ class EngineCore:
         self._builder = make_builder(self.scheduler)
         self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
-        self._head_ns = 0  # time of the model's head in the step that was read last
         self._requests: dict[str, Request] = {}
         self._finished: list[FinishedRequest] = []  # requests that `step` has not returned yet
         self._next_seq_id = 0
@@ -314,7 +311,6 @@ class EngineCore:
         been scheduled since."""
         assert step.tokens is not None, "the step has been sampled"
         tokens = step.tokens.read()
-        self._head_ns = tokens.head_ns
         self.cache.confirm(latest=is_latest)
         if not is_latest:
             for seq in step.seqs:
@@ -356,7 +352,7 @@ class EngineCore:
 
     def _append(self, step: "LaunchedStep", tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
-        now_s, logprobs, guesses = self._now_s(), tokens.logprobs, tokens.guesses
+        now_s, logprobs = self._now_s(), tokens.logprobs
         searches: dict[str, Request] = {}  # requests with new candidates for their beams
         for row, seq, token_id in step.rows_that_count(tokens.token_ids):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
@@ -374,10 +370,6 @@ class EngineCore:
                 continue
             if logprobs and row in logprobs:
                 seq.logprobs.append(logprobs[row])
-            if guesses is not None:
-                seq.ahead = guesses.get(row, ())
-            elif seq.ahead:  # of another token, as the head did not run
-                seq.ahead = ()
             if not sampled or sampled[-1] is not seq:
                 sampled.append(seq)
             try:
@@ -508,9 +500,6 @@ class EngineCore:
             forward_ns=forward_ns,
             sample_ns=sample_ns,
         )
-        if self.scheduler.drafting is not None:
-            self.scheduler.drafting.step_took(schedule_ns + forward_ns + sample_ns, self._head_ns)
-        self._head_ns = 0
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9

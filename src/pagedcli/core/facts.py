@@ -38,12 +38,10 @@ class RunFacts:
     num_computed_tokens: int = 0  # tokens that the model computed, recomputed ones included
     num_generated_tokens: int = 0  # tokens of dropped beams included
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
-    drafted: Counter[DraftSource] = field(
-        default_factory=Counter
-    )  # source -> guessed tokens that were computed to check them
+    drafted: Counter[DraftSource] = field(default_factory=Counter)  # source -> guessed tokens, computed to check them
     accepted: Counter[DraftSource] = field(default_factory=Counter)  # source -> of these, the right ones
     num_again_tokens: int = 0  # computed once more, as a recurrent state had not seen them when they were guessed
-    undrafted: Counter[str] = field(default_factory=Counter)  # what guesses do not go with -> sequences; not in events
+    num_undrafted: int = 0  # sequences with beam search, in a run with guesses; not in events
     num_preemptions: int = 0  # sequences
     num_evictions: int = 0  # blocks
     # the pool, as the forward pass of a step sees it

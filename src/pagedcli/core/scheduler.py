@@ -4,7 +4,6 @@ free blocks. There are no separate prefill and decode phases. Used by EngineCore
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 
 from msgspec import UNSET
@@ -12,8 +11,7 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
-from pagedcli.core.drafting import Drafting, Room
-from pagedcli.core.drafts import HeadDrafter
+from pagedcli.core.drafts import Drafting
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import SeenPrefixes
@@ -40,8 +38,6 @@ class ScheduledStep:
     scores_targets: bool = False  # sequences with targets run
     drafted: list[Sequence] = field(default_factory=list)  # sequences whose draft it checks
     num_behind: int = 0  # further tokens, which it computes once more: see Sequence.num_behind_tokens
-    # most tokens that the model's head guesses of each sequence, after what the step samples; None: it does not run
-    num_ahead: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -139,8 +135,8 @@ class Scheduler:
         work.scores_targets = self._num_scoring > 0
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
-        if self.drafting is not None:
-            self._add_drafts(work, self.drafting)
+        if self.drafting is not None and self.drafting.is_due(step, work.num_new_tokens.count(1)):
+            self._add_drafts(step, work, self.drafting)
         work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if report:
             self.report_scheduled(step, work)
@@ -194,14 +190,13 @@ class Scheduler:
                 break  # this one and the younger ones skip a step: none has a pending token then
         return budget
 
-    def _add_drafts(self, work: ScheduledStep, drafting: Drafting) -> None:
+    def _add_drafts(self, step: int, work: ScheduledStep, drafting: Drafting) -> None:
         """Let the step check guesses of the next tokens of its decodes, with what it leaves of the token budget, of the
         rows of logits and of the empty blocks."""
-        num_tokens, num_seqs, num_behind = work.num_tokens, len(work.seqs), work.num_behind
-        num_rows = num_seqs + sum([seq.num_coming_samples for seq in work.seqs])
-        budget = min(self.limits.max_num_batched_tokens - num_tokens - num_behind, self.limits.most_sampled - num_rows)
-        room = Room(budget, self.chunk_size, only_decodes=num_tokens == num_seqs, num_behind=num_behind)
-        for place, draft in drafting.choose(work.seqs, room):
+        num_tokens = work.num_tokens + work.num_behind
+        num_rows = len(work.seqs) + sum([seq.num_coming_samples for seq in work.seqs])
+        budget = min(self.limits.max_num_batched_tokens - num_tokens, self.limits.most_sampled - num_rows)
+        for place, draft in drafting.choose(step, work.seqs, budget, self.chunk_size):
             seq = work.seqs[place]
             if self.block_manager.has_windows:
                 self.block_manager.release_unseen(seq)
@@ -219,32 +214,15 @@ class Scheduler:
                 self._emit(ev.TokensDrafted(*zip(*of_each, strict=True)))
             for seq in work.drafted:
                 self.cache.add_draft(seq)
-        if drafting.head is not None:
-            work.num_ahead = drafting.ahead(work.seqs, partial(self._most_ahead, work, drafting.head))
-            if work.num_ahead is not None and drafting.head_pauses:
-                _note_begins(work)
-
-    def _most_ahead(self, work: ScheduledStep, head: HeadDrafter) -> list[int]:
-        """As many tokens as the head can guess of each sequence and the next step can check, if it computes the
-        sequences that run now."""
-        room = min(self.limits.max_num_batched_tokens, self.limits.most_sampled) - len(self.running)
-        found = []
-        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-            is_sampled = seq.targets is None and seq.num_logits(seq.num_computed_tokens + num_new) > 0
-            most = min(room, self.chunk_size - 1, head.num_ahead(seq)) if is_sampled else 0
-            found.append(max(0, most))
-            room -= found[-1]
-        return found
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
         num_drafted, seq.draft, seq.draft_masks = len(seq.draft), [], []
         end = seq.num_computed_tokens + num_accepted
-        seq.head_end = min(seq.head_end, end)
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
         self.cache.take_draft(seq, num_drafted, num_accepted, token_ids)
         if self.drafting is not None:
-            self.drafting.checked(seq, seq.draft_source, num_drafted, num_accepted)
+            self.drafting.checked(seq, num_drafted, num_accepted)
         if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
             self.block_manager.release_unseen(seq)
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))
@@ -476,8 +454,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         self._num_held = 0
-        if self.drafting is not None and seq.no_drafts is not None and not seq.num_preemptions:
-            self._facts.undrafted[seq.no_drafts] += 1
+        if self.drafting is not None and seq.is_beam and not seq.num_preemptions:
+            self._facts.num_undrafted += 1
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
         seq.synced_blocks = seq.num_kept_tokens = 0
@@ -554,7 +532,6 @@ class Scheduler:
             self.cache.expect(child, first=True)
             return False
         self.cache.fork(parent, child)
-        child.head_begin, child.head_end = parent.head_begin, parent.head_end
         self._start(child)
         return True
 
@@ -651,12 +628,3 @@ class Scheduler:
 def _num_waiting_forks(context: Sequence) -> int:
     """Continuations that have not forked from the context, or have to once more."""
     return sum(seq.status is SequenceStatus.WAITING for seq in context.forks)
-
-
-def _note_begins(work: ScheduledStep) -> None:
-    """Note where the head's layer begins to have K and V of each sequence: after a step that it did not see, anew."""
-    for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-        first = seq.num_computed_tokens - seq.num_behind_tokens
-        if seq.head_end < first:
-            seq.head_begin = first
-        seq.head_end = seq.num_computed_tokens + num_new

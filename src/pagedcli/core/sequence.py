@@ -78,7 +78,6 @@ class Sequence:
     has_group: bool = field(init=False)  # whether it is computed in the same steps as others: see `group`
     is_greedy: bool = field(init=False)  # the next token is the likeliest one, with nothing to adjust or to report
     watched: bool = field(init=False)  # every token has to be looked at
-    no_drafts: str | None = field(init=False)  # why none of its tokens is guessed; None: some may be
 
     logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # one per output token, if requested
     # one per prompt token, None for the first; if requested
@@ -94,11 +93,6 @@ class Sequence:
     draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
     draft_masks: list[TokenMask] = field(default_factory=list)  # what a guide lets come after each guess
     draft_source: DraftSource = "own_text"  # source of these guesses; without any, of the last ones
-    ahead: Items[int] = ()  # guesses of the model's head for the tokens after token_ids
-    head_begin: int = (
-        0  # tokens from here to head_end are those of which the head's layer has K and V; 0: from the first
-    )
-    head_end: int = 0
     num_computed_tokens: int = 0  # leading tokens that need no more computing
     # the last computed tokens, which its recurrent state has not seen, as they were guessed or came with wrong guesses:
     # the next step computes them once more. Their K and V are in the cache
@@ -136,7 +130,6 @@ class Sequence:
         changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
         self.watched = self.guide is not None or self.stop_checker is not None
-        self.no_drafts = "beam search" if self.is_beam else None
 
     @property
     def num_tokens(self) -> int:
@@ -162,7 +155,7 @@ class Sequence:
     def can_draft(self) -> bool:
         """Whether its next tokens can be guessed and checked in the step that computes its last one."""
         decodes = self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
-        return decodes and self.no_drafts is None and self.targets is None and not self.num_pending_tokens
+        return decodes and not self.is_beam and self.targets is None and not self.num_pending_tokens
 
     @property
     def num_coming_samples(self) -> int:
@@ -186,7 +179,6 @@ class Sequence:
         self.num_preemptions += 1
         self.draft, self.state_sees_draft = [], False
         self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = self.num_behind_tokens = 0
-        self.head_begin = self.head_end = 0
         self.status = SequenceStatus.WAITING
 
     def drop_forks(self) -> "list[Sequence]":

@@ -62,15 +62,6 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadInput:
-    """What the model's head needs to guess tokens."""
-
-    next_ids: Ints  # [T] int64, the token after each of the step's; -1: the step samples it, or nothing follows
-    num_guesses: Ints  # [B] int64, most tokens to guess of each sequence, after those that the step samples
-    begins: Ints | None = None  # [B] int64, first token of each sequence that the head sees; None: the first of all
-
-
-@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step: T new tokens of B sequences, of which R rows get logits."""
 
@@ -93,7 +84,6 @@ class StepInput:
     state_writes: Ints | None = None  # [B] int32, slot of its state after the step; no other sequence uses it then
     # [B] int32, number of rows up to the last one of each sequence that its state sees: no guess. None: all of them
     state_ends: Ints | None = None
-    head: HeadInput | None = None  # None: nothing is guessed by it
 
     @property
     def num_seqs(self) -> int:
@@ -308,8 +298,6 @@ class StepTokens:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> logprobs, if requested, and of beams
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
-    guesses: Mapping[int, list[int]] | None = None  # row -> guesses of the model's head; None: it did not run
-    head_ns: int = 0  # time of the head
 
 
 class TokensToRead(Protocol):
@@ -370,7 +358,6 @@ class StepBuilder:
             "copies": tuple(work.copies),
             "state_reads": state_reads,
             "state_writes": state_writes,
-            "head": None if work.num_ahead is None else _head_input(work, work.num_ahead),
         }
         if work.is_decode:
             step = self._decode(work, before, source_rows, of_seqs)
@@ -512,21 +499,6 @@ def _input_ids(work: ScheduledStep) -> Ints:
         first = seq.num_computed_tokens
         chunk = seq.token_ids[first - seq.num_behind_tokens : first + num_new]
         ids += [*chunk, *seq.draft] or [0]  # only the single token of a decode can be pending
-    return np.array(ids, dtype=np.int64)
-
-
-def _head_input(work: ScheduledStep, num_ahead: list[int]) -> HeadInput:
-    begins = [seq.head_begin for seq in work.seqs]
-    return HeadInput(_next_ids(work), _integers(num_ahead), _integers(begins) if any(begins) else None)
-
-
-def _next_ids(work: ScheduledStep) -> Ints:
-    """See HeadInput."""
-    ids: list[int] = []
-    for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-        first, end = seq.num_computed_tokens - seq.num_behind_tokens, seq.num_computed_tokens + num_new
-        known = seq.token_ids[first + 1 : end + 1]
-        ids += known + [-1] * (end - first - len(known))
     return np.array(ids, dtype=np.int64)
 
 

@@ -15,7 +15,6 @@ from pagedcli.config import LoadFormat
 from pagedcli.errors import ModelError
 from pagedcli.layers.packed_layers import PackedLayers
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.blocks import DraftHead
 from pagedcli.models.formats import WeightFormat
 from pagedcli.models.spec import ModelSpec, layer_groups
 
@@ -29,11 +28,6 @@ class CausalLM(Protocol):
     @property
     def spec(self) -> ModelSpec:
         """The facts of the model."""
-        ...
-
-    @property
-    def head(self) -> DraftHead | None:
-        """What guesses tokens; None: nothing does."""
         ...
 
     @property

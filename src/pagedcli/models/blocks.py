@@ -378,46 +378,6 @@ class Attention:
 
 
 @dataclass(slots=True)
-class DraftHead:
-    """The head that guesses tokens, see models.spec.DraftHead."""
-
-    embed: Callable[[Tensor], Tensor]  # token ids [T] -> [T, E]
-    embedding_norm: Tensor  # [E]
-    hidden_norm: Tensor  # [E]
-    eps: float
-    projection: Callable[[Tensor], Tensor]  # 2E -> E, of the embedding first
-    branches: list[Branch]
-    last: Join
-    backend: AttentionBackend
-    attention_layers: tuple[AttentionLayer, ...]  # layers of the model, the head's own last
-
-    def __call__(
-        self, next_ids: Tensor, hidden: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
-    ) -> Tensor:
-        """What the output layer takes for the token after the next one.
-
-        Shapes:  next_ids [T] int64, the token after each new one; hidden [T, E] of the new tokens, from
-                 CausalLM.forward or of this result; positions [T] int64; returns [R, E] of the tokens that batch.late
-                 names as wanted, or [T, E].
-        Changes: the cache of the head's layer.
-        """
-        embedded = rms_norm(self.embed(next_ids), self.embedding_norm, self.eps)
-        residual = self.projection(torch.cat((embedded, rms_norm(hidden, self.hidden_norm, self.eps)), dim=-1))
-        own = len(self.attention_layers) - 1
-        step = Step(positions, layer_steps(batch, kv_cache, self.backend, self.attention_layers, own))
-        first, *others = self.branches
-        out = first(None, residual, step)
-        if (late := batch.late) is not None:
-            if not late.tokens.shape[0]:
-                return residual[:0]
-            residual, step = residual.index_select(0, late.tokens), step.of_late(late)
-        for branch in others:
-            out = branch(out, residual, step)
-        out = self.last(out, residual)
-        return out if late is None else out.index_select(0, late.wanted)
-
-
-@dataclass(slots=True)
 class LayerInputs:
     """What each layer gets for a token: a row of a table, and a projection of the token's embedding."""
 

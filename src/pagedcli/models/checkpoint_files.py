@@ -65,14 +65,6 @@ class _Stored:
         return True
 
 
-def stored_parts(folder: Path, module: str, body: str) -> set[str] | None:
-    """The last parts of the names of a module's tensors; None: nothing is known, as the files are not there. `body`:
-    see todays_name."""
-    names = [todays_name(name, body) for name in _stored_names(folder)]
-    begin = f"{module}."
-    return {name.removeprefix(begin) for name in names if name.startswith(begin)} if names else None
-
-
 def packed_modules(folder: Path, body: str) -> frozenset[str]:
     """The modules whose weights the files hold as codes with scales. `body`: see todays_name."""
     names = (todays_name(name, body).rpartition(".") for name in _stored_names(folder))

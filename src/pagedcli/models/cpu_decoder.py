@@ -7,7 +7,6 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
@@ -20,8 +19,6 @@ from pagedcli.events import CacheGroup
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.packed_layers import PackedLayer
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.blocks import DraftHead
-from pagedcli.models.decoder import Builder as TorchBuilder
 from pagedcli.models.decoder import (
     Parts,
     format_notes,
@@ -29,7 +26,6 @@ from pagedcli.models.decoder import (
     read_tensors,
     scaled_embedding,
     scaled_logits,
-    vector_bytes,
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.latent_blocks import NORM_EPS
@@ -105,20 +101,11 @@ class CpuDecoder:
         self._addresses = (0, 0)  # addresses of the K cache and of the V cache
         self._has_states = bool(spec.states)
         self._functions = bind(load_library().functions)
-        formats = linear_formats(parameters)
-        build = _Builder(request, tensors, formats)
+        build = _Builder(request, tensors, linear_formats(parameters))
         self._embedding, self._lm_head = build.tables()
         self._model = build.model()
         self._kept = build.kept
         self.weight_bytes = build.weight_bytes  # all weights as stored in memory, shared ones counted once
-        self.head: DraftHead | None = None
-        if spec.uses_head:
-            of_head = TorchBuilder(request, spec, tensors, formats)
-            of_head.tables_of = build.tables_of
-            self.head = of_head.head(partial(_embed, self._embedding, self._lm_head))
-            first = f"layers.{spec.num_layers}."
-            own = {key: each for key, each in parameters.items() if key.startswith(("head.", first))}
-            self.weight_bytes += of_head.linear_bytes + vector_bytes(own, request.dtype)
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
@@ -234,10 +221,9 @@ class _Builder(Parts):
         attending = [i for i, layer in enumerate(spec.layers) if layer.mixer.attends]
         for work, (_, group, backend) in enumerate(_works(self._request.backend, spec.attention_layers)):
             for place, index in enumerate(group.layers):
-                own = self._request.backend.of(spec.attention_layers[index]) is backend
-                if own and index < len(attending):  # the head's layer is not among them
+                if self._request.backend.of(spec.attention_layers[index]) is backend:
                     layers[attending[index]].group, layers[attending[index]].place = work, place
-        for index, mixer in zip(attending, spec.attentions, strict=False):
+        for index, mixer in zip(attending, spec.attentions, strict=True):
             if mixer.source is not None:
                 source = layers[attending[mixer.source]]
                 layers[index].group, layers[index].place = source.group, source.place

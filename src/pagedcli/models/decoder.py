@@ -27,7 +27,6 @@ from pagedcli.models.blocks import (
     BesideState,
     Body,
     Branch,
-    DraftHead,
     Experts,
     ExpertsBesideMlp,
     Join,
@@ -60,8 +59,6 @@ if TYPE_CHECKING:
 
 class Decoder:
     """A native CausalLM (see models.base)."""
-
-    head: DraftHead | None = None  # nothing is guessed here
 
     __slots__ = (
         "_backend",
@@ -161,7 +158,7 @@ class Parts:
         self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
-        self.tables_of: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding and head size -> rope_table
+        self._rope_tables: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding and head size -> rope_table
         self._query_scales: dict[RopeSpec, Tensor | None] = {}
 
     def norm(self, key: str) -> Tensor | None:
@@ -255,11 +252,11 @@ class Parts:
 
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """The table of a rotary embedding, one for all layers that have it."""
-        if (rope, head_dim) not in self.tables_of:
+        if (rope, head_dim) not in self._rope_tables:
             request = self._request
             table = rope_table(rope, head_dim, request.max_model_len, dtype=request.dtype)
-            self.tables_of[rope, head_dim] = table.to(request.device)
-        return self.tables_of[rope, head_dim]
+            self._rope_tables[rope, head_dim] = table.to(request.device)
+        return self._rope_tables[rope, head_dim]
 
     def query_scales(self, rope: RopeSpec) -> Tensor | None:
         """What queries are multiplied by at each position, one tensor for all layers; None: by 1."""
@@ -268,9 +265,6 @@ class Parts:
             scales = query_scales(rope, request.max_model_len, dtype=request.dtype)
             self._query_scales[rope] = None if scales is None else scales.to(request.device)
         return self._query_scales[rope]
-
-
-_HEAD_NORMS = ("head.embedding_norm", "head.hidden_norm")
 
 
 class Builder(Parts):
@@ -339,31 +333,9 @@ class Builder(Parts):
                 factor = scalar.item()
         return branches, self._join(norm_after, factor, "final_norm")
 
-    def head(self, embed: Callable[[Tensor], Tensor]) -> DraftHead:
-        """What guesses tokens. `embed`: token ids [T] -> the rows of the model's embedding [T, E]."""
-        index, embedding_norm, hidden_norm = self._spec.num_layers, *map(self.norm, _HEAD_NORMS)
-        assert embedding_norm is not None, "every head norms what it sees"
-        assert hidden_norm is not None, "every head norms what it sees"
-        branches, norm_after, key = list[Branch](), None, "head.projection"
-        for name, body in self._bodies(index).items():
-            norm = f"layers.{index}.{name}"
-            branches.append(Branch(self._join(norm_after, 1.0, norm), body))
-            norm_after = self.norm(f"{norm}_after")
-        return DraftHead(
-            embed=embed,
-            embedding_norm=embedding_norm,
-            hidden_norm=hidden_norm,
-            eps=self._spec.norm.eps,
-            projection=(self.linear if key in self._formats else self.plain_linear)(key),
-            branches=branches,
-            last=self._join(norm_after, 1.0, "head.norm"),
-            backend=self._request.backend,
-            attention_layers=self._spec.attention_layers,
-        )
-
     def _bodies(self, index: int) -> dict[str, Body]:
         """What each branch of a layer computes, by the norm before it."""
-        spec, layer, key = self._spec, self._spec.loaded_layers[index], f"layers.{index}"
+        spec, layer, key = self._spec, self._spec.layers[index], f"layers.{index}"
         mixer = self._mixer(layer.mixer, self._place(index), key)
         if layer.beside is not None:
             place = sum(each.recurrent is not None for each in spec.layers[:index])
@@ -379,7 +351,7 @@ class Builder(Parts):
 
     def _place(self, index: int) -> int:
         """The number of a layer among those that attend, or among those that keep a state, as it does."""
-        attends = [layer.mixer.attends for layer in self._spec.loaded_layers[: index + 1]]
+        attends = [layer.mixer.attends for layer in self._spec.layers[: index + 1]]
         return attends.count(attends[-1]) - 1
 
     def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> LayerInput:

@@ -16,7 +16,7 @@ from pagedcli.models.config_json import Ids, Size
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec, read_rope_spec
-from pagedcli.models.spec import DraftHead, LayerInputs, LayerSpec, Mixer, NormPlaces, Recurrent, Scales
+from pagedcli.models.spec import LayerInputs, LayerSpec, Mixer, NormPlaces, Recurrent, Scales
 from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
 ATTENDS = frozenset({"full_attention", "attention"})  # entries of layer_types, new and old name
@@ -165,7 +165,13 @@ class Llama:
         ropes, windows = self.ropes(), self.window_sizes()
         found = []
         for i in range(self.num_hidden_layers):
-            layer = self._layer(i, self.mixer(i))
+            layer = LayerSpec(
+                mixer=self.mixer(i),
+                mlp=self.mlp(i),
+                norms=self.norm_places,
+                number=i,
+                has_scalar=self.has_layer_scalars,
+            )
             if layer.attention is not None:
                 rope, size = ropes[i], layer.attention.head_dim
                 if rope is not None and rope.partial < 1 and rope.rotated(size) % 2:
@@ -176,19 +182,6 @@ class Llama:
                 layer = replace(layer, mixer=replace(layer.attention, rope=rope, window=windows[i]))
             found.append(layer)
         return tuple(found)
-
-    def head(self, names: TensorNames) -> DraftHead | None:
-        """What guesses tokens, if the checkpoint has it. `names`: those of the model's tensors."""
-        return None
-
-    def head_layer(self, number: int) -> LayerSpec:
-        """The layer of such a head: one that attends."""
-        return self._layer(number, replace(self.attention(number), rope=self.rope()))
-
-    def _layer(self, number: int, mixer: Mixer) -> LayerSpec:
-        return LayerSpec(
-            mixer=mixer, mlp=self.mlp(number), norms=self.norm_places, number=number, has_scalar=self.has_layer_scalars
-        )
 
     def mixer(self, i: int) -> Mixer:
         """What mixes the tokens of a layer."""

@@ -108,7 +108,7 @@ def _by_heads(spec: ModelSpec, key: str, shape: tuple[int, ...]) -> Sequence[tup
     """The linear layers that K's and V's matrices of a layer with latents become: two for each head."""
     if len(shape) == 3:
         return shape[0] * [shape[1:]]
-    match spec.loaded_layers[int(key.split(".")[1])].mixer:
+    match spec.layers[int(key.split(".")[1])].mixer:
         case LatentAttention(rank=rank, nope_dim=nope_dim, value_dim=value_dim):
             return shape[0] // (nope_dim + value_dim) * [(rank, nope_dim), (value_dim, rank)]
     raise AssertionError("others have no such matrices")
@@ -120,7 +120,7 @@ def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
     if spec.quantization is not None:
         return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
     num_experts = spec.experts.num_experts if spec.experts is not None else 0
-    shapes = [layer.shape for layer in spec.loaded_layers]
+    shapes = [layer.shape for layer in spec.layers]
     kinds = {shape: i for i, shape in enumerate(shapes)}  # the last layer of each kind
     num_layers = {f"layers.{i}": shapes.count(shape) for shape, i in kinds.items()}
     counted = {}

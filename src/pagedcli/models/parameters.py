@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from pagedcli.models.formats import VECTOR, WEIGHT, WeightFormat
 from pagedcli.models.spec import LayerSpec, ModelSpec
-from pagedcli.models.stored_quantization import Quantization
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
 # norms of the branches: key -> name in the checkpoint
@@ -39,10 +38,9 @@ def decoder_parameters(
     if spec.head_bias:
         parameters["lm_head.bias"] = Parameter({"lm_head.bias": (spec.vocab_size,)}, stored=VECTOR)
     parameters |= _layer_inputs(spec, make)
-    loaded = spec.loaded_layers
-    for i in range(len(loaded)) if layers is None else layers:
-        parameters |= _layer(spec, loaded[i], make, f"layers.{i}", num_experts)
-    return parameters | _head(spec, make)
+    for i in range(spec.num_layers) if layers is None else layers:
+        parameters |= _layer(spec, spec.layers[i], make, f"layers.{i}", num_experts)
+    return parameters
 
 
 def unread_tensors(spec: ModelSpec, weight_format: WeightFormat) -> frozenset[str]:
@@ -60,29 +58,12 @@ def _name(spec: ModelSpec, number: int) -> str:
     return f"{spec.names.body}.layers.{number}"
 
 
-def _head(spec: ModelSpec, make: Tensors) -> dict[str, Parameter]:
-    """What a head that is used has besides its layer."""
-    if spec.head is None or not spec.uses_head:
-        return {}
-    head = spec.head
-    norms = {"embedding_norm": head.embedding_norm, "hidden_norm": head.hidden_norm, "norm": head.norm}
-    found = {key: each for part, name in norms.items() for key, each in make.layer_norm(f"head.{part}", name).items()}
-    if isinstance(spec.quantization, Quantization) and head.keeps_projection:
-        return found | {"head.projection": Parameter({f"{head.projection}.weight": (make.width, 2 * make.width)})}
-    return found | make.linear("head.projection", {head.projection: make.width}, 2 * make.width)
-
-
 def _layer(spec: ModelSpec, layer: LayerSpec, make: Tensors, key: str, num_experts: int | None) -> dict[str, Parameter]:
-    own_norms = spec.names.branch_norms
-    if spec.head is not None and layer is spec.head.layer:
-        name, mlp_name = spec.head.name, spec.head.mlp_name or spec.head.name
-        own_norms = None if spec.head.has_usual_norms else own_norms
-    else:
-        name = _name(spec, layer.number)
-        mlp_name = name if layer.mlp_number is None else _name(spec, layer.mlp_number)
+    name = _name(spec, layer.number)
+    mlp_name = name if layer.mlp_number is None else _name(spec, layer.mlp_number)
     norms, found = _NORMS[layer.norms], dict[str, Parameter]()
-    if own_norms is not None:
-        norms = dict(zip(norms, own_norms, strict=True))
+    if spec.names.branch_norms is not None:
+        norms = dict(zip(norms, spec.names.branch_norms, strict=True))
     for norm, stored in norms.items():
         of_mlp = norm.startswith("mlp")
         if layer.mlp is not None or not of_mlp:

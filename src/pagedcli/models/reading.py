@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import has_own_head, stored_parts
+from pagedcli.models.checkpoint_files import has_own_head
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import becomes_plain, read_quantization, refusal
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import DraftHead, LayerSpec, ModelSpec
+from pagedcli.models.spec import LayerSpec, ModelSpec
 from pagedcli.models.tensors import TensorNames
 
 
@@ -27,15 +27,7 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     if is_gguf(path):
         return _gguf_spec(path)
     spec = _folder_spec(path, trust_remote_code)
-    is_tied = spec.tie_word_embeddings and not has_own_head(path)
-    return replace(spec, tie_word_embeddings=is_tied, head=_stored_head(path, spec))
-
-
-def _stored_head(path: Path, spec: ModelSpec) -> DraftHead | None:
-    """The head, as far as the files are there and have it."""
-    if spec.head is None or (parts := stored_parts(path, spec.head.projection, spec.names.body)) is None:
-        return spec.head
-    return replace(spec.head, keeps_projection=parts == {"weight"}) if parts else None
+    return replace(spec, tie_word_embeddings=spec.tie_word_embeddings and not has_own_head(path))
 
 
 def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
@@ -117,7 +109,6 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         scales=fields.scales,
         layer_inputs=fields.layer_inputs,
         names=names,
-        head=fields.head(names),
         tie_word_embeddings=fields.tie_word_embeddings,
         head_bias=fields.head_bias,
         max_position_embeddings=max(fields.max_position_embeddings, _stretched_length(layers)),

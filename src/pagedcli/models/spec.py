@@ -97,27 +97,6 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftHead:
-    """Guesses the token after the next one ("multi-token prediction"): a layer over a projection of two things that are
-    normed first, the embedding of the next token and the hidden state before it, which the model's output layer sees.
-    The guess is the output layer's of the layer's result. Names are those of the checkpoint.
-
-    Source:  DeepSeek-V3 Technical Report, 2024, section 2.2; order and norms as in published code for Qwen3.5, GLM-4.5.
-    """
-
-    layer: LayerSpec
-    name: str  # name of the layer
-    mlp_name: str | None = None  # name of its MLP, where checkpoints call that a layer, too; None: the layer's
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str  # norm of the layer's result
-    has_usual_norms: bool = False  # its layer's norms have Llama's names, whatever the model's are called
-    keeps_projection: bool = True  # whether it is unquantized, whatever a quantized checkpoint says of its layers
-    unread: tuple[str, ...] = ()  # beginnings of names of other tensors, among them copies of the model's tables
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The facts of a model that planning and running need. Read once from its folder, never changed."""
 
@@ -141,30 +120,15 @@ class ModelSpec:
     widened: str | None = None  # how the files store weights that become plain numbers while they are read
     quantization: Quantization | GgufQuantization | None = None  # how linear layers are stored; None: plain numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
-    head: DraftHead | None = None  # None: the checkpoint has none, or one that is not supported
-    uses_head: bool = False  # whether it is loaded, and the cache keeps K and V of its layer
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
-    def loaded_layers(self) -> tuple[LayerSpec, ...]:
-        """Its layers, and after them that of a head that is used."""
-        return (*self.layers, self.head.layer) if self.uses_head and self.head is not None else self.layers
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """Beginnings of names of tensors that are not read."""
-        if not self.uses_head or self.head is None:
-            return self.names.skipped
-        others = (each for each in self.names.skipped if not f"{self.head.name}.".startswith(each))
-        return (*others, *self.head.unread)
-
-    @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The mixers that attend, that of a head that is used last."""
-        return tuple(layer.attention for layer in self.loaded_layers if layer.attention is not None)
+        """The mixers that attend."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def num_heads(self) -> int:
@@ -239,8 +203,7 @@ class ModelSpec:
         def changed(layer: LayerSpec) -> LayerSpec:
             return layer if layer.attention is None else replace(layer, mixer=change(layer.attention))
 
-        head = None if self.head is None else replace(self.head, layer=changed(self.head.layer))
-        return replace(self, layers=tuple(map(changed, self.layers)), head=head)
+        return replace(self, layers=tuple(map(changed, self.layers)))
 
     def within(self, max_model_len: int) -> "ModelSpec":
         """The spec for sequences of at most so many tokens: without windows that hide none of them."""

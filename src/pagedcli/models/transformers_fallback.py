@@ -26,7 +26,7 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
 from pagedcli.models.base import DecoderNeeds, DecoderRequest, cache_shape
-from pagedcli.models.blocks import DraftHead, LayerStep, layer_steps
+from pagedcli.models.blocks import LayerStep, layer_steps
 from pagedcli.models.fallback_spec import NESTED_TEXT, AttentionTrace, first_sentence, read_config, refuse_length
 from pagedcli.models.fallback_spec import refusal as refused
 from pagedcli.models.formats import AS_STORED
@@ -71,8 +71,6 @@ def paged_attention(
 
 class TransformersLM:
     """A CausalLM (see models.base) whose layers are transformers'. The new tokens of a step go in as one row [1, T]."""
-
-    head: DraftHead | None = None  # nothing is guessed here
 
     __slots__ = ("_backend", "_body", "_model", "attention_layers", "notes", "spec", "weight_bytes")
 

@@ -58,7 +58,7 @@ def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> We
     if load_format == "dummy":
         return DummyWeights(seed)
     alternating = spec.experts is not None and spec.experts.alternating
-    return CheckpointWeights(path, replace(spec.names, skipped=spec.skipped), alternating=alternating)
+    return CheckpointWeights(path, spec.names, alternating=alternating)
 
 
 class DummyWeights:
@@ -233,7 +233,7 @@ class CheckpointWeights:
             del where[name]
         if found:
             begin = " and ".join(f"{each}*" for each in self._skipped if any(name.startswith(each) for name in found))
-            self.notes = (not_read(len(found), "checkpoint", f"as only text is generated: {begin}"),)
+            self.notes = (not_read(len(found), "checkpoint", f"as only text is generated, token by token: {begin}"),)
 
     def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, Any]) -> Tensor:
         tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)

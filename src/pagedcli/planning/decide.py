@@ -35,7 +35,6 @@ from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.decision import Decision, Fit, rank_spec
 from pagedcli.planning.machine import Gpu, Machine
-from pagedcli.planning.step_time import load_step_time, without_dear_guesses
 from pagedcli.printable import plural
 from pagedcli.records import size
 
@@ -53,45 +52,6 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
 
     Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
-    decision = _decide(config, _with_head(config, spec), machine, rank)
-    if not decision.spec.uses_head:
-        return decision
-    without = _decide(config, replace(spec, uses_head=False), machine, rank)
-    if not _guesses(decision):  # the head is not loaded
-        return without
-    plan, num_bytes = decision.plan, decision.footprint.num_bytes - without.footprint.num_bytes
-    note = (
-        f"the model's MTP head takes {size(num_bytes)} of weights, and {size(plan.block_bytes)} per block instead of"
-        f" {size(without.plan.block_bytes)}"
-    )
-    return replace(decision, plan=replace(plan, notes=(*plan.notes, note)))
-
-
-def _guesses(decision: Decision) -> bool:
-    """Whether anything may be guessed, by the times of steps that are known here."""
-    plan = decision.plan
-    if plan.speculation == "auto" and decision.machine.is_here:
-        plan = without_dear_guesses(plan, load_step_time(decision.time_key))
-    return plan.speculation != "off"
-
-
-def _with_head(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """The spec with its head, if that is to guess. Raises: ConfigError if there is none.
-
-    `auto` does without it where there is a prefix store: the blocks in it have K and V of the head or have none, and
-    where the head did not run, they would have those of others.
-    """
-    if config.speculation == "mtp" and spec.head is None:
-        raise ConfigError(
-            f"speculation is mtp, but {config.model} has no MTP head that pagedcli knows",
-            hint="use --speculation auto, which guesses from texts",
-        )
-    wanted = config.speculation == "mtp" or (config.speculation == "auto" and config.prefix_store is None)
-    return replace(spec, uses_head=wanted and spec.head is not None and config.tensor_parallel_size == 1)
-
-
-def _decide(config: EngineConfig, spec: ModelSpec, machine: Machine, rank: int) -> Decision:
-    """See decide. `spec` says whether the head is used."""
     max_model_len = resolve_max_model_len(config, spec)
     check_length(spec, max_model_len)
     whole = spec.within(max_model_len)

@@ -171,9 +171,7 @@ class Decision:
     @property
     def time_key(self) -> TimeKey:
         """What identifies the time of the plan's steps on this machine. Of the limits only the block size is part of
-        it: a step of so many tokens takes as long whatever the pool. Nor is a head: steps are timed without one."""
-        if self.spec.uses_head:
-            return replace(self, spec=replace(self.spec, uses_head=False)).time_key
+        it: a step of so many tokens takes as long whatever the pool."""
         spec, plan, on_gpu = self.spec, self.plan, not self.plan.on_cpu
         experts, windows = spec.experts, {mixer.window or 0 for mixer in spec.attentions}
         sizes = (
@@ -237,9 +235,6 @@ def activation_bytes(
     if spec.experts is not None:
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
         workspace += rows * itemsize * (spec.experts.each.width + spec.hidden_size)
-    if spec.uses_head:  # in torch: both inputs and their norms, side by side and projected; then q, k and v, twice
-        inputs = 6 * itemsize + 2 * ITEMSIZE["float32"]
-        workspace += step.num_tokens * (inputs * spec.hidden_size + 2 * itemsize * widest.qkv_size)
     return workspace + max(hidden, sampling)
 
 

@@ -15,14 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.events import CacheGroup
 from pagedcli.files import cache_home, is_stream, read_own, whole_file
 
 FORM = 7  # version of what a calibration measures: other records are not read
 FIRST_ERROR = 0.1  # mean share of the time, until a run has confirmed a calibration
-MOST_ROW_COST = 1.25  # times a step of one sequence, of a step of three: where it takes longer, `auto` does not guess
 _LEAST_ERROR = 0.03
 _IN_RANGE = 2.5  # means of an error within which 19 of 20 are
 _LEAST_RANGE, _LEAST_RANGE_S = 0.3, 0.1  # share of the time, and seconds: runs that are unlike those before
@@ -317,24 +315,6 @@ def _decode_attention(decodes: Items[tuple[StepWork, float]]) -> tuple[float, Pi
             again.append((seconds - least_s - own_s) / (attended - distinct))
     each_s = min(max(0.0, float(np.median(again))), own[-1][1] / own[-1][0]) if again else 0.0
     return each_s, tuple((number, max(0.0, seconds - number * each_s)) for number, seconds in own)
-
-
-# ---------------------------------------------------------------------- guesses
-
-
-def why_rows_are_dear(step_time: StepTime | None) -> str | None:
-    """Why guessed tokens hardly ever pay, by the times of steps; None: they may."""
-    if step_time is None:
-        return None
-    cost = between(step_time.decodes, 3) / between(step_time.decodes, 1)
-    return f"three rows take {cost:.2f} times as long as one" if cost > MOST_ROW_COST else None
-
-
-def without_dear_guesses(plan: Plan, step_time: StepTime | None) -> Plan:
-    """The plan, without the guesses of `auto` where rows are dear."""
-    if plan.speculation != "auto" or (why := why_rows_are_dear(step_time)) is None:
-        return plan
-    return replace(plan, speculation="off", no_drafts=why)
 
 
 # ---------------------------------------------------------------------- the file

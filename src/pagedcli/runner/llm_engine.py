@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from pagedcli.closing import Closes
 from pagedcli.config import EngineConfig
-from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
-from pagedcli.planning.step_time import StepTime, load_step_time, without_dear_guesses
 from pagedcli.runner.loading import load_engine
 from pagedcli.runner.store import open_store
 from pagedcli.runner.tensor_parallel import WorkerGroup
@@ -39,21 +37,10 @@ class LLMEngine(EngineCore, Closes):
         self.model, self.model_path = loaded.model, loaded.model_path
         self.runner = loaded.runner
         executor = self._group or self.runner
-        step_time = load_step_time(loaded.decision.time_key) if loaded.plan.speculation == "auto" else None
-        plan = without_dear_guesses(loaded.plan, step_time)
+        plan = loaded.plan
         if emit is not None:  # so that a recording knows how long other steps would take
             plan = replace(plan, step_times=loaded.decision.time_key.file_name)
-        self.least_ns = _least_ns(step_time)
-        super().__init__(
-            plan,
-            executor,
-            emit=emit,
-            trace_tokens=trace_tokens,
-            clock_ns=clock_ns,
-            drafting=make_drafting(
-                plan.speculation, clock_ns=clock_ns, least_ns=self.least_ns, has_head=loaded.model.head is not None
-            ),
-        )
+        super().__init__(plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
         if with_store:
             self.cache.store = open_store(config, loaded.decision, loaded.model_path, loaded.runner)
 
@@ -71,13 +58,3 @@ class LLMEngine(EngineCore, Closes):
             return None
         store.close(self.stats.seconds_per_token)
         return store.facts
-
-
-def _least_ns(step_time: StepTime | None) -> Callable[[int], float] | None:
-    """The least that a step of so many decodes takes, by the step times of this machine; None: not known. Those between
-    two measured ones take no less than the smaller, and perhaps no more: a product reads its weights once for several
-    rows."""
-    if step_time is None:
-        return None
-    knots = step_time.decodes
-    return lambda num_rows: 1e9 * max((seconds for number, seconds in knots if number <= num_rows), default=knots[0][1])

@@ -3,7 +3,6 @@
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.core.step_input import Ints, SamplingInput, StepBuilder, StepInput
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState, RunnerSpec
-from pagedcli.runner.guesser import Guesser, Seen
 from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
 
 
@@ -40,8 +38,6 @@ class ModelRunner:
         self.limits = spec.limits
         self.state = DeviceState.allocate(spec)
         self.graphs: DecodeGraphs | None = None
-        head = spec.model.head
-        self._guesser = None if head is None else Guesser(spec.model, head, self.state, self.limits)
         self._tables: _Tables | None = None  # tables of the last step, unless entries have changed since
         self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
 
@@ -70,12 +66,7 @@ class ModelRunner:
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
             return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
-        sampled = self._sample(logits, scores, sampling)
-        if self._guesser is not None and step.head is not None:
-            start_ns = time.perf_counter_ns()
-            sampled.guesses = self._guesser.guess(step, step.head, sampled.token_ids, sampling.logits_rows)
-            sampled.head_ns = time.perf_counter_ns() - start_ns
-        return sampled
+        return self._sample(logits, scores, sampling)
 
     @torch.inference_mode()
     def launch_model(self, step: StepInput) -> Callable[[SamplingInput], SampledTokens]:
@@ -139,8 +130,6 @@ class ModelRunner:
         input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self.state.upload([*arrays, *optional])
         if step.source_rows is not None:
             input_ids = self.state.resolve_ids(input_ids, rest.pop(0))
-        # the head needs the hidden states of all tokens
-        late = None if step.head is not None else LateTokens.of(step.cu_q, step.logits_rows, self.state.upload)
         batch = self.state.batch(
             self._tables_of(step, table_rows),
             slots,
@@ -150,17 +139,12 @@ class ModelRunner:
             max_new=step.max_new,
             cu_q_host=step.cu_q.tolist(),
             num_tokens_host=step.num_tokens.tolist(),
-            late=late,
+            late=LateTokens.of(step.cu_q, step.logits_rows, self.state.upload),
             state_reads=rest.pop(0) if step.state_reads is not None else None,
             state_writes=rest.pop(0) if step.state_writes is not None else None,
             state_ends=rest.pop(0) if step.state_ends is not None else None,
         )
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
-        if self._guesser is not None and step.head is not None:
-            self._guesser.seen = Seen(batch, positions, hidden)
-            if step.logits_rows is not None:
-                [rows] = self.state.upload([step.logits_rows])
-                hidden = hidden.index_select(0, rows)
         if batch.late is not None and hidden.shape[0] != batch.late.wanted.shape[0]:
             hidden = hidden.index_select(0, batch.late.rows)
         return hidden

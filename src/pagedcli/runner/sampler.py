@@ -70,8 +70,6 @@ class SampledTokens:
         self._scored = sampling.scored
         self._download = Download([token_ids, *logprobs])
         self.prompt_scores: PromptScores | None = None  # scores of the prompts in the same step
-        self.guesses: dict[int, list[int]] | None = None  # see StepTokens
-        self.head_ns = 0
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +94,7 @@ class SampledTokens:
         if kernels.INVALID in tokens:
             tokens = [None if token_id == kernels.INVALID else token_id for token_id in tokens]
         prompts, targets = ([], []) if self.prompt_scores is None else self.prompt_scores.read()
-        return StepTokens(tokens, found, prompts, targets, self.guesses, self.head_ns)
+        return StepTokens(tokens, found, prompts, targets)
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens") -> SampledTokens:

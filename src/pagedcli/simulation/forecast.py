@@ -11,7 +11,7 @@ import numpy as np
 from pagedcli.batch.run import PrefixWindow
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.planning.step_time import StepTime, StepWork, without_dear_guesses
+from pagedcli.planning.step_time import StepTime, StepWork
 from pagedcli.simulation.caches import Bools
 from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
@@ -72,21 +72,18 @@ def forecast(
     observe: Callable[[int], None] | None = None,
     left_out: float = 0.0,
     arrivals: Schedule | None = None,
-    decode_gain: Callable[[int], float] | None = None,
 ) -> Forecast:
     """Simulate the requests of a batch run, all there from the start unless `arrivals` says when they come, on an
     engine with this plan.
 
     `reorder` and `read_ahead` are those of the run. `observe` receives the number of finished requests after each
-    step. `left_out`: work of requests like these that the run has among them (see requests.work_of). `decode_gain`: how
-    many times as fast steps that only decode are as `step_time` says, by their sequences.
+    step. `left_out`: work of requests like these that the run has among them (see requests.work_of).
     """
     requests = in_prefix_order(workload.requests) if reorder == "prefix" else workload.requests
     simulated = sum(map(work_of, requests))
     share = simulated / (simulated + left_out) if left_out else 1.0
-    timer = None if step_time is None else _Timer(step_time, decode_gain)
+    timer = None if step_time is None else _Timer(step_time)
     schedule = arrivals or Schedule(step_time=timer, read_ahead=read_ahead)
-    plan = without_dear_guesses(plan, step_time)
     run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
     texts = np.fromiter((request.is_text for request in requests), np.bool_, len(requests))
     found = _forecast(run, texts, step_time, timer, share)
@@ -144,18 +141,15 @@ def counts_of(run: RunResult) -> Forecast:
 class _Timer:
     """A step time that also sums up what the time is for."""
 
-    def __init__(self, step_time: StepTime, decode_gain: Callable[[int], float] | None) -> None:
-        self._step_time, self._decode_gain = step_time, decode_gain
+    def __init__(self, step_time: StepTime) -> None:
+        self._step_time = step_time
         self.parts = dict.fromkeys(PARTS, 0.0)
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
         done = StepWork.of(work, scheduler, self._step_time.layers)
-        share = 1.0
-        if self._decode_gain is not None and work.num_tokens == len(work.seqs):
-            share = 1 / self._decode_gain(len(work.seqs))
         for name, seconds in self._step_time.split(done).items():
-            self.parts[name] += share * seconds
-        return round(1e9 * share * self._step_time.seconds(done))
+            self.parts[name] += seconds
+        return round(1e9 * self._step_time.seconds(done))
 
 
 def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:

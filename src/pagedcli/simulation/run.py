@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
-from pagedcli.core.drafting import make_drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
@@ -125,7 +124,6 @@ class SimulatedCore(EngineCore):
             clock_ns=self.clock,
             knows_tokens=False,
             make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
-            drafting=make_drafting(plan.speculation, clock_ns=self.clock),
         )
 
     def add(self, request: TraceRequest) -> None:

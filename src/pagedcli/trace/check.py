@@ -589,7 +589,7 @@ class DraftLaws(LawBook):
         self._evicted: set[int] = set()  # blocks, in this step
 
     def before_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        if event.speculation not in get_args(ev.Speculation):
+        if event.speculation not in (*get_args(ev.Speculation), "mtp", "auto"):  # the last two are of earlier versions
             refuse(event, f"speculation {event.speculation!r} is unknown")
 
     def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:

@@ -155,10 +155,9 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
         had_room = facts.peak_used_blocks < facts.num_blocks
         cost = "the pool had room for it" if had_room else "smaller blocks waste less, but are read more slowly"
         lines.append(("waste", f"{mean} of the slots in use held no token (mean of the steps; peak {peak}): {cost}"))
-    if facts.num_drafted_tokens or facts.undrafted:
-        without = [f"{plural(count, 'sequence')} with {what}" for what, count in facts.undrafted.most_common()]
-        words = guess_words(facts)
-        lines.append(("speculation", f"{words}; none for {', '.join(without)}" if without else words))
+    if facts.num_drafted_tokens or facts.num_undrafted:
+        without = f"; none for {plural(facts.num_undrafted, 'sequence')} with beam search"
+        lines.append(("speculation", guess_words(facts) + (without if facts.num_undrafted else "")))
     if findings.waiting_s:
         lines.append(("waiting", _waiting_text(findings)))
     return lines

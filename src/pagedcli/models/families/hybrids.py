@@ -19,7 +19,7 @@ from pagedcli.models.mixers.mamba2 import Mamba2
 from pagedcli.models.mixers.short_conv import ShortConv
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import DraftHead, LayerSpec, NormPlaces, Scales
+from pagedcli.models.spec import LayerSpec, NormPlaces, Scales
 from pagedcli.models.tensors import TensorNames
 
 StepLimit = float | dict[str, str]  # {"__float__": "Infinity"} is transformers' infinity
@@ -35,28 +35,12 @@ class Qwen3_5(Hybrid):
     linear_value_head_dim: Size = 128
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
-    mtp_num_hidden_layers: int = 1
-    mtp_use_dedicated_embeddings: bool = False
 
     biases = ATTENTION_BIAS
     partial_rope = True
     qk_norm = "heads"
     norm_style = OFFSET_NORMS
     names = TensorNames(skipped=("mtp.",))
-
-    def head(self, names: TensorNames) -> DraftHead | None:
-        count = self.mtp_num_hidden_layers
-        if count < 1 or self.mtp_use_dedicated_embeddings:
-            return None
-        return DraftHead(
-            layer=self.head_layer(0),
-            name="mtp.layers.0",
-            embedding_norm="mtp.pre_fc_norm_embedding",
-            hidden_norm="mtp.pre_fc_norm_hidden",
-            projection="mtp.fc",
-            norm="mtp.norm",
-            unread=("mtp.embed_tokens.", "mtp.lm_head.", *(f"mtp.layers.{i}." for i in range(1, count))),
-        )
 
     def attending(self) -> Sequence[int]:
         interval = max(1, self.full_attention_interval)
@@ -437,9 +421,6 @@ class NemotronH(RotatesIfNamed, Bamba):
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
-    num_nextn_predict_layers: int = 0
-    mtp_layers_block_type: list[str] | None = None
-    mtp_hybrid_override_pattern: str = "*E"
     num_experts: Size = 8
     num_experts_per_tok: Size = 2
     moe_intermediate_size: Size = 7688
@@ -482,12 +463,8 @@ class NemotronH(RotatesIfNamed, Bamba):
 
     def __post_init__(self) -> None:
         if self.layer_types is None and self.hybrid_override_pattern is not None:
-            self.layer_types = self._listed(self.hybrid_override_pattern)
+            self.layer_types = [self._LETTERS.get(letter, letter) for letter in self.hybrid_override_pattern]
         self.num_hidden_layers = len(self.layer_types or ())
-
-    def _listed(self, pattern: str) -> list[str]:
-        """Kinds of layers, given by a letter each."""
-        return [self._LETTERS.get(letter, letter) for letter in pattern]
 
     def check(self) -> None:
         kinds = self.layer_types
@@ -517,27 +494,9 @@ class NemotronH(RotatesIfNamed, Bamba):
                 found.append(replace(layer, mlp=mlp, mlp_number=number))
         return tuple(found)
 
-    def head(self, names: TensorNames) -> DraftHead | None:
-        """Attention and an MLP after it, two layers of the checkpoint. Other patterns are not published."""
-        first, *others = self.mtp_layers_block_type or self._listed(self.mtp_hybrid_override_pattern) or [""]
-        if self.num_nextn_predict_layers != 1 or first not in ATTENDS or others not in (["mlp"], ["moe"]):
-            return None
-        mlp = self._experts() if others == ["moe"] else super().mlp(0)
-        mixer = replace(self.attention(0), rope=self.ropes()[0])
-        return DraftHead(
-            layer=LayerSpec(mixer=mixer, mlp=mlp, norms=self.norm_places, number=0),
-            name="mtp.layers.0",
-            mlp_name="mtp.layers.1",
-            embedding_norm="mtp.layers.0.enorm",
-            hidden_norm="mtp.layers.0.hnorm",
-            projection="mtp.layers.0.eh_proj",
-            norm="mtp.layers.1.final_layernorm",
-        )
-
     def mlp(self, i: int) -> Mlp | Experts | None:
-        return self._experts() if (self.layer_types or [])[i] == "moe" else super().mlp(i)
-
-    def _experts(self) -> Experts:
+        if (self.layer_types or [])[i] != "moe":
+            return super().mlp(i)
         if not self.num_experts_per_tok <= self.num_experts:
             raise ModelError(f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts")
         each = Mlp(width=self.moe_intermediate_size, activation=self.activation, gated=False)

@@ -29,7 +29,6 @@ from pagedcli.models.family import (
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import DraftHead
 from pagedcli.models.tensors import NormStyle, TensorNames
 
 
@@ -336,27 +335,11 @@ class Glm4Moe(DenseFirst):
     biases: ClassVar[Biases] = ("attention_bias", False, False)
     partial_rope = True
     expert_names = ExpertNames(router_bias="gate.e_score_correction_bias", shared="mlp.shared_experts")
-    reads_head: ClassVar[bool] = True  # whether tensors of the layer after the last one have the names of DeepSeek-V3
 
     @property
     def tensor_names(self) -> TensorNames:
         """Layers after the last one only predict further tokens."""
         return TensorNames(skipped=(f"model.layers.{self.num_hidden_layers}.",))
-
-    def head(self, names: TensorNames) -> DraftHead | None:
-        if not self.reads_head:
-            return None
-        number = self.num_hidden_layers
-        name = f"{names.body}.layers.{number}"
-        return DraftHead(
-            layer=self.head_layer(number),
-            name=name,
-            embedding_norm=f"{name}.enorm",
-            hidden_norm=f"{name}.hnorm",
-            projection=f"{name}.eh_proj",
-            norm=f"{name}.shared_head.norm",
-            unread=(f"{name}.embed_tokens.", f"{name}.shared_head.head."),
-        )
 
     def attention(self, i: int) -> Attention:
         return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
@@ -371,7 +354,6 @@ class SolarOpen(Glm4Moe):
     num_dense_layers = 0
 
     partial_rope = False
-    reads_head = False
 
 
 class ExaoneMoe(Exaone4, Glm4Moe):
@@ -383,7 +365,6 @@ class ExaoneMoe(Exaone4, Glm4Moe):
     norm_places = "before"
     names = TensorNames(skipped=("mtp.",))
     expert_names = replace(Glm4Moe.expert_names, router_bias="e_score_correction_bias")
-    reads_head = False
 
     @property
     def tensor_names(self) -> TensorNames:
@@ -401,7 +382,6 @@ class HyV3(Glm4Moe):
     biases = ATTENTION_BIAS
     partial_rope = False
     expert_names = ExpertNames(router="router.gate", shared="mlp.shared_mlp")
-    reads_head = False
     transformers_only = ("mlp_bias",)  # experts for every token may have biases, too
 
 

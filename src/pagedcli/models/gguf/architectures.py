@@ -247,7 +247,7 @@ def _kimi_linear(fields: Metadata) -> dict[str, Any]:
 
 
 def _nemotron_h(fields: Metadata) -> dict[str, Any]:
-    """Layers by their tensors. Attention and MLP of an MTP head are one layer there."""
+    """Layers by their tensors."""
     heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
     kinds = {"attn_q": "full_attention", "ssm_in": "linear_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
     has = {kind: fields.with_tensor(f"{part}.weight") for part, kind in kinds.items()}
@@ -264,11 +264,6 @@ def _nemotron_h(fields: Metadata) -> dict[str, Any]:
         "mamba_conv_bias": fields.has(f"blk.{first}.ssm_conv1d.bias"),
         "use_bias": fields.has(f"blk.{first}.ssm_in.bias"),
         "moe_shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length", shared),
-        "num_nextn_predict_layers": fields.number("nextn_predict_layers", 0),
-        "mtp_layers_block_type": [
-            "attention",
-            "moe" if fields.has(f"blk.{fields.layers()}.ffn_gate_inp.weight") else "mlp",
-        ],
     }
 
 

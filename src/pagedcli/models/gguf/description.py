@@ -14,7 +14,7 @@ from pagedcli.models.gguf.types import CODEBOOK
 from pagedcli.models.mixers.gated_delta import GatedDelta
 from pagedcli.models.mixers.latent_attention import LatentAttention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
-from pagedcli.models.spec import DraftHead, LayerSpec, ModelSpec
+from pagedcli.models.spec import LayerSpec, ModelSpec
 from pagedcli.models.tensors import TensorNames
 
 # Tokens that end an answer, whatever the file calls them: files name one, and chats end with another.
@@ -100,22 +100,9 @@ def as_stored(spec: ModelSpec, header: Header) -> ModelSpec:
     names = TensorNames(recurrent=spec.names.recurrent, qkv=spec.names.qkv, projections=projections)
     if spec.names.recurrent == spec.names.mlp:  # layers of one branch each, all with a norm of the same name
         names = replace(names, recurrent="mamba", branch_norms=("input_layernorm", "input_layernorm"))
-    number = Metadata(header).layers()
-    name, head = f"model.layers.{number}", None
-    if spec.head is not None and f"blk.{number}.nextn.eh_proj.weight" in tensors:
-        head = DraftHead(
-            layer=stored(spec.head.layer),
-            name=name,
-            embedding_norm=f"{name}.enorm",
-            hidden_norm=f"{name}.hnorm",
-            projection=f"{name}.eh_proj",
-            norm=f"{name}.shared_head_norm",
-            has_usual_norms=True,
-        )
     return replace(
         spec,
         layers=tuple(map(stored, spec.layers)),
-        head=head,
         names=names,
         norm=replace(spec.norm, offset=False),  # added to the stored weights
         quantization=quantization(header),

@@ -64,7 +64,6 @@ _LAYER = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
-    **{part: f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")},
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",

@@ -68,11 +68,11 @@ class GgufWeights:
         return UnreadTensors({key: partial(read, parameter) for key, parameter in parameters.items()})
 
     def _check_names(self, expected: set[str], allowed: set[str]) -> None:
-        """Layers after the last one only predict further tokens: of these, only what is expected is read.
+        """Layers after the last one only predict further tokens, and are not read.
 
         Changes: notes, which say what is skipped."""
         layers, tensors = self._orders.num_layers, self._header.tensors
-        skipped = {name for name in tensors if name.startswith("blk.") and _layer(name) >= layers} - expected
+        skipped = {name for name in tensors if name.startswith("blk.") and _layer(name) >= layers}
         if skipped:
             blocks = " and ".join(f"blk.{i}.*" for i in sorted({_layer(name) for name in skipped}))
             self.notes = (not_read(len(skipped), "file", f"as they predict further tokens: {blocks}"),)
