@@ -1,9 +1,9 @@
-"""Change one place of core/ at a time, run core's own tests, and list the changes that no test has noticed.
+"""Change one place of core/ or of the journal at a time, run its own tests, and list the changes that none has noticed.
 
-    python scripts/mutate_core.py FOLDER [--mutants 500] [--seed 0] [--limit 60] [--again]
+    python scripts/mutate_core.py FOLDER [--of core|journal] [--mutants 500] [--seed 0] [--limit 60] [--again]
 
-Mutants are drawn by seed from all comparisons, operators, numbers, conditions and calls of src/pagedcli/core; where the
-code changes, those of other functions stay the same. Each runs the tests that reach its line, in a process of its own
+Mutants are drawn by seed from all comparisons, operators, numbers, conditions and calls of the code; where it
+changes, those of other functions stay the same. Each runs the tests that reach its line, in a process of its own
 that ends at the first test that fails; tests that have found most per second run first. A test that takes several times
 its usual processor time, or all of them the limit, ends the process, too: the mutant is out of time, as good as found.
 What is known is in FOLDER/results.jsonl: a run that was stopped continues there. `--again` runs those that survived
@@ -33,8 +33,16 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ROOT / "src" / "pagedcli" / "core"
-TESTS = ROOT / "tests" / "core"
+PACKAGE = ROOT / "src" / "pagedcli"
+# name -> room, its files that are changed, and the tests that are to notice
+TARGETS = {
+    "core": ("core", "*.py", ["tests/core"]),
+    "journal": (
+        "batch",
+        "journal.py",
+        ["tests/batch/test_batch_journal.py", "tests/batch/test_batch_resume.py", "tests/batch/test_power_loss.py"],
+    ),
+}
 MOST_WAITING = 10  # times the limit: a test that waits uses no processor
 TIMES_USUAL, MORE_S = 2, 3  # a test may take so many times what it takes while lines are recorded, and so many seconds
 QUICK_S = 0.1  # of a test while lines are recorded
@@ -179,11 +187,11 @@ def _last_line(node: ast.stmt) -> int:
     return max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
 
 
-def mutants() -> list[Mutant]:
-    """All there are."""
+def mutants(paths: Iterator[Path]) -> list[Mutant]:
+    """All there are in these files."""
     found: list[Mutant] = []
     numbers: Counter[tuple[str, str, str, str]] = Counter()
-    for path in sorted(CORE.glob("*.py")):
+    for path in sorted(paths):
         for number, (node, function, lines) in enumerate(places(ast.parse(path.read_text()))):
             for which, changed in enumerate(changes(node)):
                 before, after = (
@@ -208,9 +216,9 @@ class _Replace(ast.NodeTransformer):
         return self.new if node is self.old else super().visit(node)
 
 
-def source(mutant: Mutant) -> str:
+def source(mutant: Mutant, room: Path) -> str:
     """The changed module."""
-    tree = ast.parse((CORE / mutant.module).read_text())
+    tree = ast.parse((room / mutant.module).read_text())
     node = next(each.node for number, each in enumerate(places(tree)) if number == mutant.place)
     changed = _Replace(node, changes(node)[mutant.which]).visit(tree)
     return ast.unparse(ast.fix_missing_locations(changed))
@@ -280,19 +288,20 @@ class Lines:
 
 
 class Runs:
-    """Runs of core's tests with a copy of the package in which one module is another."""
+    """Runs of a room's tests with a copy of the package in which one module is another."""
 
-    def __init__(self, folder: Path, limit_s: int) -> None:
-        self.folder, self.limit_s = folder, limit_s
-        self.package = folder / "src" / "pagedcli"
+    def __init__(self, folder: Path, room: Path, given_tests: list[str], limit_s: int) -> None:
+        self.folder, self.room, self.given_tests, self.limit_s = folder, room, given_tests, limit_s
+        package = folder / "src" / "pagedcli"
+        self.copied = package / room.name
         shutil.rmtree(folder / "src", ignore_errors=True)
-        (self.package / "core").mkdir(parents=True)
-        for path in CORE.parent.iterdir():
-            if path.name not in ("core", "__pycache__"):
-                (self.package / path.name).symlink_to(path)
-        for path in CORE.glob("*.py"):
-            shutil.copy2(path, self.package / "core")
-        for each in (ROOT / "src", ROOT / "tests", self.package / "core"):  # processes with a mutant write no bytecode
+        self.copied.mkdir(parents=True)
+        for path in PACKAGE.iterdir():
+            if path.name not in (room.name, "__pycache__"):
+                (package / path.name).symlink_to(path)
+        for path in room.glob("*.py"):
+            shutil.copy2(path, self.copied)
+        for each in (ROOT / "src", ROOT / "tests", self.copied):  # processes with a mutant write no bytecode
             compileall.compile_dir(each, quiet=2)
         self.kills: Counter[str] = Counter()
         self.usual_s: dict[str, float] = {}
@@ -300,18 +309,18 @@ class Runs:
 
     def measure(self) -> None:
         """Without a mutant: the time of each test and its lines. All pass."""
-        verdict, found = self._run([], MEASURING_S, Lines(self.package / "core"))
+        verdict, found = self._run([], MEASURING_S, Lines(self.copied))
         assert verdict == "survived", f"without a mutant: {verdict}, {found['failed']}"
         self.usual_s, self.tests = found["seconds"], found["tests"]
 
     def outcome(self, mutant: Mutant) -> Outcome:
-        path = self.package / "core" / mutant.module
-        path.write_text(source(mutant))
+        path = self.copied / mutant.module
+        path.write_text(source(mutant, self.room))
         before_s = _used_s(resource.RUSAGE_CHILDREN)
         try:
             verdict, found = self._run(self.of(mutant), self.limit_s)
         finally:
-            shutil.copy2(CORE / mutant.module, path)
+            shutil.copy2(self.room / mutant.module, path)
         test = found["failed"]
         if test is not None:
             self.kills[test] += 1
@@ -359,7 +368,7 @@ class Runs:
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         watch, code = Watch(tests, self.usual_s, limit_s), 3
         try:
-            files = sorted({name.partition("::")[0] for name in tests}) or [str(TESTS)]
+            files = sorted({name.partition("::")[0] for name in tests}) or self.given_tests
             options = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not machine"]
             code = pytest.main([*options, *files], plugins=[watch, *([lines] if lines else [])])
             result = {"failed": watch.failed, "seconds": watch.seconds, "tests": lines.tests if lines else {}}
@@ -388,6 +397,7 @@ def known(path: Path) -> dict[Key, Outcome]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--of", choices=TARGETS, default="core")
     parser.add_argument("--mutants", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=60, help="seconds of processor time")
@@ -396,11 +406,12 @@ def main() -> None:
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     import_what_tests_import()
-    everything = mutants()
+    room, pattern, tests = TARGETS[given.of]
+    everything = mutants((PACKAGE / room).glob(pattern))
     chosen = drawn(everything, given.mutants, given.seed)
     results = folder / "results.jsonl"
     before = known(results)
-    runs = Runs(folder, given.limit)
+    runs = Runs(folder, PACKAGE / room, tests, given.limit)
     runs.kills.update(each.test for each in before.values() if each.test is not None)
     runs.measure()
     print(f"{len(chosen)} of {len(everything)} mutants; {len(runs.usual_s)} tests, {sum(runs.usual_s.values()):.0f} s")
