@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedcli.answers.fits import Fit, fits
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
@@ -28,7 +29,6 @@ from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
-    from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.parting import Parting
     from pagedcli.simulation.advice import Advice
@@ -111,10 +111,10 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
 
     engine = loaded.config.engine
     survey = _survey(loaded, options)
-    scan, here = survey.scan, survey.here
+    scan, fit = survey.scan, survey.fit
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     _say_what_is_missing(survey)
-    facts, advice, enough = survey_facts(scan, engine, here), None, None
+    facts, advice, enough = survey_facts(scan, fit), None, None
     run_tables: list[Table] = []
     run: _ExpectedRun | None = None
     if survey.is_of_a_run and options.tokenizer is None:
@@ -140,9 +140,9 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
     is_short = options.format_ is Format.TABLE and not options.all_
     if is_short:
-        tables = short_tables(run_tables, scan, engine, here, enough)
+        tables = short_tables(run_tables, scan, fit, enough)
     else:
-        tables = [*run_tables, *full_tables(scan, engine, here, enough)]
+        tables = [*run_tables, *full_tables(scan, engine, fit, enough)]
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
@@ -205,9 +205,9 @@ class _Survey:
     refusal: str | None  # why it would
 
     @property
-    def here(self) -> "Plan | None":
-        """The engine on this machine, if its pool can be predicted."""
-        return None if self.decision is None or self.decision.pool is None else self.decision.expected_plan
+    def fit(self) -> Fit | None:
+        """What this machine holds of the model, if it is predicted."""
+        return None if self.decision is None or self.decision.pool is None else fits(self.decision)
 
     @property
     def is_of_a_run(self) -> bool:
