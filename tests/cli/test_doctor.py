@@ -12,11 +12,11 @@ from cli_harness import pagedcli
 from model_zoo import LATENT_FAMILIES, cached_model
 from typer.testing import CliRunner
 
+from pagedcli.answers.fits import NOT_PREDICTED
 from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.cli.main import app
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.planning.decision import NOT_PREDICTED
 
 
 def doctor(*arguments, expect=0):

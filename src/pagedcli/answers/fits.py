@@ -25,6 +25,7 @@ from pagedcli.records import Bytes, Share, Whole, computed, size
 if TYPE_CHECKING:
     from pagedcli.planning.decision import Decision
 
+NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"
 _SHARE_IN_4_BITS = 0.3  # bytes of weights of 4 bits with their scales and an embedding of 16, over those of 16 bits
 
 
@@ -244,10 +245,23 @@ def waterfall(fit: Fit) -> Iterator[MemoryTerm]:
         off = predicted / measured - 1 if measured and predicted else None
         return MemoryTerm(term, name, measured, predicted, off, note)
 
-    terms, is_measured = fit.terms, fit.measured
-    for term, (name, note) in _labels(fit).items():
-        num_bytes = getattr(terms, term)
-        if term in terms.measured or (term == "kv_cache" and is_measured):
+    terms, notes, step = fit.terms, fit.notes, fit.limits.largest_step
+    shape = f"largest step: {plural(step.num_tokens, 'token')} in {plural(step.num_seqs, 'sequence')}"
+    dtype = fit.dtype if fit.plan.weights is None else f"{fit.plan.weights}, embedding and norms {fit.dtype}"
+    for term, name, said in (
+        ("total", "total", fit.device),
+        ("reserve", "- kept free", f"1 - gpu_memory_utilization {fit.decision.config.gpu_memory_utilization}"),
+        ("others", "- other processes", ""),
+        ("runtime", "- runtime", ""),
+        ("weights", "- weights", dtype),
+        ("activations", "- activation peak", shape),
+        ("graphs", "- CUDA graphs", ""),
+        ("kv_cache", "= room for KV", ""),
+    ):
+        num_bytes, note = getattr(terms, term), "; ".join(filter(None, (said, notes.get(term))))
+        if not num_bytes and term in ("reserve", "graphs"):
+            continue
+        if term in terms.measured or (term == "kv_cache" and fit.measured):
             # the other terms do not follow from the model's sizes
             is_predicted = fit.forecast is not None and term in ("weights", "activations", "kv_cache")
             yield row(term, name, note, num_bytes, getattr(fit.forecast, term) if is_predicted else None)
@@ -258,30 +272,10 @@ def waterfall(fit: Fit) -> Iterator[MemoryTerm]:
         slots = f"{plural(fit.num_state_slots or 0, 'slot')}, --num-state-slots: by default 2 * max_num_seqs in at most"
         kept.append(("states", "recurrent state", f"{slots} half of the memory for the cache", fit.state_bytes))
     for term, name, note, num_bytes in kept:
-        yield row(term, name, note, *((num_bytes, None) if is_measured else (None, num_bytes)))
+        yield row(term, name, note, *((num_bytes, None) if fit.measured else (None, num_bytes)))
     if (peak := fit.loading_peak_bytes) is not None:
         note = "peak of this process, including pages of the mapped checkpoint"
         yield row("loading_peak", "while loading", note, peak, fit.predicted_loading_peak_bytes)
-
-
-def _labels(fit: Fit) -> dict[str, tuple[str, str]]:
-    """Term -> its name and a note."""
-    notes, step = fit.notes, fit.limits.largest_step
-    shape = f"largest step: {plural(step.num_tokens, 'token')} in {plural(step.num_seqs, 'sequence')}"
-    dtype = fit.dtype if fit.plan.weights is None else f"{fit.plan.weights}, embedding and norms {fit.dtype}"
-    labels = {
-        "total": ("total", fit.device),
-        "reserve": ("- kept free", f"1 - gpu_memory_utilization {fit.decision.config.gpu_memory_utilization}"),
-        "others": ("- other processes", notes.get("others", "")),
-        "runtime": ("- runtime", notes.get("runtime", "")),
-        "weights": ("- weights", "; ".join(filter(None, (dtype, notes.get("weights"))))),
-        "activations": ("- activation peak", "; ".join(filter(None, (shape, notes.get("activations"))))),
-        "graphs": ("- CUDA graphs", notes.get("graphs", "")),
-        "kv_cache": ("= room for KV", ""),
-    }
-    return {
-        name: label for name, label in labels.items() if name not in ("reserve", "graphs") or getattr(fit.terms, name)
-    }
 
 
 def budget_formula(fit: Fit) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli import __version__
-from pagedcli.answers.fits import Fit, fit_in_words, fits, groups_and_states
+from pagedcli.answers.fits import NOT_PREDICTED, Fit, fit_in_words, fits, groups_and_states
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import BackendError, UsageError
@@ -108,7 +108,6 @@ def _decided(device: str, machine: "Machine", model: str = BUILTIN_MODEL) -> "De
 
 def _judge(model: str, device: str, format_: Format) -> None:
     """Says whether and how a model runs here."""
-    from pagedcli.planning.decision import NOT_PREDICTED
     from pagedcli.planning.machine import this_machine
 
     decision = _decided(device, this_machine(free_memory=True), model)
@@ -129,8 +128,6 @@ def _judge(model: str, device: str, format_: Format) -> None:
 
 def _model_facts(decision: "Decision", fit: Fit | None) -> list[Fact]:
     """What a person asks of a model before downloading its weights."""
-    from pagedcli.planning.decision import NOT_PREDICTED
-
     spec, plan, tables = decision.spec, decision.plan, decision.plan.limits.tables
     cache = f"{size(plan.token_bytes)} per token"
     if tables.has_windows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedcli.answers.fits import Fit, fits
+from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
@@ -202,31 +202,20 @@ class _Survey:
     scan: PromptScan
     requests: "PromptRequests"
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
+    fit: Fit | None  # what this machine holds of the model, if it is predicted
     refusal: str | None  # why it would
-
-    @property
-    def fit(self) -> Fit | None:
-        """What this machine holds of the model, if it is predicted."""
-        return None if self.decision is None or self.decision.pool is None else fits(self.decision)
 
     @property
     def is_of_a_run(self) -> bool:
         """Whether there is an engine with a pool, and a row for it."""
-        return has_pool(self.decision) and bool(self.requests.workload.requests)
+        return self.fit is not None and self.fit.num_kvcache_blocks > 0 and bool(self.requests.workload.requests)
 
 
 def _say_what_is_missing(survey: _Survey) -> None:
-    from pagedcli.planning.decision import NOT_PREDICTED
-
     if not survey.scan.plan.num_prompts:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     if survey.decision is not None and survey.decision.pool is None:
         say(f"no forecast: {NOT_PREDICTED}")
-
-
-def has_pool(decision: "Decision | None") -> bool:
-    """Whether there is an engine for which a block fits."""
-    return decision is not None and decision.pool is not None and decision.pool.num_blocks > 0
 
 
 def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
@@ -247,17 +236,18 @@ def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
         refusal = error.message
     outputs = None if options.outputs is None else read_outputs(options.outputs)
     requests = PromptRequests(input_name, outputs, expected_tokens=options.expected_output, most_tokens=MOST_SIMULATED)
-    here = None if decision is None or decision.pool is None else decision.expected_plan.limits
+    fit = None if decision is None or decision.pool is None else fits(decision)
+    running = None if fit is None or not fit.num_kvcache_blocks else fit.decision
     first = None
     if outputs is None and (sample := _sample(loaded, options)) is not None:
         own = PromptRequests(input_name, expected_tokens=options.expected_output)
-        first = first_answer(loaded, sample, folder, spec, decision if has_pool(decision) else None, own)
+        first = first_answer(loaded, sample, folder, spec, running, own)
     if first is not None:
         say_wrapped(f"{first.in_words}; reading all of them")
 
     def estimate(share: float) -> None:
-        if first is None and decision is not None and has_pool(decision) and requests.workload.requests:
-            _say_estimate(loaded, decision, requests, share)
+        if first is None and running is not None and requests.workload.requests:
+            _say_estimate(loaded, running, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
     with old_objects_left_alone():
@@ -266,14 +256,14 @@ def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
             input_name,
             folder,
             spec,
-            limits=here,
+            limits=None if fit is None else fit.decision.expected_plan.limits,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
             drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.all_ else None,
             observe=reading.observe,
         )
     reading.close()
-    return _Survey(scan, requests, decision, refusal)
+    return _Survey(scan, requests, decision, fit, refusal)
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":

@@ -88,7 +88,7 @@ def profile_memory(
     facts = as_row(fit) | {"shared_prefix_tokens": shared}
     print_tables(tables, format_, facts=facts, story=[each for each in story if each is not None])
     if not fit.num_kvcache_blocks:
-        hint = fit.pool.hint if fit.known is None else answers.would_fit(fit)
+        hint = answers.would_fit(fit) if fit.known is not None and fit.missing_bytes else fit.pool.hint
         raise ConfigError(fit.num_kvcache_blocks_reason, hint=hint)
 
 
@@ -138,9 +138,6 @@ def _concurrency_table(fit: Fit, lengths: Mapping[str, int], shared: int | None)
         notes.append(f"at least half of the rows share their first {shared:,} tokens; only full blocks are shared")
     elif shared == 0:
         notes.append("no prefix is shared by half of the rows")
-    notes.append(f"--max-num-seqs allows at most {fit.limits.max_num_seqs:,} at once")
-    if fit.num_state_slots is not None:
-        notes.append(f"slots of recurrent state allow at most {fit.num_state_slots:,} at once")
     title = f"Requests that fit into the pool as configured, {plural(fit.num_kvcache_blocks, 'block')}"
     headers = {"max_concurrency_shared": f"requests sharing {plural(shared, 'token')}"} if shared else {}
     rows = answers.concurrency_rows(fit, lengths, shared)

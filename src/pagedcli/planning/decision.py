@@ -50,9 +50,6 @@ def rank_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     return replace(own, vocab_size=-(-spec.vocab_size // config.tensor_parallel_size))
 
 
-NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """Everything about a rank of an engine that is known before anything is loaded."""

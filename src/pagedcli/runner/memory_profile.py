@@ -11,7 +11,6 @@ import torch
 
 from pagedcli.answers.fits import Fit
 from pagedcli.config import EngineConfig, parse_bytes
-from pagedcli.core.budget import Terms
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.models.hub import weight_files
@@ -23,6 +22,7 @@ from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import host_peak, measure_terms, other_holders, reset_host_peak, step_blocks
 
+_INDEPENDENT = ("weights", "activations", "graphs")  # terms that are predicted without a measurement
 _PREDICTED = dict.fromkeys(("weights", "activations", "graphs", "runtime"), "predicted")
 
 
@@ -141,17 +141,11 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Fit:
         decision,
         terms,
         decision.pool_within(loaded.plan.memory or terms, available=available_memory()),
-        forecast=predicted and _compared(terms, predicted),
+        forecast=predicted and replace(terms, **{name: getattr(predicted, name) for name in _INDEPENDENT}),
         notes=notes,
         known=None if predicted is None else {},
         loading_peaks=(measured_loading, decision.loading_peak(folder) if on_cpu and predicted is not None else None),
     )
-
-
-def _compared(terms: Terms, predicted: Terms) -> Terms:
-    """The measured terms, with those in their place that are predicted independently."""
-    own = {name: getattr(predicted, name) for name in ("weights", "activations", "graphs")}
-    return replace(terms, **own, measured=terms.measured - own.keys())
 
 
 def _load(config: EngineConfig, plan: Plan) -> LLMEngine:
