@@ -57,8 +57,9 @@ MASKED_KEYS = (
     # doctor: speeds, duration of each check, memory of this machine
     "gflop_per_s", "seconds", "free_bytes", "total_bytes",
     # profile-memory, where it measures
-    "others_bytes", "runtime_bytes", "activations_bytes", "loading_peak_bytes", "predicted_loading_peak_bytes",
-    "room_bytes", "measured_bytes", "predicted_bytes", "difference",
+    "loading_peak_bytes", "predicted_loading_peak_bytes",
+    "room_bytes", "measured_bytes", "predicted_bytes", "difference", "num_blocks_left", "max_concurrency_left",
+    "longest_request_left_tokens",
 )  # fmt: skip
 # Commands whose output depends on nothing but their input files: only versions and paths are masked.
 EXACT_COMMANDS = ("replay", "explain", "report", "simulate", "merge", "verify", "attach")
@@ -251,7 +252,7 @@ TABLES = (
     )),
     # where it measures, all but the pool depends on the memory that is free
     Run("profile_memory_measured", ("profile-memory --format json --num-gpu-blocks-override 300",),
-        ("num_tokens", "max_concurrency"), r'largest: [^"]*'),
+        ("num_tokens", "max_concurrency"), r'largest: [^"]*|--kv-cache-memory [^"]*'),
     Run("profile_memory", (
         f"profile-memory -m {MODEL}/windows --gpu h200 --target-concurrency 64 --prompts {IN}/windows.jsonl",
         *each_format(f"profile-memory -m {MODEL}/demo/config.json --memory 24GiB", ("table", "csv")),

@@ -52,7 +52,8 @@ ALLOWED = {
     "layers": {"errors", "attention", "native"},
     "models": {*LOW, "core", "attention", "layers", "native"},
     "planning": {*LOW, *COMPUTE, "core"},
-    "runner": {*LOW, *COMPUTE, "core", "planning", "assets"},
+    "answers": {*LOW, "core", "planning"},
+    "runner": {*LOW, *COMPUTE, "core", "planning", "answers", "assets"},
     "batch": BATCH,
     "trace": {*LOW, "core"},
     "views": {*LOW, "core", "planning", "trace"},
@@ -67,7 +68,8 @@ ALLOWED = {
     "distributed": {*BATCH, "batch", "llm_keywords"},
 }
 TORCH_FREE = (
-    *sorted(LOW | {"llm_keywords"}), "core", "trace", "views", "show", "kvevents", "simulation", "app", "audit", "cli",
+    *sorted(LOW | {"llm_keywords"}), "core", "answers", "trace", "views", "show", "kvevents", "simulation", "app",
+    "audit", "cli",
 )  # fmt: skip
 ONLY_IN = {
     "typer": {"cli"},

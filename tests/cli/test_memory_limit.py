@@ -4,13 +4,15 @@ import errno
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from pagedcli.answers.fits import fits, would_fit
 from pagedcli.config import EngineConfig
 from pagedcli.memory_limit import shortage
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import decide, fits, fitting_hint, model_folder
+from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import described_host
 
 REFUSALS = [
@@ -61,10 +63,11 @@ def test_too_little_memory_for_torch_is_one_error(command, tmp_path):
 
 def test_where_nothing_fits_into_the_limit_it_is_named(monkeypatch):
     engine = EngineConfig(device="cpu")
-    found = fits(decide(engine, read_spec(model_folder(engine)), described_host(2**20)))
-    monkeypatch.setattr("pagedcli.planning.decide.address_space", lambda: (900 << 20, 0))
-    assert fitting_hint(found).endswith("; ulimit -v 900.00 MiB leaves 0 B of address space: raise it")
-    assert "ulimit" not in fitting_hint(found, is_here=False)
+    elsewhere = decide(engine, read_spec(model_folder(engine)), described_host(2**20))
+    here = replace(elsewhere, machine=replace(elsewhere.machine, is_here=True))
+    monkeypatch.setattr("pagedcli.answers.fits.address_space", lambda: (900 << 20, 0))
+    assert would_fit(fits(here)).endswith("; ulimit -v 900.00 MiB leaves 0 B of address space: raise it")
+    assert "ulimit" not in would_fit(fits(elsewhere))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux only")

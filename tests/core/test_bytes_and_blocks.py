@@ -13,9 +13,8 @@ from pagedcli.events import CacheGroup
 def test_every_term_takes_its_bytes_from_the_cache():
     terms = Terms(total=1000, reserve=1, others=2, runtime=4, weights=8, activations=16, graphs=32)
     assert (terms.used, terms.available, terms.kv_cache) == (14, 938, 937)
-    assert [terms.num_blocks(each) for each in (937, 938, 100)] == [1, 0, 9]
     small = Terms(total=10, weights=8, activations=16)
-    assert (small.available, small.kv_cache, small.num_blocks(1)) == (-14, -14, 0)
+    assert (small.available, small.kv_cache) == (-14, -14)
 
 
 def test_bytes_of_blocks():

@@ -13,24 +13,20 @@ from model_zoo import tiny_model
 from msgspec import UNSET
 from torch.profiler import ProfilerActivity, profile
 
-from pagedcli.cli.profile_memory import (
-    block_formula,
-    concurrency_rows,
-    size_rows,
-    target_rows,
-    waterfall_rows,
-)
+from pagedcli.answers.fits import Fit, block_formula, budget_formula, concurrency_rows, target_rows, waterfall
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import TERMS, StepShape, Terms, block_bytes
 from pagedcli.core.groups import TableShape
+from pagedcli.core.plan import Pool
 from pagedcli.errors import UsageError
 from pagedcli.events import CacheGroup
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.cards import CARDS, find_card
+from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import activation_bytes, missing_memory
-from pagedcli.planning.machine import host_memory
+from pagedcli.planning.machine import described_host, host_memory
 from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step, other_holders, process_memory
@@ -60,7 +56,7 @@ def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
     reserve = total - int(total * 0.9)
     terms = Terms(total=total, reserve=reserve, others=used - current, weights=current, activations=peak - current)
     assert (terms.used, terms.available) == (used, total - used - (peak - current))
-    assert terms.num_blocks(per_block) == 621
+    assert terms.kv_cache // per_block == 621
     assert block_formula(GROUP, 256, "bfloat16") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
     )
@@ -74,7 +70,7 @@ def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
 def test_a_budget_that_is_spent_gives_no_blocks(used):
     terms = Terms(total=GIB, reserve=GIB // 10, others=int(used * GIB), weights=0, activations=GIB // 2)
     assert terms.kv_cache < 0
-    assert terms.num_blocks(1) == 0
+    assert fit_of(terms).num_blocks_left == 0
 
 
 def test_concurrency_with_and_without_sharing():
@@ -189,45 +185,47 @@ USED = Terms(
 )
 
 
+def fit_of(terms=USED, num_blocks=10, **more):
+    """A pool of blocks of 4 tokens, 4 bytes each."""
+    config = EngineConfig(device="cpu", attention_backend="reference", block_size=4, gpu_memory_utilization=0.9)
+    decision = decide(config, QWEN3_06B, described_host(GIB))
+    decision = changed(decision, plan=changed(decision.plan, block_bytes=4))
+    return Fit(decision, terms, Pool(num_blocks, "test"), **more)
+
+
 def test_the_terms_of_the_waterfall_add_up():
-    labels = {name: (name, "") for name in (*TERMS, "kv_cache")}
     predicted = Terms(total=100, others=20, weights=33, activations=7)
-    rows = {row.term: row for row in waterfall_rows(USED, predicted, labels)}
-    spent = sum(rows[term].measured_bytes for term in rows if term not in ("total", "kv_cache"))
+    rows = {row.term: row for row in waterfall(fit_of(forecast=predicted))}
+    spent = sum(rows[term].measured_bytes for term in TERMS if term != "total")
     assert rows["total"].measured_bytes - spent == rows["kv_cache"].measured_bytes == USED.kv_cache == 25
+    assert rows["pool"].measured_bytes == 40
     assert rows["weights"].difference == pytest.approx(0.1)
     assert rows["others"].predicted_bytes is None  # not predicted, so not shown as if it were
-    [alone] = waterfall_rows(USED, None, {"weights": ("w", "")})
-    assert (alone.measured_bytes, alone.predicted_bytes) == (30, None)
+    alone = {row.term: row for row in waterfall(fit_of())}
+    assert (alone["weights"].measured_bytes, alone["weights"].predicted_bytes) == (30, None)
     unreported = changed(USED, measured=USED.measured - {"activations"})
-    [row] = waterfall_rows(unreported, None, {"activations": ("a", "")})
-    assert (row.measured_bytes, row.predicted_bytes) == (None, 7)  # the system did not tell
+    rows = {row.term: row for row in waterfall(fit_of(unreported))}
+    assert (rows["activations"].measured_bytes, rows["activations"].predicted_bytes) == (None, 7)  # not told
+    assert budget_formula(fit_of()) == (
+        "total x utilization - used - (peak - current) - graphs = 100 B x 0.9 - 55 B - 7 B - 3 B = 25 B"
+    )
 
 
 def test_target_rows_invert_the_terms():
-    [row] = target_rows(3, {"p50": 8}, terms=USED, tables=TableShape(4), block_bytes=4)
+    [row] = target_rows(fit_of(), 3, {"p50": 8})
     assert (row.num_blocks, row.kv_cache_bytes, row.fits) == (6, 24, True)
     assert row.device_bytes == 20 + 5 + 30 + 7 + 3 + 24
     assert row.utilization == pytest.approx(0.89)
-    [more] = target_rows(4, {"p50": 8}, terms=USED, tables=TableShape(4), block_bytes=4)
+    [more] = target_rows(fit_of(), 4, {"p50": 8})
     assert not more.fits
 
 
-def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
-    rows = list(size_rows([GROUP], 10 * GIB, 40960))
-    assert len(rows) == 24
-    for row in rows:
-        assert row.num_kvcache_blocks == 10 * GIB // row.block_bytes
-        assert row.max_concurrency == pytest.approx(row.num_kvcache_tokens / 40960, rel=0.01)
-    by_dtype = {row.kv_dtype: row.block_bytes for row in rows if row.block_size == 16}
-    assert by_dtype == {"float32": 3_670_016, "bfloat16": 1_835_008, "float8_e4m3fn": 917_504, "int8": 946_176}
-
-
-def test_concurrency_rows_show_sharing_only_if_it_is_known():
-    [plain] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4))
-    [shared] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4), shared_tokens=4)
-    assert plain.max_concurrency_shared is UNSET
-    assert (shared.max_concurrency, shared.max_concurrency_shared) == (5, 9)
+def test_concurrency_rows_show_sharing_and_what_is_left_only_if_they_are_known():
+    [plain] = concurrency_rows(fit_of(), {"max": 8}, None)
+    [shared] = concurrency_rows(fit_of(num_blocks=4), {"max": 8}, 4)
+    assert plain.max_concurrency_shared is plain.max_concurrency_left is UNSET
+    assert (plain.max_concurrency, shared.max_concurrency, shared.max_concurrency_shared) == (5, 2, 3)
+    assert shared.max_concurrency_left == 3  # 25 bytes are six blocks
 
 
 @pytest.mark.parametrize(
@@ -241,9 +239,8 @@ def test_concurrency_rows_show_sharing_only_if_it_is_known():
 )
 def test_without_a_block_it_says_who_holds_the_memory_and_what_to_change(terms, remedy):
     found = Terms(**{"total": 100 * GIB, "activations": GIB, "reserve": 10 * GIB, **terms})
-    message, hint = missing_memory(found, GIB, "vllm (pid 7) 95.00 GiB")
+    message, hint = missing_memory(found, GIB)
     assert f"{size(GIB - found.kv_cache)} are missing" in message
-    assert "(pid 7)" in message
     assert remedy in hint
 
 

@@ -4,7 +4,7 @@ import pytest
 from engine_harness import make_engine
 from model_zoo import cached_model
 
-from pagedcli.cli.profile_memory import block_formula
+from pagedcli.answers.fits import block_formula
 from pagedcli.events import EngineStarted
 from pagedcli.views.cache_groups import group_words
 

@@ -8,8 +8,9 @@ import pytest
 from scripted import Simulation
 from trace_harness import EventList, check_events, simulated
 
-from pagedcli.cli.profile_memory import group_rows
+from pagedcli.answers.fits import group_rows
 from pagedcli.core.groups import TableShape, cache_groups, sized
+from pagedcli.core.limits import Limits
 from pagedcli.errors import TraceError
 from pagedcli.events import BlocksFilled, PrefixLookedUp, StepFinished, WindowPassed
 from pagedcli.trace.check import TraceChecker
@@ -105,11 +106,11 @@ def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
     assert set(used[16:-1]) == {4, 5}
     assert used[-1] == 0
     groups = sized(cache_groups([16, 16]), heads=(1, 1), kv_dtype="int8")
-    tables = TableShape.of(4, groups)
-    [row] = group_rows({"here": 253}, groups=groups, tables=tables, block_bytes=8, chunk=8)
+    limits = Limits(block_size=4, groups=groups, max_num_batched_tokens=8)
+    [row] = group_rows({"here": 253}, limits, block_bytes=8)
     assert (row.num_blocks, row.kv_cache_bytes, row.one_table_bytes) == (5, 40, 64 * 8)
     assert row.num_prefill_blocks == 7
-    assert tables.concurrency(30, 253) == 6
+    assert limits.tables.concurrency(30, 253) == 6
 
 
 def test_a_request_longer_than_the_pool_is_served_if_its_window_fits():

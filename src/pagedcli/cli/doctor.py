@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli import __version__
+from pagedcli.answers.fits import NOT_PREDICTED, Fit, fit_in_words, fits, groups_and_states
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import BackendError, UsageError
-from pagedcli.printable import plural
-from pagedcli.records import RIGHT, Bytes, count, size
+from pagedcli.records import RIGHT, Bytes, as_row, count, size
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
@@ -110,51 +110,42 @@ def _judge(model: str, device: str, format_: Format) -> None:
     """Says whether and how a model runs here."""
     from pagedcli.planning.machine import this_machine
 
-    decision = _decided(device, this_machine(), model)
-    pool = decision.pool
-    fits = pool is None or pool.num_blocks > 0
-    found = _model_facts(decision)
+    decision = _decided(device, this_machine(free_memory=True), model)
+    fit = None if decision.pool is None else fits(decision)
+    does_fit = fit is None or fit.num_kvcache_blocks > 0
+    found = _model_facts(decision, fit)
     tables = [
         table(Fact, "model", f"{model} on {decision.plan.device}, by its configuration alone", found),
         engine_table(f"Engine settings for {model}", decision.plan),
     ]
-    said = {fact.what: fact.value for fact in found}
-    speed = f" Speed: {said['speed']}." if "speed" in said else ""
-    outcome = f"{model} {'runs' if fits else 'does not run'} on {decision.plan.device}: {said['memory']}.{speed}"
-    print_tables(tables, format_, facts={"device": decision.plan.device, "fits": fits}, story=[outcome])
-    if not fits:
+    memory = NOT_PREDICTED if fit is None else fit_in_words(fit)
+    outcome = f"{model} {'runs' if does_fit else 'does not run'} on {decision.plan.device}: {memory}"
+    facts = {"fits": does_fit, **({"device": decision.plan.device} if fit is None else as_row(fit))}
+    print_tables(tables, format_, facts=facts, story=[outcome])
+    if not does_fit:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _model_facts(decision: "Decision") -> list[Fact]:
+def _model_facts(decision: "Decision", fit: Fit | None) -> list[Fact]:
     """What a person asks of a model before downloading its weights."""
-    from pagedcli.core.budget import ITEMSIZE
-    from pagedcli.planning.decision import NOT_PREDICTED
-    from pagedcli.views.cache_groups import release_words
-
-    spec, plan, pool = decision.spec, decision.plan, decision.pool
-    tables, cache = plan.limits.tables, f"{size(plan.token_bytes)} per token"
+    spec, plan, tables = decision.spec, decision.plan, decision.plan.limits.tables
+    cache = f"{size(plan.token_bytes)} per token"
     if tables.has_windows:
         kept = plan.token_bytes * tables.windows.count(None) // tables.num_groups
         cache += f", {size(kept)} once windows have passed it"
-    found = [Fact("runs as", f"{spec.architecture}, decoder '{plan.decoder}'")]
-    if pool is None:
-        return [*found, Fact("cache", cache), Fact("memory", NOT_PREDICTED)]
+    found = [Fact("runs as", f"{spec.architecture}, decoder '{plan.decoder}'"), Fact("cache", cache)]
+    if fit is None:
+        return [*found, Fact("memory", NOT_PREDICTED)]
     weights = decision.footprint
     active = weights.active_parameters + weights.head.parameters
     found += [
         Fact("parameters", f"{_count(weights.parameters)}, of which a token uses {_count(active)}"),
-        Fact("weights", size(weights.num_bytes)),
-        Fact("cache", cache),
+        Fact("weights", size(fit.weights_bytes)),
     ]
-    if state_bytes := spec.state_bytes(ITEMSIZE[plan.dtype]):
-        found.append(Fact("state", f"{size(state_bytes)} per sequence"))
-    if pool.num_blocks:
-        released = release_words(tables, plan.limits.max_model_len)
-        held = f"{plural(pool.num_blocks, 'block')} for {plural(tables.num_tokens(pool.num_blocks), 'token')}"
-        found.append(Fact("memory", f"fits, with {held}" + (f"; {released}" if released else "")))
-    else:
-        found.append(Fact("memory", pool.reason or "no block fits"))
+    if fit.state_slot_bytes:
+        found.append(Fact("state", f"{size(fit.state_slot_bytes)} per sequence"))
+    if (words := groups_and_states(fit)) is not None:
+        found.append(Fact("blocks", words))
     if plan.on_cpu:
         found.append(Fact("speed", _speed(decision)))
     return found

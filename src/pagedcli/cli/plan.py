@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
@@ -28,7 +29,6 @@ from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.line_sample import LineSample
-    from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.parting import Parting
     from pagedcli.simulation.advice import Advice
@@ -111,10 +111,10 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
 
     engine = loaded.config.engine
     survey = _survey(loaded, options)
-    scan, here = survey.scan, survey.here
+    scan, fit = survey.scan, survey.fit
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     _say_what_is_missing(survey)
-    facts, advice, enough = survey_facts(scan, engine, here), None, None
+    facts, advice, enough = survey_facts(scan, fit), None, None
     run_tables: list[Table] = []
     run: _ExpectedRun | None = None
     if survey.is_of_a_run and options.tokenizer is None:
@@ -140,9 +140,9 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
     is_short = options.format_ is Format.TABLE and not options.all_
     if is_short:
-        tables = short_tables(run_tables, scan, engine, here, enough)
+        tables = short_tables(run_tables, scan, fit, enough)
     else:
-        tables = [*run_tables, *full_tables(scan, engine, here, enough)]
+        tables = [*run_tables, *full_tables(scan, engine, fit, enough)]
     found = survey.refusal if survey.decision is None else survey.decision.expected_plan
     if found is not None and (not is_short or survey.decision is None):
         tables.append(engine_table("Engine settings on this machine", found))
@@ -202,31 +202,20 @@ class _Survey:
     scan: PromptScan
     requests: "PromptRequests"
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
+    fit: Fit | None  # what this machine holds of the model, if it is predicted
     refusal: str | None  # why it would
-
-    @property
-    def here(self) -> "Plan | None":
-        """The engine on this machine, if its pool can be predicted."""
-        return None if self.decision is None or self.decision.pool is None else self.decision.expected_plan
 
     @property
     def is_of_a_run(self) -> bool:
         """Whether there is an engine with a pool, and a row for it."""
-        return has_pool(self.decision) and bool(self.requests.workload.requests)
+        return self.fit is not None and self.fit.num_kvcache_blocks > 0 and bool(self.requests.workload.requests)
 
 
 def _say_what_is_missing(survey: _Survey) -> None:
-    from pagedcli.planning.decision import NOT_PREDICTED
-
     if not survey.scan.plan.num_prompts:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     if survey.decision is not None and survey.decision.pool is None:
         say(f"no forecast: {NOT_PREDICTED}")
-
-
-def has_pool(decision: "Decision | None") -> bool:
-    """Whether there is an engine for which a block fits."""
-    return decision is not None and decision.pool is not None and decision.pool.num_blocks > 0
 
 
 def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
@@ -247,17 +236,18 @@ def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
         refusal = error.message
     outputs = None if options.outputs is None else read_outputs(options.outputs)
     requests = PromptRequests(input_name, outputs, expected_tokens=options.expected_output, most_tokens=MOST_SIMULATED)
-    here = None if decision is None or decision.pool is None else decision.expected_plan.limits
+    fit = None if decision is None or decision.pool is None else fits(decision)
+    running = None if fit is None or not fit.num_kvcache_blocks else fit.decision
     first = None
     if outputs is None and (sample := _sample(loaded, options)) is not None:
         own = PromptRequests(input_name, expected_tokens=options.expected_output)
-        first = first_answer(loaded, sample, folder, spec, decision if has_pool(decision) else None, own)
+        first = first_answer(loaded, sample, folder, spec, running, own)
     if first is not None:
         say_wrapped(f"{first.in_words}; reading all of them")
 
     def estimate(share: float) -> None:
-        if first is None and decision is not None and has_pool(decision) and requests.workload.requests:
-            _say_estimate(loaded, decision, requests, share)
+        if first is None and running is not None and requests.workload.requests:
+            _say_estimate(loaded, running, requests, share)
 
     reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
     with old_objects_left_alone():
@@ -266,14 +256,14 @@ def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
             input_name,
             folder,
             spec,
-            limits=here,
+            limits=None if fit is None else fit.decision.expected_plan.limits,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
             drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.all_ else None,
             observe=reading.observe,
         )
     reading.close()
-    return _Survey(scan, requests, decision, refusal)
+    return _Survey(scan, requests, decision, fit, refusal)
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
 from pagedcli.cli.prompt_scan import MAX_LISTED, PromptScan
 from pagedcli.config import EngineConfig
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
-from pagedcli.records import LEFT, Bytes, Share, count, size
+from pagedcli.records import LEFT, Bytes, Share, count
 from pagedcli.show.tables import Fact, Table, table
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.core.plan import Plan
     from pagedcli.simulation.forecast import Forecast
 
 _MAX_SHOWN = 10
@@ -25,19 +25,17 @@ ALL_HINT = "every table: --all"
 _DOUBTS = ("time:", "other work", "rows with several samples")  # beginnings of notes that say how sure the run is
 
 
-def full_tables(scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None) -> list[Table]:
+def full_tables(scan: PromptScan, engine: EngineConfig, fit: Fit | None, enough: int | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
         lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
         tables += [lengths, _histogram_table(scan.plan), *_shared_tables(scan)]
-        tables += [_block_size_table(scan.plan, engine, enough), _pool_table(scan.plan, engine, here)]
+        tables += [_block_size_table(scan.plan, engine, enough), _pool_table(scan.plan, engine, fit)]
     return tables
 
 
-def short_tables(
-    run_tables: Sequence[Table], scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None
-) -> list[Table]:
+def short_tables(run_tables: Sequence[Table], scan: PromptScan, fit: Fit | None, enough: int | None) -> list[Table]:
     """What fits on a screen: the run, settings that change something, and the file in a few lines."""
     tables = []
     for each in run_tables:
@@ -50,7 +48,7 @@ def short_tables(
         tables.append(replace(bad, max_shown=_MAX_BAD, notes=[] if scan.num_bad <= _MAX_BAD else ["and more: --all"]))
     rows = [Fact("rows", f"{scan.num_rows:,}, of which {scan.num_valid:,} valid")]
     if scan.plan.num_prompts:
-        rows += _file_facts(scan, engine, here, enough)
+        rows += _file_facts(scan, fit, enough)
     return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
 
 
@@ -85,7 +83,7 @@ def _settings(found: Table) -> list[Table]:
     return [replace(found, rows=shown[:4], notes=[f"{num_others:,} more change nothing"] if num_others else [])]
 
 
-def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", enough: int | None) -> list[Fact]:
+def _file_facts(scan: PromptScan, fit: Fit | None, enough: int | None) -> list[Fact]:
     survey = scan.plan
     lengths = survey.length_rows()[0]
     rates = [f"{row['block_size']}: {percent_text(row['hit_rate'])}" for row in survey.block_size_rows()]
@@ -96,15 +94,13 @@ def _file_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None", eno
         Fact("longest shared prefix", plural(survey.longest_shared_tokens(), "token")),
         Fact("ideal hit rate by block size", ", ".join(rates)),
     ]
-    if here is not None and here.pool is not None:
-        enough_text = "" if enough is None else f"; with {enough:,} nothing more would be computed"
-        blocks = f"{plural(here.pool.num_blocks, 'block')} of {plural(engine.block_size, 'token')}"
-        why = "" if here.pool.num_blocks else f": {here.pool.reason}"
-        facts.append(Fact("pool here", f"{blocks}, {size(here.pool.num_blocks * here.block_bytes)}{enough_text}{why}"))
+    if fit is not None:
+        more = "" if enough is None else f" With {enough:,} blocks nothing more would be computed."
+        facts.append(Fact("fits here", f"{fit_in_words(fit)}{more}"))
     return facts
 
 
-def survey_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") -> dict[str, Any]:
+def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "num_rows": scan.num_rows,
         "num_valid_rows": scan.num_valid,
@@ -119,15 +115,9 @@ def survey_facts(scan: PromptScan, engine: EngineConfig, here: "Plan | None") ->
         "recommended_block_size": None,  # the verdict's, or the adviser's, where there is an engine to simulate
         "recommended_num_blocks": None,
     }
-    if here is not None and here.pool is not None:
-        facts |= {
-            "device": here.device,
-            "block_size": engine.block_size,
-            "block_bytes": here.block_bytes,
-            "num_kvcache_blocks": here.pool.num_blocks,
-            "num_kvcache_tokens": here.limits.tables.num_tokens(here.pool.num_blocks),
-            "num_kvcache_blocks_reason": here.pool.reason,
-        }
+    if fit is not None:
+        names = "device block_size block_bytes num_kvcache_blocks num_kvcache_tokens num_kvcache_blocks_reason"
+        facts |= {name: getattr(fit, name) for name in names.split()}
     return facts
 
 
@@ -301,29 +291,21 @@ def _block_size_table(survey: PromptSurvey, engine: EngineConfig, enough: int | 
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 
-def _pool_table(survey: PromptSurvey, engine: EngineConfig, here: "Plan | None") -> Table:
+def _pool_table(survey: PromptSurvey, engine: EngineConfig, fit: Fit | None) -> Table:
     rows, title = survey.pool_rows(engine.block_size, engine.max_num_seqs), f"Pools at block size {engine.block_size}"
-    if here is None or here.pool is None:
+    if fit is None:
         return table(PoolRow, "pools", title, rows)
-    pool, limits = here.pool, here.limits
     for row in rows:
-        row |= {"kv_cache_bytes": row["num_blocks"] * here.block_bytes, "fits": row["num_blocks"] <= pool.num_blocks}
+        num_blocks = row["num_blocks"]
+        row |= {"kv_cache_bytes": num_blocks * fit.block_bytes, "fits": num_blocks <= fit.num_kvcache_blocks}
     longest = survey.most_cached_tokens()
-    at_once = limits.tables.concurrency(pool.num_blocks, longest)
     notes = [
-        f"this machine ({here.device}): {plural(pool.num_blocks, 'block')},"
-        f" {size(pool.num_blocks * here.block_bytes)} ({pool.reason})",
-        f"room for {plural(int(at_once), 'row')} as long as the longest ({plural(longest, 'token')}) at once, if they"
-        " share nothing",
+        fit_in_words(fit),
+        f"room for {plural(int(fit.tables.concurrency(fit.num_kvcache_blocks, longest)), 'row')} as long as the longest"
+        f" ({plural(longest, 'token')}) at once, if they share nothing",
     ]
-    if limits.num_state_slots is not None:
-        states = size(limits.num_state_slots * limits.state_bytes)
-        notes.append(
-            f"{plural(limits.num_state_slots, 'slot')} of recurrent state, {states}: one per running sequence,"
-            " the others for checkpoints; with checkpoints at branches, hit rates are those above"
-        )
-    if limits.tables.has_windows:
-        notes.append("blocks of layers with a window: at most those that a sequence holds at once")
-    if rows[0]["num_blocks"] > pool.num_blocks:
+    if (words := groups_and_states(fit)) is not None:
+        notes.append(words)
+    if rows[0]["num_blocks"] > fit.num_kvcache_blocks:
         notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
     return table(PoolRow, "pools", title, rows, notes=notes)

@@ -52,10 +52,6 @@ class Terms:
         """Bytes left for the KV cache; negative if the rest does not fit."""
         return self.available - self.reserve
 
-    def num_blocks(self, bytes_per_block: int) -> int:
-        """Whole blocks that fit, at least 0."""
-        return max(0, self.kv_cache) // bytes_per_block
-
 
 TERMS = tuple(each.name for each in fields(Terms) if each.name != "measured")
 

@@ -4,10 +4,10 @@ The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-
 to whose plan runner.loading adds what is measured after loading.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +23,6 @@ from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.memory_limit import address_space
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import groups_experts, linear_kernels
 from pagedcli.models.footprint import step_bytes
@@ -33,7 +32,7 @@ from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, w
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
-from pagedcli.planning.decision import Decision, Fit, rank_spec
+from pagedcli.planning.decision import Decision, rank_spec
 from pagedcli.planning.machine import Gpu, Machine
 from pagedcli.printable import plural
 from pagedcli.records import size
@@ -385,49 +384,19 @@ def why_no_graphs(
     return None
 
 
-# ---------------------------------------------------------------------- what fits
+# ---------------------------------------------------------------------- what else could be chosen
 
 
-def fits(decision: Decision, **held: Any) -> list[Fit]:
-    """Every weight format and KV cache dtype that runs on the machine; those of the decision first, others by size.
-    `held`: terms that are known."""
+def formats_of(decision: Decision) -> Iterator[tuple[str, Decision]]:
+    """Every weight format and KV cache dtype that runs on the machine, with the flags for it."""
     config = decision.config
-    kinds = dict.fromkeys([config.quantization, *FORMATS])
-    caches = dict.fromkeys([config.kv_cache_dtype, "auto", "fp8", "int8"])
-    found: dict[tuple[str, str], Fit] = {}
-    for quantization in kinds:
-        for cache in caches:
+    for quantization in dict.fromkeys([config.quantization, *FORMATS]):
+        for cache in dict.fromkeys([config.kv_cache_dtype, "auto", "fp8", "int8"]):
+            flags = []
+            if quantization != config.quantization:
+                flags.append(f"--quantization {quantization}" if quantization else "no --quantization")
+            if cache != config.kv_cache_dtype:
+                flags.append(f"--kv-cache-dtype {cache}")
             changed = msgspec.structs.replace(config, quantization=quantization, kv_cache_dtype=cache)
-            try:
-                other = decide(changed, decision.spec, decision.machine)
-            except PagedcliError:  # not available on this machine: whoever asks for it is told the reason
-                continue
-            terms = replace(other.terms, **held)
-            fit = Fit(other.plan, terms, other.pool_within(terms), _flags(config, changed))
-            found.setdefault((fit.weight_format, fit.kv_dtype), fit)
-    own, *others = found.values()
-    return [own, *sorted(others, key=lambda fit: (-fit.weights_bytes, -fit.token_bytes))]
-
-
-def _flags(config: EngineConfig, changed: EngineConfig) -> str:
-    flags = []
-    if changed.quantization != config.quantization:
-        flags.append(f"--quantization {changed.quantization}" if changed.quantization else "no --quantization")
-    if changed.kv_cache_dtype != config.kv_cache_dtype:
-        flags.append(f"--kv-cache-dtype {changed.kv_cache_dtype}")
-    return " ".join(flags) or "as configured"
-
-
-def fitting_hint(found: Sequence[Fit], *, is_here: bool = True) -> str:
-    """What to change so that the model fits, the least first. `is_here`: on this machine."""
-    for fit in found[1:]:
-        if fit.room_bytes >= fit.token_bytes:
-            return (
-                f"{fit.flags} fits: {size(fit.weights_bytes)} of weights leave room for"
-                f" {plural(fit.num_tokens, 'token')}; pagedcli profile-memory shows more"
-            )
-    smallest = min(found, key=lambda fit: fit.weights_bytes)
-    hint = f"nothing fits: even {smallest.weight_format} weights take {size(smallest.weights_bytes)}"
-    if is_here and (space := address_space()) is not None:
-        hint += f"; ulimit -v {size(space[0])} leaves {size(space[1])} of address space: raise it"
-    return hint
+            with suppress(PagedcliError):  # not available on this machine: whoever asks for it is told the reason
+                yield " ".join(flags) or "as configured", decide(changed, decision.spec, decision.machine)

@@ -7,7 +7,6 @@ has defaults of its own.
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
 
@@ -30,7 +29,7 @@ from pagedcli.native.system import usable_cores
 from pagedcli.planning.machine import Machine, processor_name
 from pagedcli.planning.step_time import FORM, TimeKey
 from pagedcli.printable import plural
-from pagedcli.records import Bytes, Whole, computed, size
+from pagedcli.records import size
 
 CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
 HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, measured with torch 2.13 on Linux
@@ -49,9 +48,6 @@ def rank_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     """The sizes of one rank's part, with its share of the vocabulary."""
     own = shard_spec(spec, ParallelContext(0, config.tensor_parallel_size))
     return replace(own, vocab_size=-(-spec.vocab_size // config.tensor_parallel_size))
-
-
-NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +99,12 @@ class Decision:
             graphs=_graph_bytes(self.own, plan),
         )
 
-    @property
-    def weights_refusal(self) -> str | None:
-        """Why the weights alone exceed the free memory; None if they fit, or run through transformers."""
+    def weights_refusal(self, terms: Terms | None = None) -> str | None:
+        """Why the weights alone exceed the free memory; None if they fit, or run through transformers. `terms`: by
+        default the predicted ones."""
         if self.spec.is_fallback:
             return None
-        terms = self.terms
+        terms = terms or self.terms
         left = terms.total - terms.reserve - terms.others  # terms.runtime may be part of the others by now
         if terms.weights <= left:
             return None
@@ -121,15 +117,16 @@ class Decision:
     def pool(self) -> Pool | None:
         """What the model would get on the machine; None for a model that runs through transformers, whose memory is not
         predicted."""
-        if self.spec.is_fallback:
-            return None
-        refusal = self.weights_refusal
-        return self.pool_within(self.terms) if refusal is None else Pool(0, refusal)
+        return None if self.spec.is_fallback else self.pool_within(self.terms)
 
     def pool_within(self, terms: Terms, *, available: int | None = None) -> Pool:
         """The pool that the engine would create within these terms. `available`: bytes that are free on a CPU now, with
         the model loaded; None: what the terms leave."""
-        available = terms.total - terms.used if available is None else available
+        if available is None:
+            if (refusal := self.weights_refusal(terms)) is not None:
+                missing = missing_memory(terms, self.plan.block_bytes)
+                return Pool(0, refusal, missing and missing[1])
+            available = terms.total - terms.used
         try:
             return choose_pool(self.config, self.plan, available=available, terms=None if self.plan.on_cpu else terms)
         except ConfigError as error:
@@ -295,7 +292,7 @@ def choose_num_slots(config: EngineConfig, limits: Limits, num_bytes: int) -> in
     return max(2, min(max(LEAST_SLOTS, 2 * limits.max_num_seqs), num_bytes // 2 // limits.state_bytes))
 
 
-def missing_memory(terms: Terms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:
+def missing_memory(terms: Terms, block_bytes: int) -> tuple[str, str] | None:
     """Message and hint for a device where no block fits: what uses the memory, how much is missing, what to change."""
     if terms.kv_cache >= block_bytes:
         return None
@@ -314,7 +311,7 @@ def missing_memory(terms: Terms, block_bytes: int, holders: str = "") -> tuple[s
         f"no KV block fits: one needs {size(block_bytes)}, {size(missing)} are missing; {size(terms.total)} are used"
         f" by: {parts}"
     )
-    return message + (f" (other processes: {holders})" if holders else ""), _remedy(terms, missing, ordered[0][1])
+    return message, _remedy(terms, missing, ordered[0][1])
 
 
 def _remedy(terms: Terms, missing: int, largest: str) -> str:
@@ -330,48 +327,3 @@ def _remedy(terms: Terms, missing: int, largest: str) -> str:
     if terms.graphs > missing:
         ways.append("--enforce-eager (no CUDA graphs)")
     return ", or ".join(ways or ["a larger device, a smaller model or a narrower --dtype"])
-
-
-# ---------------------------------------------------------------------- what fits
-
-
-def _room(num_bytes: int) -> str:
-    return size(num_bytes) if num_bytes >= 0 else f"{size(-num_bytes)} too few"
-
-
-class Fit:
-    """One way to keep a model, and what it leaves for the KV cache. Tokens and requests: those of a pool of all memory
-    that is left."""
-
-    flags: Annotated[str, "with"]
-    weight_format: str = computed(lambda fit: fit.plan.weights or fit.plan.dtype)
-    kv_dtype: str = computed(lambda fit: fit.plan.kv_dtype)
-    weights_bytes: Annotated[Bytes, "weights"] = computed(lambda fit: fit.terms.weights)
-    room_bytes: Annotated[int, "left for KV", _room] = computed(lambda fit: fit.terms.kv_cache)
-    token_bytes: Annotated[Bytes, "KV per token"]  # sum over all layers, as long as no window has passed the token
-    num_tokens: int = computed(lambda fit: fit._block_room // fit.token_bytes)
-    longest_request: Annotated[int, "longest request, tokens"] = computed(lambda fit: fit._longest_request)
-    max_concurrency: Annotated[Whole, "requests at model length"] = computed(lambda fit: fit._max_concurrency)
-    # requests of max_model_len tokens that the pool holds at once
-    pool_concurrency: Annotated[Whole, "requests in the pool"] = computed(
-        lambda fit: fit._tables.concurrency(fit.pool.num_blocks, fit._most)
-    )
-
-    def __init__(self, plan: Plan, terms: Terms, pool: Pool, flags: str = "as configured") -> None:
-        self.plan, self.terms, self.pool, self.flags = plan, terms, pool, flags
-        self.token_bytes = plan.token_bytes
-        self._tables, self._most = plan.limits.tables, plan.limits.max_model_len
-        self._block_room = max(0, terms.kv_cache - pool.state_bytes(plan.limits))
-
-    @property
-    def _longest_request(self) -> int:
-        if not self._tables.has_windows:
-            return min(self.num_tokens, self._most)
-        num_blocks = self._block_room // self.plan.block_bytes
-        return self._tables.longest(num_blocks, self.plan.limits.chunk_size, self._most)
-
-    @property
-    def _max_concurrency(self) -> float:
-        if not self._tables.has_windows:
-            return self.num_tokens / self._most
-        return self._tables.concurrency(self._block_room // self.plan.block_bytes, self._most)

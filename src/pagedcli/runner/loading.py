@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pagedcli.answers.fits import fits, would_fit
 from pagedcli.attention.base import AttentionBackend, named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
@@ -25,7 +26,7 @@ from pagedcli.models.base import CausalLM, DecoderRequest
 from pagedcli.models.loading import load_decoder
 from pagedcli.models.reading import read_spec
 from pagedcli.native.system import limit_threads
-from pagedcli.planning.decide import decide, fits, fitting_hint, model_folder
+from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.decision import Decision, choose_pool
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.printable import plural
@@ -68,8 +69,8 @@ def load_engine(
     path = model_folder(config)
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
     decision = decide(config, spec, this_machine(), rank=parallel.rank)
-    if (refusal := decision.weights_refusal) is not None:
-        raise ConfigError(refusal, hint=fitting_hint(fits(decision)))
+    if (refusal := decision.weights_refusal()) is not None:
+        raise ConfigError(refusal, hint=would_fit(fits(decision)))
     plan, device, dtype = decision.plan, decision.attention.device, decision.attention.dtype
     if plan.on_cpu:
         limit_threads()

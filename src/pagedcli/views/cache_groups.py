@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated
 
-from pagedcli.core.groups import TableShape
 from pagedcli.events import CacheGroup, EngineStarted
-from pagedcli.printable import byte_text, id_ranges, percent_text, plural
+from pagedcli.printable import byte_text, id_ranges, plural
 from pagedcli.records import Means, size
 from pagedcli.trace.state import PoolState
 
@@ -82,13 +81,6 @@ def layers_words(groups: Sequence[CacheGroup], numbers: Sequence[int]) -> list[s
     """How many layers each of these groups has, which are alike; nothing if it is not known."""
     num_layers = len(groups[numbers[0]].layers)
     return [f"{plural(num_layers, 'layer')}{' each' if len(numbers) > 1 else ''}"] if num_layers else []
-
-
-def release_words(tables: TableShape, num_tokens: int) -> str:
-    """What windows release of a sequence of so many tokens; empty if that is nothing."""
-    held, whole = tables.most_blocks(num_tokens, 1), tables.num_entries(num_tokens)
-    share = f"windows release {percent_text(1 - held / whole)} of the blocks of a sequence of {num_tokens:,} tokens"
-    return f"{share}, which holds {held:,} instead of {whole:,}" if held < whole else ""
 
 
 def window_words(group: CacheGroup) -> str:

@@ -1,0 +1,97 @@
+"""Does it fit: `profile-memory`, `plan` and `doctor -m` give one answer, here that of the engine."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from cli_harness import pagedcli
+from model_zoo import cached_model
+from models_by_config import QWEN3_06B, QWEN3_30B_A3B
+
+from pagedcli.answers.fits import cache_shape, fit_in_words, fits
+from pagedcli.config import EngineConfig
+from pagedcli.models.hub import resolve_model
+from pagedcli.models.reading import read_spec
+from pagedcli.planning import machine
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import described_gpu, described_host
+from pagedcli.runner import memory_profile
+from pagedcli.runner.llm_engine import LLMEngine
+
+GIB = 2**30
+FIGURES = ("num_kvcache_blocks", "num_kvcache_tokens", "num_kvcache_blocks_reason", "block_size", "block_bytes")
+
+
+def answers_of(model, tmp_path, *, expect=0):
+    """What the three commands print for people, in one line each, and for programs."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [5, 6, 7], "max_tokens": 4}\n')
+    commands = {
+        "profile-memory": (("profile-memory", "-m", model), 2 * expect),
+        "plan": (("plan", prompts, "-m", model, "--no-calibrate"), 0),
+        "doctor": (("doctor", "-m", model), expect),
+    }
+    lines, figures = {}, {}
+    for name, (command, code) in commands.items():
+        screen = pagedcli(*command, expect=code).stdout
+        [line] = [line for line in screen.splitlines() if "num_kvcache_blocks = " in line]
+        lines[name] = line[line.index("num_kvcache_blocks = ") :]
+        found = json.loads(pagedcli(*command, "--format", "json", expect=code).stdout)
+        figures[name] = {key: found[key] for key in FIGURES}
+    return lines, figures
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "deepseek_v2"])
+def test_three_commands_give_the_engines_pool(family, tmp_path, tmp_path_factory):
+    """Plain layers, windows, recurrent states and latents."""
+    path = shutil.copytree(cached_model(family, tmp_path_factory), tmp_path / "model")
+    shutil.copy(resolve_model("builtin") / "tokenizer.json", path)
+    lines, figures = answers_of(path, tmp_path)
+    engine = LLMEngine(EngineConfig(model=str(path)))
+    assert figures["profile-memory"] == figures["plan"] == figures["doctor"]
+    assert figures["plan"]["num_kvcache_blocks"] == engine.plan.num_blocks
+    assert figures["plan"]["block_bytes"] == engine.plan.block_bytes
+    assert lines["profile-memory"] == lines["doctor"]
+    assert lines["plan"].startswith(lines["doctor"])
+    assert lines["doctor"].startswith(f"num_kvcache_blocks = {engine.plan.num_blocks:,} (")
+
+
+CARDS = {
+    "80 GiB": described_gpu(80 * GIB, name="a card"),
+    "16 GiB": described_gpu(16 * GIB, name="a card", capability=(8, 9)),
+    "no GPU": described_host(48 * GIB),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("model", [QWEN3_06B, QWEN3_30B_A3B], ids=["0.6B", "30B"])
+def test_three_commands_give_one_answer_for_a_machine(model, card, tmp_path, monkeypatch):
+    for module in (machine, memory_profile):
+        monkeypatch.setattr(module, "this_machine", lambda **_: CARDS[card])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    monkeypatch.setattr(memory_profile, "other_holders", lambda _: [])
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    expected = fits(decide(EngineConfig(model=str(tmp_path)), read_spec(tmp_path), CARDS[card]))
+    does_fit = expected.num_kvcache_blocks > 0
+    assert does_fit == (model is QWEN3_06B or card == "80 GiB")
+    lines, figures = answers_of(tmp_path, tmp_path, expect=0 if does_fit else 1)
+    assert figures["profile-memory"] == figures["plan"] == figures["doctor"]
+    assert figures["plan"]["num_kvcache_blocks"] == expected.num_kvcache_blocks
+    assert lines["profile-memory"] == lines["doctor"] == fit_in_words(expected)
+    assert lines["plan"].startswith(fit_in_words(expected))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
+def test_the_shape_of_the_cache_is_that_of_the_engines_tensor(family, tmp_path_factory):
+    config = EngineConfig(
+        model=str(cached_model(family, tmp_path_factory)), device="cpu", attention_backend="reference",
+        num_gpu_blocks_override=9,
+    )  # fmt: skip
+    engine = LLMEngine(config)
+    fit = fits(decide(config, engine.spec, machine.this_machine()))
+    kv_cache = engine.runner.kv_cache
+    assert (fit.num_kvcache_blocks, fit.kv_cache_bytes) == (9, kv_cache.nbytes)
+    assert math.prod(cache_shape(fit)) == kv_cache.numel()
+    assert cache_shape(fit)[:3] == kv_cache.shape[:3]
