@@ -161,7 +161,7 @@ def test_preemptions_of_a_request_are_those_of_all_its_samples():
     sim.add([1, 2, 3], 9, n=3, request_id="several")
     found = finished(sim)["several"].metrics
     assert found.num_preemptions == sum(seq.num_preemptions for seq in sim.seqs) > 0
-    assert found.num_recomputed_tokens == sum(seq.num_recomputed_tokens for seq in sim.seqs) > 0
+    assert found.num_recomputed_tokens == sum(seq.facts.num_recomputed_tokens for seq in sim.seqs) > 0
 
 
 def test_steps_ahead_count_no_token_of_a_sequence_that_had_ended():

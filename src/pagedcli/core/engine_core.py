@@ -4,14 +4,14 @@ Used by LLMEngine, by simulations and by tests; needs no torch. See core.step_in
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
+from pagedcli.core.beams import Candidates
 from pagedcli.core.cache import make_cache
 from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
@@ -20,14 +20,15 @@ from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, Request
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.scoring import SCORING, Targets
-from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
-from pagedcli.core.step_input import Builder, Executor, SamplingInput, StepBuilder, StepTokens, TokensToRead
+from pagedcli.core.sequence import Guide, Sequence, SequenceFacts, SequenceStatus, StopChecker
+from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
 _block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
 _num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
-_draft: Callable[[Sequence], list[int]] = attrgetter("draft")
+_guesses: Callable[[Sequence], Ids[int]] = attrgetter("guesses")
+_beam_width: Callable[[Sequence], int | None] = attrgetter("params.beam_width")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
 _guide: Callable[[Sequence], Guide | None] = attrgetter("guide")
 
@@ -142,10 +143,9 @@ class EngineCore:
             seed=seed_for(self.plan.seed, self._num_added) if params.seed is None else params.seed,
             eos_token_ids=frozenset() if params.ignore_eos else self.plan.eos_token_ids,
             cache_salt=cache_salt,
-            arrived_s=self._now_s(),
-            row_id=row_id,
             targets=targets,
             is_private=is_private or params.prompt_logprobs is not None,
+            facts=SequenceFacts(row_id, self._now_s()),
         )
         request.seqs.append(seq)
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
@@ -238,7 +238,7 @@ class EngineCore:
         device    1 .................... 2 ..................... 3 ....
         """
         earlier, self._in_flight = self._in_flight, None
-        if earlier is not None and any(seq.is_beam for seq in earlier.seqs):
+        if earlier is not None and any(map(_beam_width, earlier.seqs)):
             # what can be scheduled depends on which beams are kept
             with clock.phase(SAMPLE):
                 self._read(earlier, is_latest=False)
@@ -271,7 +271,7 @@ class EngineCore:
         self._in_flight = launched
         return work
 
-    def _launch(self, work: ScheduledStep, earlier: "LaunchedStep | None" = None) -> "LaunchedStep":
+    def _launch(self, work: ScheduledStep, earlier: LaunchedStep | None = None) -> LaunchedStep:
         """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read: with a grammar,
         sampling waits for them."""
         now_s = self._now_s()
@@ -279,18 +279,19 @@ class EngineCore:
             self.observe_work(work)
         step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
         for seq in work.changed:  # among them all that start
-            if seq.admitted_s is None:
-                seq.admitted_s = now_s
+            if seq.facts.admitted_s is None:
+                seq.facts.admitted_s = now_s
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-            if seq.most_computed_tokens > seq.num_computed_tokens:
+            if seq.facts.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
         if work.num_behind:
             for seq in work.seqs:
-                self.stats.count_again(seq.num_behind_tokens)
-                seq.num_behind_tokens = 0
+                if seq.state is not None:
+                    self.stats.count_again(seq.state.num_behind)
+                    seq.state.num_behind = 0
         for seq in work.drafted:  # those count once they are known to be right
-            seq.num_computed_tokens -= len(seq.draft)
+            seq.num_computed_tokens -= len(seq.guesses)
         if earlier is None:
             self._count_scheduled(work)
         seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
@@ -306,7 +307,7 @@ class EngineCore:
             self._forks.count_computed(computed)
         return LaunchedStep(seqs, tokens, scored, computed, work.drafted, sample)
 
-    def _read(self, step: "LaunchedStep", *, is_latest: bool) -> None:
+    def _read(self, step: LaunchedStep, *, is_latest: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
         been scheduled since."""
         assert step.tokens is not None, "the step has been sampled"
@@ -342,7 +343,7 @@ class EngineCore:
                 continue
             assert seq.targets is not None, "the sequence has targets"
             seq.targets.is_done = True
-            seq.first_token_s = seq.finished_s = now_s
+            seq.facts.first_token_s = seq.facts.finished_s = now_s
             if any(score.logprob != score.logprob for score in seq.targets.found):
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
             elif seq.finish_reason is None and not self._forks.is_kept(seq):
@@ -350,40 +351,40 @@ class EngineCore:
                 ended.append(seq)
         return ended
 
-    def _append(self, step: "LaunchedStep", tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
+    def _append(self, step: LaunchedStep, tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
         now_s, logprobs = self._now_s(), tokens.logprobs
-        searches: dict[str, Request] = {}  # requests with new candidates for their beams
+        searches: dict[str, dict[int, Candidates]] = {}  # request_id -> seq_id of a beam -> its next tokens
         for row, seq, token_id in step.rows_that_count(tokens.token_ids):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.num_discarded_tokens += 1
                 continue
-            if seq.first_token_s is None:
-                seq.first_token_s = now_s
+            if seq.facts.first_token_s is None:
+                seq.facts.first_token_s = now_s
             if token_id is None:
-                seq.finished_s = now_s
+                seq.facts.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
-            if seq.is_beam:
-                seq.candidates = logprobs[row].top
-                searches[seq.request_id] = self._requests[seq.request_id]
-                continue
             if logprobs and row in logprobs:
+                if seq.is_beam:
+                    searches.setdefault(seq.request_id, {})[seq.seq_id] = logprobs[row].top
+                    continue
                 seq.logprobs.append(logprobs[row])
             if not sampled or sampled[-1] is not seq:
                 sampled.append(seq)
             try:
                 seq.append_token(token_id)
             except BaseException as error:
-                seq.finished_s = now_s
+                seq.facts.finished_s = now_s
                 ended += self._fail(seq, RequestError("callback_failed", f"{type(error).__name__}: {error}"))
                 raise
             if seq.finish_reason is not None:
-                seq.finished_s = now_s
+                seq.facts.finished_s = now_s
                 ended.append(seq)
-        for request in searches.values():
+        for request_id, candidates in searches.items():
+            request = self._requests[request_id]
             if request.error is None:
-                beams = self._forks.advance_beams(request, now_s, self._new_sequence)
+                beams = self._forks.advance_beams(request, candidates, now_s, self._new_sequence)
                 sampled += beams
                 if beams[0].finish_reason is not None:
                     ended += beams
@@ -398,7 +399,7 @@ class EngineCore:
         for seq, is_complete in zip(followed, type(guides[0]).find_allowed(guides), strict=True):
             if is_complete:
                 if seq.finish_reason is None:
-                    seq.finished_s = now_s
+                    seq.facts.finished_s = now_s
                     ended.append(seq)
                 seq.finish_reason = "stop"
         return ended
@@ -409,7 +410,7 @@ class EngineCore:
         request.error = error
         unfinished = [sample for sample in request.seqs if sample.finish_reason is None]
         for sample in unfinished:
-            sample.finish_reason, sample.finished_s = "error", seq.finished_s
+            sample.finish_reason, sample.facts.finished_s = "error", seq.facts.finished_s
         return unfinished
 
     def _end(self, ended: list[Sequence]) -> None:
@@ -479,12 +480,13 @@ class EngineCore:
         manager, running = self.block_manager, [*self.scheduler.running, *self.scheduler.contexts]
         num_groups, size = manager.num_groups, manager.block_size
         if manager.has_forks:  # several sequences may share their last blocks
-            last = {seq.block_table[-1]: seq.num_computed_tokens + len(seq.draft) for seq in running if seq.block_table}
+            tabled = (seq for seq in running if seq.block_table)
+            last = {seq.block_table[-1]: seq.num_computed_tokens + len(seq.guesses) for seq in tabled}
             return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
         # counted in every step, so without a loop in Python
         num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
         if self.scheduler.drafting is not None:
-            num_computed += sum(map(len, map(_draft, running)))
+            num_computed += sum(map(len, map(_guesses, running)))
         return num_entries * size - num_computed * num_groups
 
     def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
@@ -506,42 +508,6 @@ class EngineCore:
 
 
 # ---------------------------------------------------------------------- the parts of a step
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step on the device whose tokens have not been read."""
-
-    seqs: list[Sequence]  # the sequence of each row of tokens
-    tokens: TokensToRead | None  # None: `sample` picks them
-    scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
-    computed: list[Sequence]  # sequences with targets of which it computes the last token
-    drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
-    sample: Callable[[SamplingInput], TokensToRead] | None = None
-
-    def rows_that_count(self, token_ids: Ids[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
-        """Each row with its sequence and token, but those after a wrong guess."""
-        rows = zip(range(len(self.seqs)), self.seqs, token_ids, strict=True)
-        return self._up_to_wrong_guesses(rows) if self.drafted else rows
-
-    def _up_to_wrong_guesses(
-        self, rows: Iterable[tuple[int, Sequence, int | None]]
-    ) -> Iterator[tuple[int, Sequence, int | None]]:
-        """With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if
-        7 had come before, not 9: the sequence gets 5 6 9."""
-        place, is_right = 0, True  # the row's place in the draft, whether all guesses before it were right
-        for row, seq, token_id in rows:
-            if not row or self.seqs[row - 1] is not seq:
-                place, is_right = 0, True
-            if is_right:
-                yield row, seq, token_id
-                is_right = place < len(seq.draft) and token_id == seq.draft[place]
-            place += 1
-
-    @property
-    def rows(self) -> dict[int, int]:
-        """seq_id -> row of the tokens."""
-        return {seq.seq_id: row for row, seq in enumerate(self.seqs)}
 
 
 class _TimedEmit:

@@ -9,11 +9,11 @@ from itertools import takewhile
 from msgspec import UNSET
 
 import pagedcli.events as ev
-from pagedcli.core.block_manager import PrefixHit
 from pagedcli.core.cache import Cache
 from pagedcli.core.drafts import Drafting
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
+from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
 from pagedcli.events import WaitingReason
@@ -87,6 +87,7 @@ class Scheduler:
         self.chunk_size = limits.chunk_size
         self.cache = cache
         self.block_manager = cache.blocks
+        self._states = cache.states
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         # computed ones, oldest first, that keep their blocks until the continuations that wait have forked from them
@@ -164,19 +165,18 @@ class Scheduler:
         for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
             if budget <= 0:
                 break
-            if seq.num_behind_tokens:  # they come before the next one
-                if seq.num_behind_tokens >= budget:
+            if seq.state is not None and (num_behind := seq.state.num_behind):  # they come before the next one
+                if num_behind >= budget:
                     continue
-                budget -= seq.num_behind_tokens
-                work.num_behind += seq.num_behind_tokens
+                budget -= num_behind
+                work.num_behind += num_behind
             num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
             num_left = len(seq.token_ids) + num_pending - num_computed
-            if not num_left or (num_pending and seq.num_tokens >= seq.max_num_tokens):
+            if not num_left or (num_pending and seq.num_output_tokens + num_pending >= seq.max_new_tokens):
                 pass  # nothing is left, or a pending token is the last one
             elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.group is None:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
-                    if manager.has_windows:
-                        manager.release_unseen(seq)
+                    self._release_unseen(seq)
                     manager.fill_last(seq)
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
@@ -196,38 +196,38 @@ class Scheduler:
         num_tokens = work.num_tokens + work.num_behind
         num_rows = len(work.seqs) + sum([seq.num_coming_samples for seq in work.seqs])
         budget = min(self.limits.max_num_batched_tokens - num_tokens, self.limits.most_sampled - num_rows)
+        drafted: list[tuple[int, int, ev.DraftSource]] = []  # seq_id, number of guesses, their source
         for place, draft in drafting.choose(step, work.seqs, budget, self.chunk_size):
             seq = work.seqs[place]
-            if self.block_manager.has_windows:
-                self.block_manager.release_unseen(seq)
+            self._release_unseen(seq)
             num_fitting = self.block_manager.make_room_for_draft(seq, len(draft.token_ids))
-            seq.draft, seq.draft_source = draft.token_ids[:num_fitting], draft.source
-            if seq.draft:
-                work.num_new_tokens[place] += len(seq.draft)
+            if num_fitting > 0:
+                seq.draft = draft._replace(token_ids=draft.token_ids[:num_fitting])
+                drafted.append((seq.seq_id, num_fitting, draft.source))
+                self._facts.drafted[draft.source] += num_fitting
+                work.num_new_tokens[place] += num_fitting
                 work.drafted.append(seq)
             work.changed.append(seq)
-        if work.drafted:
-            for seq in work.drafted:
-                self._facts.drafted[seq.draft_source] += len(seq.draft)
+        if drafted:
             if self._emit is not None:
-                of_each = ((seq.seq_id, len(seq.draft), seq.draft_source) for seq in work.drafted)
-                self._emit(ev.TokensDrafted(*zip(*of_each, strict=True)))
-            for seq in work.drafted:
-                self.cache.add_draft(seq)
+                self._emit(ev.TokensDrafted(*zip(*drafted, strict=True)))
+            if self._states is not None:
+                for seq in work.drafted:
+                    self._states.add_draft(seq)
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
-        num_drafted, seq.draft, seq.draft_masks = len(seq.draft), [], []
-        end = seq.num_computed_tokens + num_accepted
+        draft, seq.draft = seq.draft, None
+        assert draft is not None, "it has been checked"
+        num_drafted, end = len(draft.token_ids), seq.num_computed_tokens + num_accepted
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
         self.cache.take_draft(seq, num_drafted, num_accepted, token_ids)
         if self.drafting is not None:
             self.drafting.checked(seq, num_drafted, num_accepted)
-        if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
-            self.block_manager.release_unseen(seq)
+        self._release_unseen(seq)  # it may have passed the end of a block, where decodes release others
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))
         seq.num_kept_tokens += num_accepted
-        self._facts.accepted[seq.draft_source] += num_accepted
+        self._facts.accepted[draft.source] += num_accepted
         self._facts.num_generated_tokens += num_accepted
 
     def _make_room(self, seq: Sequence, num_left: int, budget: int, index: int, work: ScheduledStep) -> int:
@@ -238,9 +238,8 @@ class Scheduler:
         if num_new > 1:
             num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
             num_new = self.cache.next_chunk(seq, seq.num_computed_tokens, num_new)
-        if manager.has_windows:
-            manager.release_unseen(seq)
-        while not (can_grow := self.cache.can_grow([seq])) or (
+        self._release_unseen(seq)
+        while not (can_grow := self._can_grow([seq])) or (
             manager.num_append_blocks(seq, num_new) > manager.num_free_blocks
         ):
             if can_grow and (num_fitting := self._num_fitting_tokens(seq)) > 0:
@@ -248,6 +247,15 @@ class Scheduler:
             if not self._free_blocks(seq, index, work):
                 return 0
         return num_new
+
+    def _can_grow(self, seqs: list[Sequence]) -> bool:
+        """Whether there are slots of state for the next step of all these sequences."""
+        return self._states is None or self._states.can_grow(seqs)
+
+    def _release_unseen(self, seq: Sequence) -> None:
+        """Release the blocks that no later token of a sequence sees, where all layers of a group have a window."""
+        if self.block_manager.has_windows:
+            self.block_manager.release_unseen(seq, seq.num_behind_tokens)
 
     def _free_blocks(self, for_seq: Sequence, index: int, work: ScheduledStep) -> bool:
         """Preempt one of the running sequences from `index` on, or release a context. False: there is none, or its
@@ -281,10 +289,9 @@ class Scheduler:
         )
         if not ready or len(group) > budget:
             return 0
-        if manager.has_windows:
-            for seq in group:
-                manager.release_unseen(seq)
-        while not self.cache.can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
+        for seq in group:
+            self._release_unseen(seq)
+        while not self._can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
             needs_block = (seq for seq in group if manager.num_append_blocks(seq, 1))
             if not self._free_blocks(next(needs_block, group[0]), index, work):
                 return budget if work.waits_for_tokens else 0
@@ -300,7 +307,7 @@ class Scheduler:
         if num_reused:
             seq.synced_blocks = min(seq.synced_blocks, num_synced)
             if not (seq.num_preemptions or seq.sample_index):
-                seq.num_cached_prompt_tokens += num_reused
+                seq.facts.num_cached_tokens += num_reused
                 self._facts.num_cached_tokens += num_reused
         return num_reused
 
@@ -385,7 +392,7 @@ class Scheduler:
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
             reason = "free_blocks"
             if manager.num_prefill_blocks(seq, hit, self.chunk_size) <= manager.num_free_blocks:
-                reason = self.cache.why_wait(seq, hit)
+                reason = None if self._states is None else self._states.why_wait(seq, hit)
             if reason is not None:
                 if self.running or not self._release_context():
                     return reason
@@ -437,7 +444,7 @@ class Scheduler:
             shared = max(self._seen.add(seq.token_ids, seq.cache_salt), in_memory)
         self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared)
         if is_first:
-            seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
+            seq.facts.num_cached_tokens, seq.facts.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
             self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
             if not seq.is_private:
                 self._facts.num_disk_tokens += hit.num_disk_tokens or 0
@@ -460,7 +467,7 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         seq.synced_blocks = seq.num_kept_tokens = 0
         self.running.append(seq)
-        self._num_grouped += seq.has_group
+        self._num_grouped += seq.is_beam
         self._num_scoring += seq.targets is not None
 
     # ------------------------------------------------------------------ contexts and their continuations
@@ -468,14 +475,15 @@ class Scheduler:
     def keep_context(self, context: Sequence, forks: list[Sequence]) -> None:
         """A context has been computed: it runs no more, and its continuations wait ahead of all others, the last of
         `forks` first."""
-        context.forks = forks
+        assert context.targets is not None, "a context is scored"
+        context.targets.forks = forks
         for seq in forks:
-            seq.context = context
+            assert seq.targets is not None, "a continuation is scored"
+            seq.targets.context = context
             self.waiting.appendleft(seq)
             self._report_added(seq)
         if context.status is SequenceStatus.RUNNING:
-            if self.block_manager.has_windows:
-                self.block_manager.release_unseen(context)
+            self._release_unseen(context)
             self.running.remove(context)
             self._free_row(context)
             self.contexts.append(context)
@@ -507,7 +515,8 @@ class Scheduler:
             needed += num_groups  # the partial block is copied
         if min(needed, manager.tables.most_blocks(seq.num_tokens, self.chunk_size)) > manager.num_free_blocks:
             return "free_blocks"
-        return None if self.cache.can_fork(context, is_last=is_last) else "state_slots"
+        has_slots = self._states is None or self._states.can_fork(context, is_last=is_last)
+        return None if has_slots else "state_slots"
 
     def _continue(self, seq: Sequence, context: Sequence, budget: int, work: ScheduledStep) -> int:
         """Start a continuation from its context. Returns how many of its tokens this step computes."""
@@ -527,7 +536,7 @@ class Scheduler:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
         waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
-        if not child.has_group and self._num_rows >= self.limits.max_num_seqs:  # a group has room for all of it
+        if not child.is_beam and self._num_rows >= self.limits.max_num_seqs:  # a group has room for all of it
             self.waiting.appendleft(child)
             self.cache.expect(child, first=True)
             return False
@@ -569,12 +578,11 @@ class Scheduler:
         released by Cache.recover."""
         waiting = {seq.seq_id for seq in self.waiting}
         requeued = sorted(
-            (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.arrived_s, seq.seq_id)
+            (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.facts.arrived_s, seq.seq_id)
         )
         for seq in requeued:
             seq.drop_computed()
-            seq.block_table, seq.row = [], None
-            seq.state_read = seq.state_write = None
+            seq.block_table, seq.row, seq.state = [], None, None
         for seq in seqs:
             seq.drop_forks()
         self.running, self.contexts = [], []
@@ -595,7 +603,7 @@ class Scheduler:
         assert seq.row is not None, "a running sequence has a row"
         self._free_rows.append(seq.row)
         seq.row = None
-        self._num_grouped -= seq.has_group
+        self._num_grouped -= seq.is_beam
         self._num_scoring -= seq.targets is not None
 
     def _report_added(self, seq: Sequence) -> None:
@@ -605,7 +613,7 @@ class Scheduler:
                 ev.RequestAdded(
                     seq_id=seq.seq_id,
                     request_id=seq.request_id,
-                    row_id=seq.row_id,
+                    row_id=seq.facts.row_id,
                     sample_index=seq.sample_index,
                     num_prompt_tokens=seq.num_prompt_tokens,
                     max_new_tokens=seq.max_new_tokens,
