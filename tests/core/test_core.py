@@ -184,7 +184,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happ
     assert sim.stats.num_drafted_tokens >= sim.stats.num_accepted_tokens
     assert all(0 < sum(new) <= limits["max_num_batched_tokens"] for new in sim.executor.steps)
     assert all(each <= sim.limits.most_sampled for each in sim.executor.num_sampled)
-    assert (sim.scheduler._num_grouped, sim.scheduler._num_scoring) == (0, 0)
+    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
 
 
 def play(sim, requests, happenings, *, after_step):

@@ -147,7 +147,7 @@ def test_groups_of_which_some_run_come_before_all_others():
     single, first, second = (sim.add([1, 2]) for _ in range(3))
     first.group = second.group = [first, second]
     assert sim.scheduler._next_waiting() is single
-    sim.scheduler._num_grouped, first.status = 1, SequenceStatus.RUNNING
+    sim.scheduler.num_grouped, first.status = 1, SequenceStatus.RUNNING
     assert sim.scheduler._next_waiting() is first
     sim.scheduler.waiting.remove(first)
     assert sim.scheduler._next_waiting() is second

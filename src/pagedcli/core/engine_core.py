@@ -18,17 +18,14 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, Request
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.scoring import SCORING, Targets
 from pagedcli.core.sequence import Guide, Sequence, SequenceFacts, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
+from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, ScheduledStep, StepClock, TimedEmit
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
-_block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
-_num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
-_guesses: Callable[[Sequence], Ids[int]] = attrgetter("guesses")
-_beam_width: Callable[[Sequence], int | None] = attrgetter("params.beam_width")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
 _guide: Callable[[Sequence], Guide | None] = attrgetter("guide")
 
@@ -57,7 +54,7 @@ class EngineCore:
         self.plan = plan
         self.executor = executor
         self.clock_ns = clock_ns
-        self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
+        self._emit = None if emit is None else TimedEmit(emit, clock_ns)
         assert plan.speculation == "off" or not plan.runs_ahead, "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
@@ -218,7 +215,7 @@ class EngineCore:
             finished = ev.StepFinished(step, self.clock_ns(), schedule_ns, forward_ns, sample_ns, clock.observer_ns)
             self._emit(finished)
 
-    def _step_now(self, step: int, clock: "StepClock") -> ScheduledStep:
+    def _step_now(self, step: int, clock: StepClock) -> ScheduledStep:
         """Schedule, launch and read one step."""
         with clock.phase(SCHEDULE):
             work = self.scheduler.schedule(step)
@@ -231,14 +228,14 @@ class EngineCore:
             self._count_scheduled(work)
         return work
 
-    def _step_ahead(self, step: int, clock: "StepClock") -> ScheduledStep:
+    def _step_ahead(self, step: int, clock: StepClock) -> ScheduledStep:
         """Launch a step, and only then read the one before, so that the device never waits for the host:
 
         host      schedule 2, launch 2, read 1 | schedule 3, launch 3, read 2 | ...
         device    1 .................... 2 ..................... 3 ....
         """
         earlier, self._in_flight = self._in_flight, None
-        if earlier is not None and any(map(_beam_width, earlier.seqs)):
+        if earlier is not None and earlier.has_beams:
             # what can be scheduled depends on which beams are kept
             with clock.phase(SAMPLE):
                 self._read(earlier, is_latest=False)
@@ -305,7 +302,8 @@ class EngineCore:
         if work.scores_targets:
             computed = [seq for seq in work.seqs if seq.targets and seq.num_computed_tokens == len(seq.token_ids)]
             self._forks.count_computed(computed)
-        return LaunchedStep(seqs, tokens, scored, computed, work.drafted, sample)
+        has_beams = self.scheduler.num_grouped > 0 and any(seq.is_beam for seq in seqs)
+        return LaunchedStep(seqs, tokens, scored, computed, work.drafted, has_beams, sample)
 
     def _read(self, step: LaunchedStep, *, is_latest: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
@@ -470,26 +468,12 @@ class EngineCore:
         self.stats.count_scheduled(
             num_new_tokens=num_new_tokens,
             num_used_blocks=manager.num_blocks - manager.num_free_blocks,
-            num_unfilled_slots=self._num_unfilled_slots(),
+            num_unfilled_slots=self.scheduler.num_unfilled_slots(),
             num_waiting=len(self.scheduler.waiting),
         )
         self.cache.count(self.stats)
 
-    def _num_unfilled_slots(self) -> int:
-        """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""
-        manager, running = self.block_manager, [*self.scheduler.running, *self.scheduler.contexts]
-        num_groups, size = manager.num_groups, manager.block_size
-        if manager.has_forks:  # several sequences may share their last blocks
-            tabled = (seq for seq in running if seq.block_table)
-            last = {seq.block_table[-1]: seq.num_computed_tokens + len(seq.guesses) for seq in tabled}
-            return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
-        # counted in every step, so without a loop in Python
-        num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
-        if self.scheduler.drafting is not None:
-            num_computed += sum(map(len, map(_guesses, running)))
-        return num_entries * size - num_computed * num_groups
-
-    def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
+    def _count(self, work: ScheduledStep, clock: StepClock) -> None:
         manager, stats = self.block_manager, self.stats
         self.cache.count(self.stats)
         if self._seen is not None and self._seen.has_forgotten:
@@ -505,68 +489,3 @@ class EngineCore:
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9
-
-
-# ---------------------------------------------------------------------- the parts of a step
-
-
-class _TimedEmit:
-    """An emit that sums the time spent in observers. An observer that raised gets no more events, as it missed one.
-
-    Does not refer to the engine: a cycle would keep its KV cache until the garbage collector runs.
-    """
-
-    __slots__ = ("_clock_ns", "_emit", "num_ns")
-
-    def __init__(self, emit: ev.Emit, clock_ns: Callable[[], int]) -> None:
-        self._emit = emit
-        self._clock_ns = clock_ns
-        self.num_ns = 0
-
-    def __call__(self, event: ev.Event) -> None:
-        start_ns = self._clock_ns()
-        try:
-            self._emit(event)
-        except BaseException:
-            self._emit = _ignore
-            raise
-        self.num_ns += self._clock_ns() - start_ns
-
-
-def _ignore(event: ev.Event) -> None:
-    pass
-
-
-SCHEDULE, FORWARD, SAMPLE = range(3)  # the phases of a step
-
-
-class StepClock:
-    """Splits a step's time among its phases, without the time spent in observers.
-
-    One step ahead, forward is the time to launch a step, and sample includes waiting for the one before.
-    """
-
-    __slots__ = ("_clock_ns", "_emit", "_observed_ns", "_phase", "_since_ns", "phases_ns")
-
-    def __init__(self, clock_ns: Callable[[], int], emit: _TimedEmit | None) -> None:
-        self.phases_ns = [0, 0, 0]
-        self._clock_ns = clock_ns
-        self._emit = emit
-        self._observed_ns = 0
-        self._observed_ns = self.observer_ns  # nanoseconds up to this step
-
-    @property
-    def observer_ns(self) -> int:
-        """Time of this step spent in observers."""
-        return 0 if self._emit is None else self._emit.num_ns - self._observed_ns
-
-    def phase(self, phase: int) -> "StepClock":
-        """Add the time of a with statement to a phase."""
-        self._phase = phase
-        return self
-
-    def __enter__(self) -> None:
-        self._since_ns = self._clock_ns() - self.observer_ns
-
-    def __exit__(self, *exception: object) -> None:
-        self.phases_ns[self._phase] += self._clock_ns() - self.observer_ns - self._since_ns

@@ -153,7 +153,8 @@ class SamplingInput:
             if seq.is_greedy or seq.finish_reason is not None:
                 continue
             ahead = ahead + 1 if row and seqs[row - 1] is seq else 0
-            params, is_beam = seq.params, seq.is_beam
+            params = seq.params
+            is_beam = params.beam_width is not None
             if is_beam:
                 scored.append((row, max(num_candidates(seq), params.logprobs or 0)))
             elif params.logprobs is not None:

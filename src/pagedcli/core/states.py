@@ -98,7 +98,7 @@ class StatePool:
     def can_grow(self, seqs: Sequence[StateUser]) -> bool:
         """Whether there is room for the next step of all these sequences."""
         if len(seqs) > 1:
-            return sum(not self._writes_in_place(seq) for seq in seqs) <= self.num_available
+            return sum(not self._is_own(_held(seq).write) for seq in seqs) <= self.num_available
         latest = _held(seqs[0]).write
         return self.num_available > 0 or (latest is not None and self.slots[latest].ref_count == 1)
 
@@ -129,9 +129,8 @@ class StatePool:
         slot_id = self._find(self.plan.prefix(seq, span))
         return None if slot_id in self._made_now else slot_id
 
-    def _writes_in_place(self, seq: StateUser) -> bool:
-        """Whether the sequence's next step may write the slot that it reads: nobody else will read it."""
-        latest = _held(seq).write
+    def _is_own(self, latest: int | None) -> bool:
+        """Whether the next step of a sequence may write the slot that it reads: nobody else will read it."""
         return latest is not None and self.slots[latest].ref_count == 1 and self.slots[latest].prefix is None
 
     # ------------------------------------------------------------------ the queue
@@ -221,7 +220,7 @@ class StatePool:
         if latest is not None and not self.num_available and self.slots[latest].prefix is not None:
             assert self.slots[latest].ref_count == 1, "ask can_grow first"
             self._drop(self.slots[latest])
-        if self._writes_in_place(seq):
+        if self._is_own(latest):
             held.read = latest
             return
         held.read, held.write = latest, self._take()

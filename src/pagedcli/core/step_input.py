@@ -7,15 +7,20 @@ WorkerGroup on several; a simulation computes nothing. Needs no torch and no dev
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
+from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.limits import Limits
 from pagedcli.core.sampling_input import Ints, SamplingInput
-from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.core.steps import ScheduledStep
+
+_state: Callable[[Sequence], HeldSlots] = attrgetter("state")
+
 
 # ---------------------------------------------------------------------- what goes in
 
@@ -144,6 +149,7 @@ class LaunchedStep:
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
     drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
+    has_beams: bool  # what can be scheduled next depends on which of them are kept
     sample: Callable[[SamplingInput], TokensToRead] | None = None
 
     def rows_that_count(self, token_ids: Items[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
@@ -325,8 +331,8 @@ def _state_slots(seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
     """The slots of recurrent state that each sequence reads and writes."""
     if seqs[0].state is None:
         return None, None
-    held = [seq.state for seq in seqs if seq.state is not None]
-    reads = np.array([-1 if each.read is None else each.read for each in held], dtype=np.int32)
+    held = list(map(_state, seqs))
+    reads = np.array([-1 if (slot_id := each.read) is None else slot_id for each in held], dtype=np.int32)
     return reads, np.array([each.write for each in held], dtype=np.int32)
 
 

@@ -15,9 +15,9 @@ from pagedcli.attention.base import LateTokens
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.sampling_input import Ints, SamplingInput
-from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
 from pagedcli.core.step_input import StepBuilder, StepInput
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState, RunnerSpec
 from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
