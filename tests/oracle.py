@@ -3,7 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from pagedcli.core.drafts import Draft, Drafting
+from pagedcli.core.drafts import Drafting
+from pagedcli.core.sequence import Draft
 from pagedcli.core.sequence import Sequence as Seq
 
 

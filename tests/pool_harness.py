@@ -19,8 +19,6 @@ def make_seq(token_ids, seq_id=0, cache_salt=None):
         prefixes=[],
         cache_salt=cache_salt,
         num_computed_tokens=0,
-        num_behind_tokens=0,
-        state_sees_draft=False,
         num_cached_tokens=0,
         num_preemptions=0,
         num_context_tokens=None,

@@ -118,8 +118,8 @@ def test_values_past_the_scale_saturate_and_stay_numbers():
 
 @interpreted
 def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
-    from pagedcli.core.scheduler import ScheduledStep
     from pagedcli.core.sequence import Sequence
+    from pagedcli.core.steps import ScheduledStep
     from pagedcli.planning import decide
     from pagedcli.sampling_params import SamplingParams
 

@@ -36,8 +36,8 @@ from pagedcli.attention.select import select_backend
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import SCALE_BYTES, head_bytes
-from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library

@@ -8,7 +8,8 @@ import xxhash
 from hypothesis import settings
 from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
-from pagedcli.core.block_manager import BlockManager, PrefixHit
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.prefixes import Prefix, compute_hash, hash_block, token_bytes
 
 

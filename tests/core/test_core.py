@@ -184,7 +184,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happ
     assert sim.stats.num_drafted_tokens >= sim.stats.num_accepted_tokens
     assert all(0 < sum(new) <= limits["max_num_batched_tokens"] for new in sim.executor.steps)
     assert all(each <= sim.limits.most_sampled for each in sim.executor.num_sampled)
-    assert (sim.scheduler._num_grouped, sim.scheduler._num_scoring) == (0, 0)
+    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
 
 
 def play(sim, requests, happenings, *, after_step):
@@ -248,7 +248,7 @@ def test_a_block_of_a_step_that_raised_is_not_found_again(fails, ahead):
     sim.abort("a")
     again = sim.add(prompt)
     sim.run()
-    assert again.num_cached_prompt_tokens == 0
+    assert again.facts.num_cached_tokens == 0
     assert again.token_ids == tokens_of(prompt)
 
 
@@ -266,7 +266,7 @@ def test_blocks_of_steps_that_were_read_stay_cached_when_a_later_step_raises(ahe
     sim.run()
     assert first.num_output_tokens == 6
     # of 6 tokens, or one step ahead 7, those of failed steps included; two blocks were found
-    assert first.num_recomputed_tokens == 2 + ahead
+    assert first.facts.num_recomputed_tokens == 2 + ahead
 
 
 def test_a_stop_checker_that_raises_ends_its_own_request_and_no_other():

@@ -8,9 +8,10 @@ from scripted import Simulation
 from test_core import same_pool, stop_after
 from trace_harness import EventList
 
+from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.drafts import MOST_DECODES, STEPS_UNTIL_NEW_COUNT, Drafting, NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
-from pagedcli.core.sequence import Sequence
+from pagedcli.core.sequence import Draft, Sequence
 from pagedcli.events import BlockEvicted, BlocksFilled, DraftChecked, RequestPreempted, TokensDrafted
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -226,20 +227,22 @@ def test_what_a_grammar_forces_is_guessed_by_itself():
 def test_guesses_end_where_a_grammar_forbids_them(guesses, draft):
     guide = Pattern({0, 1}, {2}, {0, 1}, {3}, {1, 2}, {3, 4})
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide)
-    assert within_grammar(Oracle({("0", 0): guesses}).draft(seq, 8), seq, 8) == ((draft, "answers") if draft else None)
-    assert [bits[0] for bits in seq.draft_masks] == [0b100, 0b11, 0b1000, 0b110, 0b11000][: len(draft)]
+    found = within_grammar(Oracle({("0", 0): guesses}).draft(seq, 8), seq, 8)
+    assert found is None if not draft else found[:2] == (draft, "answers")
+    masks = () if found is None else found.masks
+    assert [bits[0] for bits in masks] == [0b100, 0b11, 0b1000, 0b110, 0b11000][: len(draft)]
     assert not guide.taken
 
 
 def test_an_end_token_is_no_guess():
     guide, ends = Pattern({0, 1}, {2, 3}, {1}), frozenset([3])
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=guide, eos_token_ids=ends)
-    assert within_grammar(Oracle({("0", 0): [0, 3]}).draft(seq, 8), seq, 8) == ([0], "answers")
+    assert within_grammar(Oracle({("0", 0): [0, 3]}).draft(seq, 8), seq, 8)[:2] == ([0], "answers")
 
 
 def test_a_token_that_a_grammar_leaves_no_choice_about_is_its_guess():
     seq = Sequence(0, "0", [1], SamplingParams(), max_new_tokens=99, guide=Pattern({2}, {0, 1}, {3}))
-    assert within_grammar(NgramDrafter().draft(seq, 8), seq, 8) == ([2], "grammar")
+    assert within_grammar(NgramDrafter().draft(seq, 8), seq, 8)[:2] == ([2], "grammar")
 
 
 @pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])
@@ -294,7 +297,7 @@ def test_a_guess_leaves_room_for_the_token_of_the_step():
     assert [drafted(decoding(num_output=each), 99) for each in (1, 11, 12, 18, 19)] == [8, 8, 7, 1, 0]
     assert drafted(decoding(), 5) == 4
     behind = decoding()
-    behind.num_behind_tokens = 2
+    behind.state = HeldSlots(num_behind=2)
     assert drafted(behind, 5) == 2
 
 
@@ -364,7 +367,7 @@ def test_finished_answers_are_drafted_from_unless_a_salt_keeps_them_apart():
         seq = sequence([1, token, token + 1, token + 2, token + 3], seq_id=seq_id, salt=salt)
         seq.finish_reason = "stop"
         drafter.ended(seq)
-    assert drafter.draft(sequence([5, 10, 11], seq_id=2), 2) == ([12, 13], "answers")
+    assert drafter.draft(sequence([5, 10, 11], seq_id=2), 2) == Draft([12, 13], "answers")
     assert guessed(drafter, sequence([5, 20, 21], seq_id=3), 2) == []
     assert guessed(drafter, sequence([5, 10, 11], seq_id=4, salt="b"), 2) == []
 
@@ -404,7 +407,7 @@ def test_a_draft_grows_with_its_text():
     drafter, seq = NgramDrafter(), sequence([1, 2, 3])
     assert guessed(drafter, seq, 3) == []
     seq.token_ids += [1, 2]
-    assert drafter.draft(seq, 3) == ([3, 1, 2], "own_text")
+    assert drafter.draft(seq, 3) == Draft([3, 1, 2], "own_text")
 
 
 @pytest.mark.parametrize("windows", [(5,), (4, None), (3, 3, None)])

@@ -3,11 +3,11 @@
 import pytest
 from scripted import Simulation
 
-from pagedcli.core.engine_core import FORWARD, SAMPLE, SCHEDULE, StepClock, _TimedEmit
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS
 from pagedcli.core.requests import FinishedRequest
+from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, StepClock, TimedEmit
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -106,7 +106,7 @@ def test_time_of_a_step_is_that_of_its_phases_without_observers():
         nonlocal now_ns
         now_ns += num_ns
 
-    observers = _TimedEmit(pass_ns, lambda: now_ns)
+    observers = TimedEmit(pass_ns, lambda: now_ns)
     observers(1000)  # before the step
     clock = StepClock(lambda: now_ns, observers)
     for phase, num_ns in [(SCHEDULE, 10), (FORWARD, 20), (SAMPLE, 40), (FORWARD, 80)]:
@@ -161,7 +161,7 @@ def test_preemptions_of_a_request_are_those_of_all_its_samples():
     sim.add([1, 2, 3], 9, n=3, request_id="several")
     found = finished(sim)["several"].metrics
     assert found.num_preemptions == sum(seq.num_preemptions for seq in sim.seqs) > 0
-    assert found.num_recomputed_tokens == sum(seq.num_recomputed_tokens for seq in sim.seqs) > 0
+    assert found.num_recomputed_tokens == sum(seq.facts.num_recomputed_tokens for seq in sim.seqs) > 0
 
 
 def test_steps_ahead_count_no_token_of_a_sequence_that_had_ended():
@@ -193,5 +193,5 @@ def test_nothing_is_left_of_requests_that_have_ended():
     assert sim.stats.num_sequences == len(sim.seqs)
     assert not sim._forks._parents | sim._forks._contexts
     assert not sim._forks._computed
-    assert (sim.scheduler._num_grouped, sim.scheduler._num_scoring) == (0, 0)
+    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
     assert sorted(sim.scheduler._free_rows) == list(range(sim.limits.max_num_seqs))

@@ -1,4 +1,4 @@
-"""Sets of prefixes: what is new is new once, also where digests collide and tables grow; entries that a store has."""
+"""Prefixes that were seen before, with their rows and to the token; entries that a store has."""
 
 import random
 
@@ -8,27 +8,7 @@ from hypothesis import strategies as st
 from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import BLOCK_SIZES, DigestSet, PrefixRows, SeenPrefixes, num_equal
-
-
-def test_a_set_of_digests_has_each_once():
-    found, rng = DigestSet(), random.Random(0)
-    digests = [rng.randrange(2**64) for _ in range(3000)] + [number << 40 for number in range(1, 700)]
-    assert all(found.add(digest) for digest in digests)
-    assert not any(found.add(digest) for digest in digests)
-    assert found._num_digests == len(digests)
-    assert 2 * len(digests) <= len(found._slots) <= 8 * len(digests)
-    assert len(found._slots) & (len(found._slots) - 1) == 0
-    assert found.add(0)
-    assert not found.add(0)
-
-
-def test_the_last_slot_is_followed_by_the_first():
-    found = DigestSet()
-    last = len(found._slots) - 1
-    assert all(found.add(last + (number << 20)) for number in range(4))
-    assert not any(found.add(last + (number << 20)) for number in range(4))
-    assert found._slots[0] == last + (1 << 20)
+from pagedcli.core.prefixes import BLOCK_SIZES, PrefixRows, SeenPrefixes, num_equal
 
 
 def test_rows_of_prefixes_keep_the_row_that_was_added(monkeypatch):

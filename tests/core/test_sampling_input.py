@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.limits import Limits
-from pagedcli.core.scheduler import ScheduledStep
-from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import SamplingInput, StepBuilder, _input_ids, known_ids, prompt_rows, uniform
+from pagedcli.core.sampling_input import SamplingInput, uniform
+from pagedcli.core.sequence import Draft, Sequence
+from pagedcli.core.step_input import StepBuilder, _input_ids, known_ids, prompt_rows
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -140,14 +142,15 @@ def test_released_entries_get_the_next_block():
 def test_input_ids_are_those_after_the_computed_ones_with_drafts_and_without_pending_ones():
     chunk, drafted, pending = sequence((1, 2, 3, 4, 5)), sequence((6, 7, 8)), sequence((9,))
     chunk.num_computed_tokens, drafted.num_computed_tokens, pending.num_computed_tokens = 1, 2, 1
-    drafted.draft = [20, 21]
+    drafted.draft = Draft([20, 21], "answers")
     work = ScheduledStep(seqs=[chunk, drafted, pending], num_new_tokens=[2, 3, 1])
     assert _input_ids(work).tolist() == [2, 3, 8, 20, 21, 0]
 
 
 def test_what_is_in_the_cache_is_not_written_again():
     behind, cached = sequence((1, 2, 3, 4, 5), row=0), sequence((6, 7), row=1)
-    behind.block_table, behind.num_computed_tokens, behind.num_behind_tokens = [4, 5, 6], 4, 2
+    behind.block_table, behind.num_computed_tokens = [4, 5, 6], 4
+    behind.state, cached.state = HeldSlots(write=0, num_behind=2), HeldSlots(write=1)
     cached.block_table, cached.num_computed_tokens, cached.num_cached_tokens = [3], 1, 2
     work = ScheduledStep([behind, cached], [1, 1], changed=[behind, cached], num_behind=2)
     step, sampled = StepBuilder(Limits(block_size=2, max_num_seqs=2, max_model_len=8)).build(work)

@@ -76,7 +76,7 @@ def test_equal_prompts_in_chunks_smaller_than_a_block_still_share_blocks():
     while any(seq.num_output_tokens == 0 for seq in seqs):
         sim.step()
     assert len({tuple(seq.block_table[:3]) for seq in seqs}) == 1
-    assert sum(seq.num_cached_prompt_tokens for seq in seqs) > 0
+    assert sum(seq.facts.num_cached_tokens for seq in seqs) > 0
 
 
 def test_decodes_come_before_new_prompts_and_prompts_are_cut_to_the_budget():
@@ -147,7 +147,7 @@ def test_groups_of_which_some_run_come_before_all_others():
     single, first, second = (sim.add([1, 2]) for _ in range(3))
     first.group = second.group = [first, second]
     assert sim.scheduler._next_waiting() is single
-    sim.scheduler._num_grouped, first.status = 1, SequenceStatus.RUNNING
+    sim.scheduler.num_grouped, first.status = 1, SequenceStatus.RUNNING
     assert sim.scheduler._next_waiting() is first
     sim.scheduler.waiting.remove(first)
     assert sim.scheduler._next_waiting() is second
@@ -180,7 +180,7 @@ def test_law_of_hits(num_requests, shared, block_size):
     sim = Simulation(1000, block_size, max_num_batched_tokens=10_000, max_num_seqs=64)
     seqs = [sim.add([*range(shared), 1000 + i, 2000 + i]) for i in range(num_requests)]
     sim.run()
-    hits = sum(seq.num_cached_prompt_tokens for seq in seqs)
+    hits = sum(seq.facts.num_cached_tokens for seq in seqs)
     assert hits == (num_requests - 1) * (shared // block_size) * block_size
 
 

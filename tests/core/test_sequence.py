@@ -1,29 +1,31 @@
 """A sequence begins with nothing computed, and tells what it has."""
 
+from dataclasses import fields
+
 from pagedcli.core.sequence import Sequence, SequenceStatus
 from pagedcli.sampling_params import SamplingParams
 
 
 def test_a_new_sequence_has_nothing_yet():
     seq = Sequence(3, "r", [5, 6, 7], SamplingParams(temperature=0, stop_token_ids=[9]), max_new_tokens=4)
-    counts = [
-        name
-        for name in Sequence.__slots__
-        if name.startswith("num_")
-        and name not in ("num_prompt_tokens", "num_context_tokens", "num_disk_tokens", "num_rows", "max_num_tokens")
-    ]
-    assert len(counts) >= 9
+    counts = [name for name in Sequence.__slots__ if name.startswith("num_") and name != "num_prompt_tokens"]
+    assert len(counts) >= 6
     assert {name: getattr(seq, name) for name in counts} == dict.fromkeys(counts, 0)
-    assert (seq.most_computed_tokens, seq.synced_blocks, seq.sample_index, seq.seed) == (0, 0, 0, 0)
-    assert (seq.total_logprob, seq.arrived_s) == (0.0, 0.0)
-    assert (seq.num_prompt_tokens, seq.max_num_tokens, seq.num_tokens, seq.num_output_tokens) == (3, 7, 3, 0)
-    assert (seq.num_context_tokens, seq.num_disk_tokens, seq.row, seq.state_read, seq.state_write) == (None,) * 5
-    lists = (seq.block_table, seq.prefixes, seq.draft, seq.forks, seq.logprobs, seq.prompt_logprobs)
+    assert (seq.num_behind_tokens, seq.synced_blocks, seq.sample_index, seq.seed) == (0, 0, 0, 0)
+    assert (seq.facts.most_computed_tokens, seq.facts.num_recomputed_tokens, seq.facts.arrived_s) == (0, 0, 0.0)
+    assert (seq.num_prompt_tokens, seq.unwatched_end, seq.num_tokens, seq.num_output_tokens) == (3, 7, 3, 0)
+    assert (seq.num_context_tokens, seq.facts.num_disk_tokens, seq.row, seq.state, seq.draft) == (None,) * 5
+    lists = (seq.block_table, seq.prefixes, seq.guesses, seq.forks, seq.logprobs, seq.facts.prompt_logprobs)
     assert not any(lists)
     assert seq.status is SequenceStatus.WAITING
-    assert (seq.is_private, seq.is_beam, seq.has_group, seq.penalized, seq.watched) == (False,) * 5
+    assert (seq.is_private, seq.is_beam, seq.penalized) == (False,) * 3
     assert seq.is_greedy
     assert seq.end_token_ids == {9}
+
+
+def test_a_sequence_is_tokens_blocks_and_status():
+    """What only some sequences have is a part of its own."""
+    assert len(fields(Sequence)) <= 36
 
 
 def test_only_rows_that_take_the_likeliest_token_as_it_is_are_greedy():
@@ -35,7 +37,7 @@ def test_only_rows_that_take_the_likeliest_token_as_it_is_are_greedy():
         assert not seq.is_greedy, params
     seq = Sequence(3, "r", [5], SamplingParams(temperature=0), max_new_tokens=4, guide=object())
     assert not seq.is_greedy
-    assert seq.watched
+    assert seq.unwatched_end == 0
 
 
 def test_samples_come_with_the_end_of_the_prompt_of_the_first_one():

@@ -16,8 +16,8 @@ from trace_harness import EventList
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache import make_cache
+from pagedcli.core.checkpoints import CheckpointPlan, CheckpointPolicy
 from pagedcli.core.limits import Limits
-from pagedcli.core.states import CheckpointPlan, CheckpointPolicy
 from pagedcli.errors import ConfigError, RequestError
 from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, DraftChecked, RequestWaiting
 from pagedcli.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ states = st.fixed_dictionaries(
 
 
 def same_slots(sim, state):
-    manager, slots = sim.cache.others[0], state.slots
+    manager, slots = sim.cache.states, state.slots
     assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
     hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
     assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
@@ -44,9 +44,9 @@ def same_slots(sim, state):
     assert list(slots.idle) == list(manager._idle)
     assert slots.index == manager._index
     held = {
-        seq.seq_id: {seq.state_read, seq.state_write} - {None}
+        seq.seq_id: {seq.state.read, seq.state.write} - {None}
         for seq in sim.scheduler.running
-        if seq.state_write is not None
+        if seq.state.write is not None
     }
     assert {seq_id: set(slot_ids) for seq_id, slot_ids in slots.held.items()} == held
 
@@ -85,11 +85,11 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
 
     got, gone = play(sim, requests, happenings, after_step=same)
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    assert sim.cache.others[0].num_held == 0
+    assert sim.cache.states.num_held == 0
     assert got == {number: expected[number] for number in got}
     assert got.keys() | gone == {str(number) for number in range(len(requests))}
-    assert not sim.cache.others[0].plan._num_waiting
-    assert not sim.cache.others[0].plan._coming
+    assert not sim.cache.states.plan._num_waiting
+    assert not sim.cache.states.plan._coming
 
 
 def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
@@ -117,7 +117,7 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
 def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
     sim, least = run_case("branches", shift=shift)
     assert sim.stats.num_computed_tokens == least
-    assert sim.cache.others[0].num_made == 1
+    assert sim.cache.states.num_made == 1
     at_the_end, _ = run_case("end", shift=shift)
     assert at_the_end.stats.num_computed_tokens == 64 * (1600 + shift)
     assert at_the_end.stats.num_cached_tokens == 0
@@ -147,7 +147,7 @@ def test_branches_are_found_at_each_depth_and_none_where_nobody_waits():
     alone = Simulation(64, 4, emit=events.append, num_state_slots=8)
     alone.add([1] * 30)
     alone.run()
-    assert alone.cache.others[0].num_made == 0  # nobody else will read one
+    assert alone.cache.states.num_made == 0  # nobody else will read one
 
 
 def test_the_checkpoint_vetoes_blocks_that_attention_has():
@@ -159,7 +159,7 @@ def test_the_checkpoint_vetoes_blocks_that_attention_has():
     sim.run()
     lookup = [event for event in events if isinstance(event, CheckpointLookedUp)][-1]
     assert (lookup.cached_tokens, lookup.checkpoint_tokens) == (12, 8)
-    assert sim.seqs[1].num_cached_prompt_tokens == 8
+    assert sim.seqs[1].facts.num_cached_tokens == 8
 
 
 def test_a_request_without_a_slot_waits_and_says_so():
@@ -196,7 +196,7 @@ def test_a_preempted_sequence_restarts_from_its_last_checkpoint():
     with suppress(RuntimeError):
         sim.step()
     sim.run()
-    assert seq.num_recomputed_tokens == seq.most_computed_tokens - 8
+    assert seq.facts.num_recomputed_tokens == seq.facts.most_computed_tokens - 8
 
 
 def test_a_beam_search_needs_twice_its_width_in_slots():
@@ -267,7 +267,7 @@ class SlotMachine(RuleBasedStateMachine):
     def start(self, num_slots, policy):
         limits = Limits(block_size=2, num_state_slots=num_slots, checkpoints=policy)
         self.manager = make_cache(9, limits)
-        self.slots = self.manager.others[0]
+        self.slots = self.manager.states
         self.live, self.waiting, self.next_id = [], [], 0
         self.content = [None] * num_slots
         self.in_step = set()  # slots that the step of now reads or writes
@@ -276,7 +276,7 @@ class SlotMachine(RuleBasedStateMachine):
     def arrive(self, tokens):
         self.next_id += 1
         seq = make_seq(tokens, self.next_id)
-        seq.num_prompt_tokens, seq.state_read, seq.state_write = len(tokens), None, None
+        seq.num_prompt_tokens, seq.state = len(tokens), None
         self.manager.expect(seq)
         self.waiting.append(seq)
 
@@ -288,7 +288,7 @@ class SlotMachine(RuleBasedStateMachine):
         num_computed = manager.blocks.num_computed_after(seq, hit)
         assert num_computed == hit.num_spans * 2 <= hit.num_cached_spans * 2
         new = manager.next_chunk(seq, num_computed, min(chunk, len(seq.token_ids) - num_computed))
-        if manager.blocks.can_allocate(seq, hit, new) and manager.why_wait(seq, hit) is None:
+        if manager.blocks.can_allocate(seq, hit, new) and self.slots.why_wait(seq, hit) is None:
             manager.allocate(seq, hit, new)
             self.live.append(self.waiting.pop(0))
             self.compute(seq, new)
@@ -303,7 +303,7 @@ class SlotMachine(RuleBasedStateMachine):
         manager = self.manager
         new = min(chunk, len(seq.token_ids) - seq.num_computed_tokens)
         new = manager.next_chunk(seq, seq.num_computed_tokens, new)
-        if manager.blocks.can_append(seq, new) and manager.can_grow([seq]):
+        if manager.blocks.can_append(seq, new) and self.slots.can_grow([seq]):
             manager.grow(seq, new)
             self.compute(seq, new)
 
@@ -312,20 +312,21 @@ class SlotMachine(RuleBasedStateMachine):
 
     def compute(self, seq, new):
         """Read, compute, write: nobody else of this step may use the slot that is written."""
-        before = () if seq.state_read is None else self.content[seq.state_read]
+        held = seq.state
+        before = () if held.read is None else self.content[held.read]
         assert before == tuple(seq.token_ids[: seq.num_computed_tokens])
         others = {slot_id for seq_id, slots in self.in_step if seq_id != seq.seq_id for slot_id in slots}
-        assert seq.state_write not in others
-        self.in_step.add((seq.seq_id, (seq.state_read, seq.state_write)))
+        assert held.write not in others
+        self.in_step.add((seq.seq_id, (held.read, held.write)))
         seq.num_computed_tokens += new
-        self.content[seq.state_write] = tuple(seq.token_ids[: seq.num_computed_tokens])
+        self.content[held.write] = tuple(seq.token_ids[: seq.num_computed_tokens])
 
     @rule(parent=seqs)
     def fork(self, parent):
         if parent in self.live and parent.num_computed_tokens == len(parent.token_ids):
             self.next_id += 1
             child = make_seq(parent.token_ids, self.next_id)
-            child.num_prompt_tokens, child.state_read, child.state_write = parent.num_prompt_tokens, None, None
+            child.num_prompt_tokens, child.state = parent.num_prompt_tokens, None
             self.manager.fork(parent, child)
             self.live.append(child)
 
@@ -351,7 +352,7 @@ class SlotMachine(RuleBasedStateMachine):
     def fail(self):
         self.manager.recover(self.live)
         for seq in self.live:
-            seq.block_table, seq.num_computed_tokens, seq.state_read, seq.state_write = [], 0, None, None
+            seq.block_table, seq.num_computed_tokens, seq.state = [], 0, None
         self.waiting = self.live + self.waiting
         self.live, self.in_step = [], set()
         for seq in self.waiting:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import SamplingInput, uniform
+from pagedcli.core.sampling_input import SamplingInput, uniform
+from pagedcli.core.sequence import Draft, Sequence
 from pagedcli.errors import ParameterError
 from pagedcli.layers import sampling
 from pagedcli.native import load_library
@@ -151,7 +151,7 @@ def test_presence_and_frequency_penalties_count_the_output_only(logits):
 def test_each_row_of_a_draft_counts_the_guesses_before_it_and_wrong_ones_leave_no_count(penalties):
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     other, seq, last = (make_seq((3, 4), (5, 7, token), **penalties) for token in (6, 7, 8))
-    other.row, seq.row, last.row, seq.draft = 2, 0, 1, [5, 9, 9]
+    other.row, seq.row, last.row, seq.draft = 2, 0, 1, Draft([5, 9, 9], "answers")
     tables = KeptTokens(3, UPLOAD)
 
     def check(rows):
@@ -166,7 +166,7 @@ def test_each_row_of_a_draft_counts_the_guesses_before_it_and_wrong_ones_leave_n
     tables.add(torch.tensor([7, 5, 9, 3, 9, 11]), changes)  # 3 instead of the second 9: what follows it is dropped
     for each, tokens in ((other, [7]), (seq, [5, 9, 3]), (last, [11])):
         each.token_ids += tokens
-    seq.draft, seq.num_kept_tokens = [], seq.num_kept_tokens + 2
+    seq.draft, seq.num_kept_tokens = None, seq.num_kept_tokens + 2
     assert check([(last, ()), (seq, ()), (other, ())]).started == []
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.core.engine_core import EngineCore
-from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.planning.step_time import StepTime, StepWork
 
 _FIRST_S = 5.0  # seconds before the first prediction: the first steps are not like the others

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.prefixes import DigestSet
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
@@ -203,8 +202,10 @@ class SeenIds:
     """The set of row ids seen so far."""
 
     def __init__(self) -> None:
-        self._digests = DigestSet()
+        self._digests: set[int] = set()
 
     def add(self, row_id: str | int) -> bool:
         """Add an id. Returns whether it is new."""
-        return self._digests.add(xxhash.xxh64_intdigest(f"{type(row_id).__name__}:{row_id}".encode()))
+        num_known = len(self._digests)
+        self._digests.add(xxhash.xxh64_intdigest(f"{type(row_id).__name__}:{row_id}".encode()))
+        return len(self._digests) > num_known

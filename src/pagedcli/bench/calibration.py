@@ -25,7 +25,7 @@ from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.bench.spread import BusyWatch
 from pagedcli.config import Config, EngineConfig
-from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import weight_files
 from pagedcli.native.system import HUGE_PAGE

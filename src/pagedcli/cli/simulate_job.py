@@ -17,10 +17,10 @@ from pagedcli.cli.picture import PictureOptions, write_file
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig
+from pagedcli.core.checkpoints import POLICIES
 from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
-from pagedcli.core.states import POLICIES
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.planning.cards import find_card

@@ -12,9 +12,9 @@ from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
+from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
-from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import byte_text, duration_text, expected_text, percent_text, plural, printable, seconds_text

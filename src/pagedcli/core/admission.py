@@ -3,7 +3,6 @@
 from collections.abc import Sequence as Ids
 
 from pagedcli.core.beams import check_width
-from pagedcli.core.cache import kinds_of
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.printable import plural
@@ -93,9 +92,9 @@ def room_for(limits: Limits, num_prompt: int, width: int) -> int:
 
 
 def shares_prompts(limits: Limits) -> bool:
-    """Whether sequences with a common prompt always find it in each other's blocks. With windows or other kinds of
-    cache they do not after a preemption, as what they would continue from may be gone."""
-    return limits.enable_prefix_caching and not limits.tables.has_windows and not kinds_of(limits)
+    """Whether sequences with a common prompt always find it in each other's blocks. With windows or recurrent state
+    they do not after a preemption, as what they would continue from may be gone."""
+    return limits.enable_prefix_caching and not limits.tables.has_windows and not limits.has_states
 
 
 def _check_ids(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) -> None:

@@ -5,7 +5,7 @@ move together.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -39,6 +39,9 @@ def check_width(limits: Limits, width: int, params: SamplingParams) -> None:
         )
 
 
+Candidates = Items[tuple[int, float]]  # next tokens and their log-probabilities, likeliest first
+
+
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """A beam and its next token."""
@@ -47,10 +50,11 @@ class Continuation:
     token_id: int
     logprob: float
     total: float  # sum of the log-probabilities of the output
+    candidates: Candidates  # of the beam
 
     def logprobs(self, num_top: int) -> TokenLogprobs:
         """Log-probabilities of the token and of the likeliest ones in its place."""
-        return TokenLogprobs(self.token_id, self.logprob, list(self.parent.candidates[:num_top]))
+        return TokenLogprobs(self.token_id, self.logprob, list(self.candidates[:num_top]))
 
 
 def num_candidates(seq: Sequence) -> int:
@@ -68,19 +72,20 @@ class BeamSearch:
         assert first.params.beam_width is not None, "the request asks for a beam search"
         self.width: int = first.params.beam_width
         self.beams = [first]
+        self._totals = [0.0]  # sum of the log-probabilities of each beam's output
         self.finished: list[SampleOutput] = []  # best first, at most `width`
         self.ended: FinishReason | None = None  # why no beam continues
         self._length_penalty = first.params.length_penalty
         self._early_stopping = first.params.early_stopping
         self._max_new_tokens = first.max_new_tokens
 
-    def _advance(self) -> list[Continuation]:
-        """The next token of each beam of the next step, best first, from the candidates of the beams. Adds to
-        `finished`, and sets `ended` if the search ends with this token: its tokens are then the last."""
+    def _advance(self, candidates: Mapping[int, Candidates]) -> list[Continuation]:
+        """The next token of each beam of the next step, best first. Adds to `finished`, and sets `ended` if the search
+        ends with this token: its tokens are then the last."""
         first = self.beams[0]
         length = first.num_output_tokens + 1
         at_limit = length >= self._max_new_tokens
-        best = self._best(num_candidates(first))
+        best = self._best(candidates, num_candidates(first))
         ends = first.end_token_ids
         for continuation in best[: self.width]:  # others are only considered to keep the search going
             if at_limit or continuation.token_id in ends:
@@ -94,12 +99,17 @@ class BeamSearch:
         return running
 
     def step(
-        self, now_s: float, *, start: Callable[[Sequence], Sequence], replace: Callable[[Sequence, Sequence], None]
+        self,
+        candidates: Mapping[int, Candidates],
+        now_s: float,
+        *,
+        start: Callable[[Sequence], Sequence],
+        replace: Callable[[Sequence, Sequence], None],
     ) -> list[Sequence]:
-        """Continue all beams, which have candidates, with the tokens that the search chooses. Returns them, best first,
-        with a finish reason if the search has ended. `start` forks a beam from its parent; `replace` drops the blocks
-        of a beam for those of another."""
-        continuations, beams = self._advance(), []
+        """Continue all beams with the tokens that the search chooses of their candidates, by seq_id. Returns them, best
+        first, with a finish reason if the search has ended. `start` forks a beam from its parent; `replace` drops the
+        blocks of a beam for those of another."""
+        continuations, beams = self._advance(candidates), []
         for continuation, beam in zip(continuations, self._places(continuations), strict=True):
             parent = continuation.parent
             if beam is None:
@@ -134,25 +144,24 @@ class BeamSearch:
             if beam.params.logprobs is not None:
                 beam.logprobs.append(continuation.logprobs(beam.params.logprobs))
             beam.token_ids.append(continuation.token_id)
-            beam.total_logprob = continuation.total
             beam.group = beams
             if self.ended is not None:
-                beam.finish_reason, beam.finished_s = self.ended, now_s
-        self.beams = beams
+                beam.finish_reason, beam.facts.finished_s = self.ended, now_s
+        self.beams, self._totals = beams, [continuation.total for continuation in continuations]
 
-    def _best(self, count: int) -> list[Continuation]:
+    def _best(self, candidates: Mapping[int, Candidates], count: int) -> list[Continuation]:
         """The best continuations of all beams."""
         found = [
-            Continuation(beam, token_id, logprob, beam.total_logprob + logprob)
-            for beam in self.beams
-            for token_id, logprob in beam.candidates
+            Continuation(beam, token_id, logprob, total + logprob, candidates[beam.seq_id])
+            for beam, total in zip(self.beams, self._totals, strict=True)
+            for token_id, logprob in candidates[beam.seq_id]
         ]
         return sorted(found, key=lambda continuation: -continuation.total)[:count]
 
     def _finish(self, continuation: Continuation, length: int) -> None:
         parent, token_id = continuation.parent, continuation.token_id
         num_top = parent.params.logprobs
-        is_stop_token = token_id in parent.stop_token_ids - parent.eos_token_ids
+        is_stop_token = token_id in parent.end_token_ids - parent.eos_token_ids
         self.finished.append(
             SampleOutput(
                 index=len(self.finished),

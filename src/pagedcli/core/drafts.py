@@ -8,11 +8,9 @@ else: what a sequence generates does not depend on its drafts.
 from collections import deque
 from collections.abc import Sequence as Items
 from itertools import islice
-from typing import NamedTuple
 
 from pagedcli.core.limits import MOST_DRAFTED
-from pagedcli.core.sequence import Guide, Sequence, TokenMask
-from pagedcli.events import DraftSource
+from pagedcli.core.sequence import Draft, Guide, Sequence, TokenMask
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
@@ -20,13 +18,6 @@ MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are
 MOST_DECODES = 8  # sequences that decode in a step with guesses
 NUM_LATEST = 32  # guessed tokens, of which at least half must have been right
 STEPS_UNTIL_NEW_COUNT = 256  # steps without a guess
-
-
-class Draft(NamedTuple):
-    """A guess of a sequence's next tokens."""
-
-    token_ids: list[int]  # guesses, at least one
-    source: DraftSource
 
 
 class _Text:
@@ -143,7 +134,7 @@ class Drafting:
         at most `chunk_size` with the tokens that the step computes anyway."""
         chosen: list[tuple[int, Draft]] = []
         for place, seq in enumerate(seqs):
-            num_left = seq.max_num_tokens - seq.num_tokens - 1  # the step adds one token in any case
+            num_left = seq.max_new_tokens - seq.num_output_tokens - 1  # the step adds one token in any case
             most = min(budget, MOST_DRAFTED, chunk_size - 1 - seq.num_behind_tokens, num_left)
             if most > 0 and seq.can_draft:
                 draft = within_grammar(self._drafter.draft(seq, most), seq, most)
@@ -174,11 +165,11 @@ def within_grammar(guessed: Draft | None, seq: Sequence, most: int) -> Draft | N
     if seq.guide is None:
         return guessed
     guesses = [] if guessed is None else guessed.token_ids
-    token_ids, seq.draft_masks = _guided(seq.guide, guesses, most, seq.end_token_ids)
+    token_ids, masks = _guided(seq.guide, guesses, most, seq.end_token_ids)
     if not token_ids:
         return None
     is_guess = guessed is not None and token_ids[0] == guesses[0]
-    return Draft(token_ids, guessed.source if guessed is not None and is_guess else "grammar")
+    return Draft(token_ids, guessed.source if guessed is not None and is_guess else "grammar", masks)
 
 
 def _guided(

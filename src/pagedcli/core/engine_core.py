@@ -4,30 +4,28 @@ Used by LLMEngine, by simulations and by tests; needs no torch. See core.step_in
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
+from pagedcli.core.beams import Candidates
 from pagedcli.core.cache import make_cache
 from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, Request
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.scoring import SCORING, Targets
-from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
-from pagedcli.core.step_input import Builder, Executor, SamplingInput, StepBuilder, StepTokens, TokensToRead
+from pagedcli.core.sequence import Guide, Sequence, SequenceFacts, SequenceStatus, StopChecker
+from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
+from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, ScheduledStep, StepClock, TimedEmit
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
-_block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
-_num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
-_draft: Callable[[Sequence], list[int]] = attrgetter("draft")
 _finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
 _guide: Callable[[Sequence], Guide | None] = attrgetter("guide")
 
@@ -56,7 +54,7 @@ class EngineCore:
         self.plan = plan
         self.executor = executor
         self.clock_ns = clock_ns
-        self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
+        self._emit = None if emit is None else TimedEmit(emit, clock_ns)
         assert plan.speculation == "off" or not plan.runs_ahead, "nothing can take drafts back there"
         self.limits = limits = plan.limits
         self.cache = make_cache(plan.num_blocks, limits, self._emit)
@@ -142,10 +140,9 @@ class EngineCore:
             seed=seed_for(self.plan.seed, self._num_added) if params.seed is None else params.seed,
             eos_token_ids=frozenset() if params.ignore_eos else self.plan.eos_token_ids,
             cache_salt=cache_salt,
-            arrived_s=self._now_s(),
-            row_id=row_id,
             targets=targets,
             is_private=is_private or params.prompt_logprobs is not None,
+            facts=SequenceFacts(row_id, self._now_s()),
         )
         request.seqs.append(seq)
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
@@ -218,7 +215,7 @@ class EngineCore:
             finished = ev.StepFinished(step, self.clock_ns(), schedule_ns, forward_ns, sample_ns, clock.observer_ns)
             self._emit(finished)
 
-    def _step_now(self, step: int, clock: "StepClock") -> ScheduledStep:
+    def _step_now(self, step: int, clock: StepClock) -> ScheduledStep:
         """Schedule, launch and read one step."""
         with clock.phase(SCHEDULE):
             work = self.scheduler.schedule(step)
@@ -231,14 +228,14 @@ class EngineCore:
             self._count_scheduled(work)
         return work
 
-    def _step_ahead(self, step: int, clock: "StepClock") -> ScheduledStep:
+    def _step_ahead(self, step: int, clock: StepClock) -> ScheduledStep:
         """Launch a step, and only then read the one before, so that the device never waits for the host:
 
         host      schedule 2, launch 2, read 1 | schedule 3, launch 3, read 2 | ...
         device    1 .................... 2 ..................... 3 ....
         """
         earlier, self._in_flight = self._in_flight, None
-        if earlier is not None and any(seq.is_beam for seq in earlier.seqs):
+        if earlier is not None and earlier.has_beams:
             # what can be scheduled depends on which beams are kept
             with clock.phase(SAMPLE):
                 self._read(earlier, is_latest=False)
@@ -271,7 +268,7 @@ class EngineCore:
         self._in_flight = launched
         return work
 
-    def _launch(self, work: ScheduledStep, earlier: "LaunchedStep | None" = None) -> "LaunchedStep":
+    def _launch(self, work: ScheduledStep, earlier: LaunchedStep | None = None) -> LaunchedStep:
         """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read: with a grammar,
         sampling waits for them."""
         now_s = self._now_s()
@@ -279,18 +276,19 @@ class EngineCore:
             self.observe_work(work)
         step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
         for seq in work.changed:  # among them all that start
-            if seq.admitted_s is None:
-                seq.admitted_s = now_s
+            if seq.facts.admitted_s is None:
+                seq.facts.admitted_s = now_s
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-            if seq.most_computed_tokens > seq.num_computed_tokens:
+            if seq.facts.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
         if work.num_behind:
             for seq in work.seqs:
-                self.stats.count_again(seq.num_behind_tokens)
-                seq.num_behind_tokens = 0
+                if seq.state is not None:
+                    self.stats.count_again(seq.state.num_behind)
+                    seq.state.num_behind = 0
         for seq in work.drafted:  # those count once they are known to be right
-            seq.num_computed_tokens -= len(seq.draft)
+            seq.num_computed_tokens -= len(seq.guesses)
         if earlier is None:
             self._count_scheduled(work)
         seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
@@ -304,9 +302,10 @@ class EngineCore:
         if work.scores_targets:
             computed = [seq for seq in work.seqs if seq.targets and seq.num_computed_tokens == len(seq.token_ids)]
             self._forks.count_computed(computed)
-        return LaunchedStep(seqs, tokens, scored, computed, work.drafted, sample)
+        has_beams = self.scheduler.num_grouped > 0 and any(seq.is_beam for seq in seqs)
+        return LaunchedStep(seqs, tokens, scored, computed, work.drafted, has_beams, sample)
 
-    def _read(self, step: "LaunchedStep", *, is_latest: bool) -> None:
+    def _read(self, step: LaunchedStep, *, is_latest: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
         been scheduled since."""
         assert step.tokens is not None, "the step has been sampled"
@@ -342,7 +341,7 @@ class EngineCore:
                 continue
             assert seq.targets is not None, "the sequence has targets"
             seq.targets.is_done = True
-            seq.first_token_s = seq.finished_s = now_s
+            seq.facts.first_token_s = seq.facts.finished_s = now_s
             if any(score.logprob != score.logprob for score in seq.targets.found):
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
             elif seq.finish_reason is None and not self._forks.is_kept(seq):
@@ -350,40 +349,40 @@ class EngineCore:
                 ended.append(seq)
         return ended
 
-    def _append(self, step: "LaunchedStep", tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
+    def _append(self, step: LaunchedStep, tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
         now_s, logprobs = self._now_s(), tokens.logprobs
-        searches: dict[str, Request] = {}  # requests with new candidates for their beams
+        searches: dict[str, dict[int, Candidates]] = {}  # request_id -> seq_id of a beam -> its next tokens
         for row, seq, token_id in step.rows_that_count(tokens.token_ids):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.num_discarded_tokens += 1
                 continue
-            if seq.first_token_s is None:
-                seq.first_token_s = now_s
+            if seq.facts.first_token_s is None:
+                seq.facts.first_token_s = now_s
             if token_id is None:
-                seq.finished_s = now_s
+                seq.facts.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
-            if seq.is_beam:
-                seq.candidates = logprobs[row].top
-                searches[seq.request_id] = self._requests[seq.request_id]
-                continue
             if logprobs and row in logprobs:
+                if seq.is_beam:
+                    searches.setdefault(seq.request_id, {})[seq.seq_id] = logprobs[row].top
+                    continue
                 seq.logprobs.append(logprobs[row])
             if not sampled or sampled[-1] is not seq:
                 sampled.append(seq)
             try:
                 seq.append_token(token_id)
             except BaseException as error:
-                seq.finished_s = now_s
+                seq.facts.finished_s = now_s
                 ended += self._fail(seq, RequestError("callback_failed", f"{type(error).__name__}: {error}"))
                 raise
             if seq.finish_reason is not None:
-                seq.finished_s = now_s
+                seq.facts.finished_s = now_s
                 ended.append(seq)
-        for request in searches.values():
+        for request_id, candidates in searches.items():
+            request = self._requests[request_id]
             if request.error is None:
-                beams = self._forks.advance_beams(request, now_s, self._new_sequence)
+                beams = self._forks.advance_beams(request, candidates, now_s, self._new_sequence)
                 sampled += beams
                 if beams[0].finish_reason is not None:
                     ended += beams
@@ -398,7 +397,7 @@ class EngineCore:
         for seq, is_complete in zip(followed, type(guides[0]).find_allowed(guides), strict=True):
             if is_complete:
                 if seq.finish_reason is None:
-                    seq.finished_s = now_s
+                    seq.facts.finished_s = now_s
                     ended.append(seq)
                 seq.finish_reason = "stop"
         return ended
@@ -409,7 +408,7 @@ class EngineCore:
         request.error = error
         unfinished = [sample for sample in request.seqs if sample.finish_reason is None]
         for sample in unfinished:
-            sample.finish_reason, sample.finished_s = "error", seq.finished_s
+            sample.finish_reason, sample.facts.finished_s = "error", seq.facts.finished_s
         return unfinished
 
     def _end(self, ended: list[Sequence]) -> None:
@@ -469,25 +468,12 @@ class EngineCore:
         self.stats.count_scheduled(
             num_new_tokens=num_new_tokens,
             num_used_blocks=manager.num_blocks - manager.num_free_blocks,
-            num_unfilled_slots=self._num_unfilled_slots(),
+            num_unfilled_slots=self.scheduler.num_unfilled_slots(),
             num_waiting=len(self.scheduler.waiting),
         )
         self.cache.count(self.stats)
 
-    def _num_unfilled_slots(self) -> int:
-        """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""
-        manager, running = self.block_manager, [*self.scheduler.running, *self.scheduler.contexts]
-        num_groups, size = manager.num_groups, manager.block_size
-        if manager.has_forks:  # several sequences may share their last blocks
-            last = {seq.block_table[-1]: seq.num_computed_tokens + len(seq.draft) for seq in running if seq.block_table}
-            return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
-        # counted in every step, so without a loop in Python
-        num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
-        if self.scheduler.drafting is not None:
-            num_computed += sum(map(len, map(_draft, running)))
-        return num_entries * size - num_computed * num_groups
-
-    def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
+    def _count(self, work: ScheduledStep, clock: StepClock) -> None:
         manager, stats = self.block_manager, self.stats
         self.cache.count(self.stats)
         if self._seen is not None and self._seen.has_forgotten:
@@ -503,104 +489,3 @@ class EngineCore:
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9
-
-
-# ---------------------------------------------------------------------- the parts of a step
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step on the device whose tokens have not been read."""
-
-    seqs: list[Sequence]  # the sequence of each row of tokens
-    tokens: TokensToRead | None  # None: `sample` picks them
-    scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
-    computed: list[Sequence]  # sequences with targets of which it computes the last token
-    drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
-    sample: Callable[[SamplingInput], TokensToRead] | None = None
-
-    def rows_that_count(self, token_ids: Ids[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
-        """Each row with its sequence and token, but those after a wrong guess."""
-        rows = zip(range(len(self.seqs)), self.seqs, token_ids, strict=True)
-        return self._up_to_wrong_guesses(rows) if self.drafted else rows
-
-    def _up_to_wrong_guesses(
-        self, rows: Iterable[tuple[int, Sequence, int | None]]
-    ) -> Iterator[tuple[int, Sequence, int | None]]:
-        """With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if
-        7 had come before, not 9: the sequence gets 5 6 9."""
-        place, is_right = 0, True  # the row's place in the draft, whether all guesses before it were right
-        for row, seq, token_id in rows:
-            if not row or self.seqs[row - 1] is not seq:
-                place, is_right = 0, True
-            if is_right:
-                yield row, seq, token_id
-                is_right = place < len(seq.draft) and token_id == seq.draft[place]
-            place += 1
-
-    @property
-    def rows(self) -> dict[int, int]:
-        """seq_id -> row of the tokens."""
-        return {seq.seq_id: row for row, seq in enumerate(self.seqs)}
-
-
-class _TimedEmit:
-    """An emit that sums the time spent in observers. An observer that raised gets no more events, as it missed one.
-
-    Does not refer to the engine: a cycle would keep its KV cache until the garbage collector runs.
-    """
-
-    __slots__ = ("_clock_ns", "_emit", "num_ns")
-
-    def __init__(self, emit: ev.Emit, clock_ns: Callable[[], int]) -> None:
-        self._emit = emit
-        self._clock_ns = clock_ns
-        self.num_ns = 0
-
-    def __call__(self, event: ev.Event) -> None:
-        start_ns = self._clock_ns()
-        try:
-            self._emit(event)
-        except BaseException:
-            self._emit = _ignore
-            raise
-        self.num_ns += self._clock_ns() - start_ns
-
-
-def _ignore(event: ev.Event) -> None:
-    pass
-
-
-SCHEDULE, FORWARD, SAMPLE = range(3)  # the phases of a step
-
-
-class StepClock:
-    """Splits a step's time among its phases, without the time spent in observers.
-
-    One step ahead, forward is the time to launch a step, and sample includes waiting for the one before.
-    """
-
-    __slots__ = ("_clock_ns", "_emit", "_observed_ns", "_phase", "_since_ns", "phases_ns")
-
-    def __init__(self, clock_ns: Callable[[], int], emit: _TimedEmit | None) -> None:
-        self.phases_ns = [0, 0, 0]
-        self._clock_ns = clock_ns
-        self._emit = emit
-        self._observed_ns = 0
-        self._observed_ns = self.observer_ns  # nanoseconds up to this step
-
-    @property
-    def observer_ns(self) -> int:
-        """Time of this step spent in observers."""
-        return 0 if self._emit is None else self._emit.num_ns - self._observed_ns
-
-    def phase(self, phase: int) -> "StepClock":
-        """Add the time of a with statement to a phase."""
-        self._phase = phase
-        return self
-
-    def __enter__(self) -> None:
-        self._since_ns = self._clock_ns() - self.observer_ns
-
-    def __exit__(self, *exception: object) -> None:
-        self.phases_ns[self._phase] += self._clock_ns() - self.observer_ns - self._since_ns

@@ -11,7 +11,6 @@ from msgspec import UNSET
 
 from pagedcli import __version__
 from pagedcli.core.budget import Terms
-from pagedcli.core.cache import kinds_of
 from pagedcli.core.limits import Limits
 from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, Speculation, StateSlotsMade
 
@@ -88,7 +87,7 @@ def started(plan: Plan) -> list[Event]:
             time_ns=time.time_ns(),
             **_event_fields(plan),
             **_event_fields(limits),
-            kinds=kinds_of(limits) or UNSET,
+            kinds=("state",) if limits.has_states else UNSET,
         )
     ]
     if limits.num_state_slots:

@@ -103,40 +103,6 @@ class PrefixRows:
         self._recent = {}
 
 
-class DigestSet:
-    """A set of 64-bit digests: a hash table of about 16 bytes per digest."""
-
-    def __init__(self) -> None:
-        self._slots = array("Q", bytes(8 * 1024))
-        self._num_digests = 0
-
-    def add(self, digest: int) -> bool:
-        """Add a digest. Returns whether it is new."""
-        if not self._insert(digest or 1):  # 0 marks an empty slot
-            return False
-        self._num_digests += 1
-        if 2 * self._num_digests > len(self._slots):
-            self._grow()
-        return True
-
-    def _insert(self, digest: int) -> bool:
-        slots, mask = self._slots, len(self._slots) - 1
-        place = digest & mask
-        while found := slots[place]:
-            if found == digest:
-                return False
-            place = (place + 1) & mask
-        slots[place] = digest
-        return True
-
-    def _grow(self) -> None:
-        old = self._slots
-        self._slots = array("Q", bytes(8 * 2 * len(old)))
-        for digest in old:
-            if digest:
-                self._insert(digest)
-
-
 def num_equal(a: Sequence[object], b: Sequence[object]) -> int:
     """The length of the common beginning of two prompts, blocks or texts."""
     pairs = enumerate(zip(a, b, strict=False))

@@ -8,11 +8,19 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagedcli.core.beams import BeamSearch
+from pagedcli.core.beams import BeamSearch, Candidates
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.scoring import ContinuationScore, Targets
-from pagedcli.core.sequence import Guide, SampleOutput, Sequence, SequenceStatus, StopChecker, TokenLogprobs
+from pagedcli.core.sequence import (
+    Guide,
+    SampleOutput,
+    Sequence,
+    SequenceFacts,
+    SequenceStatus,
+    StopChecker,
+    TokenLogprobs,
+)
 from pagedcli.errors import RequestError
 
 NewSequence = Callable[..., Sequence]  # makes one, as Sequence() does, with the next seq_id
@@ -90,11 +98,11 @@ class Request:
         return FinishedRequest(
             request_id=first.request_id,
             prompt_token_ids=first.token_ids[: first.num_context_tokens or first.num_prompt_tokens],
-            num_cached_tokens=first.num_cached_prompt_tokens,
-            num_disk_tokens=first.num_disk_tokens,
+            num_cached_tokens=first.facts.num_cached_tokens,
+            num_disk_tokens=first.facts.num_disk_tokens,
             samples=self._samples(),
             metrics=self._metrics(),
-            prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
+            prompt_logprobs=None if first.params.prompt_logprobs is None else first.facts.prompt_logprobs or [None],
             error=self.error,
             scores=self._scores(),
         )
@@ -114,21 +122,21 @@ class Request:
         return [replace(found, index=index) for index, found in enumerate(search.finished[: params.n])]
 
     def _metrics(self) -> RequestMetrics:
-        first = self.seqs[0]
-        admitted_s, first_token_s, finished_s = first.admitted_s, first.first_token_s, first.finished_s
+        first, facts = self.seqs[0], self.seqs[0].facts
+        admitted_s, first_token_s, finished_s = facts.admitted_s, facts.first_token_s, facts.finished_s
         assert admitted_s is not None, "it has run"
         assert first_token_s is not None, "its prompt was computed"
         assert finished_s is not None, "it has ended"
         if self.continuations is not None:
-            finished_s = max(seq.finished_s for seq in self.seqs if seq.finished_s is not None)
+            finished_s = max(seq.facts.finished_s for seq in self.seqs if seq.facts.finished_s is not None)
         later_tokens = first.num_output_tokens - 1
         return RequestMetrics(
-            queued_s=admitted_s - first.arrived_s,
-            ttft_s=first_token_s - first.arrived_s,
+            queued_s=admitted_s - facts.arrived_s,
+            ttft_s=first_token_s - facts.arrived_s,
             tpot_s=(finished_s - first_token_s) / later_tokens if later_tokens > 0 else None,
-            total_s=finished_s - first.arrived_s,
+            total_s=finished_s - facts.arrived_s,
             num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
-            num_recomputed_tokens=sum(seq.num_recomputed_tokens for seq in self.seqs),
+            num_recomputed_tokens=sum(seq.facts.num_recomputed_tokens for seq in self.seqs),
         )
 
 
@@ -208,8 +216,10 @@ class Forks:
         scored = [seq for seq in self._computed if seq.targets is not None and seq.targets.is_done]
         self._computed = [seq for seq in scored if not seq.forks]
 
-    def advance_beams(self, request: Request, now_s: float, new_sequence: NewSequence) -> list[Sequence]:
-        """Continue the beams of a request, which all have candidates, with the tokens that its search chooses.
+    def advance_beams(
+        self, request: Request, candidates: Mapping[int, Candidates], now_s: float, new_sequence: NewSequence
+    ) -> list[Sequence]:
+        """Continue the beams of a request with the tokens that its search chooses of their candidates, by seq_id.
         Returns them, best first, with a finish reason if the search has ended."""
         search = request.search = request.search or BeamSearch(request.seqs[0])
         finished, num_seqs = search.finished.copy(), len(request.seqs)
@@ -217,14 +227,14 @@ class Forks:
 
         def start(parent: Sequence) -> Sequence:
             beam = _new_sample(request, new_sequence)
-            beam.first_token_s = parent.first_token_s
+            beam.facts.first_token_s = parent.facts.first_token_s
             request.num_unfinished += 1
             forked = self._scheduler.fork(parent, beam)
             assert forked, "a beam search starts only with room for all its beams"
             return beam
 
         try:
-            return search.step(now_s, start=start, replace=self._scheduler.replace)
+            return search.step(candidates, now_s, start=start, replace=self._scheduler.replace)
         except BaseException:  # the beams are as they were: once they are computed again, the same step follows
             search.finished, search.ended = finished, None
             del request.seqs[num_seqs:]
@@ -256,10 +266,8 @@ def _new_sample(
         sample_index=len(request.seqs),
         eos_token_ids=first.eos_token_ids,
         cache_salt=first.cache_salt,
-        arrived_s=first.arrived_s,
-        row_id=first.row_id,
         is_private=first.is_private,
+        facts=SequenceFacts(first.facts.row_id, first.facts.arrived_s, first.facts.admitted_s),
     )
-    child.admitted_s = first.admitted_s
     request.seqs.append(child)
     return child

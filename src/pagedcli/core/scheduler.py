@@ -2,119 +2,20 @@
 free blocks. There are no separate prefill and decode phases. Used by EngineCore; needs no torch.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import takewhile
-
-from msgspec import UNSET
-
 import pagedcli.events as ev
-from pagedcli.core.block_manager import PrefixHit
-from pagedcli.core.cache import Cache
 from pagedcli.core.drafts import Drafting
-from pagedcli.core.facts import RunFacts
-from pagedcli.core.limits import Limits
-from pagedcli.core.prefixes import SeenPrefixes
+from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.sequence import Sequence, SequenceStatus
+from pagedcli.core.steps import ScheduledStep
+from pagedcli.core.unfinished import Unfinished
 from pagedcli.events import WaitingReason
 
 MOST_HELD = 32  # steps in a row for which prompts wait for others to start with
 ENOUGH_PROMPTS = 16  # prompts that take a 16th of max_num_seqs do not wait
 
 
-@dataclass(slots=True)
-class ScheduledStep:
-    """The work of one step."""
-
-    seqs: list[Sequence] = field(default_factory=list)
-    num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1; those of drafts included
-    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
-    num_first_used: int = 0  # blocks that hold K and V for the first time since the engine started
-    num_preempted: int = 0
-    blocked: WaitingReason | None = None  # why the first in the queue was not started
-    waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
-    groups: list[list[Sequence]] = field(default_factory=list)  # groups whose next step has been decided
-    changed: list[Sequence] = field(default_factory=list)  # sequences that may have other blocks than before
-    scores_targets: bool = False  # sequences with targets run
-    drafted: list[Sequence] = field(default_factory=list)  # sequences whose draft it checks
-    num_behind: int = 0  # further tokens, which it computes once more: see Sequence.num_behind_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_new_tokens)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether the step computes the last token of each sequence, and no other."""
-        return (
-            not self.scores_targets
-            and not self.num_behind
-            and len(self.seqs) == sum(self.num_new_tokens)
-            and all(seq.num_tokens - 1 == seq.num_computed_tokens >= seq.num_cached_tokens for seq in self.changed)
-        )
-
-    def add(self, seq: Sequence, num_new: int) -> None:
-        """Schedule tokens of a sequence that may have other blocks than before."""
-        self.seqs.append(seq)
-        self.num_new_tokens.append(num_new)
-        self.changed.append(seq)
-
-    def drop_ended(self) -> None:
-        """Drop sequences that have ended since they were scheduled. Their copies stay: the targets are free blocks by
-        now, which nothing else writes in this step."""
-        kept = [seq.finish_reason is None for seq in self.seqs]
-        if not all(kept):
-            self.num_new_tokens = [count for count, keep in zip(self.num_new_tokens, kept, strict=True) if keep]
-            self.seqs = [seq for seq, keep in zip(self.seqs, kept, strict=True) if keep]
-            self.changed = [seq for seq in self.changed if seq.finish_reason is None]
-
-
-class Scheduler:
+class Scheduler(Unfinished):
     """Running sequences first, oldest first, then waiting ones in order of arrival."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        cache: Cache,
-        *,
-        trace_tokens: bool = False,
-        facts: RunFacts | None = None,
-        seen: SeenPrefixes | None = None,
-        drafting: Drafting | None = None,
-        emit: ev.Emit | None = None,
-    ) -> None:
-        self.limits = limits
-        self.chunk_size = limits.chunk_size
-        self.cache = cache
-        self.block_manager = cache.blocks
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        # computed ones, oldest first, that keep their blocks until the continuations that wait have forked from them
-        self.contexts: list[Sequence] = []
-        self._trace_tokens = trace_tokens
-        self._facts = RunFacts() if facts is None else facts
-        self._seen = seen  # prompts and outputs so far; None: they are not compared
-        self.drafting = drafting  # None: no tokens are guessed
-        self._emit = emit
-        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._num_grouped = 0  # running
-        self._salts: dict[str, int] = {}  # cache_salt -> its number in the events
-        self._num_scoring = 0  # running, with targets
-        self._num_held = 0  # steps since new prompts were held back the first time
-
-    @property
-    def _num_rows(self) -> int:
-        return sum(seq.num_rows for seq in self.running) if self._num_grouped else len(self.running)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
-
-    def add(self, seq: Sequence) -> None:
-        """Append a new sequence to the waiting queue."""
-        self.waiting.append(seq)
-        self.cache.expect(seq)
-        self._report_added(seq)
 
     def schedule(self, step: int, *, report: bool = True) -> ScheduledStep:
         """Choose the work of this step, allocate its blocks, and preempt where there are too few.
@@ -125,18 +26,14 @@ class Scheduler:
         work, num_touched = ScheduledStep(), self.block_manager.pool.num_touched
         budget = self._schedule_running(work)
         num_running = len(self.running)
-        if self.limits.min_prefill_tokens and self._awaits_prompts(work, budget):
-            self._num_held += 1
-            work.blocked = "min_prefill_tokens"
-        else:
-            work.blocked = self._admit_waiting(work, budget)
+        work.blocked = self._schedule_waiting(work, budget)
         if not (work.seqs or work.num_preempted or work.waits_for_tokens) and len(self.running) == num_running:
             self._restart_group(work)
         work.scores_targets = self._num_scoring > 0
         if self._emit is not None and work.blocked is not None:
             self._report_waiting(self._next_waiting(), work.blocked)
         if self.drafting is not None and self.drafting.is_due(step, work.num_new_tokens.count(1)):
-            self._add_drafts(step, work, self.drafting)
+            self._schedule_drafts(step, work, self.drafting)
         work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if report:
             self.report_scheduled(step, work)
@@ -164,19 +61,18 @@ class Scheduler:
         for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
             if budget <= 0:
                 break
-            if seq.num_behind_tokens:  # they come before the next one
-                if seq.num_behind_tokens >= budget:
+            if seq.state is not None and (num_behind := seq.state.num_behind):  # they come before the next one
+                if num_behind >= budget:
                     continue
-                budget -= seq.num_behind_tokens
-                work.num_behind += seq.num_behind_tokens
+                budget -= num_behind
+                work.num_behind += num_behind
             num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
             num_left = len(seq.token_ids) + num_pending - num_computed
-            if not num_left or (num_pending and seq.num_tokens >= seq.max_num_tokens):
+            if not num_left or (num_pending and seq.num_output_tokens + num_pending >= seq.max_new_tokens):
                 pass  # nothing is left, or a pending token is the last one
             elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.group is None:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
-                    if manager.has_windows:
-                        manager.release_unseen(seq)
+                    self._release_unseen(seq)
                     manager.fill_last(seq)
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
@@ -190,44 +86,65 @@ class Scheduler:
                 break  # this one and the younger ones skip a step: none has a pending token then
         return budget
 
-    def _add_drafts(self, step: int, work: ScheduledStep, drafting: Drafting) -> None:
+    def _schedule_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
+        """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
+        if self.limits.min_prefill_tokens and self._awaits_prompts(work, budget):
+            self._num_held += 1
+            return "min_prefill_tokens"
+        while self.waiting:
+            if work.num_preempted or work.waits_for_tokens:
+                return "preemption"  # it would take the blocks that were just freed
+            seq = self._next_waiting()
+            if self._num_rows + seq.num_rows > self.limits.max_num_seqs:
+                return "max_num_seqs"
+            if budget == 0:
+                return "token_budget"
+            start = self._start_prompt if seq.context is None else self._continue
+            started = start(seq, budget, work)
+            if isinstance(started, int):
+                budget -= started
+            elif self.running or not self._release_context():
+                return started
+        return None
+
+    def _schedule_drafts(self, step: int, work: ScheduledStep, drafting: Drafting) -> None:
         """Let the step check guesses of the next tokens of its decodes, with what it leaves of the token budget, of the
         rows of logits and of the empty blocks."""
         num_tokens = work.num_tokens + work.num_behind
         num_rows = len(work.seqs) + sum([seq.num_coming_samples for seq in work.seqs])
         budget = min(self.limits.max_num_batched_tokens - num_tokens, self.limits.most_sampled - num_rows)
+        drafted: list[tuple[int, int, ev.DraftSource]] = []  # seq_id, number of guesses, their source
         for place, draft in drafting.choose(step, work.seqs, budget, self.chunk_size):
             seq = work.seqs[place]
-            if self.block_manager.has_windows:
-                self.block_manager.release_unseen(seq)
+            self._release_unseen(seq)
             num_fitting = self.block_manager.make_room_for_draft(seq, len(draft.token_ids))
-            seq.draft, seq.draft_source = draft.token_ids[:num_fitting], draft.source
-            if seq.draft:
-                work.num_new_tokens[place] += len(seq.draft)
+            if num_fitting > 0:
+                seq.draft = draft._replace(token_ids=draft.token_ids[:num_fitting])
+                drafted.append((seq.seq_id, num_fitting, draft.source))
+                self._facts.drafted[draft.source] += num_fitting
+                work.num_new_tokens[place] += num_fitting
                 work.drafted.append(seq)
             work.changed.append(seq)
-        if work.drafted:
-            for seq in work.drafted:
-                self._facts.drafted[seq.draft_source] += len(seq.draft)
+        if drafted:
             if self._emit is not None:
-                of_each = ((seq.seq_id, len(seq.draft), seq.draft_source) for seq in work.drafted)
-                self._emit(ev.TokensDrafted(*zip(*of_each, strict=True)))
-            for seq in work.drafted:
-                self.cache.add_draft(seq)
+                self._emit(ev.TokensDrafted(*zip(*drafted, strict=True)))
+            if self._states is not None:
+                for seq in work.drafted:
+                    self._states.add_draft(seq)
 
     def take_draft(self, seq: Sequence, num_accepted: int) -> None:
         """The draft of a sequence has been checked. So many of its tokens were right, and are among the sequence's."""
-        num_drafted, seq.draft, seq.draft_masks = len(seq.draft), [], []
-        end = seq.num_computed_tokens + num_accepted
+        draft, seq.draft = seq.draft, None
+        assert draft is not None, "it has been checked"
+        num_drafted, end = len(draft.token_ids), seq.num_computed_tokens + num_accepted
         token_ids = tuple(seq.token_ids[seq.num_computed_tokens : end]) if self._trace_tokens else None
         self.cache.take_draft(seq, num_drafted, num_accepted, token_ids)
         if self.drafting is not None:
             self.drafting.checked(seq, num_drafted, num_accepted)
-        if self.block_manager.has_windows:  # it may have passed the end of a block, where decodes release others
-            self.block_manager.release_unseen(seq)
+        self._release_unseen(seq)  # it may have passed the end of a block, where decodes release others
         seq.synced_blocks = min(seq.synced_blocks, len(seq.block_table))
         seq.num_kept_tokens += num_accepted
-        self._facts.accepted[seq.draft_source] += num_accepted
+        self._facts.accepted[draft.source] += num_accepted
         self._facts.num_generated_tokens += num_accepted
 
     def _make_room(self, seq: Sequence, num_left: int, budget: int, index: int, work: ScheduledStep) -> int:
@@ -238,9 +155,8 @@ class Scheduler:
         if num_new > 1:
             num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
             num_new = self.cache.next_chunk(seq, seq.num_computed_tokens, num_new)
-        if manager.has_windows:
-            manager.release_unseen(seq)
-        while not (can_grow := self.cache.can_grow([seq])) or (
+        self._release_unseen(seq)
+        while not (can_grow := self._can_grow([seq])) or (
             manager.num_append_blocks(seq, num_new) > manager.num_free_blocks
         ):
             if can_grow and (num_fitting := self._num_fitting_tokens(seq)) > 0:
@@ -248,6 +164,10 @@ class Scheduler:
             if not self._free_blocks(seq, index, work):
                 return 0
         return num_new
+
+    def _can_grow(self, seqs: list[Sequence]) -> bool:
+        """Whether there are slots of state for the next step of all these sequences."""
+        return self._states is None or self._states.can_grow(seqs)
 
     def _free_blocks(self, for_seq: Sequence, index: int, work: ScheduledStep) -> bool:
         """Preempt one of the running sequences from `index` on, or release a context. False: there is none, or its
@@ -281,10 +201,9 @@ class Scheduler:
         )
         if not ready or len(group) > budget:
             return 0
-        if manager.has_windows:
-            for seq in group:
-                manager.release_unseen(seq)
-        while not self.cache.can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
+        for seq in group:
+            self._release_unseen(seq)
+        while not self._can_grow(group) or manager.num_fork_blocks(group) > manager.num_free_blocks:
             needs_block = (seq for seq in group if manager.num_append_blocks(seq, 1))
             if not self._free_blocks(next(needs_block, group[0]), index, work):
                 return budget if work.waits_for_tokens else 0
@@ -300,7 +219,7 @@ class Scheduler:
         if num_reused:
             seq.synced_blocks = min(seq.synced_blocks, num_synced)
             if not (seq.num_preemptions or seq.sample_index):
-                seq.num_cached_prompt_tokens += num_reused
+                seq.facts.num_cached_tokens += num_reused
                 self._facts.num_cached_tokens += num_reused
         return num_reused
 
@@ -360,51 +279,27 @@ class Scheduler:
         if self._emit is not None:
             self._emit(ev.RequestPreempted(victim.seq_id, for_seq.seq_id, num_needed, num_dropped, num_freed))
 
-    def _admit_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
-        """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
-        manager = self.block_manager
-        num_rows = self._num_rows
-        while self.waiting:
-            if work.num_preempted or work.waits_for_tokens:
-                return "preemption"  # it would take the blocks that were just freed
-            seq = self._next_waiting()
-            if num_rows + seq.num_rows > self.limits.max_num_seqs:
-                return "max_num_seqs"
-            if budget == 0:
-                return "token_budget"
-            reason: WaitingReason | None
-            if seq.context is not None:
-                if (reason := self._why_not_forked(seq, seq.context)) is None:
-                    budget -= self._continue(seq, seq.context, budget, work)
-                    num_rows += 1
-                    continue
-                if self.running or not self._release_context():
-                    return reason
-                continue
-            hit = self.cache.lookup(seq)
-            # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
-            reason = "free_blocks"
-            if manager.num_prefill_blocks(seq, hit, self.chunk_size) <= manager.num_free_blocks:
-                reason = self.cache.why_wait(seq, hit)
-            if reason is not None:
-                if self.running or not self._release_context():
-                    return reason
-                continue
-            if not seq.is_private:
-                hit = self.cache.restore(seq, hit)
-            num_computed = manager.num_computed_after(seq, hit)
-            num_left = seq.num_tokens - num_computed
-            if seq.group is not None:
-                num_left -= 1  # the last tokens of a group are computed in one step
-            num_new = self.cache.next_chunk(seq, num_computed, min(num_left, budget, self.chunk_size))
-            self.waiting.remove(seq)
-            self._allocate(seq, hit, num_new)
-            self._start(seq)
-            num_rows += seq.num_rows
-            if num_new:
-                work.add(seq, num_new)
-                budget -= num_new
-        return None
+    def _start_prompt(self, seq: Sequence, budget: int, work: ScheduledStep) -> int | WaitingReason:
+        """Start a sequence after its hit. Returns how many of its tokens this step computes, or why it cannot start."""
+        manager, hit = self.block_manager, self.cache.lookup(seq)
+        # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
+        if manager.num_prefill_blocks(seq, hit, self.chunk_size) > manager.num_free_blocks:
+            return "free_blocks"
+        if self._states is not None and (reason := self._states.why_wait(seq, hit)) is not None:
+            return reason
+        if not seq.is_private:
+            hit = self.cache.restore(seq, hit)
+        num_computed = manager.num_computed_after(seq, hit)
+        num_left = seq.num_tokens - num_computed
+        if seq.group is not None:
+            num_left -= 1  # the last tokens of a group are computed in one step
+        num_new = self.cache.next_chunk(seq, num_computed, min(num_left, budget, self.chunk_size))
+        self.waiting.remove(seq)
+        self._allocate(seq, hit, num_new)
+        self._start(seq)
+        if num_new:
+            work.add(seq, num_new)
+        return num_new
 
     def _awaits_prompts(self, work: ScheduledStep, budget: int) -> bool:
         """Whether prompts that could start are held back until more can start in the same step, so that fewer steps mix
@@ -412,7 +307,7 @@ class Scheduler:
         start are few and short. Sequences that have run before, and groups, are not held back."""
         if not work.seqs or len(work.seqs) != work.num_tokens or work.num_preempted or work.waits_for_tokens:
             return False
-        if self._num_held >= MOST_HELD or self._num_grouped:
+        if self._num_held >= MOST_HELD or self.num_grouped:
             return False
         manager, num_rows, num_tokens = self.block_manager, 0, 0
         least = min(self.limits.min_prefill_tokens, budget)
@@ -437,7 +332,7 @@ class Scheduler:
             shared = max(self._seen.add(seq.token_ids, seq.cache_salt), in_memory)
         self.cache.allocate(seq, hit, num_new, num_shared_tokens=shared)
         if is_first:
-            seq.num_cached_prompt_tokens, seq.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
+            seq.facts.num_cached_tokens, seq.facts.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
             self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
             if not seq.is_private:
                 self._facts.num_disk_tokens += hit.num_disk_tokens or 0
@@ -446,57 +341,11 @@ class Scheduler:
     def _next_waiting(self) -> Sequence:
         """The first in the queue, but groups before all others where some of them run and wait for the rest. So only
         one group runs in part, at the end of `running`, and all others can preempt it: none waits for ever."""
-        if self._num_grouped:
+        if self.num_grouped:
             for seq in self.waiting:
                 if seq.group is not None and any(each.status is SequenceStatus.RUNNING for each in seq.group):
                     return seq
         return self.waiting[0]
-
-    def _start(self, seq: Sequence) -> None:
-        self._num_held = 0
-        if self.drafting is not None and seq.is_beam and not seq.num_preemptions:
-            self._facts.num_undrafted += 1
-        seq.status = SequenceStatus.RUNNING
-        seq.row = self._free_rows.pop()
-        seq.synced_blocks = seq.num_kept_tokens = 0
-        self.running.append(seq)
-        self._num_grouped += seq.has_group
-        self._num_scoring += seq.targets is not None
-
-    # ------------------------------------------------------------------ contexts and their continuations
-
-    def keep_context(self, context: Sequence, forks: list[Sequence]) -> None:
-        """A context has been computed: it runs no more, and its continuations wait ahead of all others, the last of
-        `forks` first."""
-        context.forks = forks
-        for seq in forks:
-            seq.context = context
-            self.waiting.appendleft(seq)
-            self._report_added(seq)
-        if context.status is SequenceStatus.RUNNING:
-            if self.block_manager.has_windows:
-                self.block_manager.release_unseen(context)
-            self.running.remove(context)
-            self._free_row(context)
-            self.contexts.append(context)
-        else:  # A failed step has made all sequences wait.
-            self._drop_context(context)
-
-    def _release_context(self) -> bool:
-        """Release what the youngest context keeps; False if there is none. Its continuations compute its end again."""
-        if not self.contexts:
-            return False
-        self._drop_context(self.contexts[-1])
-        return True
-
-    def _drop_context(self, context: Sequence) -> None:
-        """End a context. Continuations that still wait are sequences like all others from now on."""
-        context.finish_reason = "score"
-        self.finish([context])
-        if self._seen is not None:
-            self._seen.add(context.token_ids, context.cache_salt)
-        for seq in context.drop_forks():
-            self.cache.expect(seq, first=True)
 
     def _why_not_forked(self, seq: Sequence, context: Sequence) -> WaitingReason | None:
         """Why a continuation cannot start now."""
@@ -507,10 +356,15 @@ class Scheduler:
             needed += num_groups  # the partial block is copied
         if min(needed, manager.tables.most_blocks(seq.num_tokens, self.chunk_size)) > manager.num_free_blocks:
             return "free_blocks"
-        return None if self.cache.can_fork(context, is_last=is_last) else "state_slots"
+        has_slots = self._states is None or self._states.can_fork(context, is_last=is_last)
+        return None if has_slots else "state_slots"
 
-    def _continue(self, seq: Sequence, context: Sequence, budget: int, work: ScheduledStep) -> int:
-        """Start a continuation from its context. Returns how many of its tokens this step computes."""
+    def _continue(self, seq: Sequence, budget: int, work: ScheduledStep) -> int | WaitingReason:
+        """Start a continuation from its context: see _start_prompt."""
+        context = seq.context
+        assert context is not None, "it continues one"
+        if (reason := self._why_not_forked(seq, context)) is not None:
+            return reason
         self.waiting.remove(seq)
         self.cache.fork(context, seq)
         self._start(seq)
@@ -520,102 +374,6 @@ class Scheduler:
         num_new = self.cache.next_chunk(seq, seq.num_computed_tokens, min(num_left, budget, self.chunk_size))
         self._append(seq, num_new, work)
         return num_new
-
-    # ------------------------------------------------------------------ forks and ends
-
-    def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
-        waits in the queue and hits the prompt in the prefix cache."""
-        self._report_added(child)
-        if not child.has_group and self._num_rows >= self.limits.max_num_seqs:  # a group has room for all of it
-            self.waiting.appendleft(child)
-            self.cache.expect(child, first=True)
-            return False
-        self.cache.fork(parent, child)
-        self._start(child)
-        return True
-
-    def replace(self, seq: Sequence, parent: Sequence) -> None:
-        """Drop the blocks of a running sequence, which then shares all blocks of another of its group."""
-        before, num_synced = seq.block_table, seq.synced_blocks
-        self.cache.release(seq)
-        self.cache.fork(parent, seq)
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, seq.block_table, strict=False))
-        seq.synced_blocks = min(num_synced, sum(1 for _ in same))
-
-    def finish(self, seqs: list[Sequence]) -> None:
-        """Remove ended sequences, running or waiting, and release their blocks."""
-        for seq in seqs:
-            assert seq.finish_reason is not None, "only ended sequences are removed"
-            if self._emit is not None:
-                self._emit(ev.RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
-            self.cache.release(seq)
-            if seq.row is not None:
-                self._free_row(seq)
-            elif seq.status is SequenceStatus.RUNNING:
-                self.contexts.remove(seq)
-            else:
-                self.waiting.remove(seq)
-                self.cache.forget(seq)
-            seq.status = SequenceStatus.FINISHED
-            if self.drafting is not None:
-                self.drafting.ended(seq)
-        if seqs:
-            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
-
-    def requeue(self, seqs: list[Sequence]) -> list[Sequence]:
-        """Make every sequence wait, after a step that raised, perhaps in the middle of a change. `seqs` are all
-        unfinished sequences; those that were running come first, oldest first, and are returned. Their blocks were
-        released by Cache.recover."""
-        waiting = {seq.seq_id for seq in self.waiting}
-        requeued = sorted(
-            (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.arrived_s, seq.seq_id)
-        )
-        for seq in requeued:
-            seq.drop_computed()
-            seq.block_table, seq.row = [], None
-            seq.state_read = seq.state_write = None
-        for seq in seqs:
-            seq.drop_forks()
-        self.running, self.contexts = [], []
-        self._num_grouped = self._num_scoring = 0
-        self.waiting.extendleft(reversed(requeued))
-        for seq in self.waiting:
-            self.cache.expect(seq)
-        self._free_rows = list(range(self.limits.max_num_seqs - 1, -1, -1))
-        return requeued
-
-    def report_sampled(self, seqs: list[Sequence]) -> None:
-        """Report which sequences got a token."""
-        if self._emit is not None and seqs:
-            token_ids = tuple([seq.token_ids[-1] for seq in seqs]) if self._trace_tokens else None
-            self._emit(ev.TokensSampled(tuple([seq.seq_id for seq in seqs]), token_ids))
-
-    def _free_row(self, seq: Sequence) -> None:
-        assert seq.row is not None, "a running sequence has a row"
-        self._free_rows.append(seq.row)
-        seq.row = None
-        self._num_grouped -= seq.has_group
-        self._num_scoring -= seq.targets is not None
-
-    def _report_added(self, seq: Sequence) -> None:
-        salt = seq.cache_salt
-        if self._emit is not None:
-            self._emit(
-                ev.RequestAdded(
-                    seq_id=seq.seq_id,
-                    request_id=seq.request_id,
-                    row_id=seq.row_id,
-                    sample_index=seq.sample_index,
-                    num_prompt_tokens=seq.num_prompt_tokens,
-                    max_new_tokens=seq.max_new_tokens,
-                    salted=salt is not None,
-                    token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]) if self._trace_tokens else None,
-                    beam_width=seq.params.beam_width,
-                    salt=UNSET if salt is None else self._salts.setdefault(salt, len(self._salts) + 1),
-                    num_context_tokens=UNSET if seq.num_context_tokens is None else seq.num_context_tokens,
-                )
-            )
 
     def _report_waiting(self, seq: Sequence, reason: WaitingReason) -> None:
         assert self._emit is not None

@@ -13,9 +13,12 @@ Used by the engine core; needs no torch.
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagedcli.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedcli.core.sequence import Sequence
 
 SCORING = SamplingParams(temperature=0)  # parameters of requests that generate nothing: none has an effect
 
@@ -57,6 +60,8 @@ class Targets:
     index: int = 0  # place of the continuation in its row
     found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
     is_done: bool = False  # its last token has been computed, and the result read
+    context: "Sequence | None" = None  # the sequence with computed tokens from which it forks as it starts
+    forks: "list[Sequence]" = field(default_factory=list)  # sequences whose context it is
 
     def wanted(self, start: int, end: int) -> tuple[int, list[int]]:
         """Which tokens get a score when the positions start ... end-1 are computed: the index of the first, and the

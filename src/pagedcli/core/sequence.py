@@ -4,8 +4,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
+from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scoring import Targets
 from pagedcli.events import DraftSource, FinishReason
@@ -45,9 +46,38 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+class Draft(NamedTuple):
+    """Guesses of a sequence's next tokens, which a step checks that is not read."""
+
+    token_ids: list[int]  # at least one
+    source: DraftSource
+    masks: Items[TokenMask] = ()  # what a guide lets come after each guess
+
+
+@dataclass(slots=True, eq=False)
+class SequenceFacts:
+    """What only events and the metrics of a request say of a sequence. Times are those of perf_counter."""
+
+    row_id: str | None = None  # the user's own
+    arrived_s: float = 0.0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_cached_tokens: int = 0  # prompt tokens cached at its first admission, if it is the first of a request
+    num_disk_tokens: int | None = None  # the part read from the prefix store; None: it uses none
+    most_computed_tokens: int = 0  # the most before any preemption
+    num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
+    # one per prompt token, None for the first; if requested
+    prompt_logprobs: "list[TokenLogprobs | None]" = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens of one sample of one request. A request with n > 1 is n sequences."""
+    """Tokens of one sample of one request. A request with n > 1 is n sequences.
+
+    What only some sequences have is a part that only its own functions touch: targets (core.scoring), a group of beams
+    (core.beams), a draft (core.drafts) and slots of recurrent state (core.states).
+    """
 
     seq_id: int
     request_id: str
@@ -62,48 +92,26 @@ class Sequence:
     stop_checker: StopChecker | None = None
     guide: Guide | None = None
     prefixes: list[Prefix] = field(default_factory=list)  # one per full block hashed so far
-    arrived_s: float = 0.0  # perf_counter, as the other times
-    row_id: str | None = None  # the user's own, for the events
     targets: Targets | None = None  # tokens to score; such a sequence generates nothing
     is_private: bool = False  # the prefix store neither has nor gets its blocks
+    facts: SequenceFacts = field(default_factory=SequenceFacts)
 
     # constants, which every step needs
     num_prompt_tokens: int = field(init=False)
-    num_context_tokens: int | None = field(init=False)  # see core.block_manager.CacheUser
-    max_num_tokens: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
-    end_token_ids: frozenset[int] = field(init=False)  # eos_token_ids and stop_token_ids
+    unwatched_end: int = field(init=False)  # tokens up to which only end tokens matter; 0: each has to be looked at
+    end_token_ids: frozenset[int] = field(init=False)  # eos_token_ids and the stop tokens of the request
     penalized: bool = field(init=False)
-    is_beam: bool = field(init=False)
-    has_group: bool = field(init=False)  # whether it is computed in the same steps as others: see `group`
     is_greedy: bool = field(init=False)  # the next token is the likeliest one, with nothing to adjust or to report
-    watched: bool = field(init=False)  # every token has to be looked at
 
     logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # one per output token, if requested
-    # one per prompt token, None for the first; if requested
-    prompt_logprobs: "list[TokenLogprobs | None]" = field(default_factory=list)
-    group: "list[Sequence] | None" = None  # computed in the same steps, this one among them
-    context: "Sequence | None" = None  # the sequence with computed tokens from which it forks as it starts
-    forks: "list[Sequence]" = field(default_factory=list)  # sequences whose context it is
-    candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
-    total_logprob: float = 0.0  # output tokens only
-
+    group: "list[Sequence] | None" = None  # beams that are computed in the same steps, this one among them
+    draft: Draft | None = None
+    state: HeldSlots | None = None  # None: the model has no recurrent state, or the sequence does not run
     block_table: list[int | None] = field(default_factory=list)  # see core.groups; None: no later token sees it
     num_pending_tokens: int = 0  # sampled by launched steps, not yet read from the device
-    draft: list[int] = field(default_factory=list)  # guesses of its next tokens, which a step checks that is not read
-    draft_masks: list[TokenMask] = field(default_factory=list)  # what a guide lets come after each guess
-    draft_source: DraftSource = "own_text"  # source of these guesses; without any, of the last ones
     num_computed_tokens: int = 0  # leading tokens that need no more computing
-    # the last computed tokens, which its recurrent state has not seen, as they were guessed or came with wrong guesses:
-    # the next step computes them once more. Their K and V are in the cache
-    num_behind_tokens: int = 0
     num_cached_tokens: int = 0  # leading tokens found in the cache at the last admission
-    num_cached_prompt_tokens: int = 0  # prompt tokens cached at its first admission, if it is the first of a request
-    num_disk_tokens: int | None = None  # the part read from the prefix store; None: it uses none
-    num_writable_tokens: int = 0  # see core.block_manager.CacheUser
-    state_read: int | None = None  # slot of recurrent state that its last scheduled step starts from; None: from zero
-    state_write: int | None = None  # slot of its state after that step
-    state_sees_draft: bool = False  # whether state_write has seen the draft; state_read is kept until that is checked
+    num_writable_tokens: int = 0  # see core.prefix_lookup.CacheUser
     row: int | None = None  # row of the runner's persistent block tables; None: not running
     synced_blocks: int = 0  # leading entries of block_table that are in that row
     num_kept_tokens: int = 0  # tokens that the executor keeps for penalties, with the one being sampled
@@ -112,24 +120,45 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string
     num_preemptions: int = 0
-    most_computed_tokens: int = 0  # the most before any preemption
-    num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
 
     def __post_init__(self) -> None:
         params, self.token_ids = self.params, list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_context_tokens = None if self.targets is None else self.targets.num_context_tokens
-        self.max_num_tokens = self.num_prompt_tokens + self.max_new_tokens
-        self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
+        is_watched = self.guide is not None or self.stop_checker is not None
+        self.unwatched_end = 0 if is_watched else self.num_prompt_tokens + self.max_new_tokens
+        self.end_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
         self.penalized = params.penalized
-        self.is_beam = self.has_group = params.beam_width is not None
         changed = self.penalized or params.logit_bias or params.min_tokens or self.guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
-        self.watched = self.guide is not None or self.stop_checker is not None
+
+    @property
+    def is_beam(self) -> bool:
+        return self.params.beam_width is not None
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        """See core.prefix_lookup.CacheUser."""
+        return None if self.targets is None else self.targets.num_context_tokens
+
+    @property
+    def context(self) -> "Sequence | None":
+        """The sequence with computed tokens from which it forks as it starts."""
+        return None if self.targets is None else self.targets.context
+
+    @property
+    def forks(self) -> "list[Sequence]":
+        """Sequences whose context it is."""
+        return [] if self.targets is None else self.targets.forks
+
+    @property
+    def guesses(self) -> Items[int]:
+        """The tokens of its draft."""
+        return () if self.draft is None else self.draft.token_ids
+
+    @property
+    def num_behind_tokens(self) -> int:
+        """The last computed tokens, which the next step computes once more: see core.checkpoints.HeldSlots."""
+        return 0 if self.state is None else self.state.num_behind
 
     @property
     def num_tokens(self) -> int:
@@ -166,7 +195,7 @@ class Sequence:
     def num_logits(self, end: int) -> int:
         """Rows of logits that its tokens are sampled from, where a step computes its tokens up to `end`: one, and one
         for each guess."""
-        num_drafted = len(self.draft)
+        num_drafted = 0 if self.draft is None else len(self.draft.token_ids)
         return 1 + num_drafted if end == self.num_tokens + num_drafted else 0
 
     @property
@@ -175,46 +204,49 @@ class Sequence:
 
     def drop_computed(self) -> None:
         """Reset to not computed, as the blocks are released: everything is recomputed on the next admission."""
-        self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
+        self.facts.most_computed_tokens = max(self.facts.most_computed_tokens, self.num_computed_tokens)
         self.num_preemptions += 1
-        self.draft, self.state_sees_draft = [], False
-        self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = self.num_behind_tokens = 0
+        self.draft = None
+        self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = 0
         self.status = SequenceStatus.WAITING
 
     def drop_forks(self) -> "list[Sequence]":
         """No sequence forks from this one any more. Returns those that have to compute its tokens again."""
-        forks, self.forks = self.forks, []
+        if self.targets is None:
+            return []
+        forks, self.targets.forks = self.targets.forks, []
         for seq in forks:
-            seq.context = None
+            assert seq.targets is not None, "a continuation is scored"
+            seq.targets.context = None
         waiting = [seq for seq in forks if seq.status is SequenceStatus.WAITING]
         for seq in waiting:
-            seq.most_computed_tokens = max(seq.most_computed_tokens, self.num_tokens)
+            seq.facts.most_computed_tokens = max(seq.facts.most_computed_tokens, self.num_tokens)
         return waiting
 
     def count_recomputed(self, num_new_tokens: int) -> int:
         """How many of the next tokens had been computed before a preemption; adds them to the count."""
-        end = min(self.num_computed_tokens + num_new_tokens, self.most_computed_tokens)
+        end = min(self.num_computed_tokens + num_new_tokens, self.facts.most_computed_tokens)
         count = max(0, end - self.num_computed_tokens)
-        self.num_recomputed_tokens += count
+        self.facts.num_recomputed_tokens += count
         return count
 
     def add_prompt_logprobs(self, first: int, logprobs: "list[TokenLogprobs]") -> None:
         """Log-probabilities of the prompt tokens from position `first` on; those of recomputed ones are the same."""
-        if not self.prompt_logprobs:
-            self.prompt_logprobs = [None] * self.num_prompt_tokens
-        self.prompt_logprobs[first : first + len(logprobs)] = logprobs
+        if not self.facts.prompt_logprobs:
+            self.facts.prompt_logprobs = [None] * self.num_prompt_tokens
+        self.facts.prompt_logprobs[first : first + len(logprobs)] = logprobs
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token; sets finish_reason if it ends the sequence. Guide.find_allowed says whether it
         completes the text of a grammar."""
         self.token_ids.append(token_id)
-        if not (self.watched or token_id in self.end_token_ids or len(self.token_ids) >= self.max_num_tokens):
+        if len(self.token_ids) < self.unwatched_end and token_id not in self.end_token_ids:
             return
         num_output = self.num_output_tokens
         if num_output > self.params.min_tokens:
             if token_id in self.eos_token_ids:
                 self.finish_reason = "stop"
-            elif token_id in self.stop_token_ids:
+            elif token_id in self.end_token_ids:
                 self.finish_reason, self.stop_reason = "stop", token_id
         if self.finish_reason is None and self.stop_checker is not None:
             stop = self.stop_checker(token_id)

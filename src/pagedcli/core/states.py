@@ -1,9 +1,7 @@
-"""Recurrent state as a kind of cache: slots for the states of sequences, which checkpoints of them to keep, and which
-prefixes continue from one.
+"""Recurrent state: slots for the states of sequences, and which prefixes continue from one of them.
 
-Used by core.cache, which has the protocol; needs neither torch nor the engine. A layer with recurrent state keeps no K
-and V of its tokens but a state of fixed size, which each step replaces. A *slot* holds that of one sequence, over all
-such layers.
+Used by core.cache; needs neither torch nor the engine. A layer with recurrent state keeps no K and V of its tokens but
+a state of fixed size, which each step replaces. A *slot* holds that of one sequence, over all such layers.
 
 A step reads one slot of a sequence and writes one; usually they are the same. A slot that others may still read is
 never written: one with a *checkpoint*, the state after a whole number of blocks, or one that a fork shares. The
@@ -25,182 +23,20 @@ otherwise it keeps the old one, and its next step computes the tokens since then
     reads, writes         1, 3           3, 1            3, 3
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING
 
 import pagedcli.events as ev
-from pagedcli.core.block_manager import BlockManager, CacheUser, PrefixHit
+from pagedcli.core.checkpoints import CheckpointPlan, CheckpointPolicy, HeldSlots, StateUser
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
+from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.prefixes import Prefix
-from pagedcli.errors import ConfigError
-from pagedcli.printable import plural
 
 if TYPE_CHECKING:
     from pagedcli.core.store import PrefixStore
-
-PolicyName = Literal["branches", "end", "none"]
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # a number of tokens is one, too
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPolicy:
-    """Where checkpoints are made while a prompt is computed."""
-
-    kind: PolicyName | Literal["every"]
-    interval: int = 0  # tokens, of `every`
-
-    @classmethod
-    def named(cls, name: str) -> "CheckpointPolicy":
-        """The policy of a configuration's value. Raises: ConfigError."""
-        for kind in POLICIES:
-            if name == kind:
-                return cls(kind)
-        if name.isdecimal() and int(name) > 0:
-            return cls("every", int(name))
-        raise ConfigError(
-            f"checkpoints is {name!r}, must be branches, end, none or a number of tokens",
-            hint="branches: where waiting prompts differ; end: at the end of each prompt; 512: every 512 tokens",
-        )
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        texts = {"branches": "where waiting prompts branch", "end": "at the end of each prompt", "none": "none"}
-        return f"every {plural(self.interval, 'token')}" if self.kind == "every" else texts[self.kind]
-
-    @property
-    def reason(self) -> ev.CheckpointReason:
-        return "branch" if self.kind == "branches" else "interval" if self.kind == "every" else "end"
-
-
-class CheckpointPlan:
-    """The prefix tree of the waiting requests, by the hashes of their blocks, and the checkpoints that are coming.
-
-    Three waiting prompts of blocks `A B C`, `A B D` and `A E`, each with a rest of less than a block:
-
-        block                   A    A B    A B C    A B D    A E
-        requests that begin so  3    2      1        1        1
-
-    Once the first is computed, two wait. Of its blocks A is in both, A B in one and A B C in none: prompts branch off
-    after A and after A B, and each of these checkpoints has a reader.
-    """
-
-    def __init__(self, policy: CheckpointPolicy, block_size: int, num_groups: int) -> None:
-        self.policy = policy
-        self._block_size = block_size
-        self._num_groups = num_groups
-        self._num_waiting: Counter[int] = Counter()  # hash of blocks -> waiting requests that begin with them
-        self._counted: dict[int, list[int]] = {}  # seq_id -> hashes counted for it
-        self._coming: Counter[int] = Counter()  # hashes of checkpoints that running sequences will make
-        self._stops: dict[int, list[int]] = {}  # seq_id -> hashes of these, nearest first
-
-    # ------------------------------------------------------------------ the queue
-
-    def expect(self, seq: CacheUser) -> None:
-        """A sequence waits: it can continue from any boundary of blocks before its last token."""
-        hashes = [self.prefix(seq, span).hash for span in range(1, self.last_readable(seq) + 1)]
-        self._counted[seq.seq_id] = hashes
-        self._num_waiting.update(hashes)
-
-    def forget(self, seq: CacheUser) -> None:
-        """A sequence waits no longer, if it did."""
-        for each in self._counted.pop(seq.seq_id, ()):
-            _count_down(self._num_waiting, each)
-
-    def is_expected(self, block_hash: int) -> bool:
-        """Whether a waiting request begins with these blocks."""
-        return block_hash in self._num_waiting
-
-    def clear(self) -> None:
-        """Forget the queue and what is coming."""
-        self._num_waiting.clear()
-        self._counted.clear()
-        self._coming.clear()
-        self._stops.clear()
-
-    # ------------------------------------------------------------------ where to stop
-
-    def prefix(self, seq: CacheUser, span: int) -> Prefix:
-        """The first `span` blocks of a sequence."""
-        return seq.prefixes[span * self._num_groups - 1]
-
-    def last_readable(self, seq: CacheUser) -> int:
-        """The most blocks that the sequence can continue after: its last token, or that of its context, is always
-        computed."""
-        return ((seq.num_context_tokens or len(seq.token_ids)) - 1) // self._block_size
-
-    def stops(self, seq: CacheUser, first: int) -> list[int]:
-        """After how many blocks, more than `first`, the sequence makes a checkpoint, ascending."""
-        size, interval = self._block_size, self.policy.interval
-        if self.policy.kind == "branches":
-            return self._branches(seq, first)
-        end = (seq.num_context_tokens or seq.num_prompt_tokens) // size
-        if self.policy.kind == "end":
-            return [end] if end > first else []
-        if self.policy.kind == "every":
-            spans = (tokens // size for tokens in range(interval, end * size + 1, interval))
-            return sorted({span for span in spans if span > first})
-        return []
-
-    def _branches(self, seq: CacheUser, first: int) -> list[int]:
-        """Where waiting sequences, other than this one, leave its blocks."""
-        own, found = len(self._counted.get(seq.seq_id, ())), []
-        before = 0
-        for span in range(first + 1, len(seq.token_ids) // self._block_size + 1):
-            others = self._num_waiting[self.prefix(seq, span).hash] - (span <= own)
-            if others < before:
-                found.append(span - 1)
-            before = others
-            if not others:
-                return found
-        return [*found, len(seq.token_ids) // self._block_size] if before else found
-
-    # ------------------------------------------------------------------ what is coming
-
-    def announce(self, seq: CacheUser, spans: list[int]) -> None:
-        """A running sequence will make these checkpoints, and no others."""
-        self.withdraw(seq)
-        if spans:
-            hashes = self._stops[seq.seq_id] = [self.prefix(seq, span).hash for span in spans]
-            self._coming.update(hashes)
-
-    def withdraw(self, seq: CacheUser) -> None:
-        """A sequence makes no more checkpoints."""
-        for each in self._stops.pop(seq.seq_id, ()):
-            _count_down(self._coming, each)
-
-    def passed(self, seq: CacheUser, span: int) -> None:
-        """The step that made a sequence's checkpoint after so many blocks has been launched."""
-        stops, block_hash = self._stops.get(seq.seq_id, []), self.prefix(seq, span).hash
-        if block_hash in stops:
-            stops.remove(block_hash)
-            _count_down(self._coming, block_hash)
-            if not stops:
-                del self._stops[seq.seq_id]
-
-    def is_stop(self, seq: CacheUser, span: int) -> bool:
-        """Whether the sequence makes a checkpoint after so many blocks."""
-        stops = self._stops.get(seq.seq_id)
-        return stops is not None and self.prefix(seq, span).hash in stops
-
-    def is_coming(self, seq: CacheUser, first: int) -> bool:
-        """Whether a running sequence will make a checkpoint of more than `first` blocks that this one can read."""
-        if not self._coming:
-            return False
-        spans = range(first + 1, self.last_readable(seq) + 1)
-        return any(self.prefix(seq, span).hash in self._coming for span in spans)
-
-
-def _count_down(counts: Counter[int], key: int) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
-
-
-# ---------------------------------------------------------------------- slots
 
 
 @dataclass(slots=True, eq=False)
@@ -212,15 +48,13 @@ class StateSlot:
     prefix: Prefix | None = None  # tokens before a checkpoint; None: there is none
 
 
-class StateKind:
+class StatePool:
     """Owns all slots and the map from prefix to checkpoint.
 
     A slot is *empty* (held by no sequence, no checkpoint), *idle* (a checkpoint that no sequence holds) or held. A
     fresh slot is the empty one that was released first; without any, the idle checkpoint that was released first is
-    dropped, those that no known request will read before the others.
+    dropped, those that no known request will read before the others. A step asks can_grow before it calls grow.
     """
-
-    name = "state"
 
     def __init__(self, limits: Limits, num_groups: int, emit: ev.Emit | None) -> None:
         assert limits.num_state_slots, "a model with recurrent state has slots"
@@ -234,22 +68,10 @@ class StateKind:
         # checkpoints made in this step, which no sequence of it may read, and in unread steps: perhaps not written yet
         self._made_now: list[int] = []
         self._made_before: list[int] = []
-        self._kept: list[tuple[CacheUser, int]] = []  # sequences whose step of now makes a checkpoint, after which span
-        self._moved: list[CacheUser] = []  # their last steps read another slot than they write
+        self._kept: list[tuple[StateUser, int]] = []  # sequences whose step of now makes a checkpoint, after which span
+        self._moved: list[StateUser] = []  # their last steps read another slot than they write
         self._block_size = limits.block_size
         self._emit = emit
-
-    @classmethod
-    def is_needed(cls, limits: Limits) -> bool:
-        return limits.has_states
-
-    @classmethod
-    def make(cls, limits: Limits, blocks: BlockManager, emit: ev.Emit | None) -> Self:
-        return cls(limits, blocks.num_groups, emit)
-
-    @classmethod
-    def bytes(cls, limits: Limits) -> int:
-        return (limits.num_state_slots or 0) * limits.state_bytes
 
     # ------------------------------------------------------------------ questions
 
@@ -262,26 +84,30 @@ class StateKind:
     def num_held(self) -> int:
         return len(self.slots) - self.num_available
 
-    def boundaries(self, seq: CacheUser, most: int) -> list[int]:
+    def boundaries(self, seq: StateUser, most: int) -> list[int]:
+        """After how many full spans, at most `most`, a new sequence with these tokens can continue; 0 always may."""
         spans = range(1, min(most, self.plan.last_readable(seq)) + 1)
         return [span for span in spans if self._find_written(seq, span) is not None]
 
-    def why_wait(self, seq: CacheUser, hit: PrefixHit) -> ev.WaitingReason | None:
+    def why_wait(self, seq: StateUser, hit: PrefixHit) -> ev.WaitingReason | None:
+        """Why a sequence that has room for its blocks should not start now."""
         if self.plan.is_coming(seq, hit.num_spans):
             return "checkpoint"
         return None if self.num_available else "state_slots"
 
-    def can_grow(self, seqs: Sequence[CacheUser]) -> bool:
+    def can_grow(self, seqs: Sequence[StateUser]) -> bool:
+        """Whether there is room for the next step of all these sequences."""
         if len(seqs) > 1:
-            return sum(not self._writes_in_place(seq) for seq in seqs) <= self.num_available
-        latest = seqs[0].state_write
+            return sum(not self._is_own(_held(seq).write) for seq in seqs) <= self.num_available
+        latest = _held(seqs[0]).write
         return self.num_available > 0 or (latest is not None and self.slots[latest].ref_count == 1)
 
-    def can_fork(self, parent: CacheUser, *, is_last: bool) -> bool:
+    def can_fork(self, parent: StateUser, *, is_last: bool) -> bool:
+        """Whether there is room for the next step of a fork. `is_last`: the parent ends then."""
         return self.num_available > 0 or (is_last and self.can_grow([parent]))
 
-    def next_stop(self, seq: CacheUser, num_computed: int, num_new_tokens: int) -> int:
-        """The step ends at the first checkpoint to make."""
+    def next_stop(self, seq: StateUser, num_computed: int, num_new_tokens: int) -> int:
+        """How many of the next tokens to compute in one step: all, or those up to the first checkpoint to make."""
         size = self._block_size
         if self.plan.policy.kind == "none":
             return num_new_tokens
@@ -298,35 +124,37 @@ class StateKind:
         found = self.slots[slot_id].prefix
         return slot_id if found is not None and found.same_as(prefix) else None
 
-    def _find_written(self, seq: CacheUser, span: int) -> int | None:
+    def _find_written(self, seq: StateUser, span: int) -> int | None:
         """The slot with the state after so many spans, if a step that is scheduled now can read it."""
         slot_id = self._find(self.plan.prefix(seq, span))
         return None if slot_id in self._made_now else slot_id
 
-    def _writes_in_place(self, seq: CacheUser) -> bool:
-        """Whether the sequence's next step may write the slot that it reads: nobody else will read it."""
-        if seq.state_write is None:
-            return False
-        slot = self.slots[seq.state_write]
-        return slot.ref_count == 1 and slot.prefix is None
+    def _is_own(self, latest: int | None) -> bool:
+        """Whether the next step of a sequence may write the slot that it reads: nobody else will read it."""
+        return latest is not None and self.slots[latest].ref_count == 1 and self.slots[latest].prefix is None
 
     # ------------------------------------------------------------------ the queue
 
-    def expect(self, seq: CacheUser) -> None:
+    def expect(self, seq: StateUser) -> None:
+        """A sequence joined the waiting queue; its prefixes are hashed."""
         if self.plan.policy.kind != "none":
             self.plan.expect(seq)
 
-    def forget(self, seq: CacheUser) -> None:
+    def forget(self, seq: StateUser) -> None:
+        """A sequence left the waiting queue."""
         self.plan.forget(seq)
 
     # ------------------------------------------------------------------ the store
 
-    def stored(self, seq: CacheUser, most: int, store: "PrefixStore") -> list[int]:
+    def stored(self, seq: StateUser, most: int, store: "PrefixStore") -> list[int]:
+        """After how many full spans, at most `most`, the store has the state of a sequence with these tokens."""
         spans = range(1, min(most, self.plan.last_readable(seq)) + 1)
         found = store.found_states(seq, {span: self.plan.prefix(seq, span) for span in spans})
         return [span for span in found if self._find(self.plan.prefix(seq, span)) is None]
 
-    def restore(self, seq: CacheUser, num_spans: int, store: "PrefixStore") -> bool:
+    def restore(self, seq: StateUser, num_spans: int, store: "PrefixStore") -> bool:
+        """Bring the state after so many spans from the store, unless it is here. Returns False if it could not be read;
+        then the store has it no longer."""
         prefix = self.plan.prefix(seq, num_spans)
         if self._find(prefix) is not None:
             return True
@@ -344,7 +172,8 @@ class StateKind:
             self._emit(ev.CheckpointRestored(seq.seq_id, slot.slot_id, prefix.hash, num_tokens))
         return True
 
-    def offer(self, seq: CacheUser, hit: PrefixHit, store: "PrefixStore") -> None:
+    def offer(self, seq: StateUser, hit: PrefixHit, store: "PrefixStore") -> None:
+        """A sequence has started after its hit: the checkpoint that it found is for the store, too."""
         slot_id = self._find(self.plan.prefix(seq, hit.num_spans)) if hit.num_spans else None
         if slot_id is not None:
             prefix = self.slots[slot_id].prefix
@@ -358,18 +187,21 @@ class StateKind:
 
     # ------------------------------------------------------------------ changes
 
-    def allocate(self, seq: CacheUser, hit: PrefixHit) -> None:
-        assert seq.state_write is None, "a sequence starts from one state"
+    def allocate(self, seq: StateUser, hit: PrefixHit) -> None:
+        """A sequence starts after its hit. Its blocks come next."""
+        assert seq.state is None, "a sequence starts from one state"
+        seq.state = HeldSlots()
         slot_id = self._find_written(seq, hit.num_spans) if hit.num_spans else None
         if slot_id is not None:
             self._hold(slot_id)
             self.num_read += 1
-            seq.state_write = slot_id
+            seq.state.write = slot_id
         if self._emit is not None:
             cached, computed = hit.num_cached_spans * self._block_size, hit.num_spans * self._block_size
             self._emit(ev.CheckpointLookedUp(seq.seq_id, cached, computed, slot_id))
 
-    def grow(self, seq: CacheUser, num_new_tokens: int) -> None:
+    def grow(self, seq: StateUser, num_new_tokens: int) -> None:
+        """A step computes the next tokens of a sequence, which has its blocks."""
         self._advance(seq)
         num_tokens = seq.num_computed_tokens + num_new_tokens
         span, rest = divmod(num_tokens, self._block_size)
@@ -377,31 +209,33 @@ class StateKind:
             self._keep(seq, self.plan.prefix(seq, span), num_tokens)
             self._kept.append((seq, span))
 
-    def _advance(self, seq: CacheUser) -> None:
+    def _advance(self, seq: StateUser) -> None:
         """Choose the slots that the sequence's next step reads and writes.
 
         If no slot is left but the sequence is the only one that holds its checkpoint, it drops that and continues in
         place.
         """
-        latest = seq.state_write
+        held = _held(seq)
+        latest = held.write
         if latest is not None and not self.num_available and self.slots[latest].prefix is not None:
             assert self.slots[latest].ref_count == 1, "ask can_grow first"
             self._drop(self.slots[latest])
-        if self._writes_in_place(seq):
-            seq.state_read = latest
+        if self._is_own(latest):
+            held.read = latest
             return
-        seq.state_read, seq.state_write = latest, self._take()
+        held.read, held.write = latest, self._take()
         self._moved.append(seq)
         if self._emit is not None:
-            self._emit(ev.StateSlotTaken(seq.seq_id, seq.state_write))
+            self._emit(ev.StateSlotTaken(seq.seq_id, held.write))
 
-    def _keep(self, seq: CacheUser, prefix: Prefix, num_tokens: int) -> None:
+    def _keep(self, seq: StateUser, prefix: Prefix, num_tokens: int) -> None:
         """Make a checkpoint of what the sequence's scheduled step writes, the state after its first num_tokens tokens,
         unless there is one."""
-        assert seq.state_write is not None, "a scheduled sequence writes a slot"
+        slot_id = _held(seq).write
+        assert slot_id is not None, "a scheduled sequence writes a slot"
         if prefix.hash in self._index:
             return
-        slot = self.slots[seq.state_write]
+        slot = self.slots[slot_id]
         slot.prefix = prefix
         self._index[prefix.hash] = slot.slot_id
         self._made_now.append(slot.slot_id)
@@ -410,37 +244,42 @@ class StateKind:
             reason = self.plan.policy.reason
             self._emit(ev.CheckpointMade(seq.seq_id, slot.slot_id, prefix.hash, num_tokens, reason))
 
-    def fork(self, parent: CacheUser, child: CacheUser) -> None:
-        assert child.state_write is None, "a forked sequence has no state yet"
-        if parent.state_write is not None:
-            self._hold(parent.state_write)
-        child.state_write = parent.state_write
+    def fork(self, parent: StateUser, child: StateUser) -> None:
+        """A new sequence of equal tokens shares the state of its parent."""
+        assert child.state is None, "a forked sequence has no state yet"
+        child.state = HeldSlots(write=_held(parent).write)
+        if child.state.write is not None:
+            self._hold(child.state.write)
 
-    def add_draft(self, seq: CacheUser) -> None:
-        if seq.state_read != seq.state_write or seq.num_behind_tokens or not self._empty:
+    def add_draft(self, seq: StateUser) -> None:
+        """The scheduled step of a sequence checks a draft, too: keep the state before it, if there is a slot."""
+        held = _held(seq)
+        if held.read != held.write or held.num_behind or not self._empty:
             return  # the state that it writes sees no guess, so that it is the next one in any case
-        seq.state_write, seq.state_sees_draft = self._take(), True
+        held.write, held.sees_draft = self._take(), True
         self._moved.append(seq)
         if self._emit is not None:
-            self._emit(ev.StateSlotTaken(seq.seq_id, seq.state_write))
+            self._emit(ev.StateSlotTaken(seq.seq_id, held.write))
 
-    def take_draft(self, seq: CacheUser, num_drafted: int, num_accepted: int) -> int:
-        if not seq.state_sees_draft:
-            return num_accepted
-        seq.state_sees_draft = False
-        if num_accepted == num_drafted:
-            return 0
-        assert seq.state_write is not None, "it was taken for the draft"
-        taken, seq.state_write = seq.state_write, seq.state_read
-        self._release(seq.seq_id, (taken,))
-        return num_accepted + 1
+    def take_draft(self, seq: StateUser, num_drafted: int, num_accepted: int) -> int:
+        """So many tokens of a draft were right. Returns how many of the last ones the next step computes once more."""
+        held = _held(seq)
+        held.num_behind = num_accepted
+        if held.sees_draft:
+            held.sees_draft, held.num_behind = False, 0
+            if num_accepted < num_drafted:
+                assert held.write is not None, "it was taken for the draft"
+                taken, held.write, held.num_behind = held.write, held.read, num_accepted + 1
+                self._release(seq.seq_id, (taken,))
+        return held.num_behind
 
-    def release(self, seq: CacheUser) -> None:
+    def release(self, seq: StateUser) -> None:
+        """A sequence ends or is preempted. Its blocks go next."""
         self.plan.withdraw(seq)
-        held = tuple(dict.fromkeys(each for each in (seq.state_read, seq.state_write) if each is not None))
-        seq.state_read = seq.state_write = None
-        seq.state_sees_draft = False
-        self._release(seq.seq_id, held)
+        held, seq.state = seq.state, None
+        if held is not None:
+            slot_ids = dict.fromkeys(each for each in (held.read, held.write) if each is not None)
+            self._release(seq.seq_id, tuple(slot_ids))
 
     # ------------------------------------------------------------------ steps
 
@@ -448,9 +287,10 @@ class StateKind:
         """What the step before read can be written, and what it wrote can be read."""
         moved, self._moved = self._moved, []
         for seq in moved:
-            read, seq.state_read = seq.state_read, seq.state_write
-            if read is not None and read != seq.state_write:
-                self._release(seq.seq_id, (read,))
+            if (held := seq.state) is not None:
+                read, held.read = held.read, held.write
+                if read is not None and read != held.write:
+                    self._release(seq.seq_id, (read,))
         self._made_before += self._made_now
         self._made_now = []
         kept, self._kept = self._kept, []
@@ -458,12 +298,14 @@ class StateKind:
             self.plan.passed(seq, span)
 
     def confirm(self, *, latest: bool) -> None:
+        """All steps but the latest have run, or with `latest` that one, too."""
         self._made_before.clear()
         if latest:
             self._made_now.clear()
 
     def recover(self) -> None:
-        """The sequences forget their slots on their own."""
+        """A step raised: release everything, drop what may be unwritten, and forget the queue. The sequences forget
+        their slots on their own."""
         self.plan.clear()
         self._kept = []
         for slot_id in (*self._made_before, *self._made_now):
@@ -480,6 +322,7 @@ class StateKind:
             self._emit(ev.StatesRecovered(tuple(kept)))
 
     def count(self, facts: RunFacts) -> None:
+        """Write the counts of slots and checkpoints into the facts of the run."""
         facts.peak_used_state_slots = max(facts.peak_used_state_slots, self.num_held)
         facts.num_checkpoints, facts.num_dropped_checkpoints = self.num_made, self.num_dropped
         facts.num_checkpoint_hits = self.num_read
@@ -534,7 +377,8 @@ class StateKind:
 
     # ------------------------------------------------------------------ invariants
 
-    def check(self, seqs: list[CacheUser] | None) -> None:
+    def check(self, seqs: list[StateUser] | None) -> None:
+        """Verify every invariant; given the sequences, also that they explain what is held."""
         empty, idle = set(self._empty), set(self._idle)
         assert len(empty) == len(self._empty), "a slot is empty twice"
         assert not empty & idle, f"slots both empty and idle: {sorted(empty & idle)}"
@@ -551,11 +395,18 @@ class StateKind:
         if seqs is not None:
             self._check_holders(seqs)
 
-    def _check_holders(self, seqs: list[CacheUser]) -> None:
+    def _check_holders(self, seqs: list[StateUser]) -> None:
         owners = [0] * len(self.slots)
         for seq in seqs:
-            for slot_id in {seq.state_read, seq.state_write} - {None}:
-                assert slot_id is not None
-                owners[slot_id] += 1
+            held = () if seq.state is None else {seq.state.read, seq.state.write}
+            for slot_id in held:
+                if slot_id is not None:
+                    owners[slot_id] += 1
         for slot, count in zip(self.slots, owners, strict=True):
             assert slot.ref_count == count, f"slot {slot.slot_id}: ref_count {slot.ref_count}, {count} owners"
+
+
+def _held(seq: StateUser) -> HeldSlots:
+    """The slots of a sequence that runs."""
+    assert seq.state is not None, "a running sequence has slots"
+    return seq.state

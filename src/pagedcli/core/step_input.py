@@ -4,27 +4,22 @@ Built by StepBuilder on the rank that schedules, read by every Executor: ModelRu
 WorkerGroup on several; a simulation computes nothing. Needs no torch and no device.
 """
 
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 
-from pagedcli.core.beams import num_candidates
+from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.limits import Limits
-from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.sampling_input import Ints, SamplingInput
 from pagedcli.core.scoring import TokenScore
-from pagedcli.core.sequence import Sequence, TokenLogprobs, TokenMask
+from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.core.steps import ScheduledStep
 
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
-
-_is_greedy: Callable[[Sequence], bool] = attrgetter("is_greedy")
+_state: Callable[[Sequence], HeldSlots] = attrgetter("state")
 
 
 # ---------------------------------------------------------------------- what goes in
@@ -95,180 +90,6 @@ class StepInput:
         return self.max_new == 1 and self.logits_rows is None and not self.copies
 
 
-@dataclass(frozen=True, slots=True)
-class LogitChanges:
-    """Adjustments of logits before sampling, applied in the order of the fields. The executor keeps the tokens of each
-    sequence that needs it, at the sequence's place, and adds those that it samples itself: a step that is launched
-    before the last one is read needs no token from the host.
-
-    A sequence with a draft has several rows, one after the other: each sees the guesses up to its own, and the token
-    sampled from it is kept if these are right.
-    """
-
-    started: list[tuple[int, list[int], int]]  # place, its tokens, how many of these are the prompt: kept from now on
-    repeated: Ints  # [P] int64, rows with a repetition penalty
-    repeated_places: Ints  # [P] int64
-    repeated_guesses: Ints  # [P] int64, the guess just before the row's token; -1: the first row of its sequence
-    repetition: Floats  # [P] float32: divides logits of tokens in prompt and output, multiplies negative ones
-    counted: Ints  # [Q] int64, rows with a frequency or presence penalty
-    counted_places: Ints  # [Q] int64
-    counted_guesses: Ints  # [Q] int64, as repeated_guesses
-    frequency: Floats  # [Q] float32: subtracted per earlier generation
-    presence: Floats  # [Q] float32: subtracted once
-    biased: Ints  # [K] int64, rows
-    biased_ids: Ints  # [K] int64
-    bias: Floats  # [K] float32, added
-    guided: list[tuple[int, TokenMask, list[int]]]  # row, allowed tokens, which of them end it too early
-    banned: Ints  # [E] int64, rows
-    banned_ids: Ints  # [E] int64, the end tokens of sequences below their minimum length
-
-    @classmethod
-    def of(cls, rows: list[tuple[int, Sequence, int]]) -> "LogitChanges | None":
-        """For a token of each of these sequences, so many after its next one. None if there are none.
-
-        Changes: num_kept_tokens of the sequences.
-        """
-        if not rows:
-            return None
-        started, guided, biased, banned = [], [], [], []
-        for row, seq, ahead in rows:
-            if seq.penalized and not ahead:
-                if seq.is_beam or seq.num_kept_tokens != seq.num_tokens:  # another beam's tokens become a beam's own
-                    assert not seq.num_pending_tokens, "a sequence starts with all its tokens on the host"
-                    assert seq.row is not None, "a sampled sequence has a row"
-                    started.append((seq.row, seq.token_ids.copy(), seq.num_prompt_tokens))
-                seq.num_kept_tokens = seq.num_tokens + 1
-            biased += [(row, token_id, bias) for token_id, bias in (seq.params.logit_bias or {}).items()]
-            # requests may name any number; the executor knows which are in the vocabulary
-            ends = (
-                sorted(token_id for token_id in seq.end_token_ids if 0 <= token_id < 2**31)
-                if _below_min_tokens(seq, ahead)
-                else []
-            )
-            if seq.guide is not None:
-                allowed = seq.draft_masks[ahead - 1] if ahead else seq.guide.allowed_tokens
-                guided.append((row, allowed, ends))
-            else:
-                banned += [(row, token_id) for token_id in ends]
-        repeated = [each for each in rows if each[1].params.repetition_penalty != 1]
-        counted = [each for each in rows if each[1].params.frequency_penalty or each[1].params.presence_penalty]
-        return cls(
-            started=started,
-            repeated=_integers(row for row, _, _ in repeated),
-            repeated_places=_integers(seq.row for _, seq, _ in repeated),
-            repeated_guesses=_guesses(repeated),
-            repetition=_floats(seq.params.repetition_penalty for _, seq, _ in repeated),
-            counted=_integers(row for row, _, _ in counted),
-            counted_places=_integers(seq.row for _, seq, _ in counted),
-            counted_guesses=_guesses(counted),
-            frequency=_floats(seq.params.frequency_penalty for _, seq, _ in counted),
-            presence=_floats(seq.params.presence_penalty for _, seq, _ in counted),
-            biased=_integers(row for row, _, _ in biased),
-            biased_ids=_integers(token_id for _, token_id, _ in biased),
-            bias=_floats(bias for _, _, bias in biased),
-            guided=guided,
-            banned=_integers(row for row, _ in banned),
-            banned_ids=_integers(token_id for _, token_id in banned),
-        )
-
-
-def _guesses(rows: list[tuple[int, Sequence, int]]) -> Ints:
-    return _integers(seq.draft[ahead - 1] if ahead else -1 for _, seq, ahead in rows)
-
-
-def _integers(values: Iterable[Any]) -> Ints:
-    return np.array(list(values), dtype=np.int64)
-
-
-def _floats(values: Iterable[float]) -> Floats:
-    return np.array(list(values), dtype=np.float32)
-
-
-class RowSampling(NamedTuple):
-    """How one token is picked from each of R rows."""
-
-    temperature: Floats  # [R] float32, 0: greedy
-    uniform: Floats  # [R] float32 in [0, 1]
-    top_k: Ints  # [R] int32, 0: all
-    top_p: Floats  # [R] float32, 1: all
-    min_p: Floats  # [R] float32, 0: all
-
-    @classmethod
-    def greedy(cls, num_rows: int) -> "RowSampling":
-        """The likeliest token of each row."""
-        zero, one = (np.full(num_rows, value, dtype=np.float32) for value in (0, 1))
-        return cls(zero, zero.copy(), np.zeros(num_rows, dtype=np.int32), one, zero.copy())
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingInput:
-    """How R rows of logits become tokens."""
-
-    rows: RowSampling
-    has_limits: bool  # whether a row has top-k, top-p or min-p
-    changes: LogitChanges | None  # None: no row without beams needs any
-    scored: Items[tuple[int, int]]  # rows with log-probabilities, and how many of the likeliest tokens; beams, too
-    score_changes: LogitChanges | None  # changes of beams' log-probabilities; rows are numbered as in `scored`
-    num_drawn: int  # rows that are not greedy
-    logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
-
-    @classmethod
-    def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
-        """For the next token of each sequence, after its pending ones. That of one that has ended is not read.
-
-        A sequence that comes several times in a row has a draft: its further rows are for the tokens after that."""
-        if logits_rows is None and all(map(_is_greedy, seqs)):
-            return _greedy(len(seqs))
-        rows = RowSampling.greedy(len(seqs))
-        has_limits, changes, score_changes, scored, ahead = False, [], [], [], 0
-        for row, seq in enumerate(seqs):
-            if seq.is_greedy or seq.finish_reason is not None:
-                continue
-            ahead = ahead + 1 if row and seqs[row - 1] is seq else 0
-            params = seq.params
-            if seq.is_beam:
-                scored.append((row, max(num_candidates(seq), params.logprobs or 0)))
-            elif params.logprobs is not None:
-                scored.append((row, params.logprobs))
-            if not (params.greedy or seq.is_beam):
-                rows.temperature[row] = params.temperature
-                rows.uniform[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens + ahead)
-                if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-                    has_limits = True
-                    rows.top_k[row], rows.top_p[row] = max(params.top_k, 0), params.top_p
-                    rows.min_p[row] = params.min_p
-            if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq, ahead):
-                if seq.is_beam:
-                    score_changes.append((len(scored) - 1, seq, 0))
-                else:
-                    changes.append((row, seq, ahead))
-        return cls(
-            rows=rows,
-            has_limits=has_limits,
-            changes=LogitChanges.of(changes),
-            scored=scored,
-            score_changes=LogitChanges.of(score_changes),
-            num_drawn=int(np.count_nonzero(rows.temperature)),
-            logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
-        )
-
-    @property
-    def num_rows(self) -> int:
-        """Number of tokens to sample."""
-        return self.rows.temperature.shape[0]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `rows` say everything."""
-        return not (self.changes or self.scored) and self.logits_rows is None
-
-
-@lru_cache(maxsize=4)  # steps in a row have as many rows, and nothing changes the arrays
-def _greedy(num_rows: int) -> SamplingInput:
-    """The likeliest token of each row."""
-    return SamplingInput(RowSampling.greedy(num_rows), False, None, (), None, 0)
-
-
 # ---------------------------------------------------------------------- what comes out
 
 
@@ -317,6 +138,43 @@ class Executor(Protocol):
     def launch_model(self, step: StepInput) -> Callable[[SamplingInput], TokensToRead]:
         """Start a step whose sampling needs tokens that have not been read. Returns what samples it, which is called
         before the next step is launched, or never."""
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on the device whose tokens have not been read."""
+
+    seqs: list[Sequence]  # the sequence of each row of tokens
+    tokens: TokensToRead | None  # None: `sample` picks them
+    scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
+    computed: list[Sequence]  # sequences with targets of which it computes the last token
+    drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
+    has_beams: bool  # what can be scheduled next depends on which of them are kept
+    sample: Callable[[SamplingInput], TokensToRead] | None = None
+
+    def rows_that_count(self, token_ids: Items[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
+        """Each row with its sequence and token, but those after a wrong guess."""
+        rows = zip(range(len(self.seqs)), self.seqs, token_ids, strict=True)
+        return self._up_to_wrong_guesses(rows) if self.drafted else rows
+
+    def _up_to_wrong_guesses(
+        self, rows: Iterable[tuple[int, Sequence, int | None]]
+    ) -> Iterator[tuple[int, Sequence, int | None]]:
+        """With the draft 5 6 7 a sequence has four rows. If they say 5 6 9 2, the token of the last one was drawn as if
+        7 had come before, not 9: the sequence gets 5 6 9."""
+        place, is_right = 0, True  # the row's place in the draft, whether all guesses before it were right
+        for row, seq, token_id in rows:
+            if not row or self.seqs[row - 1] is not seq:
+                place, is_right = 0, True
+            if is_right:
+                yield row, seq, token_id
+                is_right = place < len(seq.guesses) and token_id == seq.guesses[place]
+            place += 1
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """seq_id -> row of the tokens."""
+        return {seq.seq_id: row for row, seq in enumerate(self.seqs)}
 
 
 # ---------------------------------------------------------------------- building
@@ -471,15 +329,17 @@ class StepBuilder:
 
 def _state_slots(seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
     """The slots of recurrent state that each sequence reads and writes."""
-    if seqs[0].state_write is None:
+    if seqs[0].state is None:
         return None, None
-    reads = np.array([-1 if seq.state_read is None else seq.state_read for seq in seqs], dtype=np.int32)
-    return reads, np.array([seq.state_write for seq in seqs], dtype=np.int32)
+    held = list(map(_state, seqs))
+    reads = np.array([-1 if (slot_id := each.read) is None else slot_id for each in held], dtype=np.int32)
+    return reads, np.array([each.write for each in held], dtype=np.int32)
 
 
 def _num_unseen(seqs: list[Sequence]) -> Ints:
     """The guesses that are not for the state of each sequence."""
-    return np.array([0 if seq.state_sees_draft else len(seq.draft) for seq in seqs], dtype=np.int32)
+    sees_all = (seq.state is not None and seq.state.sees_draft for seq in seqs)
+    return np.array([0 if sees else len(seq.guesses) for seq, sees in zip(seqs, sees_all, strict=True)], dtype=np.int32)
 
 
 def known_ids(entries: list[int | None]) -> list[int]:
@@ -496,9 +356,10 @@ def _input_ids(work: ScheduledStep) -> Ints:
     """[T] int64, 0 for pending tokens."""
     ids: list[int] = []
     for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-        first = seq.num_computed_tokens
-        chunk = seq.token_ids[first - seq.num_behind_tokens : first + num_new]
-        ids += [*chunk, *seq.draft] or [0]  # only the single token of a decode can be pending
+        first, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new
+        if work.num_behind:
+            first -= seq.num_behind_tokens
+        ids += [*seq.token_ids[first:end], *seq.guesses] or [0]  # only the single token of a decode can be pending
     return np.array(ids, dtype=np.int64)
 
 
@@ -542,14 +403,3 @@ def prompt_rows(
     both = np.union1d(sampled, scored).astype(np.int64)
     of_both = np.searchsorted(both, sampled), np.searchsorted(both, scored)
     return both, PromptRows(*of_both, places, np.array(token_ids, dtype=np.int64), tuple(pieces))
-
-
-def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, a function of the arguments alone."""
-    key = struct.pack("<qqq", seed, sample_index, position)
-    return float(xxhash.xxh64_intdigest(key) >> 11) * 2.0**-53
-
-
-def _below_min_tokens(seq: Sequence, ahead: int) -> bool:
-    num_output = seq.num_tokens - seq.num_prompt_tokens  # including pending ones
-    return num_output + ahead < seq.params.min_tokens and bool(seq.end_token_ids)

@@ -1,6 +1,6 @@
 """Full blocks and checkpoints of earlier processes in a folder: which prefixes it has, and what of this run goes there.
 
-Used by core.cache and by kinds of caches; needs no torch: the tensors are behind BlockMemory, the files in
+Used by core.cache and core.states; needs no torch: the tensors are behind BlockMemory, the files in
 content_files. A file has blocks of one chain, or the state after one, with the tokens from its beginning on, so that a
 hash is only a hint here, too.
 """
@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, digest_of
-from pagedcli.core.block_manager import CacheUser
+from pagedcli.core.prefix_lookup import CacheUser
 from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, num_equal_bytes, token_bytes
 
 FILE_BYTES = 2**26  # content of one file

@@ -15,10 +15,10 @@ import torch
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
+from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Kernels, Plan
-from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note

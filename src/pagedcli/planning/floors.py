@@ -10,7 +10,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from pagedcli.core.budget import head_bytes
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scheduler import Scheduler
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.models.footprint import Footprint
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import Roofline

@@ -16,7 +16,6 @@ from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import (
     BLOCK_SIZES,
-    DigestSet,
     PrefixRows,
     SeenPrefixes,
     token_bytes,
@@ -102,7 +101,7 @@ class PromptSurvey:
     num_repeated: int = 0  # prompts equal to an earlier one
     _shapes: Counter[_Shape] = field(default_factory=Counter)
     _seen: PrefixRows = field(default_factory=PrefixRows)
-    _whole: DigestSet = field(default_factory=DigestSet)  # whole prompts
+    _whole: set[int] = field(default_factory=set)  # digests of whole prompts
     _shared: dict[int, _Shared] = field(default_factory=dict)
     _newest: SeenPrefixes = field(default_factory=SeenPrefixes)
     _longest_shared: int = 0  # tokens, exactly; with one of the newest prompts
@@ -135,7 +134,8 @@ class PromptSurvey:
         found = self._newest.add(token_ids, cache_salt, look_back=may_be_longest)
         self._longest_shared = max(self._longest_shared, found)
         self._seen.add(digests[num_known:], row)
-        self.num_repeated += not self._whole.add(whole)
+        self.num_repeated += whole in self._whole
+        self._whole.add(whole)
         self._shapes[_Shape(num_prompt, max_tokens, num_known, num_seqs, is_beam_search, num_context)] += 1
         return num_known * UNIT
 

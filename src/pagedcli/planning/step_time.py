@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scheduler import Scheduler
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.events import CacheGroup
 from pagedcli.files import cache_home, is_stream, read_own, whole_file
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.core.step_input import RowSampling, SamplingInput, StepInput
+from pagedcli.core.sampling_input import RowSampling, SamplingInput
+from pagedcli.core.step_input import StepInput
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import SamplingLimits, choose_tokens

@@ -17,8 +17,8 @@ from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.cache import pool_bytes
 from pagedcli.core.plan import Plan
-from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.memory_limit import shortage

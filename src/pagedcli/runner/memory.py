@@ -17,8 +17,8 @@ from pagedcli.core.budget import TERMS, StepShape, Terms
 from pagedcli.core.groups import TableShape
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.layers.sampling import SamplingLimits, choose_tokens, mask_tokens, penalize_counted, penalize_repeated
 from pagedcli.native import loaded_library
 from pagedcli.native.system import release_free_memory

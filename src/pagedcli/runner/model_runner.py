@@ -13,9 +13,11 @@ from torch import Tensor
 
 from pagedcli.attention.base import LateTokens
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.checkpoints import HeldSlots
+from pagedcli.core.sampling_input import Ints, SamplingInput
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import Ints, SamplingInput, StepBuilder, StepInput
+from pagedcli.core.step_input import StepBuilder, StepInput
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState, RunnerSpec
 from pagedcli.runner.sampler import KeptTokens, PromptScores, SampledTokens, sample_tokens, score_prompts
@@ -165,7 +167,7 @@ class ModelRunner:
         for place, seq in enumerate(work.seqs):
             seq.synced_blocks = 0
             if self.state.num_state_slots:
-                seq.state_write = min(place, self.state.num_state_slots)
+                seq.state = HeldSlots(write=min(place, self.state.num_state_slots))
         step, sampled = StepBuilder(self.limits).build(work)
         if every_token:
             return self._last_logits(step), sampled

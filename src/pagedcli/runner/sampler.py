@@ -12,17 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedcli.core.sampling_input import Ints, LogitChanges, SamplingInput
 from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import (
-    Ints,
-    LogitChanges,
-    PromptLogprobs,
-    PromptRows,
-    SamplingInput,
-    StepTokens,
-    TargetScores,
-)
+from pagedcli.core.step_input import PromptLogprobs, PromptRows, StepTokens, TargetScores
 from pagedcli.layers import sampling as kernels
 from pagedcli.runner.device_state import Download, Upload
 

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from pagedcli.config import EngineConfig
-from pagedcli.core.step_input import SamplingInput, StepInput, StepTokens
+from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.step_input import StepInput, StepTokens
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.planning.decide import rank_device, resolve_device

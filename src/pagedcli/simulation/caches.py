@@ -272,12 +272,7 @@ class Prompt:
         self.prefixes = chain_of((struct.pack("<q", block) for block in blocks), tables.num_groups)
         self.cache_salt: str | None = None
         self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
-        self.num_behind_tokens = 0
-        self.num_prompt_tokens = len(self.token_ids)
         self.num_context_tokens: int | None = None
-        self.state_read: int | None = None
-        self.state_write: int | None = None
-        self.state_sees_draft = False
 
 
 def unscheduled_hits(

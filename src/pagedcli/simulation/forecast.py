@@ -10,7 +10,8 @@ import numpy as np
 
 from pagedcli.batch.run import PrefixWindow
 from pagedcli.core.plan import Plan
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.scheduler import Scheduler
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.planning.step_time import StepTime, StepWork
 from pagedcli.simulation.caches import Bools
 from pagedcli.simulation.requests import TraceRequest, Workload, work_of

@@ -18,9 +18,11 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.requests import FinishedRequest
-from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import SamplingInput, StepInput, StepTokens
+from pagedcli.core.step_input import StepInput, StepTokens
+from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams

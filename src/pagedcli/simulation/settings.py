@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedcli.core.budget import blocks_for
+from pagedcli.core.checkpoints import POLICIES as CHECKPOINTS
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
-from pagedcli.core.states import POLICIES as CHECKPOINTS
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.forecast import Forecast

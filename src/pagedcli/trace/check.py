@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 import pagedcli.events as ev
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
-from pagedcli.core.states import StateKind
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
 from pagedcli.trace.laws import LawBook, Laws, PoolLaws, SlotLaws, live_seq, refuse, tables_of
@@ -160,11 +159,9 @@ class PrefixLaws(LawBook):
             refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
         found = self.num_found(seq, state, first if event.reason == "continued" else None)
         self._check_disk(event, self._before_restored.pop(event.seq_id, UNSET), engine.block_size)
-        has_kind = state.slots is not None and event.vetoed_by == StateKind.name
-        is_vetoed = event.vetoed_by is not UNSET and event.vetoed_by in other_kinds(state)
-        if event.vetoed_by is not UNSET and not (has_kind or is_vetoed):
+        if event.vetoed_by is not UNSET and (state.slots is None or event.vetoed_by != "state"):
             refuse(event, f"vetoed by {event.vetoed_by}, a kind of cache that the engine does not have")
-        if found is not None and (event.blocks_hit >= found if is_vetoed else event.blocks_hit != found):
+        if found is not None and event.blocks_hit != found:
             refuse(event, f"{found} blocks of seq {seq.seq_id} are in the pool, not {event.blocks_hit}")
         self._check_prefix(event, seq, first + event.blocks_hit, state)
         if event.reason == "new" and not seq.sample_index:
@@ -334,12 +331,6 @@ class PrefixLaws(LawBook):
                 del followers[block_id]
 
 
-def other_kinds(state: PoolState) -> set[str]:
-    """Kinds of cache that a trace says nothing of but their names: what they veto is not decided again."""
-    kinds = state.started.kinds
-    return set() if kinds is UNSET else {*kinds} - {StateKind.name}
-
-
 class SequenceLaws(LawBook):
     """Samples and beams of a request belong together, and each sequence keeps its place in the order of a step."""
 
@@ -504,9 +495,8 @@ class QueueLaws(LawBook):
             in_use = sum(state.ref_counts[index[each]] > 0 for each in chain[: found * state.num_groups])
         is_known = found is not None or tables.has_windows or not engine.enable_prefix_caching
         least = total - (in_use if is_known else min(total, state.num_used_blocks))
-        most = total if other_kinds(state) else total - in_use
-        if not least <= event.num_blocks_needed <= most:
-            refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
+        if not least <= event.num_blocks_needed <= total - in_use:
+            refuse(event, f"needs {least} to {total - in_use} blocks, not {event.num_blocks_needed}")
 
     # ------------------------------------------------------------------ steps
 

@@ -12,10 +12,10 @@ from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.core.budget import ITEMSIZE
+from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape, page_bytes, token_bytes
 from pagedcli.core.limits import Limits
-from pagedcli.core.states import CheckpointPolicy
 from pagedcli.errors import ConfigError, TraceError
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.ledgers import SlotLedger

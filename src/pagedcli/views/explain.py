@@ -26,7 +26,7 @@ from pagedcli.views.rows import Label, LookupRow, ShownRow
 
 Reason = Literal[
     "all_hit", "evicted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix",
-    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint", "vetoed",
+    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint",
 ]  # fmt: skip
 
 REASON_WORDS: dict[Reason, str] = {
@@ -43,7 +43,6 @@ REASON_WORDS: dict[Reason, str] = {
     "hash_collision": "the block with this hash holds other tokens",
     "not_known": "the sequence ended before it reached the missing block",
     "no_checkpoint": "K and V of the next block are cached, but no checkpoint of the recurrent state",
-    "vetoed": "the next block is cached, but another kind of cache could not continue there",
 }
 
 
@@ -162,8 +161,6 @@ class Lookup:
         if self.reason == "no_checkpoint":
             last = f"the last one is at {event.tokens_hit:,}" if event.tokens_hit else "there is none"
             return f"{self.kv_tokens:,} tokens of K and V are cached, but a checkpoint of the state is needed: {last}"
-        if self.reason == "vetoed":
-            return f"{words}: {event.vetoed_by}"
         if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
             return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {self.block_size}"
         if self.reason == "no_shared_prefix" and self.salted:
@@ -449,8 +446,6 @@ class Explainer(TokenView):
         assert missing is not None, "a lookup that missed names the hash"
         if lookup.kv_tokens is not None and lookup.kv_tokens > lookup.event.tokens_hit:
             lookup.reason = "no_checkpoint"
-        elif lookup.event.vetoed_by is not UNSET:
-            lookup.reason = "vetoed"
         elif missing in state.hash_to_block_id:
             lookup.reason = "hash_collision"
         elif self._num_copies.get(missing):
