@@ -9,10 +9,7 @@ from interpreter import interpreted
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import recurrent_blocks
 from pagedcli.models.blocks import Step
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
 from pagedcli.models.recurrent_blocks import BODIES
 
 pytest.importorskip("triton")

@@ -44,7 +44,7 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         method = "bitsandbytes" if quantization is None else quantization.method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this import may load transformers
-    from pagedcli.models.fallback_spec import read_fallback_spec
+    from pagedcli.models.transformers_fallback import read_fallback_spec
 
     return read_fallback_spec(path, trust_remote_code=trust_remote_code)
 
@@ -52,9 +52,9 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
 def _gguf_spec(path: Path) -> ModelSpec:
     """The ModelSpec of a GGUF file. Raises: ModelError for what is damaged or does not run here."""
     header = read_header(path)
-    found = describe(header)
-    check_supported(found.fields, path)
-    spec = as_stored(native_spec(path, found.fields, found.model_type, where=path), header)
+    model_type, fields = describe(header)
+    check_supported(fields, path)
+    spec = as_stored(native_spec(path, fields, model_type, where=path), header)
     divisors = frequency_factors(header)
 
     def divided(rope: RopeSpec | None) -> RopeSpec | None:

@@ -20,11 +20,7 @@ from pagedcli.layers.recurrent import (
     recurrence,
 )
 from pagedcli.models.blocks import Step
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.recurrent import RecurrentMixer
-from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, RecurrentMixer, ShortConv
 
 if TYPE_CHECKING:
     from pagedcli.models.decoder import Builder
@@ -39,12 +35,6 @@ def triton_kernels(x: Tensor) -> Any:
     return triton_recurrent
 
 
-def _needed(parts: "Builder", key: str) -> Tensor:
-    tensor = parts.small(key)
-    assert tensor is not None, f"{key} is a parameter"
-    return tensor
-
-
 class GatedDeltaNet:
     """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
 
@@ -54,8 +44,8 @@ class GatedDeltaNet:
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> 2H: b and a
         self.conv = parts.conv(key)  # [K, C] float32
         self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
-        self.step_bias = _needed(parts, f"{key}.step_bias")  # [H] float32
-        self.norm = _needed(parts, f"{key}.gated_norm")  # [P]
+        self.step_bias = parts.needed(f"{key}.step_bias")  # [H] float32
+        self.norm = parts.needed(f"{key}.gated_norm")  # [P]
         self.eps = parts.eps if shape.eps is None else shape.eps
         self.out = parts.linear(f"{key}.out")  # I -> E
         # order of the columns of inner and of gates
@@ -115,10 +105,10 @@ class KimiDeltaAttention:
         self.decay_down = parts.plain_linear(f"{key}.decay_down")  # E -> N
         self.decay_up = parts.plain_linear(f"{key}.decay_up")  # N -> I
         self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
-        self.step_bias = _needed(parts, f"{key}.step_bias")  # [I] float32
+        self.step_bias = parts.needed(f"{key}.step_bias")  # [I] float32
         self.shares_down = parts.linear(f"{key}.shares_down")  # E -> N
         self.shares_up = parts.linear(f"{key}.shares_up")  # N -> I
-        self.norm = _needed(parts, f"{key}.gated_norm")  # [N]
+        self.norm = parts.needed(f"{key}.gated_norm")  # [N]
         self.out = parts.linear(f"{key}.out")  # I -> E
         heads, size = shape.num_heads, shape.head_dim
         self.heads = StateHeads(
@@ -165,8 +155,8 @@ class MambaMixer:
         self.conv = parts.conv(key)  # [K, C] float32
         self.conv_bias = parts.small(f"{key}.conv_bias")  # [C] float32, or None
         self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
-        self.step_bias = _needed(parts, f"{key}.step_bias")  # [H] float32
-        self.skip = _needed(parts, f"{key}.skip")  # [H] float32
+        self.step_bias = parts.needed(f"{key}.step_bias")  # [H] float32
+        self.skip = parts.needed(f"{key}.skip")  # [H] float32
         self.norm = parts.small(f"{key}.gated_norm")  # [I], or None
         self.out = parts.linear(f"{key}.out")  # I -> E
         self.heads = StateHeads(

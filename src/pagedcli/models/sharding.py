@@ -31,7 +31,7 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
     if spec.quantization is not None and spec.quantization.act_order:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but weights whose groups are not neighbours are not split: "
-            f"{spec.quantization.description}",
+            f"{spec.quantization.name}",
             hint="use --tensor-parallel-size 1",
         )
     wrong = dict.fromkeys(f"{number} {what}" for number, what in _divided(spec) if number % size)

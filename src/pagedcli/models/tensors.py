@@ -78,10 +78,6 @@ class Parameter:
             first += count
         return wide.to(tensor.dtype)
 
-    def kept_dtype(self, model_dtype: str) -> str | None:
-        """Its dtype in memory; None: that of the checkpoint."""
-        return self.dtype or self.stored.dtype or (model_dtype if self.stored.converts else None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormStyle:
@@ -195,7 +191,7 @@ def joined_format(weight_format: WeightFormat, rows: Mapping[str, int]) -> Layer
     Raises: ModelError if theirs differ and cannot be one layer.
     """
     formats = [weight_format.of(name) for name in rows]
-    if len(set(formats)) == 1:
+    if formats.count(formats[0]) == len(formats):
         return formats[0]
     if weight_format.mixes:
         return MixedLayer(formats, list(rows.values()))

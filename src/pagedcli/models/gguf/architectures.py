@@ -388,11 +388,7 @@ ARCHITECTURES = {
     ),
     "granitehybrid": Architecture(
         family="granitemoehybrid",
-        keys={
-            **_GRANITE,
-            "num_experts": ("expert_count", 0),
-            **_MAMBA,
-        },
+        keys={**_GRANITE, "num_experts": ("expert_count", 0), **_MAMBA},
         reordered=True,
         computed=_granite_hybrid,
     ),
