@@ -103,9 +103,8 @@ class DecoderRequest:
 def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> Kernels:
     """Whose linear layers run with a backend: those of the native library where it serves attention and can pack every
     weight of the model."""
-    sizes = [spec.hidden_size, spec.intermediate_size]
-    sizes += [mixer.inner for layer in spec.layers for mixer in layer.mixers]
-    sizes.append(spec.layer_inputs.size if spec.layer_inputs is not None else 0)
+    sizes = [mixer.inner for layer in spec.layers for mixer in layer.mixers]
+    sizes += [spec.hidden_size, spec.intermediate_size, spec.layer_inputs.size if spec.layer_inputs is not None else 0]
     if (experts := spec.experts) is not None:
         sizes += [experts.each.width, experts.shared.width if experts.shared is not None else 0]
     if backend.capabilities.native_step and not any(size % 2 for size in sizes):

@@ -49,8 +49,6 @@ _GATES = {
 }
 _MIXERS = {Attention, LatentAttention, GatedDelta, KimiDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
-
-
 _NORMS = (
     *("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"),
     *("experts_norm", "experts_norm_after", "dense_norm_after", "layer_input_after"),

@@ -256,8 +256,8 @@ class Builder(Parts):
         layer_format, dtype = self._request.weight_format.lm_head, self._request.dtype
         if tied and layer_format.stored[0].dtype is not None:  # packed in the checkpoint
             table = layer_format.widened(modules, dtype)
-        own = table if tied else None
-        linear, num_bytes, rows = layer_format.output_layer(modules, bias, dtype, self.kernels, own)
+        made = layer_format.output_layer(modules, bias, dtype, self.kernels, table if tied else None)
+        linear, num_bytes, rows = made
         head = VocabularyHead(linear, vocab_size, parallel)
         if tied and rows is not None and parallel.size == 1:
             return rows, head, num_bytes

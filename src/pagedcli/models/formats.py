@@ -79,22 +79,17 @@ class LayerFormat:
     keeps_rows: bool = True  # whether the rows of the output layer can be read again, as a tied embedding needs them
 
     @functools.cached_property
-    def name(self) -> str:
-        """What a person should know of it."""
-        raise NotImplementedError
-
-    @functools.cached_property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The tensors of a module."""
         raise NotImplementedError
 
     def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
         """A module's weight as stored, [out, in]."""
-        raise NotImplementedError(f"{self.name} has numbers")
+        raise NotImplementedError
 
     def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
         """Bytes in memory of an output feature that `kernels` keep as stored."""
-        raise NotImplementedError(f"{self.name} has no rows of one size")
+        raise NotImplementedError
 
     def why_widened(self, kernels: Kernels, itemsize: int) -> str | None:
         """Why `kernels` do not multiply by the numbers as stored, which are then widened; None if they do. `itemsize`:
@@ -264,10 +259,6 @@ class MixedLayer(LayerFormat):
 
     formats: Sequence[LayerFormat]
     rows: Sequence[int]  # output features of each module
-
-    @functools.cached_property
-    def name(self) -> str:
-        return ", ".join(dict.fromkeys(each.name for each in self.formats))
 
     @functools.cached_property
     def stored(self) -> tuple[StoredTensor, ...]:

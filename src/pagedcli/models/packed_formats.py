@@ -92,9 +92,8 @@ _MXFP4_NUMBERS = {"scales": "blocks", "weight_scale": "weight_packed"}
 def _scales(suffix: str, q: "StoredQuantization", *, out_dim: int = 0) -> StoredTensor:
     """Kept as stored: rounding them would be a second quantization."""
     out_per, in_per = q.block or (None if q.per_tensor else 1, q.group_size)
-    spread = (
-        FLOAT8_DEVIATION if q.layout == "float8" else (4**q.bits / 12) ** 0.5
-    )  # deviation of the numbers that dummies are made of
+    # deviation of the numbers that dummies are made of
+    spread = FLOAT8_DEVIATION if q.layout == "float8" else (4**q.bits / 12) ** 0.5
     return StoredTensor(suffix, None, out_dim, 1 - out_dim, out_per, in_per, converts=False, init=DEVIATION / spread)
 
 

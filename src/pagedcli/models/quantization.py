@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import packed_modules
-from pagedcli.models.config_json import convert, read_json
+from pagedcli.models.checkpoint_files import convert, packed_modules, read_json
 from pagedcli.models.stored_quantization import Layout, Quantization, StoredQuantization, name_pattern
 
 # What is read: name -> what of it.
@@ -154,7 +153,6 @@ def _gptq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...
         raise refusal(where, "gptq", "its output layer is quantized, too")
     if fields.pack_dtype != "int32":
         raise refusal(where, "gptq", f"pack_dtype {fields.pack_dtype}")
-    blocks = fields.modules_in_block_to_quantize or []
     base = StoredQuantization(
         method="gptq",
         layout="gptq",
@@ -163,7 +161,7 @@ def _gptq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...
         symmetric=fields.sym,
         act_order=fields.desc_act,
         zero_offset=1 if form == "gptq" else 0,
-        targets=tuple(name for block in blocks for name in ([block] if isinstance(block, str) else block)),
+        targets=_names(fields.modules_in_block_to_quantize),
     )
     changed: list[tuple[str, StoredQuantization | None]] = []
     for pattern, settings in (fields.dynamic or {}).items():
@@ -275,7 +273,7 @@ def _auto_round(content: dict[str, Any], where: Path) -> tuple[StoredQuantizatio
     return _by_pattern(changed, replace(base, targets=blocks))
 
 
-def _names(blocks: list[str | list[str]] | str | None) -> tuple[str, ...]:
+def _names(blocks: Sequence[str | list[str]] | str | None) -> tuple[str, ...]:
     """Names of blocks of layers: a list, lists within it, or a text with commas."""
     if isinstance(blocks, str):
         blocks = [*blocks.split(",")]

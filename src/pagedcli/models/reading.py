@@ -2,20 +2,18 @@
 
 Free of torch for native families."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import has_own_head
-from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
+from pagedcli.models.checkpoint_files import check_supported, convert, has_own_head, read_json, stop_ids
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import becomes_plain, read_quantization, refusal
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import LayerSpec, ModelSpec
+from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import TensorNames
 
 
@@ -97,6 +95,8 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         layers = fields.layers()
     except ModelError as error:
         raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
+    ropes = [layer.attention.rope for layer in layers if layer.attention is not None]
+    stretched = [rope.stretched_length for rope in ropes if rope is not None]
     names = nested_names(fields.tensor_names) if family.text is not None else fields.tensor_names
     return ModelSpec(
         model_type=model_type,
@@ -111,18 +111,13 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         names=names,
         tie_word_embeddings=fields.tie_word_embeddings,
         head_bias=fields.head_bias,
-        max_position_embeddings=max(fields.max_position_embeddings, _stretched_length(layers)),
+        max_position_embeddings=max([fields.max_position_embeddings, *stretched]),
         eos_token_ids=stop_ids(path, fields.eos_token_id, vocab_size=fields.vocab_size),
         bos_token_id=fields.bos_token_id,
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
         widened=becomes_plain(config),
         quantization=read_quantization(config, where, tied=fields.tie_word_embeddings, body=names.body),
     )
-
-
-def _stretched_length(layers: Iterable[LayerSpec]) -> int:
-    ropes = [layer.attention.rope for layer in layers if layer.attention is not None]
-    return max((rope.stretched_length for rope in ropes if rope is not None), default=0)
 
 
 def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:

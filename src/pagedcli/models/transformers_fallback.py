@@ -29,7 +29,7 @@ from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
 from pagedcli.models.base import DecoderNeeds, DecoderRequest, cache_shape, length_refusal
 from pagedcli.models.blocks import LayerStep, layer_steps
-from pagedcli.models.config_json import stop_ids
+from pagedcli.models.checkpoint_files import stop_ids
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import Mlp

@@ -16,8 +16,7 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.memory_limit import shortage
-from pagedcli.models.checkpoint_files import todays_name
-from pagedcli.models.config_json import read_json
+from pagedcli.models.checkpoint_files import read_json, todays_name
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
@@ -354,7 +353,6 @@ def _open(file: Path) -> Any:
 
 
 _STATE = re.compile(r"(.*\.weight)\.quant_state\.bitsandbytes__\w+")
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,24 +377,20 @@ class _RoundedWeight:
 
     def _numbers(self, said: dict[str, Any]) -> Tensor:
         packed, size, shape = self.tensor(self.name).flatten(), said["blocksize"], said["shape"]
-        if said["dtype"] not in _DTYPES:
+        if said["dtype"] not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"its dtype is {said['dtype']!r}")
         codes = torch.stack((packed >> 4, packed & 15), -1).flatten()  # the first of two in the high bits
         values = self._part("quant_map").float().index_select(0, codes.int())
         largest = self._part("absmax")
         if "nested_offset" in said:
-            steps = _repeated(self._part("nested_absmax"), said["nested_blocksize"], len(largest))
+            steps = self._part("nested_absmax").repeat_interleave(said["nested_blocksize"])[: len(largest)]
             levels = self._part("nested_quant_map").float()
             largest = levels.index_select(0, largest.int()) * steps + said["nested_offset"]
-        values *= _repeated(largest.float(), size, len(values))
+        values *= largest.float().repeat_interleave(size)[: len(values)]
         return values.view(shape).to(getattr(torch, said["dtype"]))
 
     def _part(self, suffix: str) -> Tensor:
         return self.tensor(f"{self.name}.{suffix}")
-
-
-def _repeated(numbers: Tensor, times: int, length: int) -> Tensor:
-    return numbers.repeat_interleave(times)[:length]
 
 
 def _rounded_weights(where: dict[str, str], tensor: Callable[[str], Tensor]) -> Mapping[str, _RoundedWeight]:

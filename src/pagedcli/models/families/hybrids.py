@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
 from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing

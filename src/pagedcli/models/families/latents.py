@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe, expert_groups
 from pagedcli.models.family import ATTENTION_BIAS, Biases, Llama
 from pagedcli.models.mixers.attention import LatentAttention

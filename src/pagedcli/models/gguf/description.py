@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pagedcli.models.gguf.architectures import ARCHITECTURES, STILL, fields_of, rope_of
-from pagedcli.models.gguf.header import Header
-from pagedcli.models.gguf.metadata import Metadata
+from pagedcli.models.gguf.header import Header, Metadata
 from pagedcli.models.gguf.types import CODEBOOK, GgufQuantization
 from pagedcli.models.mixers.attention import LatentAttention
 from pagedcli.models.mixers.recurrent import GatedDelta

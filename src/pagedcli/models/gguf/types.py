@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GgmlType(LayerFormat):
     """How a tensor's numbers are stored: a row is a sequence of blocks. The format of linear layers of this type."""
 
-    name: str = field()  # not the property that it replaces
+    name: str
     block: int  # numbers of a block; a row is whole blocks
     num_bytes: int  # bytes per block
     group: int = 0  # neighbours that share a scale; 0: plain numbers
@@ -114,17 +114,12 @@ _WIDENED = {
 }
 
 
-def _part(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
 @dataclass(frozen=True)
 class GgufQuantization(WeightFormat):
     """The types of a file's tensors, of which some linear layers are quantized."""
 
     types: Mapping[str, str] = field(hash=False)  # tensor -> name of its type
     sizes: Mapping[str, int] = field(hash=False)  # tensor -> numbers in it
-
     mixes = True
 
     @functools.cached_property
@@ -166,18 +161,18 @@ class GgufQuantization(WeightFormat):
             return kernels_note(self.name, dtype, kernels, None, apart=apart)
         spread = ", ".join(sorted({kind for kind in self.types.values() if BY_NAME[kind].codes == CODEBOOK}))
         apart += f" ({spread} as 8-bit numbers)" if spread else ""
+        note = kernels_note(self.name, dtype, kernels, None, apart=apart)
         is_scaled = any(name.endswith(".input_scale") for name in self.types)
-        unused = "; the scales of activations are not used" if is_scaled else ""
-        return kernels_note(self.name, dtype, kernels, None, apart=apart) + unused
+        return f"{note}; the scales of activations are not used" if is_scaled else note
 
     @property
     def _widened(self) -> list[str]:
         """What CPU kernels do not keep as stored, e.g. ["the embedding", "gate and up of 2 layers"]."""
         embedding = self.types.get("token_embd.weight", "F32")
         parts = ["the embedding"] if "output.weight" in self.types and not BY_NAME[embedding].is_float else []
-        for what, names in _WIDENED.items():
-            if any(not BY_NAME[kind].is_float and _part(name) in names for name, kind in self.types.items()):
-                parts.append(what)
+        coded = [name.removesuffix(".weight") for name, kind in self.types.items() if not BY_NAME[kind].is_float]
+        modules = {name.rpartition(".")[2] for name in coded}
+        parts += [what for what, names in _WIDENED.items() if not modules.isdisjoint(names)]
         return parts + self._differing("gate and up", "ffn_gate", "ffn_up")
 
     @property
