@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 PROGRAM = """
 import json, sys
 from pagedcli.models.formats import FORMATS, Rounded
-FORMATS["fake8"] = Rounded("fake8", packing="int8", block=(4, 4))
+FORMATS["fake8"] = Rounded("fake8", packing="int8", block=(32, 33))
 from typer.testing import CliRunner
 from pagedcli.cli.main import app
 

@@ -45,7 +45,7 @@ class Decoder:
         self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, parameters: Mapping[str, Parameter]
     ) -> None:
         """`spec`, `tensors` and `parameters` are those of this rank; `tensors` is emptied."""
-        build = Builder(request, spec, tensors, linear_formats(parameters))
+        build = LayerBuilder(request, spec, tensors, linear_formats(parameters))
         self.spec = spec
         self.notes = format_notes(request, build.kernels)
         self.attention_layers = spec.attention_layers
@@ -63,7 +63,7 @@ class Decoder:
         """See CausalLM.forward."""
         state_step = StateStep.of(batch)
         layers = blocks.layer_steps(batch, kv_cache, self._backend, self.attention_layers, self._first_late)
-        step = blocks.Step(positions, layers, state_step, batch.states)
+        step = blocks.ForwardStep(positions, layers, state_step, batch.states)
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
         if self._layer_inputs is not None:
             step.layer_inputs = self._layer_inputs(input_ids, residual)
@@ -235,7 +235,7 @@ class Parts:
         return self._query_scales[rope]
 
 
-class Builder(Parts):
+class LayerBuilder(Parts):
     """Builds the layers in torch."""
 
     def __init__(
@@ -273,15 +273,15 @@ class Builder(Parts):
         rows = VocabularyEmbedding(table, inputs.vocab_size, self._request.parallel)
         return blocks.LayerInputs(rows, self.plain_linear("layer_projection"), norm, self._spec.norm.eps)
 
-    def branches(self) -> tuple[list[blocks.Branch], blocks.Join]:
+    def branches(self) -> tuple[list[blocks.ResidualBranch], blocks.Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
         spec, norm_after, factor = self._spec, None, 1.0
-        branches: list[blocks.Branch] = []
+        branches: list[blocks.ResidualBranch] = []
         for index in range(spec.num_layers):
             key = f"layers.{index}"
             for name, body in self._bodies(index).items():
                 norm = f"{key}.{name}"
-                branches.append(blocks.Branch(self._join(norm_after, factor, norm), body))
+                branches.append(blocks.ResidualBranch(self._join(norm_after, factor, norm), body))
                 if index == spec.last_keeper and name == "input_norm":
                     self.num_early_branches = len(branches)
                 norm_after, factor = self.norm(f"{norm}_after"), 1.0
@@ -322,8 +322,8 @@ class Builder(Parts):
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> blocks.Body:
         bodies: dict[type, Callable[..., blocks.Body]] = {
-            Attention: blocks.Attention,
-            LatentAttention: blocks.LatentAttention,
+            Attention: blocks.AttentionBody,
+            LatentAttention: blocks.LatentAttentionBody,
         }
         body: blocks.Body = (bodies | BODIES)[type(mixer)](self, mixer, place, key)
         return body
@@ -349,7 +349,7 @@ class Builder(Parts):
         self.linear_bytes += num_bytes
         return linear
 
-    def _mlp(self, spec: Mlp | Experts, key: str) -> blocks.Mlp | blocks.Experts | blocks.ExpertsBesideMlp:
+    def _mlp(self, spec: Mlp | Experts, key: str) -> blocks.MlpBody | blocks.ExpertsBody | blocks.ExpertsBesideMlp:
         experts = spec if isinstance(spec, Experts) else None
         dense = spec.beside if isinstance(spec, Experts) else spec
         if dense is None:
@@ -357,7 +357,7 @@ class Builder(Parts):
             return self._experts(experts, key)
         first = self.linear(f"{key}.{dense.input_name}")
         activation = ACTIVATIONS.get(dense.activation) or partial(xielu, numbers=self.xielu(key))
-        mlp = blocks.Mlp(first, activation, self.summed_linear(f"{key}.down"))
+        mlp = blocks.MlpBody(first, activation, self.summed_linear(f"{key}.down"))
         if experts is None:
             return mlp
         names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
@@ -371,9 +371,9 @@ class Builder(Parts):
             eps=self._spec.norm.eps,
         )
 
-    def _experts(self, experts: Experts, key: str) -> blocks.Experts:
+    def _experts(self, experts: Experts, key: str) -> blocks.ExpertsBody:
         shared = experts.shared
-        return blocks.Experts(
+        return blocks.ExpertsBody(
             router=self.plain_linear(f"{key}.router"),
             mixture=self._mixture(key, experts),
             shared=None if shared is None else self._expert(f"{key}.shared_expert", shared),
@@ -419,11 +419,11 @@ class Builder(Parts):
             biases += [] if bias is None else [bias]
         return weights, torch.stack(biases) if biases else None
 
-    def _expert(self, key: str, mlp: Mlp) -> blocks.Mlp:
+    def _expert(self, key: str, mlp: Mlp) -> blocks.MlpBody:
         """Without the sum over the ranks, which is taken once for all experts."""
         gate_up = self.linear(f"{key}.{mlp.input_name}", gated=mlp.activation in ("silu", "swish"))
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
-        return blocks.Mlp(gate_up, None if gate_up.gated else ACTIVATIONS[mlp.activation], down)
+        return blocks.MlpBody(gate_up, None if gate_up.gated else ACTIVATIONS[mlp.activation], down)
 
     def plain_linear(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))

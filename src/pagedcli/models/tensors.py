@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """One tensor-parallel rank's part of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
 
     dim: int
@@ -35,7 +35,7 @@ class Parameter:
 
     shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
     init: Init | None = None  # its content with `--load-format dummy`; None: what `stored` says
-    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
+    parts: Mapping[str, RankPart] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
     dtype: str | None = None  # dtype in memory; None: the model's, or that of `stored`
     layer_format: LayerFormat | None = None  # format of its linear layer

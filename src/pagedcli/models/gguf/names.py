@@ -80,7 +80,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor is in a file."""
 
     name: str
@@ -89,12 +89,12 @@ class Place:
     layer: int | None = None  # number in a list of the metadata; None: it is a tensor
 
 
-def stored_tensor(name: str, found: Container[str]) -> Place:
+def stored_tensor(name: str, found: Container[str]) -> TensorPlace:
     """The place of a tensor, named as the parameters of a spec from a GGUF file are. `found`: the file's tensors."""
     if (listed := _IN_METADATA.fullmatch(name)) is not None:
-        return Place(f"xielu.{listed[2]}", layer=int(listed[1]))
+        return TensorPlace(f"xielu.{listed[2]}", layer=int(listed[1]))
     if (parts := _PARTS.fullmatch(name)) is not None and parts[2] in _WHOLE:
-        return Place(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
+        return TensorPlace(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
     module, _, suffix = name.rpartition(".")
     place = _stored_module(module, suffix, found)
     bare = place.name.replace("post_attention_norm", "ffn_norm")
@@ -103,9 +103,9 @@ def stored_tensor(name: str, found: Container[str]) -> Place:
     return replace(place, name=f"{place.name}.{suffix}")
 
 
-def _stored_module(module: str, suffix: str, found: Container[str]) -> Place:
+def _stored_module(module: str, suffix: str, found: Container[str]) -> TensorPlace:
     if module in _TOP:
-        return Place(_present("", _TOP[module], suffix, found))
+        return TensorPlace(_present("", _TOP[module], suffix, found))
     parts = _PARTS.fullmatch(module)
     assert parts is not None, f"{module} is no part of a layer"
     prefix, inner, expert = f"blk.{parts[1]}.", parts[2], None
@@ -115,8 +115,8 @@ def _stored_module(module: str, suffix: str, found: Container[str]) -> Place:
     if own in _HALVES and f"{prefix}{own}.{suffix}" not in found:
         both, half = _HALVES[own]
         if f"{prefix}{both}.{suffix}" in found:
-            return Place(prefix + both, expert, half)
-    return Place(_present(prefix, own, suffix, found), expert)
+            return TensorPlace(prefix + both, expert, half)
+    return TensorPlace(_present(prefix, own, suffix, found), expert)
 
 
 def _present(prefix: str, own: str, suffix: str, found: Container[str]) -> str:
