@@ -26,7 +26,6 @@ from pagedcli.core.groups import TableShape, page_bytes, sized
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
-from pagedcli.models.fallback_spec import spec_of, text_alone
 from pagedcli.models.families.registry import FAMILIES
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS
@@ -35,11 +34,11 @@ from pagedcli.models.gguf.types import REFUSED as GGML_REFUSED
 from pagedcli.models.gguf.types import TYPES as GGML_TYPES
 from pagedcli.models.gguf.types import GgmlType
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
+from pagedcli.models.quantization import READABLE, REFUSED
 from pagedcli.models.reading import native_spec
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
-from pagedcli.models.stored_quantization import READABLE, REFUSED
-from pagedcli.models.transformers_fallback import refuse_by_class, trace_attention
+from pagedcli.models.transformers_fallback import refuse_by_class, spec_of, text_alone, trace_attention
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _SMALL = {
@@ -261,7 +260,7 @@ def rounding() -> str:
     rows = []
     for name, stored in FORMATS.items():
         flag = "(default)" if name is None else f"`--quantization {name}`"
-        refusal = stored.torch_refusal()
+        refusal = stored.refusal("torch")
         rows.append((flag, stored.name, "yes", "yes" if refusal is None else f"no: {refusal}"))
     return _table(("flag", "weights", "CPU", "CUDA"), rows)
 

@@ -24,7 +24,7 @@ from pagedcli.core.sequence import SampleOutput, TokenLogprobs
 from pagedcli.errors import ConfigError, PagedcliError, UsageError
 from pagedcli.events import Emit, to_all
 from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
-from pagedcli.models.config_json import read_json
+from pagedcli.models.checkpoint_files import read_json
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine

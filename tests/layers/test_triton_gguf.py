@@ -8,7 +8,6 @@ from interpreter import interpreted
 from quantized_zoo import exact_activations
 
 from pagedcli.models.gguf.blocks import numbers
-from pagedcli.models.gguf.formats import GgufLayer
 from pagedcli.models.gguf.types import TYPES
 
 pytest.importorskip("triton")
@@ -23,10 +22,9 @@ def test_a_product_has_the_numbers_of_the_file_and_takes_the_bytes_of_the_table(
     kind, rows = TYPES[number], 40
     raw = random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number))
     module = {"weight": torch.from_numpy(raw).reshape(rows, -1, kind.num_bytes)}
-    layer = GgufLayer(kind)
-    linear = layer.torch_linear([module], None, torch.float32, kernels="triton")
+    linear = kind.linear([module], None, torch.float32, "triton")
     assert isinstance(linear, TritonLinear)
-    assert linear.nbytes == layer.kept_bytes((rows, 512), 4, "triton")
+    assert linear.nbytes == kind.kept_bytes((rows, 512), 4, "triton")
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(unpacked_weight(linear._weight, dtype), numbers(module["weight"], kind, dtype))
     x = exact_activations(3, 512) / 127

@@ -147,8 +147,8 @@ def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_hea
     from pagedcli.attention.base import AttentionSpec, PagedBatch
     from pagedcli.attention.layer import AttentionLayer
     from pagedcli.attention.sdpa import SdpaAttention
-    from pagedcli.models.blocks import Attention, LayerStep, Step
-    from pagedcli.models.mixers.attention import Attention as AttentionMixer
+    from pagedcli.models.blocks import AttentionBody, ForwardStep, LayerStep
+    from pagedcli.models.mixers.attention import Attention
     from pagedcli.models.rope import RopeSpec
 
     num_tokens, head_dim, kept = 5, 24, max(1, num_kv_heads)
@@ -161,7 +161,7 @@ def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_hea
     nothing = dict.fromkeys(("linear", "summed_linear", "small", "query_scales"), lambda _: None)
     found = {"backend_of": lambda _: backend, "qk_norm": lambda *_: norm, "table": lambda *_: table}
     parts = SimpleNamespace(device=torch.device("cpu"), fused_store=True, **nothing, **found)
-    mixer = AttentionMixer(
+    mixer = Attention(
         num_heads=num_heads,
         num_kv_heads=kept,
         head_dim=head_dim,
@@ -169,14 +169,14 @@ def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_hea
         source=None if num_kv_heads else 0,
         value_norm=True,
     )
-    layer = Attention(parts, mixer, 0, "layer")
+    layer = AttentionBody(parts, mixer, 0, "layer")
     slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
     batch = PagedBatch(None, None, None, slots, 1, 1)
     found = []
     for store in (layer._rotate_and_store, layer._write):
         caches = torch.full((2, 3, 3, kept, 16, head_dim), float("nan"), dtype=dtype)
         of_layer = LayerStep(AttentionLayer(scale=1.0), batch, batch.slots, *caches[:, :, 1])
-        step = Step(torch.tensor([0, 7, 39, 7, 20]), [of_layer])
+        step = ForwardStep(torch.tensor([0, 7, 39, 7, 20]), [of_layer])
         found.append((store(projected, step, of_layer), caches))
     tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3, "equal_nan": True}
     for ours, theirs in zip(*found, strict=True):

@@ -8,11 +8,8 @@ from interpreter import interpreted
 
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import recurrent_blocks
-from pagedcli.models.blocks import Step
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.blocks import ForwardStep
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
 from pagedcli.models.recurrent_blocks import BODIES
 
 pytest.importorskip("triton")
@@ -63,7 +60,7 @@ class Parts:
     def small(self, key):
         return self.parts.get(key.removeprefix("layer."))
 
-    linear = plain_linear = small
+    linear = plain_linear = needed = small
 
     def conv(self, key):
         return self.parts["conv"]
@@ -116,7 +113,7 @@ def step_of(sequences, pools):
     reads, writes = ([each[place] for each in sequences] for place in (2, 3))
     numbers = (torch.tensor(each, dtype=torch.int32) for each in (reads, writes, starts, totals))
     step = StateStep(*numbers, max(counts), starts, totals)
-    return Step(torch.zeros(starts[-1], dtype=torch.int64), [], step, [pools])
+    return ForwardStep(torch.zeros(starts[-1], dtype=torch.int64), [], step, [pools])
 
 
 def run_layer(layer, x, sequences, pools, monkeypatch, *, fused):

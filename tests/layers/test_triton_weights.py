@@ -143,14 +143,13 @@ def test_no_tokens_and_the_layer_of_a_checkpoint():
     from quantized_zoo import FORMATS
 
     from pagedcli.layers.triton_products import TritonLinear
-    from pagedcli.models.packed_formats import Packed
     from pagedcli.models.stored_quantization import StoredQuantization
 
     assert TritonLinear(random_weight(32, 64))(torch.empty(0, 64)).shape == (0, 32)
-    stored = Packed(StoredQuantization(method="awq", layout="awq", bits=4, group_size=32, symmetric=False))
+    stored = StoredQuantization(method="awq", layout="awq", bits=4, group_size=32, symmetric=False)
     quantize, _ = FORMATS["awq"]
     tensors, weight = quantize(torch.zeros(48, 64), torch.Generator().manual_seed(0))
-    linear = stored.torch_linear([tensors], None, torch.float32, kernels="triton")
+    linear = stored.linear([tensors], None, torch.float32, "triton")
     assert isinstance(linear, TritonLinear)
     torch.testing.assert_close(linear(torch.eye(64)).T, weight)
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.fallback_spec import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
-from pagedcli.models.fallback_spec import read_fallback_spec as read_spec
+from pagedcli.models.transformers_fallback import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
+from pagedcli.models.transformers_fallback import read_fallback_spec as read_spec
 from pagedcli.sampling_params import SamplingParams
 
 CPU, WEIGHTS = torch.device("cpu"), "model.safetensors"

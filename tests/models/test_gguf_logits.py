@@ -12,8 +12,7 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.gguf.formats import GgufFormat
-from pagedcli.models.gguf.quantization import GgufQuantization
+from pagedcli.models.gguf.types import GgufQuantization
 from pagedcli.models.loading import weight_format
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
@@ -95,10 +94,10 @@ def test_the_note_names_what_is_widened():
     types = {"token_embd.weight": "Q6_K", "blk.0.ffn_gate_inp.weight": "F32"}
     same = types | {"blk.0.ffn_gate.weight": "Q4_K", "blk.0.ffn_up.weight": "Q4_K"}
     mixed = {"output.weight": "Q6_K", "blk.1.ffn_gate_exps.weight": "Q5_K", "blk.1.ffn_up_exps.weight": "Q4_K"}
-    assert GgufFormat(GgufQuantization(same, dict.fromkeys(same, 1))).note(torch.float32, "cpu") == (
+    assert GgufQuantization(same, dict.fromkeys(same, 1)).note("float32", "cpu") == (
         "weights are GGUF: Q4_K 67 %, Q6_K 33 %, kept so; activations are rounded to 8 bits in groups of 32"
     )
-    found = GgufFormat(GgufQuantization(same | mixed, dict.fromkeys(same | mixed, 1))).note(torch.bfloat16, "cpu")
+    found = GgufQuantization(same | mixed, dict.fromkeys(same | mixed, 1)).note("bfloat16", "cpu")
     assert "kept so apart from the embedding, gate and up of 1 layer, widened to bfloat16; activations" in found
 
 

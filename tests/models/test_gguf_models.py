@@ -82,7 +82,7 @@ def test_the_weights_of_a_layer_may_have_different_types(tmp_path):
     prompts = ragged_prompts(3)
     engines = [make_engine(each, attention_backend="sdpa") for each in (path, plain)]
     assert run(engines[0], prompts, PARAMS) == run(engines[1], prompts, PARAMS)
-    assert read_spec(path).quantization.description.startswith("GGUF: Q4_K ")
+    assert read_spec(path).quantization.name.startswith("GGUF: Q4_K ")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])

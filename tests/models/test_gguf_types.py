@@ -1,5 +1,7 @@
 """Every type of numbers in GGUF files, against the gguf package."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from pagedcli.errors import ModelError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.formats import padded_rows
 from pagedcli.models.gguf.blocks import coded, numbers
-from pagedcli.models.gguf.formats import GgufLayer
 from pagedcli.models.gguf.types import REFUSED, TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -86,7 +87,7 @@ def test_nvfp4_is_kept_with_the_number_of_each_module(library):
     modules = [
         {"weight": half, "scale": torch.tensor([[scale]])} for half, scale in zip(halves, (0.37, -1.9), strict=True)
     ]
-    layer = GgufLayer(kind, scaled=True)
+    layer = replace(kind, scaled=True)
     packed = layer.native_linear(modules, None, torch.float32)
     expected = torch.cat([numbers(each["weight"], kind, torch.float32) * each["scale"] for each in modules])
     torch.testing.assert_close(packed.weight_rows(torch.arange(40)), expected, rtol=2e-7, atol=0)

@@ -16,7 +16,7 @@ from pagedcli.models.decoder import Decoder
 from pagedcli.models.formats import FORMATS, StoredTensor
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters
-from pagedcli.models.tensors import Parameter, Part
+from pagedcli.models.tensors import Parameter, RankPart
 
 CPU = torch.device("cpu")
 
@@ -158,7 +158,7 @@ def test_a_rank_keeps_whole_elements_of_packed_weights(tmp_path_factory):
         {f"layers.0.down.{key}": value for key, value in down.items()}, spec, ParallelContext(1, 2)
     )
     assert [parameter.shape for parameter in parts.values()] == [(4, 48), (1, 48)]
-    assert [parameter.parts["down_proj"] for parameter in parts.values()] == [Part(0, 4, 8), Part(0, 1, 2)]
+    assert [parameter.parts["down_proj"] for parameter in parts.values()] == [RankPart(0, 4, 8), RankPart(0, 1, 2)]
     with pytest.raises(ConfigError, match="groups of 32 that 'scales' holds"):
         shard_parameters({"layers.0.down.scales": down["scales"]}, spec, ParallelContext(1, 4))
 

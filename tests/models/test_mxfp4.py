@@ -16,7 +16,6 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import select_backend
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
-from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
 from pagedcli.sampling_params import SamplingParams
@@ -109,7 +108,7 @@ def test_forecast_of_kept_bytes_is_what_is_kept(twins):
     ).backend
     model = load_model(twins[1], spec, backend=backend, dtype=torch.bfloat16, device=CPU, max_model_len=256)
     assert spec.quantization is not None
-    forecast = footprint(spec, CheckpointFormat(spec.quantization), "cpu", 2)
+    forecast = footprint(spec, spec.quantization, "cpu", 2)
     assert forecast.num_bytes == model.weight_bytes
 
 

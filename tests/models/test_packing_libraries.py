@@ -10,7 +10,6 @@ import pytest
 import torch
 from quantized_zoo import dequantized, random_codes
 
-from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.quantization import read_quantization
 
 SHAPE = 96, 128
@@ -31,8 +30,8 @@ def numbers(bits, *, act_order=False, symmetric=False):
 def read(stored, config):
     """The weight in float32 that we read from stored tensors, by the config that goes with them."""
     quantization = read_quantization({"quantization_config": config}, Path("config.json"))
-    layer_format = CheckpointFormat(quantization).of("model.layers.0.mlp.up_proj")
-    return layer_format.torch_linear([stored], None, torch.float32)(torch.eye(SHAPE[1])).T
+    layer_format = quantization.of("model.layers.0.mlp.up_proj")
+    return layer_format.linear([stored], None, torch.float32, "torch")(torch.eye(SHAPE[1])).T
 
 
 @pytest.mark.parametrize("bits", [4, 8])

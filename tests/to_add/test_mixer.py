@@ -15,8 +15,7 @@ from model_zoo import cached_model
 
 from pagedcli.models.families.hybrids import Lfm2
 from pagedcli.models.families.registry import FAMILIES, Family
-from pagedcli.models.mixers.recurrent import RecurrentMixer
-from pagedcli.models.mixers.state import StateTensor
+from pagedcli.models.mixers.recurrent import RecurrentMixer, StateTensor
 from pagedcli.models.reading import read_spec
 from pagedcli.models.recurrent_blocks import BODIES
 from pagedcli.models.tensors import exact

@@ -21,6 +21,11 @@ class LinearLayer(Protocol):
         """Size of W as stored in memory."""
         ...
 
+    @property
+    def gated(self) -> bool:
+        """Whether it returns silu(y of the first half of W's rows) * (y of the second half)."""
+        ...
+
     def __call__(self, x: Tensor, /) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""
 
@@ -29,6 +34,7 @@ class Linear:
     """y = x W^T + b. Weight [out, in], bias [out] or None, as in checkpoints."""
 
     __slots__ = ("_packed", "bias", "nbytes", "weight")
+    gated = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed = _pack(weight)
@@ -82,9 +88,9 @@ def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"oneDNN cannot pack {dtype_name(dtype)} weights"
 
 
-def unpacked_note(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """unpacked_reason as a note for the user, if there is one."""
-    reason = unpacked_reason(device, dtype)
+def unpacked_note(device: torch.device, dtype: torch.dtype, kernels: str) -> tuple[str, ...]:
+    """unpacked_reason as a note for the user, if there is one. `kernels`: "cpu" packs its weights itself."""
+    reason = None if kernels == "cpu" else unpacked_reason(device, dtype)
     return () if reason is None else (f"linear layers are slow here: {reason}",)
 
 

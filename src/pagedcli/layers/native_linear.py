@@ -39,7 +39,7 @@ class NativeLinear:
         Raises: BackendError for a dtype or shape that the kernels do not support.
         """
         rows, columns = weight.shape
-        dtype = dtype or (weight if isinstance(weight, Tensor) else weight.codes).dtype
+        dtype = weight.dtype if isinstance(weight, Tensor) else dtype or weight.codes.dtype
         if dtype not in structs.DTYPE_CODES or columns % 2 or (gated and rows % 2):
             raise BackendError(f"no native kernel for a {dtype} weight of shape {rows} x {columns}")
         self._functions = structs.bind(library.functions)
@@ -90,6 +90,10 @@ class NativeLinear:
     def parts(self) -> "list[NativeLinear]":
         """The layers that side_by_side has made this one of; only itself otherwise."""
         return [self, *self._parts]
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.struct.gated)
 
     @property
     def nbytes(self) -> int:

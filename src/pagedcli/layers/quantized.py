@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ class BlockCodes:
     def shape(self) -> tuple[int, int]:
         plane = self.planes[0]
         return len(self.raw), self.raw.shape[1] * (plane.end - plane.first) * 8 // plane.bits
+
+    def rows(self, part: slice) -> "BlockCodes":
+        """Those of some output features."""
+        return replace(self, raw=self.raw[part])
 
     @property
     def codes(self) -> Tensor:
@@ -101,12 +106,13 @@ class CodedWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as numbers [out, in], computed in float32 and rounded once."""
-        codes = self.codes
-        levels = torch.tensor(self.levels, dtype=torch.float32, device=codes.device) if self.levels else None
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        device = self.scales.device
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=device) if self.levels else None
+        out = torch.empty(self.shape, dtype=dtype, device=device)
         for start in range(0, len(out), 1024):  # float32 copies of a whole weight would be the peak of loading
             part = slice(start, start + 1024)
-            whole = codes[part].float() if levels is None else levels[codes[part].long()]
+            codes = self.source[part] if isinstance(self.source, Tensor) else self.source.rows(part).codes
+            whole = codes.float() if levels is None else levels[codes.long()]
             if self.minima is not None:
                 whole = whole.mul_(self._of_inputs(self.scales[part])).sub_(self._of_inputs(self.minima[part]))
             else:
@@ -145,18 +151,21 @@ def stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
         a, b = first.groups, other.groups
         if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
             raise ModelError("q, k and v, or gate and up, group their inputs differently", hint=_HINT)
-    zeros = [weight.zeros for weight in weights if isinstance(weight.zeros, Tensor)]
-    steps = [weight.steps for weight in weights if weight.steps is not None]
-    factors = [weight.factors.view(torch.uint8) for weight in weights if weight.factors is not None]
-    return replace(
-        first,
-        # as bytes: torch does not concatenate float8
-        source=torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype),
-        steps=torch.cat(steps) if steps else None,
-        factors=None if first.factors is None else torch.cat(factors).view(first.factors.dtype),
-        scales=torch.cat([weight.scales for weight in weights]),
-        zeros=torch.cat(zeros) if zeros else first.zeros,
-    )
+    return replace(first, **{name: _joined([getattr(each, name) for each in weights]) for name in _BY_ROWS})
+
+
+_BY_ROWS = ("source", "scales", "zeros", "minima", "steps", "factors", "minimum_steps", "minimum_factors")
+
+
+def _joined(parts: list[Any]) -> Any:
+    """What weights have for each of their output features, of all below each other; what they share stays."""
+    first = parts[0]
+    if isinstance(first, BlockCodes):
+        return replace(first, raw=torch.cat([part.raw for part in parts]))
+    if not isinstance(first, Tensor):
+        return first
+    as_bytes = torch.uint8 if first.dtype.itemsize == 1 else first.dtype  # torch does not concatenate float8
+    return torch.cat([part.view(as_bytes) for part in parts]).view(first.dtype)
 
 
 def chunk_columns(num_columns: int, group_size: int | None) -> int:

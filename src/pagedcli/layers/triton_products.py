@@ -122,6 +122,7 @@ class TritonLinear:
     """y = x W^T + b of quantized weights. Keeps its own copy of them."""
 
     __slots__ = ("_bias", "_order", "_weight", "nbytes")
+    gated = False
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None = None) -> None:
         """Raises: ModelError if the groups of act-order weights are of different sizes, or FP8 weights no numbers."""

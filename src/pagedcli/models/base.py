@@ -12,6 +12,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.config import LoadFormat
+from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.packed_layers import PackedLayers
 from pagedcli.layers.parallel import ParallelContext
@@ -75,6 +76,11 @@ class DecoderNeeds:
     weight_format: WeightFormat
     num_ranks: int = 1
 
+    @property
+    def kernels(self) -> Kernels:
+        """Whose linear layers run with the backend."""
+        return linear_kernels(self.spec, self.backend)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderRequest:
@@ -92,6 +98,18 @@ class DecoderRequest:
     max_model_len: int  # tokens
     parallel: ParallelContext
     packed: PackedLayers = field(default_factory=PackedLayers)  # layers packed before; the native decoder changes it
+
+
+def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> Kernels:
+    """Whose linear layers run with a backend: those of the native library where it serves attention and can pack every
+    weight of the model."""
+    sizes = [mixer.inner for layer in spec.layers for mixer in layer.mixers]
+    sizes += [spec.hidden_size, spec.intermediate_size, spec.layer_inputs.size if spec.layer_inputs is not None else 0]
+    if (experts := spec.experts) is not None:
+        sizes += [experts.each.width, experts.shared.width if experts.shared is not None else 0]
+    if backend.capabilities.native_step and not any(size % 2 for size in sizes):
+        return "cpu"
+    return "triton" if backend.capabilities.fused_store else "torch"
 
 
 def length_refusal(architecture: str, limit: int, rope_type: str, max_model_len: int) -> ModelError:

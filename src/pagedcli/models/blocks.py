@@ -7,6 +7,7 @@ would double that."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, LateTokens, PagedBatch
 from pagedcli.attention.layer import AttentionLayer, Heads
+from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
     add_rms_norm,
@@ -29,12 +31,13 @@ from pagedcli.layers.basic import (
 )
 from pagedcli.layers.parallel import ParallelContext, VocabularyEmbedding
 from pagedcli.layers.recurrent import StateStep
-from pagedcli.models.mixers.attention import Attention as AttentionMixer
+from pagedcli.models.formats import AS_STORED
+from pagedcli.models.mixers.attention import Attention, LatentAttention
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import layer_groups
 
 if TYPE_CHECKING:
-    from pagedcli.models.decoder import Builder
+    from pagedcli.models.decoder import LayerBuilder
 
 
 @dataclass(slots=True)
@@ -217,7 +220,7 @@ def _yarn(rope: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardStep:
     """The arguments of one forward that the layers share."""
 
     positions: Tensor  # [T] int64
@@ -232,7 +235,7 @@ class Step:
         assert self.state_step is not None, "the batch says which slots its sequences use"
         return self.state_step, self.states[place]
 
-    def of_late(self, late: LateTokens) -> "Step":
+    def of_late(self, late: LateTokens) -> "ForwardStep":
         """The step of the late tokens alone."""
         inputs = None if self.layer_inputs is None else self.layer_inputs.index_select(0, late.tokens)
         return replace(self, positions=self.positions.index_select(0, late.tokens), layer_inputs=inputs, angles={})
@@ -277,25 +280,25 @@ class Join:
         )
 
 
-Body: TypeAlias = Callable[[Tensor, Step], Tensor]  # the normed residual -> what is added to it
+Body: TypeAlias = Callable[[Tensor, ForwardStep], Tensor]  # the normed residual -> what is added to it
 
 
 @dataclass(slots=True)
-class Branch:
+class ResidualBranch:
     """A body that computes what is added to the residual stream next."""
 
     join: Join  # what comes before it
     body: Body
 
-    def __call__(self, hidden: Tensor | None, residual: Tensor, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor | None, residual: Tensor, step: ForwardStep) -> Tensor:
         """What the next branch adds to the residual. Changes: see Join."""
         return self.body(self.join(hidden, residual), step)
 
 
-class Attention:
+class AttentionBody:
     """Projection, rotary embedding, cache, attention and projection of one layer."""
 
-    def __init__(self, parts: "Builder", mixer: AttentionMixer, place: int, key: str) -> None:
+    def __init__(self, parts: "LayerBuilder", mixer: Attention, place: int, key: str) -> None:
         """`place`: of the layer among those that attend."""
         self.index, self.backend, rope = place, parts.backend_of(place), mixer.rope
         self.num_heads, self.head_dim = mixer.num_heads, mixer.head_dim  # H, D
@@ -314,7 +317,7 @@ class Attention:
         self.sinks = parts.small(f"{key}.sinks")  # [H] float32, or None
         self.gate, self.num_gates = mixer.output_gate, mixer.num_gates
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [A, E] of the tokens that attend, see LayerStep. Changes: the layer's cache."""
         layer, qkv, gate = step.layers[self.index], self.qkv(x), None
         if self.gate is not None and self.gate.module is None:
@@ -329,7 +332,7 @@ class Attention:
             out.view(*shares.shape, out.shape[1] // shares.shape[1]).mul_(shares[..., None])
         return self.out(out) if out.shape[0] else x[:0]
 
-    def _write(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
+    def _write(self, qkv: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
         if self.value_norm is not None:
             return self._write_normed(qkv, self.value_norm, step, layer)
         sizes, norm = (self.num_heads, self.num_kv_heads), self.norm
@@ -351,7 +354,7 @@ class Attention:
         layer.write(self.backend, k, v)
         return q
 
-    def _write_normed(self, qkv: Tensor, value_norm: Tensor, step: Step, layer: LayerStep) -> Tensor:
+    def _write_normed(self, qkv: Tensor, value_norm: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
         assert self.norm is not None, "every such layer norms its heads"
         assert self.table is not None, "every such layer has a rotary embedding"
         (weight, eps), num_heads, num_kept = self.norm, self.num_heads, self.num_kv_heads
@@ -362,7 +365,7 @@ class Attention:
             layer.write(self.backend, turned[:, num_heads:], values)
         return turned[:, :num_heads].contiguous()
 
-    def _rotate_and_store(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
+    def _rotate_and_store(self, qkv: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
         return layer.rotate_and_store(
             qkv,
             self.num_heads,
@@ -375,6 +378,65 @@ class Attention:
             query_scales=self.query_scales,
             positions=step.positions,
         )
+
+
+NORM_EPS = 1e-6  # norms of latents and query vectors; config.json's is for the others
+
+
+def head_linear(weights: Tensor, kernels: Kernels) -> tuple[Callable[[Tensor], Tensor], int]:
+    """A linear layer for each head, and its bytes. Shapes: weights [H, O, I]; the layer [T, H, I] -> [T, H, O]."""
+    if kernels != "cpu":
+        return partial(torch.einsum, "hoi,thi->tho", weights), weights.nbytes
+    heads = [AS_STORED.native_linear([{"weight": weight}], None, weight.dtype) for weight in weights.unbind(0)]
+
+    def run(x: Tensor) -> Tensor:
+        return torch.stack([linear(x[:, h].contiguous()) for h, linear in enumerate(heads)], dim=1)
+
+    return run, sum(linear.nbytes for linear in heads)
+
+
+class LatentAttentionBody:
+    """Projections, latents, cache, attention and projection of one layer. See models.mixers.attention."""
+
+    def __init__(self, parts: "LayerBuilder", mixer: LatentAttention, place: int, key: str) -> None:
+        """`place`: of the layer among those that attend."""
+        self.index, self.backend, self.mixer, rope = place, parts.backend_of(place), mixer, mixer.rope
+        self.projected = parts.linear(f"{key}.latents")  # E -> queries or what they are made of, latent, rotary key
+        self.query_norm = parts.norm(f"{key}.query_norm")
+        # None: `projected` has them
+        self.queries = None if mixer.query_rank is None else parts.linear(f"{key}.queries")
+        latent_norm = parts.norm(f"{key}.latent_norm")
+        assert latent_norm is not None, "every such layer norms its latents"
+        self.latent_norm = latent_norm
+        self.table = None if rope is None else parts.table(rope, mixer.rope_dim)  # [P, R] of rope_table
+        # [T, H, nope_dim] -> [T, H, rank], and [A, H, rank] -> [A, H, value_dim]
+        self.key_up, self.value_up = map(parts.head_linear, parts.latents_up(mixer, key))
+        self.out = parts.summed_linear(f"{key}.out")
+
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """Shapes: x [T, E] -> [A, E] of the tokens that attend, see LayerStep. Changes: the layer's cache."""
+        mixer, layer, projected = self.mixer, step.layers[self.index], self.projected(x)
+        given, latent = projected.tensor_split([projected.shape[1] - mixer.head_dim], dim=1)
+        if self.queries is not None and self.query_norm is not None:
+            given = self.queries(rms_norm(given, self.query_norm, NORM_EPS))
+        latent, key = latent.tensor_split([mixer.rank], dim=1)
+        key = self._rotated(key[:, None], step)
+        kept = torch.cat((rms_norm(latent, self.latent_norm, NORM_EPS)[:, None], key), dim=-1)
+        layer.write(self.backend, kept, kept)
+        heads = given.view(len(given), mixer.num_heads, -1)
+        nope, rope = heads.tensor_split([mixer.nope_dim], dim=2)
+        absorbed = torch.cat((self.key_up(nope), self._rotated(rope, step)), dim=-1)
+        out = layer.attend(self.backend, absorbed)
+        return self.out(self.value_up(out).flatten(1)) if out.shape[0] else x[:0]
+
+    def _rotated(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """Shapes: x [T, heads, R], whose first elements come first in the result, as in layers.basic.split_heads."""
+        rope = self.mixer.rope
+        if self.table is None:
+            return x
+        if rope is not None and rope.interleaved:
+            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+        return rotate(x, *step.angles_of(self.table))
 
 
 @dataclass(slots=True)
@@ -404,21 +466,21 @@ class LayerInput:
     activation: Callable[[Tensor, Tensor], Tensor]  # a function of layers.basic
     out: Callable[[Tensor], Tensor]  # P -> E
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         assert step.layer_inputs is not None, "the decoder computes them first"
         return self.out(self.activation(self.gate(x), step.layer_inputs[:, self.index]))
 
 
 @dataclass(slots=True)
-class Mlp:
+class MlpBody:
     """down(activation(gate) * up), or down(activation(up)) of a model without gates."""
 
     gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first; without gates E -> I
     activation: Callable[[Tensor], Tensor] | None  # [T, 2I or I] -> [T, I], see layers.basic; None: gate_up applies it
     down: Callable[[Tensor], Tensor]  # I -> E
 
-    def __call__(self, x: Tensor, _step: Step | None = None) -> Tensor:
+    def __call__(self, x: Tensor, _step: ForwardStep | None = None) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         inner = self.gate_up(x)
         return self.down(inner if self.activation is None else self.activation(inner))
@@ -432,8 +494,8 @@ class BesideState:
     attention: Body
     state: Body
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache, and the states of the sequences."""
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """Shapes: x [T, E] -> [A, E], as of AttentionBody. Changes: the layer's cache, the states of the sequences."""
         mixed = step.layers[self.index].attending(self.state(x, step))
         return self.attention(x, step).add_(mixed)
 
@@ -446,8 +508,8 @@ class BesideMlp:
     attention: Body
     mlp: Body
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [A, E], as of Attention. Changes: the layer's cache."""
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """Shapes: x [T, E] -> [A, E], as of AttentionBody. Changes: the layer's cache."""
         out = self.attention(x, step)
         if not out.shape[0]:
             return out
@@ -455,16 +517,16 @@ class BesideMlp:
 
 
 @dataclass(slots=True)
-class Experts:
+class ExpertsBody:
     """A mixture of gated MLPs, with or without a shared one for every token."""
 
     router: Callable[[Tensor], Tensor]  # E -> X
     mixture: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # see layers.basic.Mixture
-    shared: Mlp | None
+    shared: MlpBody | None
     shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert
 
-    def __call__(self, x: Tensor, _step: Step, *, routed: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, _step: ForwardStep, *, routed: Tensor | None = None) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. `routed`: what the router sees; by default x."""
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
@@ -476,14 +538,14 @@ class Experts:
 class ExpertsBesideMlp:
     """An MLP and a mixture of experts, each with norms of its own around it; the body of a branch without a norm."""
 
-    mlp: Mlp
+    mlp: MlpBody
     mlp_norms: tuple[Tensor, Tensor]  # [E] each, before and after
-    experts: Experts
+    experts: ExpertsBody
     experts_norms: tuple[Tensor, Tensor]
     router_norm: Tensor  # [E]
     eps: float
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         (before, after), (experts_before, experts_after) = self.mlp_norms, self.experts_norms
         out = rms_norm(self.mlp(rms_norm(x, before, self.eps)), after, self.eps)

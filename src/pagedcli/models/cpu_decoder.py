@@ -7,6 +7,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -19,66 +20,29 @@ from pagedcli.events import CacheGroup
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.packed_layers import PackedLayer
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.decoder import (
-    Parts,
-    format_notes,
-    has_cpu_kernels,
-    read_tensors,
-    scaled_embedding,
-    scaled_logits,
-)
+from pagedcli.models.blocks import NORM_EPS
+from pagedcli.models.decoder import Parts, format_notes, read_tensors, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
-from pagedcli.models.latent_blocks import NORM_EPS
-from pagedcli.models.mixers.attention import Attention
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.latent_attention import LatentAttention
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mixers.attention import Attention, LatentAttention
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
 from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.spec import LayerSpec, Recurrent, layer_groups
 from pagedcli.models.stacking import UnreadTensors
 from pagedcli.models.tensors import Parameter, linear_formats
-from pagedcli.native import load_library
-from pagedcli.native.structs import (
-    DTYPE_CODES,
-    GATE_CLAMPED,
-    GATE_GELU,
-    GATE_SILU,
-    GATED_DELTA,
-    GELU,
-    KIMI_DELTA,
-    MAMBA2,
-    RELU2,
-    SHORT_CONV,
-    STORE,
-    ExpertsStruct,
-    GroupStepStruct,
-    LatentStruct,
-    LayerStruct,
-    LinearStruct,
-    ModelStruct,
-    RecurrentStruct,
-    StatePoolsStruct,
-    StateStepStruct,
-    StepStruct,
-    bind,
-)
+from pagedcli.native import load_library, structs
 from pagedcli.native.system import empty_in_huge_pages, release_free_memory
 
 _GATES = {
-    "silu": GATE_SILU,
-    "swish": GATE_SILU,
-    "gelu_pytorch_tanh": GATE_GELU,
-    "clamped_silu": GATE_CLAMPED,
-    "relu2": RELU2,
-    "ungated_gelu": GELU,
-    "xielu": STORE,  # each layer has numbers of its own
+    "silu": structs.GATE_SILU,
+    "swish": structs.GATE_SILU,
+    "gelu_pytorch_tanh": structs.GATE_GELU,
+    "clamped_silu": structs.GATE_CLAMPED,
+    "relu2": structs.RELU2,
+    "ungated_gelu": structs.GELU,
+    "xielu": structs.STORE,  # each layer has numbers of its own
 }
 _MIXERS = {Attention, LatentAttention, GatedDelta, KimiDelta, Mamba2, ShortConv}
 _CENTRED = {"no": 0, "plain": 1, "biased": 2}
-
-
 _NORMS = (
     *("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"),
     *("experts_norm", "experts_norm_after", "dense_norm_after", "layer_input_after"),
@@ -100,7 +64,7 @@ class CpuDecoder:
         self._layer_bytes: list[int] = []  # distance from one layer's cache to the next one's, for each list of work
         self._addresses = (0, 0)  # addresses of the K cache and of the V cache
         self._has_states = bool(spec.states)
-        self._functions = bind(load_library().functions)
+        self._functions = structs.bind(load_library().functions)
         build = _Builder(request, tensors, linear_formats(parameters))
         self._embedding, self._lm_head = build.tables()
         self._model = build.model()
@@ -112,13 +76,14 @@ class CpuDecoder:
         """See CausalLM.forward."""
         late = batch.late
         groups, _kept = self._group_steps(batch, late, kv_cache)
-        residual = scaled_embedding(_embed(self._embedding, self._lm_head, input_ids), self.spec)
+        rows = self._lm_head.weight_rows if self._embedding is None else partial(self._embedding.index_select, 0)
+        residual = scaled_embedding(rows(input_ids), self.spec)
         out = residual if late is None else torch.empty((late.wanted.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
         late_positions = positions if late is None else positions.index_select(0, late.tokens)
         states = _StateArguments(batch) if self._has_states else None
         input_ids = input_ids.contiguous()
-        step = StepStruct(
+        step = structs.StepStruct(
             num_tokens=input_ids.shape[0],
             threads=torch.get_num_threads(),
             residual=residual.data_ptr(),
@@ -142,13 +107,13 @@ class CpuDecoder:
 
     def _group_steps(
         self, batch: PagedBatch, late: LateTokens | None, kv_cache: Tensor
-    ) -> tuple[ctypes.Array[GroupStepStruct], list[object]]:
+    ) -> tuple[ctypes.Array[structs.GroupStepStruct], list[object]]:
         """The step as each group of layers sees it, and what that points into. Changes: batch, which is prepared."""
         if self._cache is None or self._cache() is not kv_cache:
             self._layer_bytes = [self._bytes_in(kv_cache, group, backend) for _, group, backend in self._works]
             self._addresses = kv_cache[0].data_ptr(), kv_cache[-1].data_ptr()
             self._cache = weakref.ref(kv_cache)
-        structs, kept, batches = [], [], (batch, *batch.others)
+        steps, kept, batches = [], [], (batch, *batch.others)
         for (number, group, backend), layer_bytes in zip(self._works, self._layer_bytes, strict=True):
             of_all = batches[number]
             slots = of_all.slots.contiguous()
@@ -158,9 +123,9 @@ class CpuDecoder:
             if late is not None:
                 backend.prepare(of_late)
             works = of_all.work.address, of_late.work.address
-            structs.append(GroupStepStruct(slots.data_ptr(), *works, backend.geometry_address, layer_bytes))
+            steps.append(structs.GroupStepStruct(slots.data_ptr(), *works, backend.geometry_address, layer_bytes))
             kept += [slots, of_all.work, of_late.work]
-        return (GroupStepStruct * len(structs))(*structs), kept
+        return (structs.GroupStepStruct * len(steps))(*steps), kept
 
     def _bytes_in(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
         """Bytes from one layer's cache to the next one's of its group. Raises: BackendError for another cache."""
@@ -171,11 +136,6 @@ class CpuDecoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
         return scaled_logits(self._lm_head(hidden, in_float32=True), self.spec)
-
-
-def _embed(embedding: Tensor | None, lm_head: NativeLinear, token_ids: Tensor) -> Tensor:
-    """Rows [T, E] of the embedding; None: it is read from the output layer."""
-    return lm_head.weight_rows(token_ids) if embedding is None else embedding.index_select(0, token_ids)
 
 
 class _Builder(Parts):
@@ -214,10 +174,10 @@ class _Builder(Parts):
         self.weight_bytes += embedding.nbytes
         return embedding, lm_head
 
-    def model(self) -> ModelStruct:
+    def model(self) -> structs.ModelStruct:
         spec, attention = self._spec, self._spec.attentions[0]
         made = [self._layer(layer, f"layers.{i}") for i, layer in enumerate(spec.layers)]
-        layers = (LayerStruct * spec.num_layers)(*made)
+        layers = (structs.LayerStruct * spec.num_layers)(*made)
         attending = [i for i, layer in enumerate(spec.layers) if layer.mixer.attends]
         for work, (_, group, backend) in enumerate(_works(self._request.backend, spec.attention_layers)):
             for place, index in enumerate(group.layers):
@@ -232,8 +192,8 @@ class _Builder(Parts):
         self.kept.append(layers)
         experts, mixers = spec.experts, [mixer for layer in spec.layers for mixer in layer.mixers]
         shared = experts.shared.width if experts is not None and experts.shared is not None else 0
-        return ModelStruct(
-            dtype=DTYPE_CODES[self._request.dtype],
+        return structs.ModelStruct(
+            dtype=structs.DTYPE_CODES[self._request.dtype],
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             last_keeper=spec.last_keeper,
@@ -269,8 +229,8 @@ class _Builder(Parts):
             "input_norm": self._norm("layer_projection_norm"),
         }
 
-    def _layer(self, spec: LayerSpec, key: str) -> LayerStruct:
-        layer = LayerStruct(scalar=1.0)
+    def _layer(self, spec: LayerSpec, key: str) -> structs.LayerStruct:
+        layer = structs.LayerStruct(scalar=1.0)
         for name in _NORMS:
             setattr(layer, name, self._norm(f"{key}.{name}"))
         match spec.mixer:
@@ -302,7 +262,7 @@ class _Builder(Parts):
             layer.experts = ctypes.addressof(self._experts(spec.mlp, key))
         return layer
 
-    def _attention(self, layer: LayerStruct, mixer: Attention, key: str) -> None:
+    def _attention(self, layer: structs.LayerStruct, mixer: Attention, key: str) -> None:
         """Changes: layer."""
         layer.reads, layer.keys_as_values = not mixer.keeps, mixer.keys_as_values
         layer.num_heads, layer.num_kv_heads, layer.head_dim = mixer.heads
@@ -317,7 +277,7 @@ class _Builder(Parts):
             layer.k_norm = of_keys[0] if of_keys else None
         self._rotary(layer, mixer)
 
-    def _rotary(self, layer: LayerStruct, mixer: Attention) -> None:
+    def _rotary(self, layer: structs.LayerStruct, mixer: Attention) -> None:
         """Changes: layer."""
         if (rope := mixer.rope) is not None:
             table = self.table(rope, mixer.rotary_dim)
@@ -330,7 +290,7 @@ class _Builder(Parts):
     def _latent(self, mixer: LatentAttention, key: str) -> int:
         """The address of what a layer with latents has besides."""
         ups = [self._by_heads(weights) for weights in self.latents_up(mixer, key)]
-        struct = LatentStruct(
+        struct = structs.LatentStruct(
             query_rank=mixer.query_rank or 0,
             rank=mixer.rank,
             nope_dim=mixer.nope_dim,
@@ -346,21 +306,21 @@ class _Builder(Parts):
         self.kept += [*ups, struct]
         return ctypes.addressof(struct)
 
-    def _by_heads(self, weights: Tensor) -> ctypes.Array[LinearStruct]:
+    def _by_heads(self, weights: Tensor) -> ctypes.Array[structs.LinearStruct]:
         """A linear layer for each head."""
         dtype = self._request.dtype
         linears = (self._keep(AS_STORED.native_linear([{"weight": each}], None, dtype)) for each in weights.unbind(0))
-        return (LinearStruct * len(weights))(*_moved_together(linears, len(weights)))
+        return (structs.LinearStruct * len(weights))(*_moved_together(linears, len(weights)))
 
-    def _experts(self, experts: Experts, key: str) -> ExpertsStruct:
+    def _experts(self, experts: Experts, key: str) -> structs.ExpertsStruct:
         numbers, count = range(experts.num_experts), experts.num_experts
         gate_up, down = (
-            (LinearStruct * count)(
+            (structs.LinearStruct * count)(
                 *self._side_by_side((self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers), count)
             )
             for name, gated in ((experts.each.input_name, experts.each.gated), ("down", False))
         )
-        struct = ExpertsStruct(
+        struct = structs.ExpertsStruct(
             num_experts=experts.num_experts,
             num_per_token=experts.num_per_token,
             renormalize=experts.renormalize,
@@ -385,7 +345,7 @@ class _Builder(Parts):
         self.kept += [gate_up, down, struct]
         return struct
 
-    def _side_by_side(self, linears: Iterator[NativeLinear], count: int) -> list[LinearStruct]:
+    def _side_by_side(self, linears: Iterator[NativeLinear], count: int) -> list[structs.LinearStruct]:
         """The structs of a layer's experts."""
         if self._request.packed.kept:  # written side by side
             return [linear.struct for linear in linears]
@@ -393,7 +353,7 @@ class _Builder(Parts):
 
     def _recurrent(self, shape: Recurrent, key: str) -> int:
         """The address of a layer with a state."""
-        struct = RecurrentStruct(
+        struct = structs.RecurrentStruct(
             kernel=shape.kernel,
             channels=shape.channels,
             eps=self._spec.norm.eps,
@@ -404,18 +364,18 @@ class _Builder(Parts):
             out=self._linear(f"{key}.out").struct,
         )
         if isinstance(shape, ShortConv):
-            struct.kind = SHORT_CONV
+            struct.kind = structs.SHORT_CONV
         else:
             struct.decay, struct.step_bias = self._address(self.decay(key)), self._taken(f"{key}.step_bias")
             struct.norm = self._taken(f"{key}.gated_norm")
         if isinstance(shape, GatedDelta):
-            struct.kind, struct.gates = GATED_DELTA, self._unquantized(f"{key}.gates")
+            struct.kind, struct.gates = structs.GATED_DELTA, self._unquantized(f"{key}.gates")
             struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_value_heads
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
             struct.interleaved, struct.tiled, struct.correction = shape.interleaved, shape.tiled, shape.correction
             struct.eps = struct.eps if shape.eps is None else shape.eps
         if isinstance(shape, KimiDelta):
-            struct.kind, struct.gates = KIMI_DELTA, self._unquantized(f"{key}.gates")
+            struct.kind, struct.gates = structs.KIMI_DELTA, self._unquantized(f"{key}.gates")
             struct.decay_down = self._unquantized(f"{key}.decay_down")
             struct.decay_up = self._unquantized(f"{key}.decay_up")
             struct.shares_down = self._linear(f"{key}.shares_down").struct
@@ -423,7 +383,7 @@ class _Builder(Parts):
             struct.num_key_heads = struct.num_heads = shape.num_heads
             struct.key_dim = struct.value_dim = shape.head_dim
         if isinstance(shape, Mamba2):
-            struct.kind, struct.norm_group = MAMBA2, shape.gate_group
+            struct.kind, struct.norm_group = structs.MAMBA2, shape.gate_group
             struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads
             struct.key_dim, struct.value_dim = shape.state_size, shape.head_dim
             struct.least_step, struct.most_step = shape.step_limits
@@ -435,7 +395,7 @@ class _Builder(Parts):
         tensor = self._tensors.pop(key, None)
         return None if tensor is None else self._address(tensor)
 
-    def _mlp(self, mlp: Mlp, key: str) -> tuple[LinearStruct, LinearStruct]:
+    def _mlp(self, mlp: Mlp, key: str) -> tuple[structs.LinearStruct, structs.LinearStruct]:
         first = self._linear(f"{key}.{mlp.input_name}", gated=mlp.gated)
         return first.struct, self._linear(f"{key}.down").struct
 
@@ -449,7 +409,7 @@ class _Builder(Parts):
         self.weight_bytes += layer.bias_bytes
         return self._keep(layer.linear)
 
-    def _unquantized(self, key: str) -> LinearStruct:
+    def _unquantized(self, key: str) -> structs.LinearStruct:
         modules, bias = self.unquantized(key)
         self.weight_bytes += bias.nbytes if bias is not None else 0
         return self._keep(AS_STORED.native_linear(modules, bias, self._request.dtype)).struct
@@ -494,24 +454,24 @@ class _StateArguments:
             raise BackendError(f"a step names a slot outside the pool of {num_slots} states")
         ends = batch.cu_q[1:] if batch.state_ends is None else batch.state_ends
         self._tensors = (reads.contiguous(), writes.contiguous(), batch.cu_q.contiguous(), ends.contiguous())
-        self.step = StateStepStruct(reads.shape[0], *(tensor.data_ptr() for tensor in self._tensors))
-        self.pools = (StatePoolsStruct * len(batch.states))(
-            *(StatePoolsStruct(*(pool.data_ptr() for pool in pools)) for pools in batch.states)
+        self.step = structs.StateStepStruct(reads.shape[0], *(tensor.data_ptr() for tensor in self._tensors))
+        self.pools = (structs.StatePoolsStruct * len(batch.states))(
+            *(structs.StatePoolsStruct(*(pool.data_ptr() for pool in pools)) for pools in batch.states)
         )
 
 
-def _moved_together(linears: Iterator[NativeLinear], count: int) -> list[LinearStruct]:
+def _moved_together(linears: Iterator[NativeLinear], count: int) -> list[structs.LinearStruct]:
     """The structs of `count` layers. Their packed weights, if of the size of the first one's, are moved side by side as
     soon as they are made: each alone may be too small for huge pages."""
     first = next(linears)
     rooms = empty_in_huge_pages(count * first.packed_bytes, torch.uint8).view(count, -1)
-    structs = []
+    moved = []
     for linear, room in zip(chain((first,), linears), rooms, strict=True):
         if linear.packed_bytes == len(room):
             linear.move_weight(room)
-        structs.append(linear.struct)
+        moved.append(linear.struct)
         release_free_memory()  # thousands of tensors of one expert each: freed, they would still fill the memory
-    return structs
+    return moved
 
 
 def refusal(needs: DecoderNeeds) -> str | None:
@@ -528,7 +488,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
     mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
     if unknown_mixers := [mixer.name for mixer in mixers if type(mixer) not in _MIXERS]:
         return f"has no kernel for {unknown_mixers[0]}"
-    if not has_cpu_kernels(spec, backend):
+    if needs.kernels != "cpu":
         return "packs no odd sizes of layers"
     return None
 

@@ -12,38 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
-from pagedcli.layers.linear import Linear, LinearLayer, OutputLinear, unpacked_note
+from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.recurrent import StateStep
-from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.blocks import (
-    Attention,
-    BesideMlp,
-    BesideState,
-    Body,
-    Branch,
-    Experts,
-    ExpertsBesideMlp,
-    Join,
-    LayerInput,
-    LayerInputs,
-    Mlp,
-    Step,
-    layer_steps,
-    query_scales,
-    rope_table,
-)
+from pagedcli.models import blocks
+from pagedcli.models.base import DecoderNeeds, DecoderRequest, linear_kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, LayerFormat, Modules
-from pagedcli.models.latent_blocks import HeadLinear, LatentAttention
-from pagedcli.models.mixers.attention import Attention as AttentionMixer
-from pagedcli.models.mixers.latent_attention import LatentAttention as LatentAttentionMixer
-from pagedcli.models.mlps import Experts as ExpertsSpec
-from pagedcli.models.mlps import Mlp as MlpSpec
+from pagedcli.models.mixers.attention import Attention, LatentAttention
+from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.parameters import decoder_parameters, unread_tensors
 from pagedcli.models.recurrent_blocks import BODIES
 from pagedcli.models.rope import RopeSpec, rope_notes
@@ -60,29 +41,13 @@ if TYPE_CHECKING:
 class Decoder:
     """A native CausalLM (see models.base)."""
 
-    __slots__ = (
-        "_backend",
-        "_branches",
-        "_embedding",
-        "_first_late",
-        "_last",
-        "_late_branches",
-        "_layer_inputs",
-        "_lm_head",
-        "attention_layers",
-        "notes",
-        "spec",
-        "weight_bytes",
-    )
-
     def __init__(
         self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, parameters: Mapping[str, Parameter]
     ) -> None:
         """`spec`, `tensors` and `parameters` are those of this rank; `tensors` is emptied."""
-        build = Builder(request, spec, tensors, linear_formats(parameters))
+        build = LayerBuilder(request, spec, tensors, linear_formats(parameters))
         self.spec = spec
-        self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
-        self.notes += format_notes(request, build.kernels)
+        self.notes = format_notes(request, build.kernels)
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
@@ -97,8 +62,8 @@ class Decoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
         state_step = StateStep.of(batch)
-        layers = layer_steps(batch, kv_cache, self._backend, self.attention_layers, self._first_late)
-        step = Step(positions, layers, state_step, batch.states)
+        layers = blocks.layer_steps(batch, kv_cache, self._backend, self.attention_layers, self._first_late)
+        step = blocks.ForwardStep(positions, layers, state_step, batch.states)
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
         if self._layer_inputs is not None:
             step.layer_inputs = self._layer_inputs(input_ids, residual)
@@ -123,8 +88,9 @@ class Decoder:
 
 def format_notes(request: DecoderRequest, kernels: Kernels) -> tuple[str, ...]:
     """What a user should know of how a decoder computes, as its weights and lengths have it."""
-    note = request.weight_format.note(request.dtype, kernels)
-    return (() if note is None else (note,)) + rope_notes(request.spec.rope, request.max_model_len)
+    notes = unpacked_note(request.device, request.dtype, kernels)
+    note = request.weight_format.note(dtype_name(request.dtype), kernels)
+    return notes + (() if note is None else (note,)) + rope_notes(request.spec.rope, request.max_model_len)
 
 
 def vector_bytes(parameters: Mapping[str, Parameter], dtype: torch.dtype) -> int:
@@ -158,7 +124,7 @@ class Parts:
         self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
-        self._rope_tables: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding and head size -> rope_table
+        self._rope_tables: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding, head size -> its table
         self._query_scales: dict[RopeSpec, Tensor | None] = {}
 
     def norm(self, key: str) -> Tensor | None:
@@ -170,7 +136,7 @@ class Parts:
         bias = self._tensors.pop(f"{key}_bias", None)
         return weight if bias is None else torch.stack((weight, bias))
 
-    def head_norms(self, mixer: AttentionMixer, key: str) -> Tensor | None:
+    def head_norms(self, mixer: Attention, key: str) -> Tensor | None:
         """The weights of norms of each head, [2, D] of q and k, or [1, D] of q alone; None: heads are not normed."""
         if mixer.qk_norm == "unweighted":
             dtype = torch.float32 if self._spec.norm.in_float32 else self._request.dtype
@@ -193,15 +159,14 @@ class Parts:
         """The modules of a linear layer that is never quantized, AS_STORED, and its bias."""
         return [{"weight": self._tensors.pop(key)}], self._tensors.pop(f"{key}.bias", None)
 
-    def latents_up(self, mixer: LatentAttentionMixer, key: str) -> tuple[Tensor, Tensor]:
+    def latents_up(self, mixer: LatentAttention, key: str) -> tuple[Tensor, Tensor]:
         """What absorbs K in queries [H, rank, nope_dim], and what makes V of latents [H, value_dim, rank]."""
         name = f"{key}.latents_up"
         if mixer.ups_apart:
             return self._tensors.pop(f"{key}.key_up.weight"), self._tensors.pop(f"{key}.value_up.weight")
         if name in self._formats:
             layer_format, modules, _ = self.stored(name)
-            widened = layer_format.weight(modules, self._request.dtype, "torch")
-            assert isinstance(widened, Tensor), "torch multiplies by numbers"
+            widened = layer_format.widened(modules, self._request.dtype)
         else:
             widened = self._tensors.pop(f"{name}.weight")
         of_heads = widened.view(mixer.num_heads, -1, mixer.rank)
@@ -216,6 +181,9 @@ class Parts:
     @property
     def device(self) -> torch.device:
         return self._request.device
+
+    def needed(self, key: str) -> Tensor:
+        return self._tensors.pop(key)
 
     def small(self, key: str) -> Tensor | None:
         """A small tensor; None if the model does not have it."""
@@ -254,7 +222,7 @@ class Parts:
         """The table of a rotary embedding, one for all layers that have it."""
         if (rope, head_dim) not in self._rope_tables:
             request = self._request
-            table = rope_table(rope, head_dim, request.max_model_len, dtype=request.dtype)
+            table = blocks.rope_table(rope, head_dim, request.max_model_len, dtype=request.dtype)
             self._rope_tables[rope, head_dim] = table.to(request.device)
         return self._rope_tables[rope, head_dim]
 
@@ -262,12 +230,12 @@ class Parts:
         """What queries are multiplied by at each position, one tensor for all layers; None: by 1."""
         if rope not in self._query_scales:
             request = self._request
-            scales = query_scales(rope, request.max_model_len, dtype=request.dtype)
+            scales = blocks.query_scales(rope, request.max_model_len, dtype=request.dtype)
             self._query_scales[rope] = None if scales is None else scales.to(request.device)
         return self._query_scales[rope]
 
 
-class Builder(Parts):
+class LayerBuilder(Parts):
     """Builds the layers in torch."""
 
     def __init__(
@@ -277,37 +245,25 @@ class Builder(Parts):
         self.linear_bytes = 0  # the layers' linear layers as they are kept, without biases
         self.num_early_branches = 0  # branches that every token runs through: up to the mixer of the last keeper
         self.fused_store = stores_in_one_pass(request.backend)
-        self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
         self.kernels = linear_kernels(spec, request.backend)
 
     def tables(self) -> tuple[Callable[[Tensor], Tensor], VocabularyHead, int]:
         """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
         its format allows it, so that there is no second copy."""
-        tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
+        tied, vocab_size, parallel = self._spec.tie_word_embeddings, self._spec.vocab_size, self._request.parallel
         table = self._tensors.pop("embedding")
-        stored, bias = self.output(table)
+        modules, bias = self.output(table)
         layer_format, dtype = self._request.weight_format.lm_head, self._request.dtype
         if tied and layer_format.stored[0].dtype is not None:  # packed in the checkpoint
-            widened = layer_format.weight(stored, dtype, "torch")
-            assert isinstance(widened, Tensor), "torch multiplies by numbers"
-            table = widened
-            if not self.uses_cpu_kernels:
-                layer_format, stored = AS_STORED, [{"weight": table}]
-        embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
-        if not self.uses_cpu_kernels:
-            weight = layer_format.weight(stored, dtype, "torch")
-            assert isinstance(weight, Tensor), "torch multiplies by numbers"
-            make = Linear if dtype == torch.float32 else OutputLinear
-            output = make(weight, stored[0].get("bias") if bias is None else bias)
-            head = VocabularyHead(output, self._spec.vocab_size, parallel)
-            return embedding, head, table.nbytes + (0 if tied else weight.nbytes)
-        packed = layer_format.native_linear(stored, bias, dtype)
-        head = VocabularyHead(partial(packed, in_float32=True), self._spec.vocab_size, parallel)
-        if tied and layer_format.keeps_rows and parallel.size == 1:
-            return packed.weight_rows, head, packed.nbytes
-        return embedding, head, table.nbytes + packed.nbytes
+            table = layer_format.widened(modules, dtype)
+        made = layer_format.output_layer(modules, bias, dtype, self.kernels, table if tied else None)
+        linear, num_bytes, rows = made
+        head = VocabularyHead(linear, vocab_size, parallel)
+        if tied and rows is not None and parallel.size == 1:
+            return rows, head, num_bytes
+        return VocabularyEmbedding(table, vocab_size, parallel), head, table.nbytes + num_bytes
 
-    def layer_inputs(self) -> LayerInputs | None:
+    def layer_inputs(self) -> blocks.LayerInputs | None:
         """Models in which each layer has an input of its own."""
         table, norm = self._tensors.pop("layer_table", None), self.norm("layer_projection_norm")
         inputs = self._spec.layer_inputs
@@ -315,17 +271,17 @@ class Builder(Parts):
             return None
         self.linear_bytes += table.nbytes
         rows = VocabularyEmbedding(table, inputs.vocab_size, self._request.parallel)
-        return LayerInputs(rows, self.plain_linear("layer_projection"), norm, self._spec.norm.eps)
+        return blocks.LayerInputs(rows, self.plain_linear("layer_projection"), norm, self._spec.norm.eps)
 
-    def branches(self) -> tuple[list[Branch], Join]:
+    def branches(self) -> tuple[list[blocks.ResidualBranch], blocks.Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
         spec, norm_after, factor = self._spec, None, 1.0
-        branches: list[Branch] = []
+        branches: list[blocks.ResidualBranch] = []
         for index in range(spec.num_layers):
             key = f"layers.{index}"
             for name, body in self._bodies(index).items():
                 norm = f"{key}.{name}"
-                branches.append(Branch(self._join(norm_after, factor, norm), body))
+                branches.append(blocks.ResidualBranch(self._join(norm_after, factor, norm), body))
                 if index == spec.last_keeper and name == "input_norm":
                     self.num_early_branches = len(branches)
                 norm_after, factor = self.norm(f"{norm}_after"), 1.0
@@ -333,18 +289,18 @@ class Builder(Parts):
                 factor = scalar.item()
         return branches, self._join(norm_after, factor, "final_norm")
 
-    def _bodies(self, index: int) -> dict[str, Body]:
+    def _bodies(self, index: int) -> dict[str, blocks.Body]:
         """What each branch of a layer computes, by the norm before it."""
         spec, layer, key = self._spec, self._spec.layers[index], f"layers.{index}"
         mixer = self._mixer(layer.mixer, self._place(index), key)
         if layer.beside is not None:
             place = sum(each.recurrent is not None for each in spec.layers[:index])
-            mixer = BesideState(self._place(index), mixer, self._mixer(layer.beside, place, f"{key}.beside"))
-        bodies: dict[str, Body] = {"input_norm": mixer}
+            mixer = blocks.BesideState(self._place(index), mixer, self._mixer(layer.beside, place, f"{key}.beside"))
+        bodies: dict[str, blocks.Body] = {"input_norm": mixer}
         if layer.mlp is not None:
             bodies["mlp_norm"] = self._mlp(layer.mlp, key)
         if layer.norms == "shared":
-            bodies = {"input_norm": BesideMlp(self._place(index), *bodies.values())}
+            bodies = {"input_norm": blocks.BesideMlp(self._place(index), *bodies.values())}
         if spec.layer_inputs is not None:
             bodies["layer_input"] = self._layer_input(index, key, ACTIVATIONS[spec.layer_inputs.activation])
         return bodies
@@ -354,24 +310,29 @@ class Builder(Parts):
         attends = [layer.mixer.attends for layer in self._spec.layers[: index + 1]]
         return attends.count(attends[-1]) - 1
 
-    def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> LayerInput:
+    def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> blocks.LayerInput:
         gate, out = self.plain_linear(f"{key}.input_gate"), self.plain_linear(f"{key}.input_out")
-        return LayerInput(index, gate, activation, out)
+        return blocks.LayerInput(index, gate, activation, out)
 
-    def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> Join:
+    def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> blocks.Join:
         style, residual = self._spec.norm, self._spec.scales.residual
-        return Join(norm_after, self.norm(norm), residual, factor, style.eps, style.added_eps, style.centred != "no")
+        return blocks.Join(
+            norm_after, self.norm(norm), residual, factor, style.eps, style.added_eps, style.centred != "no"
+        )
 
-    def _mixer(self, mixer: Mixer, place: int, key: str) -> Body:
-        bodies: dict[type, Callable[..., Body]] = {AttentionMixer: Attention, LatentAttentionMixer: LatentAttention}
-        body: Body = (bodies | BODIES)[type(mixer)](self, mixer, place, key)
+    def _mixer(self, mixer: Mixer, place: int, key: str) -> blocks.Body:
+        bodies: dict[type, Callable[..., blocks.Body]] = {
+            Attention: blocks.AttentionBody,
+            LatentAttention: blocks.LatentAttentionBody,
+        }
+        body: blocks.Body = (bodies | BODIES)[type(mixer)](self, mixer, place, key)
         return body
 
     def backend_of(self, place: int) -> AttentionBackend:
         """The backend of a layer, by its place among those that attend."""
         return self._request.backend.of(self._spec.attention_layers[place])
 
-    def qk_norm(self, mixer: AttentionMixer, key: str) -> tuple[Tensor, float] | None:
+    def qk_norm(self, mixer: Attention, key: str) -> tuple[Tensor, float] | None:
         """The norm of q and k, [H + G, D] and eps; without k where a layer has none; None: they are not normed."""
         q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
         if q_norm is not None and k_norm is not None:
@@ -383,26 +344,25 @@ class Builder(Parts):
         return torch.cat(rows), self.eps
 
     def head_linear(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
-        """A linear layer for each head. Shapes: weights [H, O, I]."""
-        if self.uses_cpu_kernels:
-            return HeadLinear([self._made(AS_STORED, [{"weight": weight}], None) for weight in weights.unbind(0)])
-        self.linear_bytes += weights.nbytes
-        return partial(torch.einsum, "hoi,thi->tho", weights)
+        """A linear layer for each head, see blocks.head_linear."""
+        linear, num_bytes = blocks.head_linear(weights, self.kernels)
+        self.linear_bytes += num_bytes
+        return linear
 
-    def _mlp(self, spec: MlpSpec | ExpertsSpec, key: str) -> Mlp | Experts | ExpertsBesideMlp:
-        experts = spec if isinstance(spec, ExpertsSpec) else None
-        dense = spec.beside if isinstance(spec, ExpertsSpec) else spec
+    def _mlp(self, spec: Mlp | Experts, key: str) -> blocks.MlpBody | blocks.ExpertsBody | blocks.ExpertsBesideMlp:
+        experts = spec if isinstance(spec, Experts) else None
+        dense = spec.beside if isinstance(spec, Experts) else spec
         if dense is None:
             assert experts is not None, "a layer has an MLP or experts"
             return self._experts(experts, key)
         first = self.linear(f"{key}.{dense.input_name}")
         activation = ACTIVATIONS.get(dense.activation) or partial(xielu, numbers=self.xielu(key))
-        mlp = Mlp(first, activation, self.summed_linear(f"{key}.down"))
+        mlp = blocks.MlpBody(first, activation, self.summed_linear(f"{key}.down"))
         if experts is None:
             return mlp
         names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
         before, after, experts_before, experts_after = (self._tensors.pop(f"{key}.{name}") for name in names)
-        return ExpertsBesideMlp(
+        return blocks.ExpertsBesideMlp(
             mlp=mlp,
             mlp_norms=(before, after),
             experts=self._experts(experts, key),
@@ -411,9 +371,9 @@ class Builder(Parts):
             eps=self._spec.norm.eps,
         )
 
-    def _experts(self, experts: ExpertsSpec, key: str) -> Experts:
+    def _experts(self, experts: Experts, key: str) -> blocks.ExpertsBody:
         shared = experts.shared
-        return Experts(
+        return blocks.ExpertsBody(
             router=self.plain_linear(f"{key}.router"),
             mixture=self._mixture(key, experts),
             shared=None if shared is None else self._expert(f"{key}.shared_expert", shared),
@@ -421,7 +381,7 @@ class Builder(Parts):
             parallel=self._request.parallel,
         )
 
-    def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
+    def _mixture(self, key: str, spec: Experts) -> "Mixture | GroupedExperts":
         """All experts of a layer, and their routing."""
         numbers = spec.scale, spec.least_sum, spec.groups, spec.nearness
         routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, *numbers)
@@ -459,12 +419,11 @@ class Builder(Parts):
             biases += [] if bias is None else [bias]
         return weights, torch.stack(biases) if biases else None
 
-    def _expert(self, key: str, mlp: MlpSpec) -> Mlp:
+    def _expert(self, key: str, mlp: Mlp) -> blocks.MlpBody:
         """Without the sum over the ranks, which is taken once for all experts."""
-        in_gate = self.uses_cpu_kernels and mlp.activation in ("silu", "swish")
-        gate_up = self.linear(f"{key}.{mlp.input_name}", gated=in_gate)
+        gate_up = self.linear(f"{key}.{mlp.input_name}", gated=mlp.activation in ("silu", "swish"))
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
-        return Mlp(gate_up, None if in_gate else ACTIVATIONS[mlp.activation], down)
+        return blocks.MlpBody(gate_up, None if gate_up.gated else ACTIVATIONS[mlp.activation], down)
 
     def plain_linear(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))
@@ -479,12 +438,7 @@ class Builder(Parts):
     def _made(
         self, layer_format: LayerFormat, modules: Modules, bias: Tensor | None, *, gated: bool = False
     ) -> LinearLayer:
-        dtype = self._request.dtype
-        linear: LinearLayer
-        if self.uses_cpu_kernels:
-            linear = layer_format.native_linear(modules, bias, dtype, gated=gated)
-        else:
-            linear = layer_format.torch_linear(modules, bias, dtype, kernels=self.kernels)
+        linear = layer_format.linear(modules, bias, self._request.dtype, self.kernels, gated=gated)
         self.linear_bytes += linear.nbytes
         return linear
 
@@ -493,23 +447,6 @@ class Builder(Parts):
         parallel = self._request.parallel
         linear = self.linear(key, with_bias=parallel.rank == 0)
         return linear if parallel.size == 1 else SummedLinear(linear, parallel)
-
-
-def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
-    """Whether the native library serves attention and can pack every weight of the model."""
-    sizes = [spec.hidden_size, spec.intermediate_size]
-    sizes += [mixer.inner for layer in spec.layers for mixer in layer.mixers]
-    sizes.append(spec.layer_inputs.size if spec.layer_inputs is not None else 0)
-    if (experts := spec.experts) is not None:
-        sizes += [experts.each.width, experts.shared.width if experts.shared is not None else 0]
-    return backend.capabilities.native_step and not any(size % 2 for size in sizes)
-
-
-def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> Kernels:
-    """Whose linear layers run on a backend's device."""
-    if has_cpu_kernels(spec, backend):
-        return "cpu"
-    return "triton" if backend.capabilities.fused_store else "torch"
 
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
@@ -522,8 +459,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
     """Why this decoder cannot run a model; None if it can."""
     if needs.spec.is_fallback:
         return f"has no {needs.spec.architecture}"
-    reason = needs.weight_format.torch_refusal()
-    if reason is not None and not has_cpu_kernels(needs.spec, needs.backend):
+    if (reason := needs.weight_format.refusal(needs.kernels)) is not None:
         return f"{reason}, but attention is '{needs.backend.name}'"
     return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Ids, Size
+from pagedcli.models.checkpoint_files import Ids, Size
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec, read_rope_spec

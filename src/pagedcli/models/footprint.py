@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
-from pagedcli.models.mixers.latent_attention import LatentAttention
+from pagedcli.models.mixers.attention import LatentAttention
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import Parameter, joined_format

@@ -1,12 +1,15 @@
-"""How the weights of linear layers are stored in a checkpoint and kept in memory: WeightFormat. A format of
---quantization is an entry of FORMATS and its kernels; those of quantized checkpoints are in models.packed_formats.
+"""How the weights of linear layers are stored in a checkpoint and kept in memory: LayerFormat, and WeightFormat of all
+layers. A format of --quantization is an entry of FORMATS and its kernels; those of quantized checkpoints are in
+models.stored_quantization, those of GGUF files in models.gguf.types.
 
 Free of torch until a layer is made, so that help texts, plans and simulations may read it.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
     from pagedcli.layers.linear import LinearLayer
     from pagedcli.layers.native_linear import NativeLinear
-    from pagedcli.layers.quantized import Weight
+    from pagedcli.layers.quantized import CodedWeight, Weight
 
 # The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
 Modules: TypeAlias = "Sequence[Mapping[str, Tensor]]"
@@ -64,62 +67,154 @@ WEIGHT = StoredTensor("weight")
 VECTOR = StoredTensor("bias", in_dim=None)  # a bias, or the weight of a norm
 
 
-class LayerFormat(Protocol):
-    """Names what is stored for a linear layer, makes the layer from it, and says what it takes in memory."""
+class LayerFormat:
+    """What is stored for a linear layer, and the layer made from it.
 
-    name: str
-    stored: tuple[StoredTensor, ...]
+    A format says its tensors, what it reads from those of a module, and what kernels keep of it; the rest is the same
+    for all.
+    """
+
+    packing: str | None = None  # a name of native.structs.PACKINGS: how the CPU kernels round numbers
     stacks: bool = False  # whether the modules of a fused layer (q, k, v) are read as one tensor
     keeps_rows: bool = True  # whether the rows of the output layer can be read again, as a tied embedding needs them
+
+    @functools.cached_property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The tensors of a module."""
+        raise NotImplementedError
+
+    def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
+        """A module's weight as stored, [out, in]."""
+        raise NotImplementedError
+
+    def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
+        """Bytes in memory of an output feature that `kernels` keep as stored."""
+        raise NotImplementedError
+
+    def why_widened(self, kernels: Kernels, itemsize: int) -> str | None:
+        """Why `kernels` do not multiply by the numbers as stored, which are then widened; None if they do. `itemsize`:
+        bytes of an activation."""
+        return None
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype. `gated`: gate and up of an MLP,
         whose rows the C++ kernels pack in pairs."""
-        ...
+        kept = self if self.why_widened(kernels, itemsize) is None else AS_STORED
+        return padded_rows(shape[0], kernels, gated=gated) * kept.row_bytes(shape[1], itemsize, kernels)
 
     def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
         """The weight [out, in] that `kernels` multiply by: as stored, or widened to `dtype` where they cannot."""
-        ...
+        from pagedcli.layers.quantized import stacked
 
-    def torch_linear(
-        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
+        weight = stacked([self.read(module) for module in modules])
+        return weight if self.why_widened(kernels, dtype.itemsize) is None else weight.dequantized(dtype)
+
+    def widened(self, modules: Modules, dtype: "torch.dtype") -> "Tensor":
+        """The weight as numbers, which torch multiplies by."""
+        return cast("Tensor", self.weight(modules, dtype, "torch"))
+
+    def linear(
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", kernels: Kernels, *, gated: bool = False
     ) -> "LinearLayer":
-        """The layer for activations of `dtype`, on the device of the tensors, by `kernels` if they have the format."""
-        ...
+        """The layer by `kernels` for activations of `dtype`, on the device of the tensors. `gated`: with silu(gate) *
+        up in the same pass, by kernels that can."""
+        if kernels == "cpu":
+            return self.native_linear(modules, bias, dtype, gated=gated)
+        from pagedcli.layers.linear import Linear
+        from pagedcli.layers.quantized import CodedWeight
+
+        weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
+        if not isinstance(weight, CodedWeight):
+            return Linear(weight, bias)
+        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
+
+        return TritonLinear(weight, bias)
+
+    def output_layer(
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", kernels: Kernels, tied: "Tensor | None"
+    ) -> "tuple[Callable[[Tensor], Tensor], int, Callable[[Tensor], Tensor] | None]":
+        """The output layer, which gives float32; the bytes that it keeps; and what reads rows of its weight, if
+        something does. `tied`: the embedding, as numbers, if that is its weight."""
+        if kernels == "cpu":
+            packed = self.native_linear(modules, bias, dtype)
+            rows = packed.weight_rows if self.keeps_rows else None
+            return functools.partial(packed, in_float32=True), packed.nbytes, rows
+        from pagedcli.layers.linear import Linear, OutputLinear
+
+        weight = self.widened(modules, dtype) if tied is None else tied
+        make = Linear if dtype.itemsize == 4 else OutputLinear
+        return make(weight, _with_biases(modules, bias, dtype)), 0 if tied is not None else weight.nbytes, None
 
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
     ) -> "NativeLinear":
-        """The layer by the project's CPU kernels. Raises: BackendError for a shape or dtype that they cannot pack."""
-        ...
+        """The layer by the CPU kernels. Raises: BackendError for a shape or dtype that they cannot pack."""
+        from pagedcli.layers.native_linear import NativeLinear
+        from pagedcli.native import load_library
+
+        weight, bias = self.weight(modules, dtype, "cpu"), _with_biases(modules, bias, dtype)
+        return NativeLinear(load_library(), weight, bias, gated=gated, quantization=self.packing, dtype=dtype)
 
 
-class WeightFormat(Protocol):
+def _with_biases(modules: Modules, bias: "Tensor | None", dtype: "torch.dtype") -> "Tensor | None":
+    """The bias, or what GPTQ checkpoints store for modules that have none in their architecture."""
+    stored = [tensors["bias"] for tensors in modules if "bias" in tensors]
+    if bias is not None or not stored:
+        return bias
+    if len(stored) != len(modules):
+        raise ModelError("only some modules of a linear layer have a bias", hint="download the checkpoint again")
+    import torch
+
+    return torch.cat(stored).to(dtype)
+
+
+class WeightFormat:
     """The formats of a model's linear layers."""
 
-    name: str
     mixes: bool = False  # whether modules of different formats may be one layer (q, k, v)
 
-    @property
+    @functools.cached_property
+    def name(self) -> str:
+        """What a person should know of them."""
+        raise NotImplementedError
+
+    @functools.cached_property
     def lm_head(self) -> LayerFormat:
-        """The format of the output layer, which is stored as a plain weight."""
-        ...
+        """The format of the output layer."""
+        raise NotImplementedError
+
+    @property
+    def act_order(self) -> bool:
+        """Whether some layer groups inputs that are not neighbours."""
+        return False
 
     def of(self, module: str) -> LayerFormat:
         """The format of a module, by its name in the checkpoint."""
-        ...
+        raise NotImplementedError
 
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         """Whether some layer rounds its activations, of `itemsize` bytes, to 8 bits."""
         return False
 
-    def torch_refusal(self) -> str | None:
-        """Why there are no torch layers; None if there are."""
+    def refusal(self, kernels: Kernels) -> str | None:
+        """Why `kernels` do not run the layers; None if they do."""
         return None
 
-    def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
-        """What a user should know of how the layers compute."""
+    def note(self, dtype: str, kernels: Kernels) -> str | None:
+        """What a user should know of how the layers compute in a model of `dtype`."""
         return None
+
+
+def kernels_note(
+    name: str, dtype: str, kernels: Kernels, why_widened: str | None, *, apart: str = "", alone: bool = True
+) -> str:
+    """How layers of a format compute in a model of `dtype`. `why_widened`: see LayerFormat; `apart`: what is widened of
+    others, in words; `alone`: the checkpoint has no other format."""
+    some, whose = ("", "") if alone else ("some ", "their ")
+    if why_widened is not None:
+        return f"{some}weights are {name}, widened to {dtype} while loading: {why_widened}"
+    rounded = "are rounded to 8 bits in groups of 32" if kernels == "cpu" else "are not rounded"
+    return f"{some}weights are {name}, kept so{apart}; {whose}activations {rounded}"
 
 
 def padded_rows(num_rows: int, kernels: Kernels, *, gated: bool = False) -> int:
@@ -137,96 +232,75 @@ class AsStored(LayerFormat, WeightFormat):
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     stacks = True
 
-    @property
-    def lm_head(self) -> LayerFormat:
-        return self
+    def __init__(self) -> None:
+        self.lm_head: LayerFormat = self
 
     def of(self, module: str) -> LayerFormat:
         return self
 
-    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
-        num_rows, num_columns = shape
-        return padded_rows(num_rows, kernels, gated=gated) * num_columns * itemsize
+    def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
+        return num_columns * itemsize
 
     def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
-        return modules[0]["weight"]
+        if len(modules) == 1:
+            return modules[0]["weight"]
+        import torch
 
-    def torch_linear(
-        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
-    ) -> "LinearLayer":
-        from pagedcli.layers.linear import Linear
-
-        return Linear(self.weight(modules, dtype, kernels), bias)
-
-    def native_linear(
-        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
-    ) -> "NativeLinear":
-        return _native(modules[0]["weight"], bias, gated=gated)
+        return torch.cat([module["weight"] for module in modules])
 
 
 AS_STORED = AsStored()
 
 
+@dataclass(frozen=True, eq=False)
 class MixedLayer(LayerFormat):
-    """Modules of different formats as one layer."""
+    """Modules of different formats as one layer. Widened but for the CPU kernels; there gate and up are, too, as they
+    are multiplied in pairs."""
 
-    def __init__(self, formats: Sequence[LayerFormat], rows: Sequence[int]) -> None:
-        """`rows`: output features of each module."""
-        self._formats, self._rows = tuple(formats), tuple(rows)
-        self.name = ", ".join(dict.fromkeys(each.name for each in formats))
-        self.stored = tuple({each.suffix: each for one in formats for each in one.stored}.values())
+    formats: Sequence[LayerFormat]
+    rows: Sequence[int]  # output features of each module
+
+    @functools.cached_property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        return tuple({each.suffix: each for one in self.formats for each in one.stored}.values())
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         if kernels != "cpu" or gated:
             return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
         return sum(
-            layer_format.kept_bytes((sum(self._rows[part]), shape[1]), itemsize, kernels)
+            layer_format.kept_bytes((sum(self.rows[part]), shape[1]), itemsize, kernels)
             for layer_format, part in self._parts()
         )
 
-    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
-        return self._widened(modules, dtype)[0]["weight"]
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
+        import torch
 
-    def torch_linear(
-        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
-    ) -> "LinearLayer":
-        return AS_STORED.torch_linear(self._widened(modules, dtype), bias, dtype)
+        pairs = zip(self.formats, modules, strict=True)
+        return torch.cat([layer_format.widened([module], dtype) for layer_format, module in pairs])
 
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
     ) -> "NativeLinear":
-        """Gate and up are multiplied in pairs, so those of different formats are widened."""
         if gated:
-            return AS_STORED.native_linear(self._widened(modules, dtype), bias, dtype, gated=True)
+            return super().native_linear(modules, bias, dtype, gated=True)
         from pagedcli.layers.native_linear import NativeLinear
 
         linears, start = [], 0
         for layer_format, part in self._parts():
-            end = start + sum(len(module["weight"]) for module in modules[part])
-            own = self._stacked(modules[part], dtype) if layer_format.stacks else modules[part]
-            linears.append(layer_format.native_linear(own, None if bias is None else bias[start:end], dtype))
+            end = start + sum(len(module["weight"]) for module in modules[part])  # of a rank: fewer than all rows
+            own_bias = None if bias is None else bias[start:end]
+            linears.append(layer_format.native_linear(modules[part], own_bias, dtype))
             start = end
         return NativeLinear.side_by_side(linears)
 
-    def _parts(self) -> "list[tuple[LayerFormat, slice]]":
+    def _parts(self) -> list[tuple[LayerFormat, slice]]:
         """Neighbours of the same format."""
-        parts: list[tuple[LayerFormat, slice]] = []
-        for i, layer_format in enumerate(self._formats):
-            if parts and parts[-1][0] == layer_format:
-                parts[-1] = (layer_format, slice(parts[-1][1].start, i + 1))
-            else:
-                parts.append((layer_format, slice(i, i + 1)))
+        parts, start = [], 0
+        for layer_format, same in itertools.groupby(self.formats):
+            end = start + len(list(same))
+            parts.append((layer_format, slice(start, end)))
+            start = end
         return parts
-
-    def _widened(self, modules: Modules, dtype: "torch.dtype") -> Modules:
-        weights = (each.weight([module], dtype, "torch") for each, module in zip(self._formats, modules, strict=True))
-        return self._stacked([{"weight": weight} for weight in weights], dtype)  # type: ignore[dict-item]  # tensors
-
-    @staticmethod
-    def _stacked(modules: Modules, dtype: "torch.dtype") -> Modules:
-        import torch
-
-        return [{"weight": torch.cat([module["weight"].to(dtype) for module in modules])}]
 
 
 class Rounded(AsStored):
@@ -235,32 +309,19 @@ class Rounded(AsStored):
     keeps_rows = False  # too coarse to start a sequence from
 
     def __init__(self, name: str, *, packing: str, block: tuple[int, int], lm_head: "Rounded | None" = None) -> None:
-        """`packing`: a name of native.structs.PACKINGS; `block`: inputs that it packs together, and their bytes;
-        `lm_head`: the format of the output layer; None: this one."""
-        self.name = name
-        self._packing, self._block, self._lm_head = packing, block, lm_head
-
-    @property
-    def lm_head(self) -> LayerFormat:
-        return self._lm_head or self
+        """`packing`: see LayerFormat; `block`: inputs that it packs together, and their bytes; `lm_head`: the format of
+        the output layer; None: this one."""
+        self.name, self.packing, self._block, self.lm_head = name, packing, block, lm_head or self
 
     def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
         return True
 
-    def torch_refusal(self) -> str | None:
-        return f"{self.name} weights need the native CPU kernels"
+    def refusal(self, kernels: Kernels) -> str | None:
+        return None if kernels == "cpu" else f"{self.name} weights need the native CPU kernels"
 
-    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
-        (num_rows, num_columns), (inputs, num_bytes) = shape, self._block
-        return padded_rows(num_rows, "cpu", gated=gated) * (-(-num_columns // inputs) * num_bytes + _SCALE_BYTES)
-
-    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
-        raise AssertionError("rounded while it is packed, and a format with a torch_refusal has no torch layer")
-
-    def native_linear(
-        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
-    ) -> "NativeLinear":
-        return _native(modules[0]["weight"], bias, gated=gated, packing=self._packing)
+    def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
+        inputs, num_bytes = self._block
+        return -(-num_columns // inputs) * num_bytes + _SCALE_BYTES
 
 
 _SCALE_BYTES = 4  # per output feature that every packing of Rounded keeps
@@ -269,10 +330,3 @@ _SCALE_BYTES = 4  # per output feature that every packing of Rounded keeps
 _INT8 = Rounded("int8", packing="int8", block=(32, 33))  # a factor of a byte per block
 _INT4 = Rounded("int4", packing="int4", block=(32, 18), lm_head=_INT8)  # a step and a zero point of a byte per block
 FORMATS: dict[str | None, WeightFormat] = {None: AS_STORED} | {each.name: each for each in (_INT8, _INT4)}
-
-
-def _native(weight: "Tensor", bias: "Tensor | None", *, gated: bool, packing: str | None = None) -> "NativeLinear":
-    from pagedcli.layers.native_linear import NativeLinear
-    from pagedcli.native import load_library
-
-    return NativeLinear(load_library(), weight, bias, gated=gated, quantization=packing)

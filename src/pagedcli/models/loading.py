@@ -7,9 +7,6 @@ from importlib import import_module
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, length_refusal
 from pagedcli.models.formats import FORMATS, WeightFormat
-from pagedcli.models.gguf.formats import GgufFormat
-from pagedcli.models.gguf.quantization import GgufQuantization
-from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.spec import ModelSpec
 
 IN_ONE_CALL = "native in one call"
@@ -42,12 +39,10 @@ def weight_format(quantization: str | None, spec: ModelSpec) -> WeightFormat:
         return FORMATS[quantization]
     if quantization is not None:
         raise ConfigError(
-            f"quantization is {quantization}, but the checkpoint is quantized already: {spec.quantization.description}",
+            f"quantization is {quantization}, but the checkpoint is quantized already: {spec.quantization.name}",
             hint="leave --quantization out: the checkpoint's own format is used",
         )
-    if isinstance(spec.quantization, GgufQuantization):
-        return GgufFormat(spec.quantization)
-    return CheckpointFormat(spec.quantization)
+    return spec.quantization
 
 
 def choose_decoder(needs: DecoderNeeds) -> str:

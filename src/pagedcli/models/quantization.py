@@ -1,7 +1,7 @@
-"""Reads `quantization_config` of a checkpoint's config.json. Free of torch."""
+"""Reads `quantization_config` of config.json; docs/models.md prints READABLE and REFUSED. Free of torch."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,58 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import packed_modules
-from pagedcli.models.config_json import convert, read_json
-from pagedcli.models.stored_quantization import (
-    AUTO_ROUND,
-    READABLE,
-    REFUSED,
-    Layout,
-    Quantization,
-    StoredQuantization,
-    name_pattern,
-)
+from pagedcli.models.checkpoint_files import convert, packed_modules, read_json
+from pagedcli.models.stored_quantization import Layout, Quantization, StoredQuantization, name_pattern
+
+# What is read: name -> what of it.
+READABLE: Mapping[str, str] = {
+    "compressed-tensors pack-quantized": "4 and 8 bits, in groups or per channel, symmetric or not, with act-order",
+    "compressed-tensors int-quantized": "int8 weights, per channel or per tensor, symmetric or not",
+    "compressed-tensors float-quantized": "FP8 e4m3, per tensor, per channel or in blocks",
+    "compressed-tensors mxfp4-pack-quantized": "MXFP4: e2m1 in groups of 32 that share a power of 2",
+    "compressed-tensors mxfp8-quantized": "MXFP8: e4m3 in groups of 32 that share a power of 2",
+    "compressed-tensors nvfp4-pack-quantized": "NVFP4: e2m1 in groups of 16 that share an e4m3 number",
+    "compressed-tensors mixed-precision": "groups of layers, each in one of these formats",
+    "gptq": "4 and 8 bits, in groups or per channel, act-order, gptq and gptq_v2; single layers with other bits",
+    "awq": "4 bits, in groups, GEMM order",
+    "auto-round": "4 and 8 bits in a layout of GPTQ, 4 bits in that of AWQ; single layers with other bits",
+    "bitsandbytes": "4 bits, NF4 and FP4, with and without double quantization, widened while they are read",
+    "fp8": "FP8 e4m3, per tensor or in blocks",
+    "fbgemm_fp8": "FP8 e4m3, per channel",
+    "modelopt": "NVFP4; MXFP8; FP8 e4m3, per tensor; single layers in one of these or in none",
+    "mxfp4": "MXFP4 experts: e2m1 in groups of 32 that share a power of 2",
+}
+# packing_format of AutoRound -> the layout that it equals, and what is added to stored zero points.
+AUTO_ROUND: Mapping[str, tuple[Layout, int]] = {
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round": ("gptq", 0),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round:auto_awq": ("awq", 0),
+}
+# What is known and not read: quant_method or compressed-tensors format -> what it is.
+REFUSED: Mapping[str, str] = {
+    "aqlm": "additive codebooks",
+    "bitnet": "1.58-bit weights",
+    "bitsandbytes int8": "LLM.int8(): 8 bits with outliers",
+    "eetq": "int8 in the order of a GPU kernel",
+    "exl2": "mixed bits in the order of a GPU kernel",
+    "exl3": "trellis codes",
+    "fp_quant": "MXFP4 or NVFP4 weights",
+    "gguf": "GGUF inside a Hugging Face folder",
+    "higgs": "vector quantization",
+    "hqq": "half-quadratic quantization",
+    "marlin": "weights in the order of a GPU kernel",
+    "marlin-24": "2:4 sparse weights in the order of a GPU kernel",
+    "mxfp6-pack-quantized": "MXFP6 weights",
+    "quanto": "Quanto's own packings",
+    "quark": "Quark's own packings",
+    "quip": "codebooks with rotations",
+    "sparse-24-bitmask": "2:4 sparse weights",
+    "sparse-bitmask": "sparse weights",
+    "spqr": "sparse outliers",
+    "torchao": "torchao tensor subclasses",
+    "vptq": "vector quantization",
+}
 
 
 def read_quantization(
@@ -48,8 +89,7 @@ def read_quantization(
     formats = tuple(replace(each, packed=packed) for each in READERS[method](content, where))
     quantization = Quantization(formats, has_cache_scales)
     for stored in quantization.formats:
-        for pattern in (*stored.targets, *stored.skipped):
-            _check_pattern(pattern, where)
+        _check(stored, where)
     if tied or method not in _QUANTIZES_HEAD:
         if not tied and any("lm_head" in stored.targets for stored in quantization.formats):
             raise refusal(where, method, "its output layer is quantized, too")
@@ -60,7 +100,7 @@ def read_quantization(
 
 
 def becomes_plain(config: dict[str, Any]) -> str | None:
-    """How weights are quantized that models.bitsandbytes unpacks; None if none are."""
+    """How weights are quantized that models.weights unpacks; None if none are."""
     content = config.get("quantization_config")
     is_one = isinstance(content, dict) and content.get("quant_method") == "bitsandbytes"
     return "bitsandbytes, 4 bits" if is_one else None
@@ -113,16 +153,15 @@ def _gptq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...
         raise refusal(where, "gptq", "its output layer is quantized, too")
     if fields.pack_dtype != "int32":
         raise refusal(where, "gptq", f"pack_dtype {fields.pack_dtype}")
-    blocks = fields.modules_in_block_to_quantize or []
     base = StoredQuantization(
         method="gptq",
         layout="gptq",
-        bits=_bits(fields.bits, (4, 8), where, "gptq"),
-        group_size=_group_size(fields.group_size, where, "gptq"),
+        bits=fields.bits,
+        group_size=_group_size(fields.group_size),
         symmetric=fields.sym,
         act_order=fields.desc_act,
         zero_offset=1 if form == "gptq" else 0,
-        targets=tuple(name for block in blocks for name in ([block] if isinstance(block, str) else block)),
+        targets=_names(fields.modules_in_block_to_quantize),
     )
     changed: list[tuple[str, StoredQuantization | None]] = []
     for pattern, settings in (fields.dynamic or {}).items():
@@ -137,16 +176,13 @@ def _changed(base: StoredQuantization, settings: dict[str, Any], where: Path) ->
     fields = convert(settings, _Changes, where)
     if fields.data_type not in (None, "int"):
         raise refusal(where, base.method, f"{fields.data_type} weights in some layers")
-    layers = replace(
+    return replace(
         base,
+        bits=base.bits if fields.bits is None else fields.bits,
+        group_size=base.group_size if fields.group_size is None else _group_size(fields.group_size),
         symmetric=base.symmetric if fields.sym is None else fields.sym,
         act_order=base.act_order if fields.desc_act is None else fields.desc_act,
     )
-    if fields.bits is not None:
-        layers = replace(layers, bits=_bits(fields.bits, (4, 8) if base.layout == "gptq" else (4,), where, base.method))
-    if fields.group_size is not None:
-        layers = replace(layers, group_size=_group_size(fields.group_size, where, base.method))
-    return layers
 
 
 def _by_pattern(
@@ -183,8 +219,8 @@ def _awq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]
     stored = StoredQuantization(
         method="awq",
         layout="awq",
-        bits=_bits(fields.bits, (4,), where, "awq"),
-        group_size=_group_size(fields.group_size, where, "awq"),
+        bits=fields.bits,
+        group_size=_group_size(fields.group_size),
         symmetric=False,
         skipped=tuple(fields.modules_to_not_convert or ()),
     )
@@ -222,8 +258,8 @@ def _auto_round(content: dict[str, Any], where: Path) -> tuple[StoredQuantizatio
     base = StoredQuantization(
         method=f"{name} {form}",
         layout=layout,
-        bits=_bits(fields.bits, (4, 8) if layout == "gptq" else (4,), where, name),
-        group_size=_group_size(fields.group_size, where, name),
+        bits=fields.bits,
+        group_size=_group_size(fields.group_size),
         symmetric=fields.sym and layout == "gptq",
         zero_offset=zero_offset,
         skipped=tuple(fields.modules_to_not_convert or ()),
@@ -237,7 +273,7 @@ def _auto_round(content: dict[str, Any], where: Path) -> tuple[StoredQuantizatio
     return _by_pattern(changed, replace(base, targets=blocks))
 
 
-def _names(blocks: list[str | list[str]] | str | None) -> tuple[str, ...]:
+def _names(blocks: Sequence[str | list[str]] | str | None) -> tuple[str, ...]:
     """Names of blocks of layers: a list, lists within it, or a text with commas."""
     if isinstance(blocks, str):
         blocks = [*blocks.split(",")]
@@ -258,13 +294,12 @@ def _fp8(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]
         raise refusal(where, method, f"fmt {fields.fmt}")
     if fields.scale_fmt not in (None, "float"):
         raise refusal(where, method, f"scale_fmt {fields.scale_fmt}")
-    block = _block(fields.weight_block_size, where, method)
     stored = StoredQuantization(
         method=method,
         layout="float8",
         bits=8,
-        block=block,
-        per_tensor=block is None and method == "fp8",
+        block=_block(fields.weight_block_size),
+        per_tensor=fields.weight_block_size is None and method == "fp8",
         # transformers names it so whatever the size of blocks, which it always writes
         scale_name="weight_scale_inv" if "weight_block_size" in content else "weight_scale",
         skipped=(*(fields.modules_to_not_convert or ()), *(fields.ignored_layers or ())),
@@ -310,38 +345,32 @@ def _modelopt(content: dict[str, Any], where: Path) -> tuple[StoredQuantization,
     fields = convert(content, _ModelOpt, where)
     skipped = tuple(map(_wildcards, (*(fields.ignore or ()), *(fields.exclude_modules or ()))))
     if (fields.quant_algo or "").upper() != "MIXED_PRECISION":
-        return (_modelopt_layers(fields, (), skipped, where),)
+        return (_modelopt_layers(fields, skipped, where),)
     names: dict[StoredQuantization, list[str]] = {}
     for name, each in (fields.quantized_layers or {}).items():
-        names.setdefault(_modelopt_layers(each, (), skipped, where), []).append(_wildcards(name))
+        names.setdefault(_modelopt_layers(each, skipped, where), []).append(_wildcards(name))
     if not names:
         raise refusal(where, "modelopt", "MIXED_PRECISION without quantized_layers")
     return tuple(replace(stored, targets=tuple(targets)) for stored, targets in names.items())
 
 
-def _modelopt_layers(
-    fields: _Algorithm, targets: tuple[str, ...], skipped: tuple[str, ...], where: Path
-) -> StoredQuantization:
-    layout: Layout
-    algorithm = (fields.quant_algo or "").upper()
-    if algorithm in ("NVFP4", "W4A16_NVFP4") and fields.group_size in (None, 16):
-        layout, bits, group_size = "nvfp4", 4, 16
-    elif algorithm == "MXFP8" and fields.group_size in (None, 32):
-        layout, bits, group_size = "mxfp8", 8, 32
-    elif algorithm == "FP8":
-        layout, bits, group_size = "float8", 8, None
-    else:
+def _modelopt_layers(fields: _Algorithm, skipped: tuple[str, ...], where: Path) -> StoredQuantization:
+    layout, bits, size = _ALGORITHMS.get((fields.quant_algo or "").upper(), (None, 0, None))
+    if layout is None or (size is not None and fields.group_size not in (None, size)):
         groups = "" if fields.group_size is None else f" in groups of {fields.group_size}"
         raise refusal(where, "modelopt", f"quant_algo {fields.quant_algo}{groups}")
+    is_whole = layout == "float8"
     return StoredQuantization(
-        method="modelopt",
-        layout=layout,
-        bits=bits,
-        group_size=group_size,
-        per_tensor=layout == "float8",
-        targets=targets,
-        skipped=skipped,
+        method="modelopt", layout=layout, bits=bits, group_size=size, per_tensor=is_whole, skipped=skipped
     )
+
+
+# quant_algo -> layout, bits and size of groups
+_ALGORITHMS: dict[str, tuple[Layout, int, int | None]] = {
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), ("nvfp4", 4, 16)),
+    "MXFP8": ("mxfp8", 8, 32),
+    "FP8": ("float8", 8, None),
+}
 
 
 def _wildcards(name: str) -> str:
@@ -389,42 +418,18 @@ def _compressed_tensors(content: dict[str, Any], where: Path) -> tuple[StoredQua
 
 def _ct_group(group: _CtGroup, fields: _CompressedTensors, where: Path) -> StoredQuantization:
     """The format of one group of layers."""
-    form = group.format or fields.format
+    form, weights = group.format or fields.format, group.weights
     method = f"compressed-tensors {form}"
     if form in REFUSED:
         raise refusal(where, method, REFUSED[form])
-    if group.weights is None:
+    if weights is None:
         raise refusal(where, method, "only activations are quantized")
     if group.output_activations is not None:
         raise refusal(where, method, "quantized outputs")
-    targets = tuple(target for target in group.targets if target != "Linear")
-    if targets and len(targets) < len(group.targets):
-        targets = ()
-    return _ct_weights(group.weights, method, targets, tuple(fields.ignore or ()), where)
-
-
-def _ct_weights(
-    weights: _CtWeights, method: str, targets: tuple[str, ...], skipped: tuple[str, ...], where: Path
-) -> StoredQuantization:
-    form = method.split(" ")[1]
-    group_size = _group_size(weights.group_size or -1, where, method)
+    group_size = _group_size(weights.group_size or -1)
     strategy = weights.strategy or ("tensor" if weights.group_size is None else "group" if group_size else "channel")
-    layout: Layout
-    bits: tuple[int, ...]
-    strategies: tuple[str, ...]
-    if weights.type == "int" and form == "pack-quantized":
-        layout, bits, strategies = "pack-quantized", (4, 8), ("group", "channel")
-    elif weights.type == "int" and form in ("int-quantized", "naive-quantized"):
-        layout, bits, strategies = "int-quantized", (8,), ("channel", "tensor")
-    elif weights.type == "float" and form == "mxfp4-pack-quantized" and group_size == 32:
-        layout, bits, strategies = "mxfp4", (4,), ("group",)
-    elif weights.type == "float" and form == "mxfp8-quantized" and group_size == 32:
-        layout, bits, strategies = "mxfp8", (8,), ("group",)
-    elif weights.type == "float" and form == "nvfp4-pack-quantized" and group_size == 16:
-        layout, bits, strategies = "nvfp4", (4,), ("tensor_group", "group")
-    elif weights.type == "float" and form in ("float-quantized", "naive-quantized"):
-        layout, bits, strategies = "float8", (8,), ("channel", "tensor", "block")
-    else:
+    layout, only_size, strategies = _CT_LAYOUTS.get((weights.type, form), (None, None, ()))
+    if layout is None or only_size not in (None, group_size):
         raise refusal(where, method, f"{weights.num_bits}-bit {weights.type} weights in this format")
     if strategy not in strategies:
         raise refusal(where, method, f"strategy {strategy}")
@@ -433,17 +438,28 @@ def _ct_weights(
     return StoredQuantization(
         method=method,
         layout=layout,
-        bits=_bits(weights.num_bits, bits, where, method),
+        bits=weights.num_bits,
         group_size=group_size if strategy in ("group", "tensor_group") else None,
-        block=_block(weights.block_structure, where, method) if strategy == "block" else None,
+        block=_block(weights.block_structure) if strategy == "block" else None,
         per_tensor=strategy == "tensor",
         symmetric=weights.symmetric,
         act_order=weights.actorder in ("group", "dynamic", True),
-        targets=targets,
-        skipped=skipped,
+        targets=() if "Linear" in group.targets else tuple(group.targets),
+        skipped=tuple(fields.ignore or ()),
     )
 
 
+# type of the weights and format -> layout, its only size of groups if it has one, and strategies
+_CT_LAYOUTS: dict[tuple[str, str], tuple[Layout, int | None, tuple[str, ...]]] = {
+    ("int", "pack-quantized"): ("pack-quantized", None, ("group", "channel")),
+    ("int", "int-quantized"): ("int-quantized", None, ("channel", "tensor")),
+    ("int", "naive-quantized"): ("int-quantized", None, ("channel", "tensor")),
+    ("float", "mxfp4-pack-quantized"): ("mxfp4", 32, ("group",)),
+    ("float", "mxfp8-quantized"): ("mxfp8", 32, ("group",)),
+    ("float", "nvfp4-pack-quantized"): ("nvfp4", 16, ("tensor_group", "group")),
+    ("float", "float-quantized"): ("float8", None, ("channel", "tensor", "block")),
+    ("float", "naive-quantized"): ("float8", None, ("channel", "tensor", "block")),
+}
 # quant_method -> what its part of config.json says
 READERS: dict[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ...]]] = {
     "gptq": _gptq,
@@ -458,36 +474,40 @@ READERS: dict[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ..
 }
 
 
-# ---------------------------------------------------------------------- one value each
-
-
-def _bits(bits: int, allowed: tuple[int, ...], where: Path, method: str) -> int:
-    if bits not in allowed:
-        raise refusal(where, method, f"{bits}-bit weights")
-    return bits
-
-
-def _group_size(size: int, where: Path, method: str) -> int | None:
-    if size != -1 and not 1 <= size <= 2**20:
-        raise refusal(where, method, f"group_size {size}")
+def _group_size(size: int) -> int | None:
     return None if size == -1 else size
 
 
-def _block(sizes: list[int] | None, where: Path, method: str) -> tuple[int, int] | None:
-    if sizes is None:
-        return None
-    if len(sizes) != 2 or not all(1 <= size <= 2**20 for size in sizes):
-        raise refusal(where, method, f"blocks of {sizes}")
-    return sizes[0], sizes[1]
+def _block(sizes: list[int] | None) -> tuple[int, ...] | None:
+    return None if sizes is None else tuple(sizes)
 
 
-def _check_pattern(pattern: str, where: Path) -> None:
-    if not pattern.startswith("re:"):
-        return
-    try:
-        name_pattern(pattern[3:])
-    except ValueError as error:
-        raise ModelError(
-            f"{where}: quantization_config has a pattern that is not supported: {pattern!r}: {error}",
-            hint="patterns are those of RE2: without look-around and back-references",
-        ) from error
+_BITS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("gptq", "pack-quantized"), (4, 8)),
+    **dict.fromkeys(("awq", "mxfp4", "nvfp4"), (4,)),
+    **dict.fromkeys(("int-quantized", "float8", "mxfp8"), (8,)),
+}
+
+
+def _check(stored: StoredQuantization, where: Path) -> None:
+    """Raises: ModelError for numbers that no layout has, and for patterns that are not supported."""
+    if stored.bits not in _BITS.get(stored.layout, (stored.bits,)):
+        raise refusal(where, stored.method, f"{stored.bits}-bit weights")
+    if stored.group_size is not None and not 1 <= stored.group_size <= _MOST_FEATURES:
+        raise refusal(where, stored.method, f"group_size {stored.group_size}")
+    if stored.block is not None and not (
+        len(stored.block) == 2 and all(1 <= size <= _MOST_FEATURES for size in stored.block)
+    ):
+        raise refusal(where, stored.method, f"blocks of {[*stored.block]}")
+    for pattern in (*stored.targets, *stored.skipped):
+        try:
+            if pattern.startswith("re:"):
+                name_pattern(pattern[3:])
+        except ValueError as error:
+            raise ModelError(
+                f"{where}: quantization_config has a pattern that is not supported: {pattern!r}: {error}",
+                hint="patterns are those of RE2: without look-around and back-references",
+            ) from error
+
+
+_MOST_FEATURES = 2**20

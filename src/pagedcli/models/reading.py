@@ -2,20 +2,18 @@
 
 Free of torch for native families."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import has_own_head
-from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
+from pagedcli.models.checkpoint_files import check_supported, convert, has_own_head, read_json, stop_ids
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import becomes_plain, read_quantization, refusal
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import LayerSpec, ModelSpec
+from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import TensorNames
 
 
@@ -44,7 +42,7 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         method = "bitsandbytes" if quantization is None else quantization.method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this import may load transformers
-    from pagedcli.models.fallback_spec import read_fallback_spec
+    from pagedcli.models.transformers_fallback import read_fallback_spec
 
     return read_fallback_spec(path, trust_remote_code=trust_remote_code)
 
@@ -52,9 +50,9 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
 def _gguf_spec(path: Path) -> ModelSpec:
     """The ModelSpec of a GGUF file. Raises: ModelError for what is damaged or does not run here."""
     header = read_header(path)
-    found = describe(header)
-    check_supported(found.fields, path)
-    spec = as_stored(native_spec(path, found.fields, found.model_type, where=path), header)
+    model_type, fields = describe(header)
+    check_supported(fields, path)
+    spec = as_stored(native_spec(path, fields, model_type, where=path), header)
     divisors = frequency_factors(header)
 
     def divided(rope: RopeSpec | None) -> RopeSpec | None:
@@ -97,6 +95,8 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         layers = fields.layers()
     except ModelError as error:
         raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
+    ropes = [layer.attention.rope for layer in layers if layer.attention is not None]
+    stretched = [rope.stretched_length for rope in ropes if rope is not None]
     names = nested_names(fields.tensor_names) if family.text is not None else fields.tensor_names
     return ModelSpec(
         model_type=model_type,
@@ -111,18 +111,13 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         names=names,
         tie_word_embeddings=fields.tie_word_embeddings,
         head_bias=fields.head_bias,
-        max_position_embeddings=max(fields.max_position_embeddings, _stretched_length(layers)),
+        max_position_embeddings=max([fields.max_position_embeddings, *stretched]),
         eos_token_ids=stop_ids(path, fields.eos_token_id, vocab_size=fields.vocab_size),
         bos_token_id=fields.bos_token_id,
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
         widened=becomes_plain(config),
         quantization=read_quantization(config, where, tied=fields.tie_word_embeddings, body=names.body),
     )
-
-
-def _stretched_length(layers: Iterable[LayerSpec]) -> int:
-    ropes = [layer.attention.rope for layer in layers if layer.attention is not None]
-    return max((rope.stretched_length for rope in ropes if rope is not None), default=0)
 
 
 def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:

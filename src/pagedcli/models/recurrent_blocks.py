@@ -19,15 +19,11 @@ from pagedcli.layers.recurrent import (
     norm_then_share,
     recurrence,
 )
-from pagedcli.models.blocks import Step
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.recurrent import RecurrentMixer
-from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.blocks import ForwardStep
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, RecurrentMixer, ShortConv
 
 if TYPE_CHECKING:
-    from pagedcli.models.decoder import Builder
+    from pagedcli.models.decoder import LayerBuilder
 
 
 def triton_kernels(x: Tensor) -> Any:
@@ -39,23 +35,17 @@ def triton_kernels(x: Tensor) -> Any:
     return triton_recurrent
 
 
-def _needed(parts: "Builder", key: str) -> Tensor:
-    tensor = parts.small(key)
-    assert tensor is not None, f"{key} is a parameter"
-    return tensor
-
-
 class GatedDeltaNet:
     """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    def __init__(self, parts: "Builder", shape: GatedDelta, place: int, key: str) -> None:
+    def __init__(self, parts: "LayerBuilder", shape: GatedDelta, place: int, key: str) -> None:
         self.place, self.shape = place, shape
         self.inner = parts.linear(f"{key}.inner")  # E -> C + I: q, k, v and z
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> 2H: b and a
         self.conv = parts.conv(key)  # [K, C] float32
         self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
-        self.step_bias = _needed(parts, f"{key}.step_bias")  # [H] float32
-        self.norm = _needed(parts, f"{key}.gated_norm")  # [P]
+        self.step_bias = parts.needed(f"{key}.step_bias")  # [H] float32
+        self.norm = parts.needed(f"{key}.gated_norm")  # [P]
         self.eps = parts.eps if shape.eps is None else shape.eps
         self.out = parts.linear(f"{key}.out")  # I -> E
         # order of the columns of inner and of gates
@@ -71,7 +61,7 @@ class GatedDeltaNet:
             correction=shape.correction,
         )
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
         slots, (conv, matrix) = step.state(self.place)
         inner, gates = self.inner(x), self.gates(x)
@@ -107,7 +97,7 @@ class GatedDeltaNet:
 class KimiDeltaAttention:
     """Kimi delta attention: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    def __init__(self, parts: "Builder", shape: KimiDelta, place: int, key: str) -> None:
+    def __init__(self, parts: "LayerBuilder", shape: KimiDelta, place: int, key: str) -> None:
         self.place, self.shape, self.eps = place, shape, parts.eps
         self.inner = parts.linear(f"{key}.inner")  # E -> 3I: q, k and v
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> H
@@ -115,17 +105,17 @@ class KimiDeltaAttention:
         self.decay_down = parts.plain_linear(f"{key}.decay_down")  # E -> N
         self.decay_up = parts.plain_linear(f"{key}.decay_up")  # N -> I
         self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
-        self.step_bias = _needed(parts, f"{key}.step_bias")  # [I] float32
+        self.step_bias = parts.needed(f"{key}.step_bias")  # [I] float32
         self.shares_down = parts.linear(f"{key}.shares_down")  # E -> N
         self.shares_up = parts.linear(f"{key}.shares_up")  # N -> I
-        self.norm = _needed(parts, f"{key}.gated_norm")  # [N]
+        self.norm = parts.needed(f"{key}.gated_norm")  # [N]
         self.out = parts.linear(f"{key}.out")  # I -> E
         heads, size = shape.num_heads, shape.head_dim
         self.heads = StateHeads(
             num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, corrects=True, by_channel=True
         )
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
         slots, (conv, matrix) = step.state(self.place)
         inner, gates = self.inner(x), self.gates(x)
@@ -159,14 +149,14 @@ class KimiDeltaAttention:
 class MambaMixer:
     """Mamba-2: projection, convolution, scan, gated norm and projection of one layer."""
 
-    def __init__(self, parts: "Builder", shape: Mamba2, place: int, key: str) -> None:
+    def __init__(self, parts: "LayerBuilder", shape: Mamba2, place: int, key: str) -> None:
         self.place, self.shape, self.eps = place, shape, parts.eps
         self.inner = parts.linear(f"{key}.inner")  # E -> I + C + H: the gate, then x, B and C, then the steps
         self.conv = parts.conv(key)  # [K, C] float32
         self.conv_bias = parts.small(f"{key}.conv_bias")  # [C] float32, or None
         self.decay = parts.decay(key)  # [H] float32, -exp(A_log)
-        self.step_bias = _needed(parts, f"{key}.step_bias")  # [H] float32
-        self.skip = _needed(parts, f"{key}.skip")  # [H] float32
+        self.step_bias = parts.needed(f"{key}.step_bias")  # [H] float32
+        self.skip = parts.needed(f"{key}.skip")  # [H] float32
         self.norm = parts.small(f"{key}.gated_norm")  # [I], or None
         self.out = parts.linear(f"{key}.out")  # I -> E
         self.heads = StateHeads(
@@ -178,7 +168,7 @@ class MambaMixer:
             limits=shape.step_limits,
         )
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
         shape, (slots, (conv, matrix)) = self.shape, step.state(self.place)
         parts = torch.split(self.inner(x), [shape.inner, shape.channels, shape.num_heads], dim=1)
@@ -208,14 +198,14 @@ class MambaMixer:
 class ShortConvolution:
     """A convolution between two gates: out(c * conv(b * x))."""
 
-    def __init__(self, parts: "Builder", shape: ShortConv, place: int, key: str) -> None:
+    def __init__(self, parts: "LayerBuilder", shape: ShortConv, place: int, key: str) -> None:
         self.place = place
         self.inner = parts.linear(f"{key}.inner")  # E -> 3E: b, c and x
         self.conv = parts.conv(key)  # [K, E] float32
         self.conv_bias = parts.small(f"{key}.conv_bias")  # [E] float32, or None
         self.out = parts.linear(f"{key}.out")  # E -> E
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
         slots, (pool,) = step.state(self.place)
         inner = self.inner(x)
@@ -242,7 +232,9 @@ def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor
 
 
 # The body of each kind of mixer: from the parts of its layer, the mixer, its place among those with a state, its key.
-BODIES: dict[type[RecurrentMixer], Callable[["Builder", Any, int, str], Callable[[Tensor, Step], Tensor]]] = {
+BODIES: dict[
+    type[RecurrentMixer], Callable[["LayerBuilder", Any, int, str], Callable[[Tensor, ForwardStep], Tensor]]
+] = {
     GatedDelta: GatedDeltaNet,
     KimiDelta: KimiDeltaAttention,
     Mamba2: MambaMixer,

@@ -7,7 +7,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import StoredTensor
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.tensors import Parameter, Part
+from pagedcli.models.tensors import Parameter, RankPart
 
 
 def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
@@ -31,7 +31,7 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
     if spec.quantization is not None and spec.quantization.act_order:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but weights whose groups are not neighbours are not split: "
-            f"{spec.quantization.description}",
+            f"{spec.quantization.name}",
             hint="use --tensor-parallel-size 1",
         )
     wrong = dict.fromkeys(f"{number} {what}" for number, what in _divided(spec) if number % size)
@@ -83,10 +83,10 @@ _BY_INPUTS = ("out", "down")
 _OF_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")  # modules of latent attention whose outputs are those of heads
 
 
-def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, Part]:
+def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, RankPart]:
     stored, layer = parameter.stored, key.split(".")[-2].split("[")[0] if "." in key else key
     if layer in _TABLES or key.endswith(".sinks"):
-        return {name: Part(0, *parallel.part_of(shape[0])) for name, shape in parameter.shapes.items()}
+        return {name: RankPart(0, *parallel.part_of(shape[0])) for name, shape in parameter.shapes.items()}
     dim, per = (stored.in_dim, stored.in_per) if layer in _BY_INPUTS else (stored.out_dim, stored.out_per)
     if layer not in (*_BY_INPUTS, *_BY_OUTPUTS) or dim is None or per is None:
         return {}
@@ -104,7 +104,7 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
     return {name: _part(dim, features, per, stored) for name, features in ranges.items()}
 
 
-def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -> Part:
+def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -> RankPart:
     """A range of features as a range of elements. Raises: ConfigError if an element would have to be split."""
     first, end = features
     if first % per or end % per:
@@ -112,7 +112,7 @@ def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -
             f"a rank's features {first} to {end} do not end between the groups of {per} that {stored.suffix!r} holds",
             hint="use a smaller --tensor-parallel-size",
         )
-    return Part(dim, first // per, end // per)
+    return RankPart(dim, first // per, end // per)
 
 
 def _head_rows(num_heads: int, head_dim: int, parallel: ParallelContext) -> tuple[int, int]:

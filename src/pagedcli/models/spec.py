@@ -11,17 +11,11 @@ from msgspec import structs
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.core.groups import cache_groups
 from pagedcli.events import CacheGroup
-from pagedcli.models.gguf.quantization import GgufQuantization
+from pagedcli.models.formats import WeightFormat
 from pagedcli.models.mixers.attention import Attention
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.recurrent import RecurrentMixer
-from pagedcli.models.mixers.short_conv import ShortConv
-from pagedcli.models.mixers.state import StateTensor
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, RecurrentMixer, ShortConv, StateTensor
 from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.stored_quantization import Quantization
 from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
 Recurrent = GatedDelta | KimiDelta | Mamba2 | ShortConv
@@ -58,11 +52,7 @@ class LayerSpec:
     @property
     def recurrent(self) -> RecurrentMixer | None:
         """Its mixer with a state of fixed size, if it has one."""
-        for each in self.mixers:
-            match each:
-                case RecurrentMixer():
-                    return each
-        return None
+        return next((each for each in self.mixers if isinstance(each, RecurrentMixer)), None)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -118,7 +108,7 @@ class ModelSpec:
     layer_inputs: LayerInputs | None = None
     names: TensorNames = LLAMA_NAMES
     widened: str | None = None  # how the files store weights that become plain numbers while they are read
-    quantization: Quantization | GgufQuantization | None = None  # how linear layers are stored; None: plain numbers
+    quantization: WeightFormat | None = None  # how linear layers are stored; None: plain numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import dtype_name
 from pagedcli.models.tensors import Parameter
 from pagedcli.printable import plural
 
@@ -43,8 +42,8 @@ class UnreadTensors(MutableMapping[str, Tensor]):
 
 def kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
     """The parameter's dtype in memory in a model of `dtype`; None: that of the checkpoint."""
-    name = parameter.kept_dtype(dtype_name(dtype))
-    return None if name is None else getattr(torch, name)
+    name = parameter.dtype or parameter.stored.dtype
+    return getattr(torch, name) if name is not None else dtype if parameter.stored.converts else None
 
 
 def stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | None, device: torch.device) -> Tensor:

@@ -1,68 +1,26 @@
-"""How a quantized checkpoint stores its linear layers, and the formats that are read. Free of torch.
+"""How a quantized checkpoint stores its linear layers. Free of torch until a weight is read.
 
-READABLE and REFUSED are what docs/models.md prints. models.quantization reads config.json, models.packed_formats makes
-the layers.
+models.quantization makes it of config.json, models.packed_formats has the tensors.
 """
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pagedcli.core.budget import ITEMSIZE
+from pagedcli.core.plan import Kernels
+from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pagedcli.layers.quantized import CodedWeight
 
 Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4", "mxfp8", "nvfp4"]
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
-
-# What is read: name -> what of it.
-READABLE: Mapping[str, str] = {
-    "compressed-tensors pack-quantized": "4 and 8 bits, in groups or per channel, symmetric or not, with act-order",
-    "compressed-tensors int-quantized": "int8 weights, per channel or per tensor, symmetric or not",
-    "compressed-tensors float-quantized": "FP8 e4m3, per tensor, per channel or in blocks",
-    "compressed-tensors mxfp4-pack-quantized": "MXFP4: e2m1 in groups of 32 that share a power of 2",
-    "compressed-tensors mxfp8-quantized": "MXFP8: e4m3 in groups of 32 that share a power of 2",
-    "compressed-tensors nvfp4-pack-quantized": "NVFP4: e2m1 in groups of 16 that share an e4m3 number",
-    "compressed-tensors mixed-precision": "groups of layers, each in one of these formats",
-    "gptq": "4 and 8 bits, in groups or per channel, act-order, gptq and gptq_v2; single layers with other bits",
-    "awq": "4 bits, in groups, GEMM order",
-    "auto-round": "4 and 8 bits in a layout of GPTQ, 4 bits in that of AWQ; single layers with other bits",
-    "bitsandbytes": "4 bits, NF4 and FP4, with and without double quantization, widened while they are read",
-    "fp8": "FP8 e4m3, per tensor or in blocks",
-    "fbgemm_fp8": "FP8 e4m3, per channel",
-    "modelopt": "NVFP4; MXFP8; FP8 e4m3, per tensor; single layers in one of these or in none",
-    "mxfp4": "MXFP4 experts: e2m1 in groups of 32 that share a power of 2",
-}
-# packing_format of AutoRound -> the layout that it equals, and what is added to stored zero points.
-AUTO_ROUND: Mapping[str, tuple[Layout, int]] = {
-    "auto_round:auto_gptq": ("gptq", 1),
-    "auto_round": ("gptq", 0),
-    "auto_round:gptqmodel": ("gptq", 0),
-    "auto_round:auto_awq": ("awq", 0),
-}
-# What is known and not read: quant_method or compressed-tensors format -> what it is.
-REFUSED: Mapping[str, str] = {
-    "aqlm": "additive codebooks",
-    "bitnet": "1.58-bit weights",
-    "bitsandbytes int8": "LLM.int8(): 8 bits with outliers",
-    "eetq": "int8 in the order of a GPU kernel",
-    "exl2": "mixed bits in the order of a GPU kernel",
-    "exl3": "trellis codes",
-    "fp_quant": "MXFP4 or NVFP4 weights",
-    "gguf": "GGUF inside a Hugging Face folder",
-    "higgs": "vector quantization",
-    "hqq": "half-quadratic quantization",
-    "marlin": "weights in the order of a GPU kernel",
-    "marlin-24": "2:4 sparse weights in the order of a GPU kernel",
-    "mxfp6-pack-quantized": "MXFP6 weights",
-    "quanto": "Quanto's own packings",
-    "quark": "Quark's own packings",
-    "quip": "codebooks with rotations",
-    "sparse-24-bitmask": "2:4 sparse weights",
-    "sparse-bitmask": "sparse weights",
-    "spqr": "sparse outliers",
-    "torchao": "torchao tensor subclasses",
-    "vptq": "vector quantization",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +44,15 @@ class _Names:
         return any(name_pattern(each).match(module) is not None for each in self.expressions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredQuantization:
-    """How linear layers of a checkpoint are stored: those that `covers` names."""
+@dataclass(frozen=True, kw_only=True)
+class StoredQuantization(LayerFormat):
+    """Numbers of 4 or 8 bits with scales: the format of those linear layers of a checkpoint that `covers` names."""
 
     method: str  # quant_method, with the format of compressed-tensors
     layout: Layout
     bits: int  # bits per weight
     group_size: int | None = None  # inputs that share a scale; None: all inputs of an output feature
-    block: tuple[int, int] | None = None  # float8: outputs and inputs that share a scale
+    block: tuple[int, ...] | None = None  # float8: outputs and inputs that share a scale
     per_tensor: bool = False  # one scale for a whole module
     symmetric: bool = True
     act_order: bool = False  # the inputs of a group are not neighbours
@@ -103,18 +61,18 @@ class StoredQuantization:
     targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
     skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
     packed: frozenset[str] = frozenset()  # modules stored quantized, also where `skipped` names them
-    _named: tuple[_Names, _Names] = field(init=False, repr=False, compare=False)  # targets and skipped
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_named", (_Names.of(self.targets), _Names.of(self.skipped)))
+    @functools.cached_property
+    def _named(self) -> tuple[_Names, _Names]:
+        return _Names.of(self.targets), _Names.of(self.skipped)
 
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
         targets, skipped = self._named
         return (not self.targets or targets.cover(module)) and (module in self.packed or not skipped.cover(module))
 
-    @property
-    def description(self) -> str:
+    @functools.cached_property
+    def name(self) -> str:
         """What a person should know, e.g. "gptq, 4 bits in groups of 128, act-order"."""
         if self.block is not None:
             scales = f"in blocks of {self.block[0]} x {self.block[1]}"
@@ -127,33 +85,90 @@ class StoredQuantization:
         )
         return f"{self.method}, {number} {scales}{', act-order' if self.act_order else ''}"
 
+    @functools.cached_property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        from pagedcli.models.packed_formats import LAYOUTS
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+        return LAYOUTS[self.layout][0](self)
+
+    def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
+        from pagedcli.models.packed_formats import LAYOUTS
+
+        return LAYOUTS[self.layout][1](module, self)
+
+    def why_widened(self, kernels: Kernels, itemsize: int) -> str | None:
+        is_float8 = self.layout in ("float8", "mxfp8")
+        size = self.group_size if self.block is None else self.block[1]
+        if kernels == "torch":
+            return "torch has no kernel for them"
+        if is_float8 and kernels == "cpu":
+            return "no CPU kernel reads FP8"
+        if self.layout == "nvfp4" and kernels == "cpu" and itemsize == 4:
+            return "CPU kernels round activations, which float32 must not be; bfloat16 keeps the weights as they are"
+        multiple = 16 if self.layout == "nvfp4" else 32 if is_float8 or kernels == "cpu" else 8
+        if size is not None and size % multiple:
+            return f"groups of {size} have no kernel, only multiples of {multiple}"
+        return None
+
+    def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
+        """On a CPU as NativeLinear packs it, see its _pack_codes."""
+        if kernels != "cpu":
+            size, group_bytes = self.group_size, {"mxfp4": 2, "nvfp4": 4, "mxfp8": 4}.get(self.layout, 3)
+            if self.layout == "float8":
+                size, group_bytes = self.block[1] if self.block else None, 4
+            return num_columns * self.bits // 8 + -(-num_columns // (size or num_columns)) * group_bytes
+        if self.layout == "nvfp4":
+            return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
+        if self.bits == 8 and self.group_size is None and self.symmetric:
+            return -(-num_columns // 4) * 4 + 8  # 8: a scale and a sum
+        from pagedcli.layers.quantized import chunk_columns
+
+        chunk = chunk_columns(num_columns, self.group_size)
+        header = 2 if self.layout == "mxfp4" else 3 if self.bits == 4 else 5  # a scale, and mostly a zero point
+        return -(-num_columns // chunk) * (chunk * self.bits // 8 + header)
+
+
+@dataclass(frozen=True)
+class Quantization(WeightFormat):
     """How a checkpoint is quantized: a linear layer has the first format that covers it; without one it is not
     quantized."""
 
     formats: tuple[StoredQuantization, ...]
     has_cache_scales: bool = False  # whether it has scales for a KV cache of 8 bits, which are not used
+    _found: dict[str, LayerFormat] = field(default_factory=dict, init=False, repr=False, compare=False)  # by module
 
     @property
     def method(self) -> str:
         """quant_method, with the format of compressed-tensors."""
         return self.formats[0].method
 
-    @property
-    def description(self) -> str:
+    @functools.cached_property
+    def name(self) -> str:
         """What a person should know of each format."""
-        return "; ".join(dict.fromkeys(stored.description for stored in self.formats))
+        return "; ".join(dict.fromkeys(stored.name for stored in self.formats))
 
     @property
     def act_order(self) -> bool:
-        """Whether some layer groups inputs that are not neighbours."""
         return any(stored.act_order for stored in self.formats)
 
-    def covers(self, module: str) -> bool:
-        """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
-        return any(stored.covers(module) for stored in self.formats)
+    @functools.cached_property
+    def lm_head(self) -> LayerFormat:
+        return self.of("lm_head")
+
+    def of(self, module: str) -> LayerFormat:
+        if module not in self._found:
+            self._found[module] = next((each for each in self.formats if each.covers(module)), AS_STORED)
+        return self._found[module]
+
+    def rounds_activations(self, kernels: Kernels, itemsize: int) -> bool:
+        return kernels == "cpu" and any(each.why_widened(kernels, itemsize) is None for each in self.formats)
+
+    def note(self, dtype: str, kernels: Kernels) -> str:
+        formats = {each.name: each.why_widened(kernels, ITEMSIZE[dtype]) for each in self.formats}
+        notes = [kernels_note(name, dtype, kernels, why, alone=len(formats) == 1) for name, why in formats.items()]
+        unused = ["activations"] if any(each.layout == "nvfp4" for each in self.formats) else []
+        unused += ["the KV cache"] if self.has_cache_scales else []
+        return "; ".join([*notes, *([f"the scales of {' and '.join(unused)} are not used"] if unused else [])])
 
 
 @functools.cache

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """One tensor-parallel rank's part of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
 
     dim: int
@@ -35,7 +35,7 @@ class Parameter:
 
     shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
     init: Init | None = None  # its content with `--load-format dummy`; None: what `stored` says
-    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
+    parts: Mapping[str, RankPart] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
     dtype: str | None = None  # dtype in memory; None: the model's, or that of `stored`
     layer_format: LayerFormat | None = None  # format of its linear layer
@@ -77,10 +77,6 @@ class Parameter:
             wide[first : first + count] *= factor
             first += count
         return wide.to(tensor.dtype)
-
-    def kept_dtype(self, model_dtype: str) -> str | None:
-        """Its dtype in memory; None: that of the checkpoint."""
-        return self.dtype or self.stored.dtype or (model_dtype if self.stored.converts else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +191,7 @@ def joined_format(weight_format: WeightFormat, rows: Mapping[str, int]) -> Layer
     Raises: ModelError if theirs differ and cannot be one layer.
     """
     formats = [weight_format.of(name) for name in rows]
-    if len(set(formats)) == 1:
+    if formats.count(formats[0]) == len(formats):
         return formats[0]
     if weight_format.mixes:
         return MixedLayer(formats, list(rows.values()))

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,7 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.memory_limit import shortage
-from pagedcli.models.bitsandbytes import RoundedWeight, rounded_weights
-from pagedcli.models.checkpoint_files import todays_name
-from pagedcli.models.config_json import read_json
+from pagedcli.models.checkpoint_files import read_json, todays_name
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
@@ -143,9 +141,9 @@ class CheckpointWeights:
         where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
         self._skip(where)
         stored = dict(where)
-        rounded = rounded_weights(where, lambda name: files[stored[name]].get_tensor(name))
+        rounded = _rounded_weights(where, lambda name: files[stored[name]].get_tensor(name))
         expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
-        views: dict[str, _View | RoundedWeight] = {
+        views: dict[str, _View | _RoundedWeight] = {
             **_expert_views(files, where, expected, alternating=self._alternating),
             **rounded,
         }
@@ -352,3 +350,53 @@ def _open(file: Path) -> Any:
         raise ModelError(
             f"{file} is damaged or cut short ({file.stat().st_size} bytes): {error}", hint="download the file again"
         ) from error
+
+
+_STATE = re.compile(r"(.*\.weight)\.quant_state\.bitsandbytes__\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundedWeight:
+    """A weight that bitsandbytes rounded to 4 bits, with its numbers as bitsandbytes unpacks them.
+
+    Source: QLoRA, Dettmers et al., 2023: neighbours share their largest magnitude, which may be rounded, too.
+    """
+
+    name: str
+    state: str  # name of the tensor that holds the JSON of its sizes
+    tensor: Callable[[str], Tensor]  # gives a tensor of the checkpoint by its name
+
+    def read(self, _file: object = None) -> Tensor:
+        """Its numbers, [out, in], in the dtype that it was rounded from. Raises: ModelError for a damaged one."""
+        try:
+            return self._numbers(json.loads(bytes(self.tensor(self.state).tolist())))
+        except (ValueError, LookupError, TypeError, RuntimeError) as error:
+            raise ModelError(
+                f"tensor {self.name!r}, rounded by bitsandbytes, is damaged: {error}", hint="download the file again"
+            ) from error
+
+    def _numbers(self, said: dict[str, Any]) -> Tensor:
+        packed, size, shape = self.tensor(self.name).flatten(), said["blocksize"], said["shape"]
+        if said["dtype"] not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"its dtype is {said['dtype']!r}")
+        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()  # the first of two in the high bits
+        values = self._part("quant_map").float().index_select(0, codes.int())
+        largest = self._part("absmax")
+        if "nested_offset" in said:
+            steps = self._part("nested_absmax").repeat_interleave(said["nested_blocksize"])[: len(largest)]
+            levels = self._part("nested_quant_map").float()
+            largest = levels.index_select(0, largest.int()) * steps + said["nested_offset"]
+        values *= largest.float().repeat_interleave(size)[: len(values)]
+        return values.view(shape).to(getattr(torch, said["dtype"]))
+
+    def _part(self, suffix: str) -> Tensor:
+        return self.tensor(f"{self.name}.{suffix}")
+
+
+def _rounded_weights(where: dict[str, str], tensor: Callable[[str], Tensor]) -> Mapping[str, _RoundedWeight]:
+    """The weights that bitsandbytes rounded, by name. Changes: where, without the tensors that belong to them."""
+    states = {found[1]: name for name in where if (found := _STATE.fullmatch(name)) is not None}
+    for name in [name for name in where if name.rpartition(".weight.")[0] + ".weight" in states]:
+        if name not in states:
+            del where[name]
+    return {name: _RoundedWeight(name, state, tensor) for name, state in states.items()}

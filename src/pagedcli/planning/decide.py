@@ -23,8 +23,8 @@ from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.base import DecoderNeeds
-from pagedcli.models.decoder import groups_experts, linear_kernels
+from pagedcli.models.base import DecoderNeeds, linear_kernels
+from pagedcli.models.decoder import groups_experts
 from pagedcli.models.footprint import step_bytes
 from pagedcli.models.formats import AS_STORED, FORMATS, WeightFormat
 from pagedcli.models.hub import resolve_model
@@ -122,10 +122,10 @@ def _notes(
     spec: ModelSpec, stored: WeightFormat, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, ...]:
     """What the user should know of the linear layers."""
-    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
+    notes = () if spec.is_fallback else unpacked_note(device, dtype, kernels)
     if spec.widened is not None and stored is AS_STORED:
         notes += (f"weights are {spec.widened}, widened to {dtype_name(dtype)} while loading",)
-    note = stored.note(dtype, kernels)
+    note = stored.note(dtype_name(dtype), kernels)
     return notes if note is None else (*notes, note)
 
 

@@ -20,7 +20,7 @@ from pagedcli.errors import BackendError, ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.footprint import Footprint, footprint, step_bytes
 from pagedcli.models.formats import WeightFormat
-from pagedcli.models.gguf.quantization import GgufQuantization
+from pagedcli.models.gguf.types import GgufQuantization
 from pagedcli.models.hub import weight_files
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(slots=True)
-class Bucket:
+class GraphBucket:
     """One batch size: the fixed buffers of its inputs and outputs."""
 
     num_seqs: int
@@ -94,7 +94,7 @@ class DecodeGraphs:
             return False
         return int(step.num_tokens.sum()) <= GRAPH_TOKENS
 
-    def bucket_for(self, num_seqs: int) -> Bucket:
+    def bucket_for(self, num_seqs: int) -> GraphBucket:
         """The smallest bucket with room for that many sequences."""
         return next(bucket for bucket in self._buckets if bucket.num_seqs >= num_seqs)
 
@@ -114,19 +114,19 @@ class DecodeGraphs:
         assert bucket.hidden is not None, "captured with the graph"
         return bucket.hidden[:num_seqs]
 
-    def _bucket(self, num_seqs: int) -> Bucket:
+    def _bucket(self, num_seqs: int) -> GraphBucket:
         device = self._state.device
         shapes = self._padding(num_seqs)
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        bucket = Bucket(num_seqs, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
+        bucket = GraphBucket(num_seqs, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
         self._state.upload.into(buffer, shapes)
         return bucket
 
     def _padding(self, num_seqs: int) -> Inputs:
         return _padding(num_seqs, self._state.num_groups, self._state.num_state_slots)
 
-    def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
+    def _body(self, bucket: GraphBucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
         """The body of a graph. Returns hidden states [b, E]; the tokens go to last_tokens."""
         state, inputs = self._state, bucket.inputs
         max_total = max(num_tokens_host)
@@ -166,7 +166,7 @@ class DecodeGraphs:
                 ) from error
         torch.cuda.synchronize(self._state.device)
 
-    def _capture(self, bucket: Bucket, pool: Any, stream: torch.cuda.Stream) -> Any:
+    def _capture(self, bucket: GraphBucket, pool: Any, stream: torch.cuda.Stream) -> Any:
         """Capture a bucket into the pool of the earlier ones; returns it."""
         longest = min(self._max_model_len, GRAPH_TOKENS)  # no longer sequence is served by a graph
         lengths = [longest, *[1] * (bucket.num_seqs - 1)]  # room for block tables of any length

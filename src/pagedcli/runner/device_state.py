@@ -17,7 +17,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM, cache_shape
-from pagedcli.models.mixers.state import StateTensor
+from pagedcli.models.mixers.recurrent import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]

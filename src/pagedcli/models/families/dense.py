@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Factor
+from pagedcli.models.checkpoint_files import Factor
 from pagedcli.models.family import (
     ATTENTION_BIAS,
     UNBIASED,

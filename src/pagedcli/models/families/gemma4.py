@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, NamesActivation
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, Llama, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention

@@ -7,16 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
 from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.kimi_delta import KimiDelta
-from pagedcli.models.mixers.mamba2 import Mamba2
-from pagedcli.models.mixers.short_conv import ShortConv
+from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import LayerSpec, NormPlaces, Scales

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Factor, Size
+from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe, expert_groups
 from pagedcli.models.family import ATTENTION_BIAS, Biases, Llama
-from pagedcli.models.mixers.latent_attention import LatentAttention
+from pagedcli.models.mixers.attention import LatentAttention
 from pagedcli.models.mlps import Experts
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import Scales

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import Size
+from pagedcli.models.checkpoint_files import Size
 from pagedcli.models.families.dense import (
     BIASED_NORMS,
     FLOAT_NORMS,

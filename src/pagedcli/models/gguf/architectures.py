@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedcli.models.gguf.metadata import Metadata
+from pagedcli.models.gguf.header import Metadata
 
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scores are scaled by hidden_size / num_heads
 STILL = 1e29  # a frequency that is divided by so much does not turn
@@ -388,11 +388,7 @@ ARCHITECTURES = {
     ),
     "granitehybrid": Architecture(
         family="granitemoehybrid",
-        keys={
-            **_GRANITE,
-            "num_experts": ("expert_count", 0),
-            **_MAMBA,
-        },
+        keys={**_GRANITE, "num_experts": ("expert_count", 0), **_MAMBA},
         reordered=True,
         computed=_granite_hybrid,
     ),

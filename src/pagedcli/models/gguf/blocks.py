@@ -1,34 +1,48 @@
 """Blocks of bytes -> numbers: one function per type of models.gguf.types, and what is common to all."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, BlockCodes, CodedWeight, Plane, bit_fields
-from pagedcli.models.gguf.codebooks import codebook_codes
-from pagedcli.models.gguf.types import GgmlType
+from pagedcli.native.system import one_thread
+
+if TYPE_CHECKING:
+    from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LARGEST_SCALE = 256.0  # steps of half of it are stored times 2^120
 _ROWS_BYTES = 2**24  # bytes computed at a time: copies of a whole weight would be the peak of loading
 
 
-def coded(raw: Tensor, kind: GgmlType) -> CodedWeight:
-    """A quantized weight from its bytes. Shapes: raw [out, blocks, bytes of a block] uint8."""
-    blocks = _READERS[kind.name](raw)
-    tensors: dict[str, Any] = {
-        field.name: value.reshape(len(raw), -1)
-        for field in dataclasses.fields(blocks)
-        if isinstance(value := getattr(blocks, field.name), Tensor)
-    }
+def coded(raw: Tensor, kind: "GgmlType", scale: Tensor | None = None) -> CodedWeight:
+    """A quantized weight from its bytes. `scale`: a number that multiplies all of an NVFP4 weight.
+
+    Shapes: raw [out, blocks, bytes of a block] uint8; scale [1, 1].
+    Raises: ModelError for a scale that kernels cannot hold.
+    """
+    with one_thread():
+        blocks = _READERS[kind.name](raw)
+        tensors: dict[str, Any] = {
+            field.name: value.reshape(len(raw), -1)
+            for field in dataclasses.fields(blocks)
+            if isinstance(value := getattr(blocks, field.name), Tensor)
+        }
+    if scale is not None:
+        if not bool((scale.abs() < _LARGEST_SCALE).all()):
+            raise ModelError("a scale of NVFP4 weights is too large or not a number", hint="download the file again")
+        tensors |= {name: tensors[name] * scale for name in ("scales", "steps")}
     return replace(blocks, bits=kind.bits, group_size=kind.group, **tensors)
 
 
-def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
+def numbers(raw: Tensor, kind: "GgmlType", dtype: torch.dtype) -> Tensor:
     """Numbers from their bytes, rounded to dtype once; floating-point ones as they are stored.
 
     Shapes: raw [..., blocks, bytes of a block] uint8 -> [..., in].
@@ -159,37 +173,118 @@ def _tq1_0(raw: Tensor) -> CodedWeight:
     return _ternary(raw, codes, 52)
 
 
-def _codebook(unit: float, odds: Callable[[Tensor], Tensor], kind: str, raw: Tensor) -> CodedWeight:
+def _codebook(kind: str, raw: Tensor) -> CodedWeight:
     """Vectors of a codebook, which the gguf package has: their numbers are whole multiples of the block's float16 times
-    `unit` and times a factor 2 n + 1 of their group. `odds`: blocks -> n."""
+    a unit and times a factor 2 n + 1 of their group."""
+    unit, odds, indices = _CODEBOOKS[kind]
     factors = 2 * odds(raw).to(torch.int8) + 1
     factors = factors.repeat_interleave(16 // factors.shape[-1], -1)
     place = raw[..., :2]
     if kind == "IQ1_M":  # its float16 lies in the upper halves of four bytes
-        bits = ((raw[..., 49::2].int() >> 4) << _shifts(0, 4, 8, 12, like=raw)).sum(-1, keepdim=True)
+        shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=raw.device)
+        bits = ((raw[..., 49::2].int() >> 4) << shifts).sum(-1, keepdim=True)
         place = bits.to(torch.int16).view(torch.uint8)
     steps = place.contiguous().view(torch.float16).float() * unit
-    codes = codebook_codes(raw, kind)
+    codes = _of_vectors(_vectors(kind).to(raw.device), *indices(raw))
     return CodedWeight(codes, 8, steps * factors, 128, 1, steps=steps, factors=factors)
 
 
-def _shifts(*numbers: int, like: Tensor) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=like.device)
+# ---------------------------------------------------------------------- vectors of IQ1, IQ2 and IQ3
+
+_ONES, _HIGH_BITS = 0x0101010101010101, -0x7F7F7F7F7F7F7F80  # 1 and 128 in each of eight bytes
 
 
-def _odds_of_iq1_m(raw: Tensor) -> Tensor:
-    words = raw[..., 48::2].int() | raw[..., 49::2].int() << 8
-    return (words.unsqueeze(-1) >> _shifts(0, 3, 6, 9, like=raw) & 7).flatten(-2)
+@functools.cache
+def _vectors(kind: str) -> Tensor:
+    """A codebook: the bytes of a vector as one number."""
+    import gguf  # description.quantization checks that it is there
+
+    book = getattr(gguf.quants, kind)
+    book.init_grid()
+    whole = torch.from_numpy(book.grid.reshape(book.grid_shape).astype("int8"))
+    if kind.startswith("IQ1"):  # an eighth is added to all of a vector, or taken from them
+        return torch.cat([8 * whole + one + 128 for one in (1, -1)]).to(torch.uint8).view(torch.int64).flatten()
+    return whole.view(torch.int64 if whole.shape[1] == 8 else torch.int32).flatten()
 
 
-_CODEBOOKS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
-    "IQ2_XXS": (1 / 8, lambda raw: raw[..., 9::8] >> 4),
-    "IQ2_XS": (1 / 8, lambda raw: bit_fields(raw[..., 66:], 4, 1)),
-    "IQ2_S": (1 / 8, lambda raw: bit_fields(raw[..., 74:], 4, 1)),
-    "IQ3_XXS": (1 / 4, lambda raw: raw[..., 69::4] >> 4),
-    "IQ3_S": (1.0, lambda raw: bit_fields(raw[..., 106:], 4, 1)),
-    "IQ1_S": (1 / 8, lambda raw: raw[..., 35::2] >> 4 & 7),
-    "IQ1_M": (1 / 8, _odds_of_iq1_m),
+@functools.cache
+def _minuses() -> Tensor:
+    """By eight bits, of which 1 is a minus: eight bytes as one number, 255 for a minus and 0 for none."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return (255 * bits).to(torch.uint8).view(torch.int64).flatten()
+
+
+@functools.cache
+def _even_minuses() -> Tensor:
+    """The eight bits that seven stand for: the number of minuses is even."""
+    return torch.tensor([bits | bits.bit_count() % 2 << 7 for bits in range(128)])
+
+
+def _of_vectors(vectors: Tensor, places: Tensor, signs: Tensor | None) -> Tensor:
+    """Whole numbers plus 128, a byte each. Shapes: places [..., n] -> [..., 256] uint8."""
+    found = vectors[places.int()].view(torch.int64)
+    if signs is not None:
+        minus = _minuses().to(signs.device)[signs.int()]
+        # 256 less a number is its opposite; none is 0, so that no byte reaches into the next
+        found = ((found ^ minus) + (minus & _ONES)) ^ _HIGH_BITS
+    return found.view(torch.uint8)
+
+
+def _fields(words: Tensor, width: int, count: int, mask: int) -> Tensor:
+    """Shapes: words [..., n] -> [..., n * count], from the lowest bits on."""
+    shifts = torch.arange(0, width * count, width, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & mask).flatten(-2)
+
+
+def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    return raw.contiguous().view(dtype).int()
+
+
+def _iq2_xxs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    parts = raw[..., 2:66].reshape(*raw.shape[:-1], 8, 8)
+    signs = _fields(_words(parts[..., 4:], torch.int32).squeeze(-1), 7, 4, 127)
+    return parts[..., :4].flatten(-2), _even_minuses().to(raw.device)[signs]
+
+
+def _iq2_xs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    words = _words(raw[..., 2:66], torch.int16)
+    return words & 511, _even_minuses().to(raw.device)[words >> 9 & 127]
+
+
+def _iq2_s(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    return raw[..., 2:34].int() | _fields(raw[..., 66:74].int(), 2, 4, 3) << 8, raw[..., 34:66]
+
+
+def _iq3_xxs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    signs = _fields(_words(raw[..., 66:98], torch.int32), 7, 4, 127)
+    return raw[..., 2:66], _even_minuses().to(raw.device)[signs]
+
+
+def _iq3_s(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    return raw[..., 2:66].int() | _fields(raw[..., 66:74].int(), 1, 8, 1) << 8, raw[..., 74:106]
+
+
+def _iq1_s(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    words = _words(raw[..., 34:50], torch.int16)
+    less = (words >> 15 & 1).repeat_interleave(4, -1)
+    return raw[..., 2:34].int() | _fields(words, 3, 4, 7) << 8 | less << 11, None
+
+
+def _iq1_m(raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    return raw[..., :32].int() | _fields(raw[..., 32:48].int(), 4, 2, 15) << 8, None  # the fourth bit: less an eighth
+
+
+# type -> unit of its numbers; blocks -> n of _codebook; blocks -> places in the codebook, and the signs of each eight
+# numbers, a bit each; None: the vectors have them
+_Indices: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+_CODEBOOKS: dict[str, tuple[float, Callable[[Tensor], Tensor], _Indices]] = {
+    "IQ2_XXS": (1 / 8, lambda raw: raw[..., 9::8] >> 4, _iq2_xxs),
+    "IQ2_XS": (1 / 8, lambda raw: bit_fields(raw[..., 66:], 4, 1), _iq2_xs),
+    "IQ2_S": (1 / 8, lambda raw: bit_fields(raw[..., 74:], 4, 1), _iq2_s),
+    "IQ3_XXS": (1 / 4, lambda raw: raw[..., 69::4] >> 4, _iq3_xxs),
+    "IQ3_S": (1.0, lambda raw: bit_fields(raw[..., 106:], 4, 1), _iq3_s),
+    "IQ1_S": (1 / 8, lambda raw: raw[..., 35::2] >> 4 & 7, _iq1_s),
+    "IQ1_M": (1 / 8, lambda raw: _fields(_words(raw[..., 48:], torch.int16), 3, 4, 7), _iq1_m),
 }
 _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "Q8_0": lambda raw: _blocks(raw, (Plane(2, 34, 8, 32),), _half(raw, 0), zero=128, flipped=128),
@@ -208,5 +303,5 @@ _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "NVFP4": _nvfp4,
     "TQ1_0": _tq1_0,
     "TQ2_0": lambda raw: _ternary(raw, BlockCodes(raw, (Plane(0, 64, 2, 32),)), 64),
-    **{kind: partial(_codebook, *how, kind) for kind, how in _CODEBOOKS.items()},
+    **{kind: partial(_codebook, kind) for kind in _CODEBOOKS},
 }

@@ -7,12 +7,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from pagedcli.models.gguf.architectures import ARCHITECTURES, STILL, fields_of, rope_of
-from pagedcli.models.gguf.header import Header
-from pagedcli.models.gguf.metadata import Metadata
-from pagedcli.models.gguf.quantization import GgufQuantization
-from pagedcli.models.gguf.types import CODEBOOK
-from pagedcli.models.mixers.gated_delta import GatedDelta
-from pagedcli.models.mixers.latent_attention import LatentAttention
+from pagedcli.models.gguf.header import Header, Metadata
+from pagedcli.models.gguf.types import CODEBOOK, GgufQuantization
+from pagedcli.models.mixers.attention import LatentAttention
+from pagedcli.models.mixers.recurrent import GatedDelta
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.spec import LayerSpec, ModelSpec
 from pagedcli.models.tensors import TensorNames
@@ -24,16 +22,8 @@ _ENDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A model as its file describes it."""
-
-    model_type: str
-    fields: dict[str, Any]  # fields of the family's class
-
-
-def describe(header: Header) -> Description:
-    """The family of a file's model and its fields.
+def describe(header: Header) -> tuple[str, dict[str, Any]]:
+    """The model_type of a file's model, and the fields of its family's class.
 
     Raises: ModelError for an architecture that is not read, or metadata of a wrong kind.
     """
@@ -46,7 +36,7 @@ def describe(header: Header) -> Description:
         raise header.error("it has only layers that predict further tokens", "use the file of the model itself")
     own = fields_of(said, kind)
     model_type = next((family for key, family in kind.others.items() if said.get(key)), kind.family)
-    return Description(model_type, _common(said, own) | rope_of(said) | own)
+    return model_type, _common(said, own) | rope_of(said) | own
 
 
 @dataclass(frozen=True, slots=True)

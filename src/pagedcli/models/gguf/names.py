@@ -13,22 +13,11 @@ _TOP = {
     "lm_head": "output",
 }
 _LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_b", "k_b", "v_b")},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qkv"},
+    **{f"self_attn.{part}_a_layernorm": f"attn_{part}_a_norm" for part in ("q", "kv")},
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "self_attn.k_b_proj": "attn_k_b",
-    "self_attn.v_b_proj": "attn_v_b",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.v_norm": "attn_v_norm",
     **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
     **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
     "self_attn.b_proj": "ssm_beta",
@@ -39,27 +28,20 @@ _LAYER = {
     "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
     "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
+    **{
+        f"{mixer}.{part}": f"ssm_{stored}"
+        for mixer in ("linear_attn", "mamba")
+        for part, stored in {"conv1d": "conv1d", "norm": "norm", "out_proj": "out"}.items()
+    },
+    **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    **{
+        f"mlp.{module}{part}_proj": f"ffn_{part}{stored}"
+        for module, stored in {"": "", "experts.": "_exps", "shared_expert.": "_shexp"}.items()
+        for part in ("gate", "up", "down")
+    },
     "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
@@ -79,12 +61,8 @@ _WHOLE = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
-    "self_attn.A_log": "ssm_a",
-    "self_attn.dt_bias": "ssm_dt.bias",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "mamba.A_log": "ssm_a",
-    "mamba.dt_bias": "ssm_dt.bias",
+    **{f"{mixer}.A_log": "ssm_a" for mixer in ("self_attn", "linear_attn", "mamba")},
+    **{f"{mixer}.dt_bias": "ssm_dt.bias" for mixer in ("self_attn", "linear_attn", "mamba")},
     "mamba.D": "ssm_d",
 }
 # What some files call otherwise: a norm before the MLP of a model without one after attention, and LFM2's last norm.
@@ -102,7 +80,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor is in a file."""
 
     name: str
@@ -111,12 +89,12 @@ class Place:
     layer: int | None = None  # number in a list of the metadata; None: it is a tensor
 
 
-def stored_tensor(name: str, found: Container[str]) -> Place:
+def stored_tensor(name: str, found: Container[str]) -> TensorPlace:
     """The place of a tensor, named as the parameters of a spec from a GGUF file are. `found`: the file's tensors."""
     if (listed := _IN_METADATA.fullmatch(name)) is not None:
-        return Place(f"xielu.{listed[2]}", layer=int(listed[1]))
+        return TensorPlace(f"xielu.{listed[2]}", layer=int(listed[1]))
     if (parts := _PARTS.fullmatch(name)) is not None and parts[2] in _WHOLE:
-        return Place(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
+        return TensorPlace(f"blk.{parts[1]}.{_WHOLE[parts[2]]}")
     module, _, suffix = name.rpartition(".")
     place = _stored_module(module, suffix, found)
     bare = place.name.replace("post_attention_norm", "ffn_norm")
@@ -125,9 +103,9 @@ def stored_tensor(name: str, found: Container[str]) -> Place:
     return replace(place, name=f"{place.name}.{suffix}")
 
 
-def _stored_module(module: str, suffix: str, found: Container[str]) -> Place:
+def _stored_module(module: str, suffix: str, found: Container[str]) -> TensorPlace:
     if module in _TOP:
-        return Place(_present("", _TOP[module], suffix, found))
+        return TensorPlace(_present("", _TOP[module], suffix, found))
     parts = _PARTS.fullmatch(module)
     assert parts is not None, f"{module} is no part of a layer"
     prefix, inner, expert = f"blk.{parts[1]}.", parts[2], None
@@ -137,8 +115,8 @@ def _stored_module(module: str, suffix: str, found: Container[str]) -> Place:
     if own in _HALVES and f"{prefix}{own}.{suffix}" not in found:
         both, half = _HALVES[own]
         if f"{prefix}{both}.{suffix}" in found:
-            return Place(prefix + both, expert, half)
-    return Place(_present(prefix, own, suffix, found), expert)
+            return TensorPlace(prefix + both, expert, half)
+    return TensorPlace(_present(prefix, own, suffix, found), expert)
 
 
 def _present(prefix: str, own: str, suffix: str, found: Container[str]) -> str:

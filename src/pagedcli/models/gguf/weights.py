@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import Orders
 from pagedcli.models.gguf.header import Header, TensorInfo
-from pagedcli.models.gguf.names import Place, stored_tensor
+from pagedcli.models.gguf.names import TensorPlace, stored_tensor
 from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, not_read, stacked
 from pagedcli.models.tensors import Parameter
 
@@ -85,7 +85,7 @@ class GgufWeights:
         if extra:
             raise self._header.error(f"tensor {extra[0]!r:.80} is not part of this architecture{and_others(extra)}")
 
-    def _read(self, name: str, place: Place, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+    def _read(self, name: str, place: TensorPlace, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         """The numbers of a tensor, or its blocks if the parameter keeps them."""
         shape = parameter.shapes[name]
         if place.layer is not None:
@@ -122,7 +122,7 @@ class GgufWeights:
             raise self._header.error(f"{name} is {said!r:.40}, not a finite number for each layer")
         return number
 
-    def _scale(self, place: Place) -> Tensor:
+    def _scale(self, place: TensorPlace) -> Tensor:
         """The number that multiplies a whole weight, one of each expert if they are stacked."""
         stored, expert = self._header.tensors[place.name], place.expert or 0
         if not stored.type.is_float or expert >= math.prod(stored.shape):
@@ -130,13 +130,13 @@ class GgufWeights:
         values = numbers(self._blocks(stored), stored.type, torch.float32).flatten()
         return values[expert].reshape(1, 1).clone()
 
-    def _logarithms(self, place: Place, values: Tensor) -> Tensor:
+    def _logarithms(self, place: TensorPlace, values: Tensor) -> Tensor:
         """The file has -exp(A_log)."""
         if not bool((values < 0).all()):
             raise self._header.error(f"tensor {place.name!r} has numbers that are not below 0")
         return values.neg().double().log().to(values.dtype)
 
-    def _half(self, place: Place, blocks: Tensor) -> Tensor:
+    def _half(self, place: TensorPlace, blocks: Tensor) -> Tensor:
         """The rows of one of two modules that the file keeps as one."""
         groups = self._orders.halves.get(_part(place.name), 1)
         if groups < 1 or len(blocks) % (2 * groups):

@@ -1,10 +1,33 @@
-"""What layers that keep a state of fixed size, instead of K and V of every token, have in common. Free of torch."""
+"""Mixers that keep a state of fixed size instead of K and V of every token, as data. Free of torch; recurrent_blocks.py
+computes them."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from pagedcli.models.mixers.state import StateTensor
-from pagedcli.models.tensors import Parameter, Tensors
+from pagedcli.models.formats import VECTOR
+from pagedcli.models.tensors import Parameter, Tensors, exact
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor that a layer keeps per sequence; all of a sequence's states are one slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None  # None: that of the activations
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Its size; itemsize is that of the activations."""
+        size = 4 if self.dtype == "float32" else itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+def conv_and_matrix(kernel: int, channels: int, matrix: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    """What a recurrence behind a convolution keeps: its last inputs, and a matrix per head, [H, N, P] in float32."""
+    return StateTensor("conv", (kernel - 1, channels)), StateTensor("matrix", matrix, "float32")
 
 
 class RecurrentMixer(ABC):
@@ -48,3 +71,200 @@ class RecurrentMixer(ABC):
 
     def unread(self, make: Tensors, layer: str) -> set[str]:
         return set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta(RecurrentMixer):
+    """A gated delta net: a convolution over q, k and v, then a matrix per value head that forgets and is corrected."""
+
+    name: ClassVar[str] = "gated delta nets"
+    num_key_heads: int  # heads of q and k; each serves neighbouring value heads, if not `tiled`
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # inputs that the convolution sees, the current one included
+    interleaved: bool = False  # the projections list, key head by key head, what flat ones list tensor by tensor
+    tiled: bool = False  # a key head serves every num_key_heads-th value head, as in llama.cpp's files
+    apart: bool = False  # q, k, v and their convolutions are tensors of their own, and names are OLMo's
+    correction: float = 1.0  # factor of how much a head corrects; 2: a state may also turn around
+    eps: float | None = None  # epsilon of its norm; None: the model's
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: all of q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.inner
+
+    @property
+    def inner(self) -> int:
+        """Width of v and of the result."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return conv_and_matrix(self.kernel, self.channels, (self.num_value_heads, self.key_dim, self.value_dim))
+
+    @property
+    def grouping(self) -> tuple[int, int]:
+        return self.num_value_heads, self.num_key_heads
+
+    def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
+        """The gates of forgetting and correcting are as exact as a router: they are never rounded."""
+        heads, width, name = self.num_value_heads, make.width, f"{layer}.{make.names.recurrent}"
+        gate_names, norm, out = ("in_proj_b", "in_proj_a"), "norm", "out_proj"
+        conv = {f"{name}.conv1d.weight": self.channels}
+        if self.apart:
+            keys, gate_names, norm, out = self.num_key_heads * self.key_dim, ("b_proj", "a_proj"), "o_norm", "o_proj"
+            inner = {
+                f"{name}.{part}_proj": n for part, n in zip("qkvg", (keys, keys, self.inner, self.inner), strict=True)
+            }
+            conv = {f"{name}.{part}_conv1d.weight": n for part, n in zip("qkv", (keys, keys, self.inner), strict=True)}
+            gates = {f"{name}.{each}.weight": (heads, width) for each in gate_names}
+        elif self.interleaved:
+            inner = {f"{name}.in_proj_qkvz": self.channels + self.inner}
+            gates = {f"{name}.in_proj_ba.weight": (2 * heads, width)}
+        else:
+            inner = {f"{name}.in_proj_qkv": self.channels, f"{name}.in_proj_z": self.inner}
+            gates = {f"{name}.{each}.weight": (heads, width) for each in gate_names}
+        return {
+            **make.linear(f"{key}.inner", inner, width),
+            f"{key}.gates": Parameter(gates),
+            f"{key}.conv": exact({each: (n, 1, self.kernel) for each, n in conv.items()}),
+            f"{key}.decay": exact({f"{name}.A_log": (heads,)}, init=1.0),
+            f"{key}.step_bias": exact({f"{name}.dt_bias": (heads,)}, init=1.0),
+            f"{key}.gated_norm": Parameter({f"{name}.{norm}.weight": (self.value_dim,)}, init=1.0, stored=VECTOR),
+            **make.linear(f"{key}.out", {f"{name}.{out}": width}, self.inner),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDelta(RecurrentMixer):
+    """A gated delta net whose matrices forget each channel of the keys at a rate of its own. The rates and the gates of
+    its results are products of two thin matrices.
+
+    Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025, section 3.
+    """
+
+    name: ClassVar[str] = "Kimi delta attention"
+    num_heads: int
+    head_dim: int  # size of the heads of q, k and v; width between the thin matrices
+    kernel: int  # inputs that the convolution sees, the current one included
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: all of q, k and v."""
+        return 3 * self.inner
+
+    @property
+    def inner(self) -> int:
+        """Width of v and of the result."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return conv_and_matrix(self.kernel, self.channels, (self.num_heads, self.head_dim, self.head_dim))
+
+    def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
+        """What decides on forgetting and correcting is as exact as a router: it is never rounded."""
+        heads, size, width, name = self.num_heads, self.head_dim, make.width, f"{layer}.{make.names.recurrent}"
+        return {
+            **make.linear(f"{key}.inner", {f"{name}.{part}_proj": self.inner for part in "qkv"}, width),
+            f"{key}.conv": exact({f"{name}.{part}_conv1d.weight": (self.inner, 1, self.kernel) for part in "qkv"}),
+            f"{key}.gates": Parameter({f"{name}.b_proj.weight": (heads, width)}),
+            f"{key}.decay_down": Parameter({f"{name}.f_a_proj.weight": (size, width)}),
+            f"{key}.decay_up": Parameter({f"{name}.f_b_proj.weight": (self.inner, size)}),
+            f"{key}.decay": exact({f"{name}.A_log": (1, 1, heads, 1)}, init=1.0),
+            f"{key}.step_bias": exact({f"{name}.dt_bias": (self.inner,)}, init=1.0),
+            **make.linear(f"{key}.shares_down", {f"{name}.g_a_proj": size}, width),
+            **make.linear(f"{key}.shares_up", {f"{name}.g_b_proj": self.inner}, size),
+            f"{key}.gated_norm": Parameter({f"{name}.o_norm.weight": (size,)}, init=1.0, stored=VECTOR),
+            **make.linear(f"{key}.out", {f"{name}.o_proj": width}, self.inner),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2(RecurrentMixer):
+    """A selective state space: a convolution over x, B and C, then a matrix per head that forgets."""
+
+    name: ClassVar[str] = "Mamba-2"
+    num_heads: int
+    head_dim: int
+    num_groups: int  # groups of heads that share B and C
+    state_size: int
+    kernel: int  # inputs that the convolution sees, the current one included
+    conv_bias: bool
+    proj_bias: bool
+    step_limits: tuple[float, float]  # smallest and largest step
+    norm_group: int | None  # elements that the gated norm norms together; None: the result is only gated
+    # of the projected gate, x, B, C and steps, and of the result; weights are multiplied when they are read
+    factors: tuple[float, ...] = (1.0,) * 5
+    out_factor: float = 1.0
+
+    @property
+    def gate_group(self) -> int:
+        """Elements that are gated, and normed if there is a norm, together."""
+        return self.inner if self.norm_group is None else self.norm_group
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.num_groups * self.state_size
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return conv_and_matrix(self.kernel, self.channels, (self.num_heads, self.state_size, self.head_dim))
+
+    @property
+    def grouping(self) -> tuple[int, int]:
+        return self.num_heads, self.num_groups
+
+    def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
+        heads, width, name = self.num_heads, make.width, f"{layer}.{make.names.recurrent}"
+        inner, groups = {f"{name}.in_proj": self.inner + self.channels + heads}, self.num_groups * self.state_size
+        sizes = (self.inner, self.inner, groups, groups, heads)
+        factors, out_factors = tuple(zip(sizes, self.factors, strict=True)), ((width, self.out_factor),)
+        out = {f"{name}.out_proj": width}
+        found = {
+            **make.linear(f"{key}.inner", inner, width, bias=self.proj_bias, factors=factors),
+            f"{key}.conv": exact({f"{name}.conv1d.weight": (self.channels, 1, self.kernel)}),
+            f"{key}.decay": exact({f"{name}.A_log": (heads,)}, init=1.0),
+            f"{key}.step_bias": exact({f"{name}.dt_bias": (heads,)}, init=1.0),
+            f"{key}.skip": exact({f"{name}.D": (heads,)}, init=1.0),
+            **make.linear(f"{key}.out", out, self.inner, bias=self.proj_bias, factors=out_factors),
+        }
+        if self.norm_group is not None:
+            found[f"{key}.gated_norm"] = Parameter({f"{name}.norm.weight": (self.inner,)}, init=1.0, stored=VECTOR)
+        if self.conv_bias:
+            found[f"{key}.conv_bias"] = exact({f"{name}.conv1d.bias": (self.channels,)})
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv(RecurrentMixer):
+    """A convolution between two gates."""
+
+    name: ClassVar[str] = "short convolutions"
+    channels: int
+    kernel: int  # inputs that the convolution sees, the current one included
+    bias: bool
+
+    @property
+    def inner(self) -> int:
+        return self.channels
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("conv", (self.kernel - 1, self.channels)),)
+
+    def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
+        channels, name = self.channels, f"{layer}.{make.names.recurrent}"
+        found = {
+            **make.linear(f"{key}.inner", {f"{name}.in_proj": 3 * channels}, make.width, bias=self.bias),
+            f"{key}.conv": exact({f"{name}.conv.weight": (channels, 1, self.kernel)}),
+            **make.linear(f"{key}.out", {f"{name}.out_proj": make.width}, channels, bias=self.bias),
+        }
+        if self.bias:
+            found[f"{key}.conv_bias"] = exact({f"{name}.conv.bias": (channels,)})
+        return found
