@@ -52,8 +52,8 @@ MASKED_KEYS = (
     # rows with --output-metrics, --summary-json, bench, simulate
     "queued_s", "ttft_s", "tpot_s", "latency_s", "last_tpot_s", "total_s", "ttft_ms", "tpot_ms", "last_tpot_ms",
     "elapsed_s", "waiting_s", "generated_tokens_per_s", "total_tokens_per_s",
-    # journals and OpenAI rows: when the run began
-    "created", "created_s",
+    # journals and OpenAI rows: when the run began; traces: the calibration, by machine and kernels
+    "created", "created_s", "local_time", "step_times",
     # doctor: speeds, duration of each check, memory of this machine
     "gflop_per_s", "seconds", "free_bytes", "total_bytes",
     # profile-memory, where it measures
@@ -66,7 +66,7 @@ EXACT_COMMANDS = ("replay", "explain", "report", "simulate", "merge", "verify", 
 _VERSION = (re.compile(r'(pagedcli(?:_version)?"?[ :"]{1,3})\d+\.\d+\.\d+\S*?(?=[",\s)])'), r"\1VERSION")
 # Durations and speeds in texts for people, and what is computed from durations.
 _TEXT_MASKS = (
-    (re.compile(r"\d[\d,.]* (?:s|ms|min)\b"), "# TIME"),
+    (re.compile(r"\d[\d,.]* (?:s|ms|µs|min)\b"), "# TIME"),
     (re.compile(r"\d[\d,.]*(?= (?:tok/s|GFLOP/s|GB/s|with prompts)\b)"), "#"),
     (re.compile(r"^(  waiting +# TIME over all sequences).*$", re.MULTILINE), r"\1"),
     # progress of a run of several seconds, a line now and then

@@ -29,10 +29,11 @@ class LlamaCpp:
     def greedy(self, ids, count):
         """The likeliest token after ids, after that one, and so on: `count` of them."""
         context = self._library.LlamaContext(self._model, self._params)
-        batch = self._library.LlamaBatch(n_tokens=self._params.n_batch, embd=0, n_seq_max=1)
         found, new, start = [], list(ids), 0
         while True:
-            batch.set_batch(new, start, True)
+            batch = self._library.LlamaBatch(n_tokens=len(new), embd=0, n_seq_max=1)
+            for place, token_id in enumerate(new):
+                batch.add(token_id, start + place, [0], place == len(new) - 1)
             context.decode(batch)
             logits = context.get_logits_ith(len(new) - 1)
             found.append(max(range(len(logits)), key=logits.__getitem__))
