@@ -1,7 +1,6 @@
 """Counters that stay small however long the run is."""
 
 import random
-import sys
 
 import pytest
 
@@ -29,13 +28,6 @@ def test_ids_are_new_once_and_text_and_numbers_are_different_ids():
     ids = [*range(5000), *map(str, range(5000))]
     assert all(seen.add(row_id) for row_id in ids)
     assert not any(seen.add(row_id) for row_id in ids)
-
-
-def test_ten_thousand_ids_take_at_most_32_bytes_each():
-    seen = SeenIds()
-    for row_id in range(10_000):
-        seen.add(row_id)
-    assert sys.getsizeof(seen._digests._slots) <= 32 * 10_000
 
 
 def test_the_hit_rate_of_nothing_is_zero():

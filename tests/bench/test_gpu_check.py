@@ -198,4 +198,4 @@ def test_the_first_part_of_a_model_that_differs_is_named(module, tmp_path):
     branch = wrong.model._late_branches[0]
     branch.body = lambda x, step, body=branch.body: 1.01 * body(x, step)
     found = first_difference(right, wrong, [5, 6, 7])
-    assert found == f"branch {len(wrong.model._branches)}, Mlp [1, 64]: relative error 1e-02"
+    assert found == f"branch {len(wrong.model._branches)}, MlpBody [1, 64]: relative error 1e-02"

@@ -52,7 +52,7 @@ class Fit:
     block_bytes: Bytes = computed(lambda fit: fit.plan.block_bytes)
     token_bytes: Annotated[Bytes, "KV per token"] = computed(lambda fit: fit.plan.token_bytes)  # before windows pass
     kv_cache_bytes: Bytes = computed(lambda fit: fit.pool.num_blocks * fit.plan.block_bytes)
-    max_model_len: int = computed(lambda fit: fit.limits.max_model_len)  # tokens
+    max_model_len: Annotated[int, "model length, tokens"] = computed(lambda fit: fit.limits.max_model_len)
     # requests of max_model_len tokens at once, not rounded
     max_concurrency: Annotated[Whole, "requests in the pool"] = computed(lambda fit: fit.held(fit.pool.num_blocks))
     longest_request_tokens: int = computed(lambda fit: fit.longest(fit.pool.num_blocks))
@@ -70,7 +70,9 @@ class Fit:
     state_slot_bytes: Bytes = computed(lambda fit: fit.limits.state_bytes)
     state_bytes: Bytes = computed(lambda fit: fit.pool.state_bytes(fit.limits))
     activation_peak_tokens: int = computed(lambda fit: fit.limits.largest_step.num_tokens)
-    activation_peak_seqs: int = computed(lambda fit: fit.limits.largest_step.num_seqs)
+    activation_peak_seqs: Annotated[int, "largest step, sequences"] = computed(
+        lambda fit: fit.limits.largest_step.num_seqs
+    )
     total_bytes: Bytes = computed(lambda fit: fit.terms.total)
     weights_bytes: Annotated[Bytes, "weights"] = computed(lambda fit: fit.terms.weights)
     loading_peak_bytes: int | None  # measured peak of this process while loading; None: not on a CPU
