@@ -224,7 +224,7 @@ def test_16_which_block_size_should_i_use(files):
     text = answer("plan", files / "shared.jsonl", "--all")
     assert re.search(r"^ +256 +0\.0 % +0 +46\.9 %", text, re.MULTILINE)
     assert re.search(r"^ +16 +66\.7 % +720 +0\.0 %", text, re.MULTILINE)
-    assert "recommended block size: " in text
+    assert "Best block size known: 16." in text
 
 
 def test_17_do_two_equal_prompts_in_one_step_get_two_copies(files):
