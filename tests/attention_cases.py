@@ -137,13 +137,14 @@ def held_key(x: Tensor) -> Tensor:
     """What an int8 cache holds of K, float64: mixed, and where D is a multiple of 64 in two parts."""
     size = x.shape[-1]
     if size % 64:
-        size &= -size
-        return mixed(held(mixed(x, size)), size).double() / size
+        together = size & -size
+        return mixed(held(mixed(x, together)), together).double() / together
+    together = size // 4 & -(size // 4)
     order = torch.arange(size).unflatten(0, (2, 8, -1))  # the last quarter of each half is the second part
     order = torch.cat((order[:, :6].flatten(), order[:, 6:].flatten()))
-    parts = mixed(x[..., order], (size // 4) & -(size // 4)).split((size // 4 * 3, size // 4), -1)
+    parts = mixed(x[..., order], together).split((size // 4 * 3, size // 4), -1)
     whole = torch.cat([held(part, in_half=True) for part in parts], -1)
-    return (mixed(whole, (size // 4) & -(size // 4)).double() / ((size // 4) & -(size // 4)))[..., order.argsort()]
+    return (mixed(whole, together).double() / together)[..., order.argsort()]
 
 
 def fill_cache(

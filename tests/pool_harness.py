@@ -6,9 +6,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import hash_block
+from pagedcli.simulation.run import VOCAB_SIZE
 
 SIZE = 2
+
+
+def plan_for(workload, **limits):
+    """The plan of a simulated engine with these Limits, which serves every request that the pool can hold."""
+    return Plan(limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits), model="simulation")
 
 
 def make_seq(token_ids, seq_id=0, cache_salt=None):

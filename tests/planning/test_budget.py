@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace as changed
 from pathlib import Path
 
+import models_by_config
 import pytest
 import torch
 from model_zoo import tiny_model
@@ -32,20 +33,7 @@ from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step, other_holders, process_memory
 
 GIB = 2**30
-QWEN3_06B = native_spec(
-    Path("."),
-    {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3",
-)
+QWEN3_06B = native_spec(Path("."), models_by_config.QWEN3_06B, "qwen3")
 GROUP = CacheGroup(layers=tuple(range(28)), heads=(8, 128))
 
 

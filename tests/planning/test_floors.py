@@ -4,6 +4,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from pool_harness import plan_for
 
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import random_draw, workload_floor
@@ -14,7 +15,7 @@ from pagedcli.planning.cards import Roofline
 from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import AttendedLayers
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.run import Schedule, plan_for, simulate
+from pagedcli.simulation.run import Schedule, simulate
 
 MACHINE = Roofline(37e9, 464e9)
 

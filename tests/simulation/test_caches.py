@@ -8,6 +8,7 @@ import pytest
 from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_harness import plan_for
 
 from pagedcli.events import CacheGroup
 from pagedcli.simulation.caches import (
@@ -21,7 +22,7 @@ from pagedcli.simulation.caches import (
 )
 from pagedcli.simulation.formats import read_traces
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.run import Schedule, plan_for, simulate
+from pagedcli.simulation.run import Schedule, simulate
 from pagedcli.simulation.sweep import NEARLY, Sweep, enough_point, points, pool_verdict
 
 

@@ -11,13 +11,14 @@ from itertools import combinations
 import msgspec
 import pytest
 from cli_harness import pagedcli
+from pool_harness import plan_for
 
 import pagedcli.events as ev
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.simulation.difference import Comparison, recorded_sides
 from pagedcli.simulation.difference_tables import sentence
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.run import plan_for, simulate
+from pagedcli.simulation.run import simulate
 from pagedcli.trace.files import TraceWriter
 
 BASE = {

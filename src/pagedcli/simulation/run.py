@@ -8,14 +8,12 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.sampling_input import SamplingInput
@@ -218,11 +216,6 @@ class RunResult:
         cached = np.asarray(self.cached_tokens)[served]
         # of a prompt that hits in whole, the last token is computed
         return int((-(-cached // size)).sum()), int((self.prompt_tokens[served] // size).sum())
-
-
-def plan_for(workload: Workload, **limits: Any) -> Plan:
-    """The plan of a simulated engine with these Limits, which serves every request that the pool can hold."""
-    return Plan(limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits), model="simulation")
 
 
 def simulate(

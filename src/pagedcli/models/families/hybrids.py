@@ -85,7 +85,6 @@ class KimiLinear(Hybrid, DeepseekV3):
         "num_shared_experts": "n_shared_experts",
     }
     unsupported = DeepseekV3.unsupported | {"moe_layer_freq": (1,), "moe_router_activation_func": ("sigmoid",)}
-    reads_head = False
     expert_names = ExpertNames(
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
