@@ -26,7 +26,7 @@ from pagedcli.simulation.advice import (
     tune,
 )
 from pagedcli.simulation.forecast import forecast
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.settings import KINDS, Setting, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
@@ -36,12 +36,12 @@ from pagedcli.verdicts import paragraph
 
 def subject(prompts, *, num_output=4, block_bytes=0, device="cpu", **limits):
     requests = [
-        TraceRequest(str(n), None, len(ids), num_output, token_ids=array("q", ids), max_new_tokens=num_output)
+        Request(str(n), None, len(ids), num_output, token_ids=array("q", ids), max_new_tokens=num_output)
         for n, ids in enumerate(prompts)
     ]
     limits = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 512, **limits}
     plan = Plan(limits=Limits(**limits), model="m", device=device, block_bytes=block_bytes)
-    return Subject(Workload(requests, format="prompts"), plan)
+    return Subject(Requests(requests, format="prompts"), plan)
 
 
 def own(n, num):

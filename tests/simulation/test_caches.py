@@ -21,17 +21,17 @@ from pagedcli.simulation.caches import (
     unscheduled_hits,
 )
 from pagedcli.simulation.formats import read_traces
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import Schedule, simulate
 from pagedcli.simulation.sweep import NEARLY, Sweep, enough_point, points, pool_verdict
 
 
 def workload_of(prompts, num_output=2):
     requests = [
-        TraceRequest(str(index), None, len(prompt), num_output, token_ids=array("q", prompt))
+        Request(str(index), None, len(prompt), num_output, token_ids=array("q", prompt))
         for index, prompt in enumerate(prompts)
     ]
-    return Workload(requests=requests)
+    return Requests(requests=requests)
 
 
 some_prompts = st.lists(

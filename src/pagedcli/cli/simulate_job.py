@@ -36,7 +36,7 @@ from pagedcli.simulation import tables
 from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.forecast import counts_of
-from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import VOCAB_SIZE, RunResult, Schedule
 from pagedcli.simulation.settings import Subject
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
@@ -134,12 +134,12 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
 # ---------------------------------------------------------------------- input
 
 
-def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Workload, PoolState | None, Tokenizer | None]":
+def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Requests, PoolState | None, Tokenizer | None]":
     """The requests, for a recorded run the pool at its end, and the tokenizer of their tokens, where they have any."""
     outputs = None if options.outputs is None else read_outputs(options.outputs)
     tokenizer: Tokenizer | None = None
 
-    def prompts(name: str) -> Workload:
+    def prompts(name: str) -> Requests:
         nonlocal tokenizer
         folder, spec = prompt_model(loaded, None)
         engine = loaded.config.engine
@@ -162,7 +162,7 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Workload, Po
 
 
 def _verdicts(
-    workload: Workload, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict]
+    workload: Requests, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict]
 ) -> list[Verdict]:
     """Where prompts with tokens part, and what is judged of pools and settings."""
     parts: list[Verdict] = []
@@ -218,7 +218,7 @@ def _decided(loaded: LoadedConfig, options: SimulateOptions) -> Decision | None:
 def _plan(
     loaded: LoadedConfig,
     options: SimulateOptions,
-    workload: Workload,
+    workload: Requests,
     recorded: PoolState | None,
     decision: Decision | None,
 ) -> Plan:
@@ -265,7 +265,7 @@ def _step_time(recorded: PoolState | None, decision: Decision | None) -> StepTim
 def _schedule(
     loaded: LoadedConfig,
     options: SimulateOptions,
-    workload: Workload,
+    workload: Requests,
     decision: Decision | None,
     step_time: StepTime | None,
 ) -> Schedule:

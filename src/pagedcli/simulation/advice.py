@@ -18,7 +18,7 @@ from pagedcli.core.plan import Plan
 from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.simulation.forecast import Forecast, forecast
-from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.settings import KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.simulation.turns import Turns
@@ -208,7 +208,7 @@ def timed_of(state: PoolState) -> StepTime | None:
     return None if name is None else step_time_named(name)
 
 
-def in_order(workload: Workload) -> bool:
+def in_order(workload: Requests) -> bool:
     """Whether the rows were started in the order of their file."""
     numbers = [int(each.request_id.partition("/")[0]) for each in workload.requests if each.request_id[:1].isdecimal()]
     return all(before <= after for before, after in pairwise(numbers))

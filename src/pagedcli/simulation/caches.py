@@ -19,7 +19,7 @@ from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.groups import TableShape
 from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.events import Eviction
-from pagedcli.simulation.requests import MAX_TOKENS, Workload, block_keys, chain_of
+from pagedcli.simulation.requests import MAX_TOKENS, Requests, block_keys, chain_of
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -63,7 +63,7 @@ def num_warmup(num_requests: int, warmup: float) -> int:
     return min(num_requests, int(num_requests * warmup))
 
 
-def accesses_of(workload: Workload, block_size: int, *, partial_blocks: bool = False) -> Accesses:
+def accesses_of(workload: Requests, block_size: int, *, partial_blocks: bool = False) -> Accesses:
     """The accesses of a workload. With `partial_blocks` the last, partial block of a prompt can hit, too, where the
     trace has its hash, and so can the last token: the definition of kvcache-simulator and llmtrafficlens."""
     numbers: dict[tuple[int, int], int] = {}

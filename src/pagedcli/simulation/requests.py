@@ -17,8 +17,8 @@ MAX_LISTED = 20  # bad lines kept with their reason; all are counted
 
 
 @dataclass(slots=True)
-class TraceRequest:
-    """One request. Either its token ids are known, or only which hash blocks it consists of."""
+class Request:
+    """One request, whoever made it. Either its token ids are known, or only which hash blocks it consists of."""
 
     request_id: str
     arrival_s: float | None  # None: the trace has no times
@@ -76,10 +76,10 @@ class BadLine:
 
 
 @dataclass(slots=True)
-class Workload:
+class Requests:
     """All requests, in order of arrival."""
 
-    requests: list[TraceRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     format: str = ""
     hash_size: int | None = None  # tokens per hash; None: token ids are known
     num_bad: int = 0
@@ -127,7 +127,7 @@ class Workload:
         )
 
 
-def largest_output(request: TraceRequest) -> int:
+def largest_output(request: Request) -> int:
     """Tokens that a request may generate."""
     return max(1, request.max_new_tokens or request.num_output_tokens or 1)
 
@@ -135,13 +135,13 @@ def largest_output(request: TraceRequest) -> int:
 _REQUEST_WORK = 16  # generated tokens that take as long to simulate as to start and end a request
 
 
-def work_of(request: TraceRequest) -> float:
+def work_of(request: Request) -> float:
     """How long a request takes to simulate, roughly, in generated tokens."""
     each = _REQUEST_WORK + (request.num_output_tokens or 1)
     return request.num_samples * each + request.num_prompt_tokens / 16
 
 
-def early_ends(request: TraceRequest) -> list[int | None]:
+def early_ends(request: Request) -> list[int | None]:
     """For each sample, after how many tokens it stops by itself; None: it reaches its limit."""
     lengths = [max(1, request.num_output_tokens or 1)] * request.num_samples
     if request.output_ids is not None:
@@ -150,7 +150,7 @@ def early_ends(request: TraceRequest) -> list[int | None]:
     return [num if num < limit or stops else None for num, stops in zip(lengths, stopped, strict=True)]
 
 
-def block_keys(request: TraceRequest, hash_size: int | None, block_size: int) -> Iterator[tuple[int, int]]:
+def block_keys(request: Request, hash_size: int | None, block_size: int) -> Iterator[tuple[int, int]]:
     """What the content of each full block of the prompt depends on: equal keys mean equal prefixes.
 
     With hashes: the chain of the hash block in which the block ends, and where in it. With token ids: a chain hash.
@@ -169,9 +169,7 @@ def block_keys(request: TraceRequest, hash_size: int | None, block_size: int) ->
             yield request.hashes[index], end - index * hash_size
 
 
-def synthetic_prefixes(
-    request: TraceRequest, hash_size: int | None, block_size: int, num_groups: int = 1
-) -> list[Prefix]:
+def synthetic_prefixes(request: Request, hash_size: int | None, block_size: int, num_groups: int = 1) -> list[Prefix]:
     """The prefixes of a prompt's full blocks in all groups of layers, made of its hashes. No token id is negative, so
     no block of tokens can equal them. Fresh objects: those that hit are replaced by the cached ones, so memory is that
     of cached blocks."""

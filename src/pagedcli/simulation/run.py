@@ -25,7 +25,7 @@ from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.caches import Bools, Ints, num_warmup, sums_before
-from pagedcli.simulation.requests import TraceRequest, Workload, early_ends, largest_output, synthetic_prefixes
+from pagedcli.simulation.requests import Request, Requests, early_ends, largest_output, synthetic_prefixes
 
 StepTime = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
@@ -126,7 +126,7 @@ class SimulatedCore(EngineCore):
             make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
         )
 
-    def add(self, request: TraceRequest) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request. Raises: RequestError if it can never be served."""
         make_prefixes = None
         if request.token_ids is None:
@@ -219,7 +219,7 @@ class RunResult:
 
 
 def simulate(
-    workload: Workload,
+    workload: Requests,
     plan: Plan,
     schedule: Schedule | None = None,
     *,
@@ -253,7 +253,7 @@ class _Driver:
     """Feeds the core as a batch run does: twice max_num_seqs requests are unfinished at a time, or more for read_ahead.
     As the queue is first come, first served, a request that is added later than it arrives starts no later."""
 
-    def __init__(self, core: SimulatedCore, workload: Workload, schedule: Schedule) -> None:
+    def __init__(self, core: SimulatedCore, workload: Requests, schedule: Schedule) -> None:
         num = len(workload.requests)
         self.num_done = 0
         self._core = core
@@ -285,12 +285,12 @@ class _Driver:
         self._step_starts.append(core.clock.now_ns)
         return core.has_unfinished_requests() or self._next < len(self._requests)
 
-    def _arrival_ns(self, request: TraceRequest) -> int:
+    def _arrival_ns(self, request: Request) -> int:
         if self._speed is None or request.arrival_s is None:
             return 0
         return round(request.arrival_s / self._speed * 1e9)
 
-    def _add(self, request: TraceRequest) -> None:
+    def _add(self, request: Request) -> None:
         try:
             self._core.add(request)
         except RequestError as error:

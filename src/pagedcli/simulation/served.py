@@ -8,7 +8,7 @@ from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import TimeKey, load_step_time
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 
 if TYPE_CHECKING:
     from pagedcli.simulation.advice import Advice
@@ -21,7 +21,7 @@ class ServedRequests:
     """Takes in rows as they are done; `advice` tells what to change about the run."""
 
     def __init__(self, plan: Plan) -> None:
-        self._requests: dict[int, list[TraceRequest]] = {}  # row number -> its requests
+        self._requests: dict[int, list[Request]] = {}  # row number -> its requests
         self._plan = plan
         self._num_tokens = 0
         self._why_not: str | None = None
@@ -45,7 +45,7 @@ class ServedRequests:
             self._requests.clear()
             return
         self._requests[row.number] = [
-            TraceRequest(
+            Request(
                 prompt.result.request_id,
                 None,
                 len(prompt.computed_ids),
@@ -71,7 +71,7 @@ class ServedRequests:
         if self._why_not is not None:
             return Advice(not_tried=self._why_not)
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
-        workload = Workload(requests, format="prompts")
+        workload = Requests(requests, format="prompts")
         subject = Subject(
             workload,
             self._plan,

@@ -15,7 +15,7 @@ from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.forecast import Forecast
-from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
+from pagedcli.simulation.requests import Request, Requests, largest_output
 from pagedcli.simulation.run import Schedule
 
 _MOST_POOLS = 4  # the largest pool that is tried, in pools of the run
@@ -38,7 +38,7 @@ def flags_of(changes: Changes) -> list[str]:
 class Subject:
     """A run: its requests in the order in which they come, and the engine that serves them."""
 
-    workload: Workload
+    workload: Requests
     plan: Plan  # the plan with its pool
     reorder: str = "none"  # order of the run, if the requests are in the order of the file
     may_reorder: bool = True  # whether --reorder can be tried
@@ -80,7 +80,7 @@ class Subject:
         return replace(self, plan=replace(plan, limits=limits))
 
 
-def _blocks_of(request: TraceRequest, limits: Limits) -> int:
+def _blocks_of(request: Request, limits: Limits) -> int:
     """Blocks of a request if it shares none and releases none."""
     num_tokens = request.num_prompt_tokens + largest_output(request)
     return request.num_samples * blocks_for(num_tokens, limits.block_size) * len(limits.groups)

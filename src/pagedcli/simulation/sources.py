@@ -23,14 +23,14 @@ from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
-from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload, largest_output, work_of
+from pagedcli.simulation.requests import MAX_TOKENS, Chains, Request, Requests, largest_output, work_of
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 
 
-def read_recorded_run(path: Path) -> tuple[Workload, PoolState]:
+def read_recorded_run(path: Path) -> tuple[Requests, PoolState]:
     """The requests of a recorded run, and the pool at its end. Raises: UsageError or TraceError."""
     reader, view = TraceReader(path), RecordedRequests()
     state = fold(reader, view)
@@ -47,11 +47,11 @@ class RecordedRequests(View):
     they appear, so that only hashes tell whether two are the same."""
 
     def __init__(self, chains: Chains | None = None) -> None:
-        self.workload = Workload(format="pagedcli")
+        self.workload = Requests(format="pagedcli")
         self._chains = Chains() if chains is None else chains
         self._is_compared = chains is not None
         self._part = ""  # a resumed run numbers its salts anew
-        self._by_id: dict[str, TraceRequest] = {}
+        self._by_id: dict[str, Request] = {}
         self._links = _Links()
         self._ends: dict[int, int | None] = {}  # seq_id -> hash of the last full block in its table
         self._num_beam_searches = 0
@@ -85,7 +85,7 @@ class RecordedRequests(View):
                 first.continuations[event.sample_index - 1 : event.sample_index] = [_continuation(event)]
             return
         self._num_beam_searches += event.beam_width is not None
-        request = TraceRequest(
+        request = Request(
             event.request_id,
             self._now_ns / 1e9,
             event.num_prompt_tokens,
@@ -143,7 +143,7 @@ class RecordedRequests(View):
         hashes = self._links.chain(self._ends.pop(event.seq_id, None), num_spans * state.num_groups)
         request.hashes = self._chains.numbers(hashes[state.num_groups - 1 :: state.num_groups])
 
-    def finish(self) -> Workload:
+    def finish(self) -> Requests:
         """The requests that finished, with their outputs."""
         workload = self.workload
         workload.num_left_out = self._num_beam_searches
@@ -202,13 +202,13 @@ class _Links:
         return found[::-1]
 
 
-def read_kv_events(path: Path) -> Workload:
+def read_kv_events(path: Path) -> Requests:
     """The blocks that another engine stored, each run of blocks as one request.
 
     KV events contain no hits: what is looked up are blocks that the engine computed, and a hit is a block that it
     computed before. Raises: UsageError or TraceError.
     """
-    workload, chains = Workload(format="kv-events"), Chains()
+    workload, chains = Requests(format="kv-events"), Chains()
     reader = CaptureReader(path)
     known: dict[tuple[int, str | None, int | str | bytes], int] = {}
     for run, time_s, source in stored_runs(reader):
@@ -227,7 +227,7 @@ def read_kv_events(path: Path) -> Workload:
         hashes = chains.numbers([str(each) for each in run.hashes], after=after)
         known |= {(source, group, each): number for each, number in zip(run.hashes, hashes, strict=True)}
         num_tokens = len(hashes) * run.block_size
-        workload.requests.append(TraceRequest(str(len(workload.requests)), time_s, num_tokens, 1, hashes))
+        workload.requests.append(Request(str(len(workload.requests)), time_s, num_tokens, 1, hashes))
     if not workload.requests:
         raise UsageError(f"{path}: no block was stored in this recording")
     workload.notes += reader.notes
@@ -245,11 +245,11 @@ def _span(row: int) -> int:
     return row // _SPAN
 
 
-def _row_of(request: TraceRequest) -> int:
+def _row_of(request: Request) -> int:
     return int(request.request_id.partition("/")[0])
 
 
-def _one_span_of(every: int, requests: list[TraceRequest]) -> tuple[list[TraceRequest], float]:
+def _one_span_of(every: int, requests: list[Request]) -> tuple[list[Request], float]:
     """The requests in one of `every` spans, and their work."""
     found = [request for request in requests if _span(_row_of(request)) % every == 0]
     return found, sum(map(work_of, found))
@@ -271,7 +271,7 @@ class PromptRequests:
         most_tokens: float = float("inf"),
     ) -> None:
         """`expected_tokens`: each request ends by itself after so many; None: after as many as it may generate."""
-        self.workload = Workload(format="prompts")
+        self.workload = Requests(format="prompts")
         self.left_out = 0.0  # work of requests that were not kept, see requests.work_of
         self.num_beam_searches = 0  # rows, which are not modelled
         self._name = name
@@ -311,7 +311,7 @@ class PromptRequests:
             self.left_out += self.work - work
             self.work = work
 
-    def part(self, most_tokens: float) -> tuple[Workload, float]:
+    def part(self, most_tokens: float) -> tuple[Requests, float]:
         """Spans of the requests, of about so much work, and the work of the others."""
         every, found, work = self._every, self.workload.requests, self.work
         while work > most_tokens and _span(_row_of(found[-1])) >= every:
@@ -322,7 +322,7 @@ class PromptRequests:
     def refuse(self, row: BatchRow, error: RequestError) -> None:
         self.workload.add_bad(f"{self._name}:{row.line.number}", error.message)
 
-    def finish(self) -> Workload:
+    def finish(self) -> Requests:
         """The workload. Raises: UsageError if it is empty."""
         workload = self.workload
         if not workload.requests:
@@ -334,7 +334,7 @@ class PromptRequests:
         return workload
 
 
-def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Workload:
+def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Requests:
     """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
     max_tokens. Raises: UsageError if there is none."""
     found = PromptRequests(name, outputs)
@@ -354,9 +354,9 @@ def _request(
     output: "RowOutput | None",
     *,
     with_tokens: bool,
-) -> TraceRequest:
+) -> Request:
     num_samples = prompt.params.n
-    request = TraceRequest(
+    request = Request(
         request_id,
         None,
         len(prompt.computed_ids),
@@ -418,7 +418,7 @@ def read_outputs(name: str) -> dict[int, RowOutput]:
     return found
 
 
-def set_output_lengths(workload: Workload, text: str) -> None:
+def set_output_lengths(workload: Requests, text: str) -> None:
     """Replace all output lengths: '128', or '64-256' for uniform random ones (always the same). Raises: UsageError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
@@ -435,11 +435,11 @@ _LINES_TRIED = 20  # the first ones may be broken
 
 def read_workload(
     names: Sequence[str],
-    read_prompts: Callable[[str], Workload],
+    read_prompts: Callable[[str], Requests],
     *,
     format_name: str | None = None,
     hash_size: int | None = None,
-) -> tuple[Workload, PoolState | None]:
+) -> tuple[Requests, PoolState | None]:
     """The requests of the files, and for a recorded run the pool at its end.
 
     Raises: UsageError or TraceError.

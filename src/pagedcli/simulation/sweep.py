@@ -31,7 +31,7 @@ from pagedcli.simulation.caches import (
     tokens_of_hits,
     unscheduled_hits,
 )
-from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
 from pagedcli.verdicts import Verdict
 
@@ -100,7 +100,7 @@ class Sweep:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Requests,
         accesses: Accesses,
         *,
         warmup: float = 0.0,

@@ -18,7 +18,7 @@ from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, leg
 from pagedcli.show.tables import Format, Quantity, Table, quantities, table
 from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import PARTS, LruCurve
-from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.sweep import Sweep, SweepPoint
 
@@ -132,7 +132,7 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     return table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
 
 
-def trace_table(workload: Workload, sweep: Sweep) -> Table:
+def trace_table(workload: Requests, sweep: Sweep) -> Table:
     """What is in the trace."""
     num_outputs = sum(request.num_output_tokens or 1 for request in workload.requests)
     span_s = (workload.requests[-1].arrival_s or 0.0) if workload.has_times else None
