@@ -4,7 +4,6 @@ import functools
 import json
 import random
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +13,11 @@ from typer.testing import CliRunner
 
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
-from pagedcli.bench.throughput import run_workload, shape_folder, workload_config
+from pagedcli.bench.throughput import shape_folder, workload_config
 from pagedcli.bench.workloads import PRESETS, preset_workload, random_draw, within, workload_floor
 from pagedcli.cli.bench import BenchProgress, bench_notes
 from pagedcli.cli.main import app
-from pagedcli.config import EngineConfig, load_config
+from pagedcli.config import load_config
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
@@ -26,9 +25,6 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.cards import Roofline
-from pagedcli.planning.decide import decide, model_folder
-from pagedcli.planning.machine import this_machine
-from pagedcli.planning.step_time import StepTime, load_step_time, save_step_time
 
 # seconds on 37 GB/s and 464 GFLOP/s: the table of the machine on which the peers were measured
 PUBLISHED_FLOOR = {"W1": 16.0, "W2": 26.0, "W3": 17.1, "W4": 6.1, "W5": 2.3, "W6": 42.0, "W7": 2.65}
@@ -261,18 +257,3 @@ def test_the_remaining_time_is_that_of_all_workloads_and_each_loads_once(monkeyp
     own_s, others_s = 135, (96 + 150) / 2
     low_s, high_s = own_s * 0.9 + others_s * 0.5, own_s * 1.1 + others_s * 1.5
     assert capsys.readouterr().err == f"W5: 30%, {low_s:.0f} to {high_s:.0f} s left\n"
-
-
-def test_passes_refine_the_calibration_of_their_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("pagedcli.batch.end_time._LEAST_S", 0.0)
-    monkeypatch.setattr("pagedcli.bench.throughput.measure_rates", lambda dtype, int8: MachineRates(1, 1, 1, 1, "", ""))
-    config = EngineConfig(model=str(files("pagedcli.assets") / "demo"), num_gpu_blocks_override=64, max_num_seqs=4)
-    spec = read_spec(model_folder(config))
-    key = decide(config, spec, this_machine()).time_key
-    slow = ((1, 10.0), (2, 20.0))
-    save_step_time(key, StepTime(prompts=slow, decodes=slow, attended_by_prompts_s=0.0, attended_by_decodes_s=0.0))
-    run_workload(config, [random_draw(2, 8, 4).workload("random")])
-    found = load_step_time(key)
-    assert found.num_runs == 1
-    assert found.decodes[0][1] == pytest.approx(10 * 0.5**0.5)  # a run counts for a factor of two at most

@@ -26,7 +26,7 @@ from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
 from pagedcli.garbage import nothing_to_collect
 from pagedcli.interrupt import EXIT_INTERRUPTED, on_signals
-from pagedcli.planning.step_time import TimeKey, learn, load_step_time
+from pagedcli.planning.step_time import TimeKey
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes
@@ -62,8 +62,6 @@ def run_job(
     its end. `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
-    from pagedcli.bench.spread import BusyWatch
-
     work = OpenJob(job)
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
@@ -81,17 +79,12 @@ def run_job(
         raise
     with engine:
         quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
-        key = engine.decision.time_key
-        end_time = EndTime(engine, load_step_time(key))
-        served, watch = ServedRequests(engine.plan), BusyWatch()
-        result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
+        key, served = engine.decision.time_key, ServedRequests(engine.plan)
+        result = _run(work, engine, sink, metrics, served, stop_requested, quiet_terminal=quiet_terminal)
         from pagedcli.views.whole_run import Findings  # what only the end of a run needs delays its first row
 
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
-        busy = watch.read()
-        if result.outcome == "complete" and (busy is None or not busy.disturbs):
-            learn(key, end_time.ratio)
         if metrics is not None:
             metrics.update(result.stats, now=True)
         of_store = engine.close_store()
@@ -99,7 +92,7 @@ def run_job(
         failed_rows, found = _failed(result), _found(work, engine, served, advice)
         on_stdout = not (stdout_is_taken or terminal_is_taken or job.output_file is None)
         print_verdicts(failed_rows * on_stdout + found, on_stdout=on_stdout)  # else the summary names the rows
-        say_summary(result, findings, predicted=end_time.first)
+        say_summary(result, findings)
         if of_store is not None:
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
@@ -127,15 +120,14 @@ def _run(
     engine: "LLMEngine",
     sink: Sink,
     metrics: MetricsFile | None,
-    end_time: EndTime,
     served: ServedRequests,
     stop_requested: Callable[[], bool],
     *,
     quiet_terminal: bool,
 ) -> BatchResult:
     stop = StopRequest(rows_are_kept=lambda: sink.journal is not None and not sink.journal.is_lost)
-    engine.observe_work = end_time.observe_work
-    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_range_s) as view, stop.listening():
+    end_time = EndTime(engine)
+    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_s) as view, stop.listening():
 
         def observe(stats: BatchStats) -> None:
             end_time.update(stats)
@@ -156,8 +148,6 @@ def _run(
         except KeyboardInterrupt:
             _say_resumable(sink)
             raise
-        finally:
-            engine.observe_work = None
 
 
 def _failed(result: BatchResult) -> list[Verdict]:

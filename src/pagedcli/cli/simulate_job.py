@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.cli.partings import advice_or_note, request_verdicts
@@ -35,7 +36,6 @@ from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation import tables
 from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import accesses_of
-from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import VOCAB_SIZE, RunResult, Schedule
 from pagedcli.simulation.settings import Subject

@@ -17,7 +17,7 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
-from pagedcli.printable import byte_text, duration_text, expected_text, percent_text, plural, printable, seconds_text
+from pagedcli.printable import byte_text, plural, printable, seconds_text
 from pagedcli.show.tables import print_sentences
 from pagedcli.show.terminal import discard, say, say_wrapped
 from pagedcli.verdicts import Verdict, cut_reason, paragraph
@@ -113,21 +113,12 @@ def say_store(facts: "StoreFacts", path: str) -> None:
 def say_summary(
     result: BatchResult,
     findings: "Findings | None" = None,
-    *,
-    predicted: tuple[float, float, float, float] | None = None,
 ) -> None:
-    """Print the summary of a run; given its findings, also what they say about the cache. `predicted`: after how
-    many seconds its duration was first predicted, how long it was to be, and the range of that."""
+    """Print the summary of a run; given its findings, also what they say about the cache."""
     stats, facts = result.stats, result.stats.facts
     say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     for place, (line, reason) in enumerate(stats.first_failed):
         _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {cut_reason(reason)}")
-    if predicted is not None and result.outcome == "complete":
-        at_s, whole_s, low_s, high_s = predicted
-        off = percent_text(abs(stats.elapsed_s / whole_s - 1))
-        more = "more" if stats.elapsed_s >= whole_s else "less"
-        whole = expected_text(whole_s, low_s, high_s)
-        _say_line(f"  predicted    {whole}, {duration_text(at_s)} after the start: it took {off} {more}")
     if stats.num_resumed:
         _say_line(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
     if facts.num_prompt_tokens:
