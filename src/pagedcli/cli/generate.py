@@ -35,19 +35,6 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     Rows go to stdout or to the file given with -o, everything else to stderr.
 
     \b
-    The summary at the end, below what to change:
-      failed       the first failed rows: line of the input and reason
-      TTFT         time to first token, from the moment the engine took the row
-      of it queued the part of it before the row's first step
-      TPOT         time per output token after the first
-      KV blocks    most blocks of the pool in use at once
-      preemptions  times a row lost its blocks; its tokens are recomputed
-      prefixes     prompt tokens found in the cache; ceiling: in an unlimited one
-      lost         tokens that could have been found in the cache, and why not
-      waste        slots of blocks in use that hold no token
-      waiting      time that rows waited for a step, and for what
-
-    \b
     Examples:
       pagedcli generate prompts.jsonl -o out.jsonl
       pagedcli generate prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
@@ -99,7 +86,8 @@ def _run_job(
         emit = to_all(*_observers(stack, options, dump_files, printer))
         tokens = options.record_tokens or options.kv_events is not None
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
-        return run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
+        how = {"terminal_is_taken": dump.as_tables, "all_figures": options.all_}
+        return run_job(job, emit=emit, trace_tokens=tokens, clock_ns=clock_ns, **how)
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:

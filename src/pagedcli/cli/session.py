@@ -14,9 +14,11 @@ from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.summary import (
-    print_verdicts,
+    failed_verdict,
     resume_command,
+    say_figures,
     say_model,
+    say_odd,
     say_plan,
     say_store,
     say_summary,
@@ -29,9 +31,9 @@ from pagedcli.interrupt import EXIT_INTERRUPTED, on_signals
 from pagedcli.planning.step_time import TimeKey
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
-from pagedcli.show.terminal import TerminalJson, say, say_notes
+from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
 from pagedcli.simulation.served import ServedRequests
-from pagedcli.verdicts import Verdict, refused_verdict
+from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
@@ -48,7 +50,7 @@ def run_job(
     emit: Emit | None = None,
     trace_tokens: bool = False,
     terminal_is_taken: bool = False,
-    stdout_is_taken: bool = False,
+    all_figures: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
     findings_of_events: Callable[[], "Findings | None"] = lambda: None,
     observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
@@ -57,9 +59,9 @@ def run_job(
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
-    `stdout_is_taken`: not only by rows, so that no verdict goes there. `findings_of_events` returns, once it has ended,
-    what its events say about it; None: its counters do. `observe_verdicts` receives all that is found of the run at
-    its end. `clock_ns` is the clock of all times.
+    `all_figures`: the summary has more than its first lines. `findings_of_events` returns, once it has ended, what its
+    events say about it; None: its counters do. `observe_verdicts` receives all that is found of the run at its end.
+    `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
     work = OpenJob(job)
@@ -89,15 +91,18 @@ def run_job(
             metrics.update(result.stats, now=True)
         of_store = engine.close_store()
         advice = _advice(job, served, result, key)
-        failed_rows, found = _failed(result), _found(work, engine, served, advice)
-        on_stdout = not (stdout_is_taken or terminal_is_taken or job.output_file is None)
-        print_verdicts(failed_rows * on_stdout + found, on_stdout=on_stdout)  # else the summary names the rows
-        say_summary(result, findings)
+        found = _found(work, engine, served, advice)
+        say_summary(result)
+        if all_figures:
+            say_figures(result.stats, findings)
+        say_odd(result)
         if of_store is not None:
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-        verdicts = [*failed_rows, *found]
+        for cure in [each for each in found if each.after is not None or each.to_do is not None][:1]:
+            say_wrapped(cure.text())
+        verdicts = [each for each in (failed_verdict(result.stats), *found) if each is not None]
         observe_verdicts(verdicts)
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, advice, verdicts)
@@ -148,15 +153,6 @@ def _run(
         except KeyboardInterrupt:
             _say_resumable(sink)
             raise
-
-
-def _failed(result: BatchResult) -> list[Verdict]:
-    """How many rows failed, and the first one."""
-    stats = result.stats
-    if not stats.first_failed:
-        return []
-    line, reason = stats.first_failed[0]
-    return [refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
 def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: "Advice") -> list[Verdict]:
