@@ -74,7 +74,7 @@ def test_diff_names_the_tokens_that_were_read_from_disk(runs):
     assert causes["store"]["detail"] == "0 -> 160 tokens"
     assert causes["store"]["computed_tokens"] == -160
     assert causes["store"]["hit_rate"] == found["changes"]["hit_rate"] > 0
-    assert causes["unexplained"]["hit_rate"] == causes["unexplained"]["computed_tokens"] == 0
+    assert "unexplained" not in causes
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
