@@ -14,7 +14,6 @@ from cli_harness import pagedcli
 from pool_harness import plan_for
 
 import pagedcli.events as ev
-from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.simulation.difference import Comparison, recorded_sides
 from pagedcli.simulation.difference_tables import sentence
 from pagedcli.simulation.requests import Request, Requests
@@ -269,14 +268,10 @@ def test_csv_has_the_causes_and_a_page_the_answer(tmp_path):
     assert "already exists" in pagedcli("diff", *both, "-o", tmp_path / "why.html", expect=2).stderr
 
 
-def test_two_kinds_and_recordings_of_a_server_are_refused(tmp_path):
+def test_two_kinds_of_files_are_refused(tmp_path):
     record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
     prompts = prompt_file(tmp_path / "p.jsonl", [("r", [5])])
     refused = pagedcli("diff", tmp_path / "a.jsonl", prompts, expect=2).stderr
     assert "compare two of the same kind" in refused
     both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
     assert "only for prompt files" in pagedcli("diff", *both, "--block-size", "8", expect=2).stderr
-    with CaptureWriter(tmp_path / "events.jsonl", ["tcp://host:1"], tokens=True):
-        pass
-    refused = pagedcli("diff", tmp_path / "events.jsonl", tmp_path / "events.jsonl", expect=2).stderr
-    assert "diff of recordings of KV events: removed" in refused

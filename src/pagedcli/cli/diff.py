@@ -12,7 +12,6 @@ from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE, check_files
-from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
 from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_tables
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _SIDES_HELP = "A trace, or a prompt file."
 _PAGE_HELP = "Also write an HTML page."
-_KINDS = {True: "a recorded run", False: "a prompt file"}
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
@@ -62,15 +60,15 @@ def diff(
     from pagedcli.simulation.difference import Comparison, recorded_sides
 
     check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
-    are_traces = [_is_trace(path) for path in (before, after)]
-    if are_traces[0] != are_traces[1]:
-        kinds = [_KINDS[each] for each in are_traces]
-        raise UsageError(f"{before} is {kinds[0]}, {after} is {kinds[1]}", hint="compare two of the same kind")
-    if flags and are_traces[0]:
+    is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
+    if is_trace != is_other:
+        trace, prompts = (before, after) if is_trace else (after, before)
+        raise UsageError(f"{trace} is a recorded run, {prompts} a prompt file", hint="compare two of the same kind")
+    if flags and is_trace:
         names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
         raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
     no_prompts = None
-    if are_traces[0]:
+    if is_trace:
         *sides, no_prompts = recorded_sides(before, after)
         text = recorded_tokenizer(after, tokenizer)
     else:
@@ -81,17 +79,12 @@ def diff(
     with working("simulating"):
         found = Comparison(sides[0], sides[1], no_prompts)
     shown = [tables.causes_table(found)]
-    if "prompts" in found.details and (all_ or output_file is not None or format_ is Format.JSON):
+    if "prompts" in found.details and (all_ or format_ is Format.JSON):
         shown.append(tables.prompts_table(found))
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
-    print_tables(
-        shown if all_ or format_ is Format.JSON else shown[:1],
-        format_,
-        facts=tables.facts(found),
-        story=[tables.sentence(found)],
-        verdicts=_verdicts(found, text),
-    )
+    verdicts, story = _verdicts(found, text), [tables.sentence(found)]
+    print_tables(shown, format_, facts=tables.facts(found), story=story, verdicts=verdicts)
     raise typer.Exit(EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0)
 
 
@@ -104,14 +97,8 @@ def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdic
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether it is a recorded run; else it is a prompt file. Raises: UsageError for a recording of KV events."""
-    if path.is_dir():
-        return False
-    if next(iter(LineReader(path, "trace")), b"").startswith(TRACE.beginning):
-        return True
-    if is_capture(path):
-        raise UsageError(f"{path}: diff of recordings of KV events: removed", hint="use explain on each of them")
-    return False
+    """Whether it is a recorded run; else it is a prompt file."""
+    return next(iter(LineReader(path, "trace")), b"").startswith(TRACE.beginning)
 
 
 def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[list[Side], Tokenizer]":

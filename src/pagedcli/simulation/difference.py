@@ -99,12 +99,12 @@ def _recorded_side(path: Path, chains: Chains) -> Side:
     workload.notes += reader.notes
     if not workload.requests:
         raise UsageError(f"{path}: no request finished in this run")
-    side = Side(path.name, workload, recorded_plan(state))
-    side.recorded = _measures(facts, facts.num_cached_tokens, facts.num_prompt_tokens)
-    side.seconds = 1e-9 * facts.steps_ns
-    disk_tokens = Fraction(facts.num_disk_tokens)
-    side.from_disk = {"hit_rate": disk_tokens / max(1, facts.num_prompt_tokens), "computed_tokens": -disk_tokens}
-    return side
+    measured, disk_tokens = _measures(facts, facts.num_cached_tokens, facts.num_prompt_tokens), facts.num_disk_tokens
+    from_disk = {
+        "hit_rate": Fraction(disk_tokens, max(1, facts.num_prompt_tokens)),
+        "computed_tokens": Fraction(-disk_tokens),
+    }
+    return Side(path.name, workload, recorded_plan(state), measured, 1e-9 * facts.steps_ns, from_disk)
 
 
 def _compare_by_hashes(before: Side, after: Side) -> str | None:
