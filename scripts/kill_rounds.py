@@ -233,7 +233,7 @@ class Rounds:
         if not same or left or "Traceback" in stderr or "this is a bug" in stderr:
             raise SystemExit(f"{folder}: equal {same}, left behind {left}, stderr:\n{stderr[-2000:]}")
         for trace in sorted(folder.glob("run*.jsonl")):
-            check = [sys.executable, "-m", "pagedcli", "replay", str(trace), "--check"]
+            check = [sys.executable, "-m", "pagedcli", "trace", str(trace), "--check"]
             subprocess.run(check, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             self.count["traces"] += 1
 

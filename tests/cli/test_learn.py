@@ -48,7 +48,7 @@ def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     )
     if lesson.choices:
         assert answer in [value for value, _ in lesson.choices.values()]
-    assert ": ok, " in pagedcli("replay", trace, "--check").stdout
+    assert ": ok, " in pagedcli("trace", trace, "--check").stdout
 
 
 @EACH

@@ -55,7 +55,7 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
 def test_its_trace_is_lawful_and_explained(runs):
     folder, _ = runs
     assert "blocks_restored" in (folder / "b.trace.jsonl").read_text()
-    pagedcli("replay", folder / "b.trace.jsonl", "--check")
+    pagedcli("trace", folder / "b.trace.jsonl", "--check")
     assert pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout
     totals = json.loads(pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout)["totals"]
     tokens = {row["part"]: row["tokens"] for row in totals}

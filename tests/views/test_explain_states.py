@@ -55,7 +55,7 @@ def test_explain_shows_it(tmp_path):
     result = pagedcli("explain", trace, columns=200)
     assert "lost: no checkpoint of the recurrent state" in result.stdout
     assert "but no checkpoint of the recurrent state" in result.stdout
-    pagedcli("replay", trace, "--check")
+    pagedcli("trace", trace, "--check")
 
 
 def test_simulate_compares_checkpoint_policies_with_the_bound(tmp_path):

@@ -299,7 +299,7 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
     found = {}
     for name, command in (
         ("generate", ("generate", prompts, *flags, "-o", tmp_path / "a.jsonl", "--record", tmp_path / "run.jsonl")),
-        ("trace", ("trace", prompts, *flags, "--no-live", "--format", "json")),
+        ("trace", ("trace", prompts, *flags, "--dump-kv", "--format", "json")),
     ):
         result = pagedcli(*command)
         lines = [line.split(maxsplit=1) for line in result.stderr.splitlines() if line.startswith("  ")]

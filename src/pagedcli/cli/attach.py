@@ -98,7 +98,7 @@ def attach(
                 say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
     _summarize(session.state, scraper, decode, format_)
     if record is not None:
-        say(f"recording: {record}; view it with: pagedcli replay {record}")
+        say(f"recording: {record}; view it with: pagedcli trace {record}")
 
 
 def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:

@@ -161,7 +161,7 @@ def learn(
       pagedcli learn
       pagedcli learn 3
       pagedcli learn 3 --picture copy.svg
-      pagedcli learn 4 --keep lessons     (then: pagedcli replay lessons/4-eviction/run.jsonl)
+      pagedcli learn 4 --keep lessons     (then: pagedcli trace lessons/4-eviction/run.jsonl)
     """  # fmt: skip
     known = lessons()
     if lesson is not None and lesson > len(known):
@@ -218,7 +218,7 @@ class _Teacher:
         self._show(_verdict(lesson, Evidence(trace).value(lesson.answer), predicted))
         result = check_trace(TraceReader(trace))
         checked = f"{plural(result.num_events, 'event')} in {plural(result.num_steps, 'step')}"
-        self._show(f"`pagedcli replay {_TRACE} --check`: ok, {checked}.\n")
+        self._show(f"`pagedcli trace {_TRACE} --check`: ok, {checked}.\n")
         self._show(lesson.explanation)
         return trace
 

@@ -22,7 +22,7 @@ from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 _STREAM_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
-_LOAD_TORCH = ("generate", "trace", "plan", "profile-memory", "bench", "doctor")
+_LOAD_TORCH = ("generate", "plan", "profile-memory", "bench", "doctor")
 _LESS_MEMORY = "lower --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens, or use a smaller model"
 
 # name -> one line for `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
@@ -30,10 +30,9 @@ COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
     "merge": "Merge the outputs of all shards of a run.",
     "verify": "Compare two outputs row by row.",
-    "trace": "Generate and watch the KV cache.",
+    "trace": "Watch the KV cache of a run, live or recorded.",
     "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
     "audit": "Check whether a server's prefix cache tells the truth.",
-    "replay": "Step through a recorded run.",
     "explain": "Explain why each prefix lookup of a run hit or missed.",
     "report": "Write an HTML report of a recorded run.",
     "diff": "List what differs between two runs, and what each changes.",
@@ -47,6 +46,7 @@ COMMANDS = {
 }
 
 
+RENAMED = {"replay": "trace"}  # old names of commands, for one version
 BEGIN = ("generate", "plan", "trace", "explain", "profile-memory")  # what most people need, in this order
 
 
@@ -71,6 +71,9 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
+        if (name := RENAMED.get(args[0])) is not None:
+            say(f"note: pagedcli {args[0]} is pagedcli {name} now")
+            args = [name, *args[1:]]
         near = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.6)
         if near and args[0] not in COMMANDS:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
