@@ -1,4 +1,4 @@
-"""What the applications of trace, replay and attach have in common: keys, dialogs, redrawing, Ctrl-C, and
+"""What the applications of trace and attach have in common: keys, dialogs, redrawing, Ctrl-C, and
 the thread that does the work under the screen.
 
 The only module that starts Textual.

@@ -1,4 +1,4 @@
-"""The application of `pagedcli attach`, and of `replay` for its recordings: prefix tree, caches, churn, the server.
+"""The application of `pagedcli attach`, and of `trace` for its recordings: prefix tree, caches, churn, the server.
 
 Its players show snapshots of a server's prefix trees, live or recorded.
 """

@@ -1,4 +1,4 @@
-"""The application of trace and replay: the pool, the sequences, their stories."""
+"""The application of trace: the pool, the sequences, their stories."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar

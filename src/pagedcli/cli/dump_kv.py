@@ -1,4 +1,4 @@
-"""--dump-kv of generate, trace and replay: the tables of each step, printed, or as data in files."""
+"""--dump-kv of generate and trace: the tables of each step, printed, or as data in files."""
 
 import os
 import sys

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -25,29 +26,26 @@ _STREAM_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBI
 _LOAD_TORCH = ("generate", "plan", "profile-memory", "bench", "doctor")
 _LESS_MEMORY = "lower --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens, or use a smaller model"
 
-# name -> one line for `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
+# name -> its group and line in `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
-    "generate": "Generate from a JSONL file of prompts.",
-    "merge": "Merge the outputs of all shards of a run.",
-    "verify": "Compare two outputs row by row.",
-    "trace": "Watch the KV cache of a run, live or recorded.",
-    "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
-    "audit": "Check whether a server's prefix cache tells the truth.",
-    "explain": "Explain why each prefix lookup of a run hit or missed.",
-    "report": "Write an HTML report of a recorded run.",
-    "diff": "List what differs between two runs, and what each changes.",
-    "simulate": "Simulate the KV cache on a trace, at many pool sizes.",
-    "plan": "Predict how a prompt file uses the KV cache.",
-    "profile-memory": "Show where memory goes and how many KV blocks fit.",
-    "store": "Look after the folder of --prefix-store.",
-    "bench": "Measure speed and compare it with the machine's limits.",
-    "learn": "Learn how a paged KV cache works, in eight lessons.",
-    "doctor": "Check what this machine supports, and test it.",
+    "generate": ("Run", "Generate from a JSONL file of prompts."),
+    "verify": ("Run", "Compare two outputs row by row."),
+    "merge": ("Run", "Merge the outputs of all shards of a run."),
+    "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
+    "explain": ("Look inside", "Explain why each prefix lookup of a run hit or missed."),
+    "report": ("Look inside", "Write an HTML report of a recorded run."),
+    "diff": ("Look inside", "List what differs between two runs, and what each changes."),
+    "plan": ("Predict", "Predict how long a file takes and what its KV cache does."),
+    "profile-memory": ("Predict", "Show where memory goes and how many KV blocks fit."),
+    "simulate": ("Predict", "Simulate the KV cache on a trace, at many pool sizes."),
+    "attach": ("Servers", "Watch a vLLM, SGLang or TensorRT-LLM server's KV cache."),
+    "audit": ("Servers", "Check whether a server's prefix cache tells the truth."),
+    "doctor": ("This machine", "Check what this machine supports, and test it."),
+    "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
+    "store": ("This machine", "Look after the folder of --prefix-store."),
+    "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
 }
-
-
 RENAMED = {"replay": "trace"}  # old names of commands, for one version
-BEGIN = ("generate", "plan", "trace", "explain", "profile-memory")  # what most people need, in this order
 
 
 class _Commands(TyperGroup):
@@ -60,14 +58,14 @@ class _Commands(TyperGroup):
         """A stub for the list of commands: name and one line of help."""
         if cmd_name not in COMMANDS:
             return None
-        return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name])
+        return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name][1])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Unlike typer's, without shortening what the commands do, and with those to begin with first."""
-        rest = [name for name in COMMANDS if name not in BEGIN]
-        for title, names in (("Commands to begin with", BEGIN), ("Other commands", rest)):
+        """Unlike typer's, in groups, and without shortening what the commands do."""
+        width = max(map(len, COMMANDS))
+        for title, commands in groupby(COMMANDS.items(), key=lambda item: item[1][0]):
             with formatter.section(title):
-                formatter.write_dl([(name, COMMANDS[name]) for name in names])
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
