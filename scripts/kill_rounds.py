@@ -91,7 +91,6 @@ MODES = (
     Mode("record", "--record run.jsonl --record-tokens --output-metrics"),
     Mode("prefix_order", "--reorder prefix --eviction next-use --num-gpu-blocks-override 60",
          line=_long),
-    Mode("async", "--async-scheduling --temperature 1"),
 )  # fmt: skip
 _ALWAYS = "--max-tokens 60 --ignore-eos --max-num-seqs 8 --dtype float32"
 _RUN_DEPENDENT = re.compile(

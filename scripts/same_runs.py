@@ -166,10 +166,10 @@ TRACES = (
     traced("chunks", "--max-num-batched-tokens 24 --chunked-prefill-size 7 --max-num-seqs 5"),
     traced("samples", "--max-num-seqs 8 --num-gpu-blocks-override 60 --block-size 4", rows="samples.jsonl"),
     traced("bad_rows", "--num-gpu-blocks-override 40 --no-ids", rows="bad.jsonl"),
-    traced("async", f"--async-scheduling {_SMALL}"),
+    traced("async", f"-C {IN}/async.yaml {_SMALL}"),
     *(traced(f"eviction_{name}", f"--eviction {name} {_SMALL}") for name in ("fifo", "lfu", "prefix-lru")),
     traced("eviction_lru", f"--eviction lru {_SMALL} --reorder prefix"),
-    traced("eviction_next_use", f"--eviction next-use {_SMALL} --read-ahead 3000"),
+    traced("eviction_next_use", f"--eviction next-use {_SMALL} -C {IN}/read_ahead.yaml"),
     traced("windows", f"-m {MODEL}/windows --block-size 4 --num-gpu-blocks-override 90 --ignore-eos",
            rows="windows.jsonl"),
     traced("all_windows", f"-m {MODEL}/all_windows --block-size 4 --chunked-prefill-size 7 --max-num-seqs 3"

@@ -65,7 +65,6 @@ def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
         ("in.jsonl --dump-kv", ""),
         ("--dump-kv -o out.jsonl in.jsonl", ""),
         ("in.jsonl -o out.jsonl --dump-kv --steps 3", ""),
-        ("-i in.jsonl --dump-kv kv.parquet", "kv.parquet"),
         ("--dump-kv in.jsonl.gz", ""),
         ("--dump-kv -- in.jsonl", ""),
         ("in.jsonl --dump-kv=kv.txt", "kv.txt"),
@@ -83,13 +82,13 @@ def test_the_next_word_is_the_file_if_another_one_names_the_input(arguments, val
 
 
 class FakeParser:
-    """Of a command with prompts, -i, -o and --steps."""
+    """Of a command with prompts, -o and --steps."""
 
     def parse_args(self, args):
         values, words = {}, iter(args)
         for word in words:
-            if word in ("-i", "-o", "--steps"):
-                values[{"-i": "input_file"}.get(word, word)] = next(words)
+            if word in ("-o", "--steps"):
+                values[word] = next(words)
             elif not word.startswith("-"):
                 values["prompts"] = word
         return values, [], []

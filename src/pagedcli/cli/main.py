@@ -140,28 +140,76 @@ def _log_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
+_MOST_SHOWN = 40  # flags in the help of a command without sections
+_USUAL = (  # flags of nearly every run, on the first screen of a help with sections
+    *("model", "output_file", "resume", "max_tokens", "temperature", "system_prompt", "field", "dump_kv", "record"),
+    "config",
+)
+_ALL = "all"  # the section of all flags
+
+
 class _Command(TyperCommand):
-    """Help with one section per group of flags; flag names are never truncated. --dump-kv may have a value."""
+    """Help in sections; flag names are never truncated. --dump-kv may have a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--dump-kv" in args and any("--dump-kv" in parameter.opts for parameter in self.get_params(ctx)):
             from pagedcli.cli.dump_kv import with_value
 
             args = with_value(args, self.make_parser(ctx))
-        return super().parse_args(ctx, args)
+        asked = next((place for place, word in enumerate(args) if word in ("-h", "--help")), None)
+        if asked is not None and (named := args[asked + 1 : asked + 2]):
+            sections = self._sections(ctx)
+            if named[0] not in (*sections, _ALL):
+                ctx.fail(f"The help has no section '{named[0]}'. Sections: {', '.join((*sections, _ALL))}.")
+            ctx.meta["help section"] = named[0]
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            from pagedcli.cli.options import key_without_flag
+
+            flag = getattr(error, "option_name", "")
+            if (key := key_without_flag(flag)) is None:
+                raise
+            return ctx.fail(f"{flag} has no flag: set {key} in the file of -C.")
+
+    def _sections(self, ctx: Any) -> dict[str, list[Any]]:
+        """Section -> its flags, of a command with many; the name is the last word of the panel's title."""
+        sections: dict[str, list[Any]] = {}
+        for flag in self.get_params(ctx):
+            if (panel := getattr(flag, "rich_help_panel", None)) is not None:
+                sections.setdefault(panel.partition(" (")[0].split()[-1].lower(), []).append(flag)
+        return sections if sum(map(len, sections.values())) > _MOST_SHOWN else {}
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """A section alone needs neither usage nor description."""
+        if ctx.meta.get("help section", _ALL) == _ALL:
+            super().format_help(ctx, formatter)
+        else:
+            self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
+        parameters, sections = self.get_params(ctx), self._sections(ctx)
+        name = ctx.meta.get("help section", "")
+        if name in sections:
+            parameters = sections[name]
+        elif sections and name != _ALL:
+            hidden = {flag for flags in sections.values() for flag in flags if flag.name.split("__")[-1] not in _USUAL}
+            parameters = [each for each in parameters if each not in hidden]
+        titled: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in parameters:
+            if (record := parameter.get_help_record(ctx)) is not None:
                 default = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
-        sections["Options"] = sections.pop("Options")  # the general ones last
-        for title, records in sections.items():
+                title = default if sections and not name else getattr(parameter, "rich_help_panel", None) or default
+                titled.setdefault(title, []).append(record)
+        titled["Options"] = titled.pop("Options")  # the general ones last
+        for title, records in titled.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+        if sections and not name:
+            counts = ", ".join(f"{section} ({len(flags)})" for section, flags in sections.items())
+            formatter.write_paragraph()
+            formatter.write_text(f"More flags: {ctx.command_path} --help SECTION, one of {counts}, all.")
 
 
 def _as_command(function: Any, name: str, help_: str | None = None) -> Any:

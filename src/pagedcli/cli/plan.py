@@ -74,7 +74,7 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder")
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
