@@ -168,9 +168,9 @@ class _Command(TyperCommand):
             from pagedcli.cli.options import key_without_flag
 
             flag = getattr(error, "option_name", "")
-            if (key := key_without_flag(flag)) is None:
-                raise
-            return ctx.fail(f"{flag} has no flag: set {key} in the file of -C.")
+            if (key := key_without_flag(flag)) is not None:
+                ctx.fail(f"{flag} has no flag: set {key} in the file of -C.")
+            raise
 
     def _sections(self, ctx: Any) -> dict[str, list[Any]]:
         """Section -> its flags, of a command with many; the name is the last word of the panel's title."""
