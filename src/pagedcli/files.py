@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.interrupt import as_exceptions
+from pagedcli.process import interrupts_raised
 
 _STREAM_FOLDERS = ("/dev/fd/", "/proc/")
 _OPEN_FILES = "/proc/self/fd"
@@ -278,7 +278,7 @@ def writing(what: object, error_type: type[PagedcliError] = UsageError, *, hint:
 @contextmanager
 def whole_file(path: Path, *, overwrite: bool, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears when the block ends, and not at all if it raises; see PendingFile. Raises: OSError."""
-    with as_exceptions():
+    with interrupts_raised():
         pending = PendingFile(path, overwrite=overwrite, durable=durable)
         try:
             yield pending.file

@@ -44,9 +44,9 @@ def test_an_early_interrupt_prints_no_traceback(tmp_path, module):
 HALF_WRITTEN = """
 import os, signal, sys
 from pathlib import Path
-from pagedcli import interrupt
+from pagedcli import process
 from pagedcli.files import whole_file
-interrupt.install()
+process.end_on_interrupt()
 with whole_file(Path(sys.argv[1]), overwrite=False) as file:
     file.write(b"half")
     os.kill(os.getpid(), signal.SIGINT)

@@ -22,8 +22,8 @@ from pagedcli.app.commands import Command, completed, help_lines, hint, number, 
 from pagedcli.app.pages import Ask, HelpPage
 from pagedcli.app.player import Player, RunningPlayer
 from pagedcli.app.rows import Lines, Painted
-from pagedcli.interrupt import on_signals
 from pagedcli.printable import byte_text, one_line, plural
+from pagedcli.process import on_signals
 
 T = TypeVar("T")
 _KEY_TICK_S = 0.025  # pause after a key, which a running engine obeys when its step has ended

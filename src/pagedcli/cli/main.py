@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pagedcli import __version__, interrupt
+from pagedcli import __version__, process
 from pagedcli.errors import PagedcliError
-from pagedcli.garbage import nothing_to_collect
-from pagedcli.memory_limit import check_room_for_torch, shortage
+from pagedcli.process import check_room_for_torch, nothing_to_collect, shortage
 from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
@@ -92,7 +91,7 @@ class _Commands(TyperGroup):
             raise _reported(error) from error
         except KeyboardInterrupt as error:
             say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
-            raise typer.Exit(interrupt.EXIT_INTERRUPTED) from error
+            raise typer.Exit(process.EXIT_INTERRUPTED) from error
         except BrokenPipeError as error:
             discard(sys.stdout)  # its reader is gone
             raise typer.Exit(_BROKEN_PIPE) from error

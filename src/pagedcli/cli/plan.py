@@ -220,9 +220,9 @@ def _say_what_is_missing(survey: _Survey) -> None:
 
 def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
     """What is found in the file, after saying what a sample of a long one lets expect."""
-    from pagedcli.garbage import old_objects_left_alone
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
+    from pagedcli.process import old_objects_left_alone
     from pagedcli.simulation.forecast import MOST_SIMULATED
     from pagedcli.simulation.sources import PromptRequests, read_outputs
 

@@ -24,7 +24,7 @@ from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
 from pagedcli.errors import EXIT_BAD_ROWS, RequestError, UsageError
 from pagedcli.events import Emit, only_wanted, to_all
-from pagedcli.memory_limit import check_room_for_torch
+from pagedcli.process import check_room_for_torch
 from pagedcli.show.panels import PlainView, print_ending
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
