@@ -98,7 +98,7 @@ def lessons() -> list[Lesson]:
     return sorted(found, key=lambda lesson: lesson.number)
 
 
-class Evidence:
+class LessonFacts:
     """What the trace of a lesson says, by the names of values."""
 
     def __init__(self, trace: Path) -> None:
@@ -215,7 +215,7 @@ class _Teacher:
         state = replay.go(stop).state
         told = caption(state, shown_blocks(state, PrefixLetters())).replace("outlined", "marked with *")
         self._show(f"Step {lesson.step}: {told}\n\n```text\n{pool_text(state)}\n```\n")
-        self._show(_verdict(lesson, Evidence(trace).value(lesson.answer), predicted))
+        self._show(_verdict(lesson, LessonFacts(trace).value(lesson.answer), predicted))
         result = check_trace(TraceReader(trace))
         checked = f"{plural(result.num_events, 'event')} in {plural(result.num_steps, 'step')}"
         self._show(f"`pagedcli trace {_TRACE} --check`: ok, {checked}.\n")

@@ -21,7 +21,7 @@ _CHECK_HELP = "Read every byte and compare it with its checksum; exit code 1 if 
 _TRIM_HELP = "Remove damaged files, then the least valuable ones until all take at most SIZE, e.g. 20GiB."
 
 
-class Settings(msgspec.Struct, frozen=True):
+class StoredSettings(msgspec.Struct, frozen=True):
     """The files of one model and its settings."""
 
     settings: str  # the digest of all parts
@@ -74,13 +74,13 @@ def _listed(folder: ContentFolder) -> Table:
         differs = differing(identities[0], group[0].head.identity)
         of_group, seconds = sum(each.num_bytes for each in group), sum(each.head.seconds for each in group)
         days = max(0.0, time.time() - group[0].used_s) / _DAY_S
-        rows.append(Settings(digest[:16], differs, len(group), of_group, seconds, days))
+        rows.append(StoredSettings(digest[:16], differs, len(group), of_group, seconds, days))
     num_bytes, num_unused = sum(each.num_bytes for each in files), sum(folder.num_bytes(name) for name in wrong)
     title = f"{plural(len(files), 'file')} of {byte_text(num_bytes)} in {printable(str(folder.path))}"
     notes = [f"{name}: {why}" for name, why in wrong.items()]
     if num_others := folder.used_bytes() - num_bytes - num_unused:
         notes.append(f"files of others: {byte_text(num_others)}, which --prefix-store-size counts as well")
-    return table(Settings, "settings", title, rows, notes=notes)
+    return table(StoredSettings, "settings", title, rows, notes=notes)
 
 
 def _check(folder: ContentFolder) -> None:
