@@ -1,7 +1,7 @@
-"""The tables of docs/models.md, computed by the code that reads models: python scripts/model_tables.py [--write]
+"""The tables of docs/models.md, computed by the code that reads models.
 
 A table follows `<!-- table: name -->` and is what the function of that name returns. tests/test_docs.py compares them,
---write renews them. `transformers` and `refused` ask the installed transformers (some 20 s).
+`scripts/renew.py --write models` renews them. `transformers` and `refused` ask the installed transformers (some 20 s).
 """
 
 import sys
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from table_blocks import renew
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -40,7 +39,6 @@ from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.models.transformers_fallback import refuse_by_class, spec_of, text_alone, trace_attention
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _SMALL = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -359,7 +357,3 @@ FAST: dict[str, Callable[[], str]] = {
     for each in (native, published_states, published_caches, rounding, checkpoints, gguf_families, gguf_types)
 }
 TABLES = FAST | {each.__name__: each for each in (attention_backends, version, through_transformers, refused)}
-
-
-if __name__ == "__main__":
-    renew(DOCUMENT, TABLES)

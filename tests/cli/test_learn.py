@@ -60,11 +60,11 @@ def test_the_picture_is_of_its_step(taught, lesson):
 @EACH
 def test_the_page_of_a_lesson_is_what_the_command_prints(taught, lesson):
     page = (ROOT / "docs" / "learn" / lesson.name).read_text(encoding="utf-8")
-    assert page == taught(lesson)[0], "python scripts/lessons.py --write"
+    assert page == taught(lesson)[0], "python scripts/renew.py --write learn"
 
 
 def test_the_index_names_all_lessons():
-    spec = importlib.util.spec_from_file_location("lessons", ROOT / "scripts" / "lessons.py")
+    spec = importlib.util.spec_from_file_location("renew", ROOT / "scripts" / "renew.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "learn" / "README.md").read_text(encoding="utf-8") == module.index()

@@ -85,8 +85,8 @@ def test_explain_and_the_page_have_it(tmp_path):
 
 def test_docs_have_it(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("dump_tables", None)
-    import dump_tables
+    sys.modules.pop("renew", None)
+    import renew
 
     for table in ("sequences", "lookups"):
-        assert "| `luck` | int | how lucky it is |" in dump_tables.columns_of(table)
+        assert "| `luck` | int | how lucky it is |" in renew.columns_of(table)
