@@ -141,15 +141,6 @@ def test_the_blocks_of_a_small_pool_are_part_of_the_advice_on_their_size():
     assert Setting.of(BLOCK_SIZES, given, 8).text == "--block-size 8 --num-gpu-blocks-override 24"
 
 
-def test_memory_that_a_larger_pool_uses_for_the_first_time_is_named():
-    prompts = [own(n, 64) for n in range(48)]
-    slow = replace(STEP_TIME.scaled(20), first_use_s=0.1)
-    given = replace(subject(prompts, num_blocks=24, max_num_seqs=2, block_bytes=2**20), step_time=slow)
-    [pool] = [trial for trial in advise(given).trials if trial.setting.kind.name == "pool"]
-    assert pool.gain < 0
-    assert "memory used for the first time: " in pool.cost
-
-
 def test_the_advised_pool_is_the_smallest_that_is_as_good():
     prompts = [own(n % 12, 64) + own(50 + n, 8) for n in range(48)]
     given = subject(prompts, num_blocks=24, max_num_seqs=1, block_bytes=2**20)

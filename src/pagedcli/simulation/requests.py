@@ -43,6 +43,13 @@ class Request:
         return self.num_prompt_tokens - len(only) + 1
 
     @property
+    def num_positions(self) -> int:
+        """Most tokens of it that one sequence has in the cache: the last one is never computed."""
+        if self.continuations is None:
+            return self.num_prompt_tokens + largest_output(self) - 1
+        return self.num_context_tokens + max(map(len, self.continuations)) - 1
+
+    @property
     def label(self) -> str:
         """What a person calls it, as SeqState.label."""
         return self.request_id if self.row_id is None else self.row_id
@@ -121,10 +128,7 @@ class Requests:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(
-            request.num_prompt_tokens + max(largest_output(request), *map(len, request.continuations or ()), 1)
-            for request in self.requests
-        )
+        return 1 + max(request.num_positions for request in self.requests)
 
 
 def largest_output(request: Request) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
+from pagedcli.batch.run import InWork
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan
@@ -24,7 +24,7 @@ from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.caches import Bools, Ints, num_warmup, sums_before
+from pagedcli.simulation.caches import Bools, Ints, num_warmup
 from pagedcli.simulation.requests import Request, Requests, early_ends, largest_output, synthetic_prefixes
 
 StepTime = Callable[[ScheduledStep, Scheduler], int]
@@ -238,15 +238,6 @@ def simulate(
             observe(driver.num_done)
     driver.result.total_s = core.clock.now_ns / STEP_NS
     return driver.result
-
-
-def known_ahead(prompt_tokens: Ints, plan: Plan, schedule: Schedule) -> Ints:
-    """[R] when a request starts, the end of those that are in the queue: what next-use knows in a real run."""
-    counted = np.maximum(prompt_tokens, LEAST_TOKENS)
-    total = sums_before(counted)
-    by_tokens = np.searchsorted(total, total[:-1] + read_ahead(plan.limits, schedule.read_ahead))
-    ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.limits.max_num_seqs)
-    return np.minimum(ends, len(counted))
 
 
 class _Driver:
