@@ -5,7 +5,7 @@ Made by formats.py and prompts.py, read by everything else in this package.
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -177,16 +177,10 @@ def synthetic_prefixes(request: Request, hash_size: int | None, block_size: int,
     """The prefixes of a prompt's full blocks in all groups of layers, made of its hashes. No token id is negative, so
     no block of tokens can equal them. Fresh objects: those that hit are replaced by the cached ones, so memory is that
     of cached blocks."""
-    keys = block_keys(request, hash_size, block_size)
-    return chain_of((struct.pack("<qq", -1 - chain, end) for chain, end in keys), num_groups)
-
-
-def chain_of(contents: Iterable[bytes], num_groups: int) -> list[Prefix]:
-    """A chain with a link per group of layers for each of these contents, as the block manager makes it of tokens."""
     prefixes: list[Prefix] = []
     parent: Prefix | None = None
-    for content in contents:
+    for chain, end in block_keys(request, hash_size, block_size):
         for _ in range(num_groups):
-            parent = Prefix(content, parent)
+            parent = Prefix(struct.pack("<qq", -1 - chain, end), parent)
             prefixes.append(parent)
     return prefixes
