@@ -9,7 +9,7 @@ from scripted import scripted_plan
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.stats import BatchStats
 from pagedcli.planning.step_time import StepTime
-from pagedcli.simulation.requests import TraceRequest
+from pagedcli.simulation.requests import Request
 from pagedcli.simulation.run import Schedule, SimulatedCore, VirtualClock
 
 MACHINE = StepTime(
@@ -26,7 +26,7 @@ def requests(num_rows, *, stops=False, seed=1):
         own = draw.randint(1, most) if stops else most
         ids = [array("q", [7] * own)]
         found.append(
-            TraceRequest(
+            Request(
                 str(index), None, prompt, own, token_ids=array("q", [draw.randrange(10**6) for _ in range(prompt)]),
                 max_new_tokens=most, output_ids=ids, stopped=[stops and own < most],
             )

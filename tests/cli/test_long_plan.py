@@ -8,7 +8,7 @@ from cli_harness import pagedcli
 
 from pagedcli.cli.prompt_scan import ReadingLine
 from pagedcli.planning.prompt_survey import PromptSurvey
-from pagedcli.simulation.requests import TraceRequest, work_of
+from pagedcli.simulation.requests import Request, work_of
 
 
 def write_rows(path, num_rows, **fields):
@@ -67,7 +67,7 @@ def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
     )
     [(num_requests, left_out)] = tried
     assert num_requests < 200 < found["forecast"]["requests"] == 800
-    each = work_of(TraceRequest("0", None, found["num_prompt_tokens"] // 800, 4))
+    each = work_of(Request("0", None, found["num_prompt_tokens"] // 800, 4))
     assert num_requests * each + left_out == pytest.approx(800 * each, rel=0.1)
 
 

@@ -14,7 +14,7 @@ from pagedcli.models.reading import read_spec
 from pagedcli.planning.cards import Roofline
 from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import AttendedLayers
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import Schedule, simulate
 
 MACHINE = Roofline(37e9, 464e9)
@@ -31,10 +31,10 @@ def test_the_floor_of_a_list_of_prompts_is_that_of_the_simulated_run():
     weights = footprint(spec, AS_STORED, "cpu", 2)
     drawn = random_draw(12, 60, 20, range_ratio=0.5).workload("random")
     requests = [
-        TraceRequest(str(n), None, len(prompt), num_output, token_ids=array("q", prompt))
+        Request(str(n), None, len(prompt), num_output, token_ids=array("q", prompt))
         for n, (prompt, num_output) in enumerate(zip(drawn.prompts, drawn.output_lens, strict=True))
     ]
-    workload = Workload(requests, format="prompts")
+    workload = Requests(requests, format="prompts")
     plan = plan_for(workload, num_blocks=4096, block_size=1, max_num_seqs=12, max_num_batched_tokens=4096)
     floor = StepFloor.of(spec, weights, MACHINE, kv_dtype="bfloat16")
     simulated = simulate(workload, plan, Schedule(step_time=floor)).total_s

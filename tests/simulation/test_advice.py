@@ -26,7 +26,7 @@ from pagedcli.simulation.advice import (
     tune,
 )
 from pagedcli.simulation.forecast import forecast
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.settings import KINDS, Setting, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.simulation.tables import advice_table
@@ -36,12 +36,12 @@ from pagedcli.verdicts import paragraph
 
 def subject(prompts, *, num_output=4, block_bytes=0, device="cpu", **limits):
     requests = [
-        TraceRequest(str(n), None, len(ids), num_output, token_ids=array("q", ids), max_new_tokens=num_output)
+        Request(str(n), None, len(ids), num_output, token_ids=array("q", ids), max_new_tokens=num_output)
         for n, ids in enumerate(prompts)
     ]
     limits = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 512, **limits}
     plan = Plan(limits=Limits(**limits), model="m", device=device, block_bytes=block_bytes)
-    return Subject(Workload(requests, format="prompts"), plan)
+    return Subject(Requests(requests, format="prompts"), plan)
 
 
 def own(n, num):
@@ -139,15 +139,6 @@ def test_smaller_blocks_are_tried_where_the_kernels_have_them():
 def test_the_blocks_of_a_small_pool_are_part_of_the_advice_on_their_size():
     given = subject([[1] * 24 + own(n, 9) for n in range(40)], num_blocks=12)
     assert Setting.of(BLOCK_SIZES, given, 8).text == "--block-size 8 --num-gpu-blocks-override 24"
-
-
-def test_memory_that_a_larger_pool_uses_for_the_first_time_is_named():
-    prompts = [own(n, 64) for n in range(48)]
-    slow = replace(STEP_TIME.scaled(20), first_use_s=0.1)
-    given = replace(subject(prompts, num_blocks=24, max_num_seqs=2, block_bytes=2**20), step_time=slow)
-    [pool] = [trial for trial in advise(given).trials if trial.setting.kind.name == "pool"]
-    assert pool.gain < 0
-    assert "memory used for the first time: " in pool.cost
 
 
 def test_the_advised_pool_is_the_smallest_that_is_as_good():

@@ -17,7 +17,7 @@ import pagedcli.events as ev
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.simulation.difference import Comparison, recorded_sides
 from pagedcli.simulation.difference_tables import sentence
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import simulate
 from pagedcli.trace.files import TraceWriter
 
@@ -97,8 +97,8 @@ def planted(base, plants):
 
 def outcome(requests, settings, emit=None):
     """What the simulator itself makes of it."""
-    workload = Workload(requests=[
-        TraceRequest(str(name), None, len(prompt), len(output), token_ids=array("q", prompt),
+    workload = Requests(requests=[
+        Request(str(name), None, len(prompt), len(output), token_ids=array("q", prompt),
                      output_ids=[array("q", output)], stopped=[False], max_new_tokens=len(output))
         for name, prompt, output in requests
     ])  # fmt: skip

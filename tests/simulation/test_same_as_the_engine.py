@@ -14,7 +14,7 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
 from pagedcli.events import EngineStarted, PrefixLookedUp, StepFinished, StepStarted
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import simulate
 from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.trace.files import TraceReader, TraceWriter
@@ -63,14 +63,14 @@ def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, bu
     num_blocks *= len(windows)
     expected, got = [], []
     run = Simulation(num_blocks, block_size, emit=expected.append, **limits)
-    workload, outputs = Workload(), {}
+    workload, outputs = Requests(), {}
     for index, (prompt, max_tokens, num_samples, salt) in enumerate(rows):
         tables = TableShape(block_size, windows)
         if tables.most_blocks(len(prompt) + max_tokens - 1, chunk or budget) > num_blocks:
             continue
         run.add(prompt, max_tokens, n=num_samples, cache_salt=salt, request_id=str(index))
         workload.requests.append(
-            TraceRequest(
+            Request(
                 str(index), None, len(prompt), max_tokens, token_ids=array("q", prompt), max_new_tokens=max_tokens,
                 num_samples=num_samples, cache_salt=salt,
             )

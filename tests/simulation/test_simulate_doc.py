@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from conftest import shared_data
+from pagedcli.simulation.sweep import Sweep
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.simulation.caches import PARTS, accesses_of
 from pagedcli.simulation.formats import FORMATS, read_traces
-from pagedcli.simulation.sweep import Sweep
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^ *([\d,]+) +([\d.]+) % +(\S+) +([\d.]+) % +([\d.]+) % +([\d.]+) % +([\d.]+) % +[\d,]+ +\d+$", re.M)

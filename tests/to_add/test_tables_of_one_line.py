@@ -16,7 +16,7 @@ import pagedcli.simulation.advice as advice
 import pagedcli.simulation.settings as settings
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.requests import Request, Requests
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 
@@ -92,9 +92,9 @@ def test_a_format_of_tool_calls(monkeypatch):
 def test_a_setting_that_the_adviser_tries(monkeypatch):
     kind = settings.Kind("held prompts", "engine.min_prefill_tokens", lambda subject, found: [7], cost="latency")
     monkeypatch.setattr(advice, "KINDS", (*settings.KINDS, kind))
-    requests = [TraceRequest(str(n), None, 24, 4, token_ids=array("q", [n] * 24), max_new_tokens=4) for n in range(12)]
+    requests = [Request(str(n), None, 24, 4, token_ids=array("q", [n] * 24), max_new_tokens=4) for n in range(12)]
     limits = Limits(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=64)
-    found = advice.advise(settings.Subject(Workload(requests, format="prompts"), Plan(limits=limits, model="m")))
+    found = advice.advise(settings.Subject(Requests(requests, format="prompts"), Plan(limits=limits, model="m")))
     tried = [trial.setting for trial in found.trials if trial.setting.kind is kind]
     assert [setting.changes for setting in tried] == [{"engine.min_prefill_tokens": 7}]
     assert "--min-prefill-tokens 7" in " ".join(settings.flags_of(tried[0].changes))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.kvevents.lookups import Lookups
     from pagedcli.planning.parting import Parting
-    from pagedcli.simulation.requests import TraceRequest
+    from pagedcli.simulation.requests import Request
 
 _T = TypeVar("_T")
 _NO_LIMIT = 2**31  # tokens of a text
@@ -131,9 +131,7 @@ def run_verdicts(drawn: PromptSample, advice: Advice, limits: Caching, tokenizer
     return with_settings(part_verdicts(drawn, limits, tokenizer), advice, drawn.not_drawn)
 
 
-def request_verdicts(
-    requests: "Iterable[TraceRequest]", limits: Caching, tokenizer: "Tokenizer | None"
-) -> list[Verdict]:
+def request_verdicts(requests: "Iterable[Request]", limits: Caching, tokenizer: "Tokenizer | None") -> list[Verdict]:
     """The same of simulated requests, as far as their tokens are known."""
     sample = PromptSample()
     for request in requests:

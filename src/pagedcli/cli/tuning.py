@@ -15,7 +15,7 @@ from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation.advice import LEAST_TIMED_S, Tuned, tune
 from pagedcli.simulation.forecast import Forecast, in_prefix_order
-from pagedcli.simulation.requests import TraceRequest, largest_output, work_of
+from pagedcli.simulation.requests import Request, largest_output, work_of
 from pagedcli.simulation.settings import ORDER, POOL, Changes, Subject, flags_of
 from pagedcli.simulation.turns import Turns, in_turns, pass_s
 
@@ -34,7 +34,7 @@ def time_in_turns(
 
     both = [{POOL: subject.num_blocks, **each} for each in (before, after)]
     most = (sum(map(work_of, subject.workload.requests)) + subject.left_out) * min(1.0, pass_s(budget_s) / run_s)
-    sample = list[TraceRequest]()
+    sample = list[Request]()
     while len(sample) < len(subject.workload.requests) and most > 0:
         sample.append(subject.workload.requests[len(sample)])
         most -= work_of(sample[-1])
@@ -65,7 +65,7 @@ def _engine_config(engine: EngineConfig, changes: Changes) -> EngineConfig:
     return msgspec.structs.replace(engine, **names)
 
 
-def _serve(engine: "LLMEngine", requests: Sequence[TraceRequest], number: int) -> float:
+def _serve(engine: "LLMEngine", requests: Sequence[Request], number: int) -> float:
     """Seconds that requests take. Those of another number share no blocks with them."""
     start_s = time.perf_counter()
     for request in requests:

@@ -17,7 +17,7 @@ from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 from pagedcli.simulation.advice import recorded_plan
-from pagedcli.simulation.requests import Chains, TraceRequest, Workload
+from pagedcli.simulation.requests import Chains, Request, Requests
 from pagedcli.simulation.run import simulate
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
@@ -71,7 +71,7 @@ class Side:
     """One of the two runs."""
 
     name: str
-    workload: Workload
+    workload: Requests
     plan: Plan
     recorded: Measures | None = None  # what it did; None: it has not run
     from_disk: Measures = field(default_factory=dict)  # what reading blocks from a prefix store changed in it
@@ -134,7 +134,7 @@ def _compare_by_hashes(before: Side, after: Side) -> str | None:
 # ---------------------------------------------------------------------- pairs of prompts
 
 
-def _content(request: TraceRequest, hash_size: int | None) -> Key:
+def _content(request: Request, hash_size: int | None) -> Key:
     """Equal for equal prompts."""
     if hash_size is None:
         assert request.token_ids is not None, "without hashes there are tokens"
@@ -142,7 +142,7 @@ def _content(request: TraceRequest, hash_size: int | None) -> Key:
     return request.hashes[: request.num_prompt_tokens // hash_size].tobytes(), request.num_prompt_tokens
 
 
-def _identity(request: TraceRequest) -> Key:
+def _identity(request: Request) -> Key:
     """The prompt's name: the user's own id, or the request's number, and its place in the row."""
     return request.label, request.request_id.partition("/")[2]
 
@@ -165,7 +165,7 @@ class Pairs:
         self._match(content, same=True)
         self._match(_identity, same=False)
 
-    def _match(self, key: Callable[[TraceRequest], Key], *, same: bool) -> None:
+    def _match(self, key: Callable[[Request], Key], *, same: bool) -> None:
         """Pair those that are still alone, in their order."""
         (before, after), (first, second) = self.requests, self.partners
         waiting: defaultdict[Key, deque[int]] = defaultdict(deque)
@@ -179,12 +179,12 @@ class Pairs:
                 if same:
                     self.same.add(partner)
 
-    def alone(self, side: int) -> list[TraceRequest]:
+    def alone(self, side: int) -> list[Request]:
         """The prompts that only this side has."""
         return [self.requests[side][place] for place, each in enumerate(self.partners[side]) if each is None]
 
     @property
-    def changed(self) -> list[tuple[TraceRequest, TraceRequest]]:
+    def changed(self) -> list[tuple[Request, Request]]:
         """Prompts of the same id with another text."""
         return [
             (self.requests[0][place], self.requests[1][partner])
@@ -215,7 +215,7 @@ class Pairs:
             keys.append((last, partner is None, place))
         return [place for _, _, place in sorted(keys)]
 
-    def request(self, side: int, place: int, outputs: int) -> TraceRequest:
+    def request(self, side: int, place: int, outputs: int) -> Request:
         """A request of a side, with the outputs of one of the sides if both have the same prompt."""
         request, partner = self.requests[side][place], self.partners[side][place]
         if outputs == side or partner is None or (place if side == 0 else partner) not in self.same:
@@ -291,7 +291,7 @@ class Comparison:
         return _measures(run.facts, *run.hit_tokens())
 
 
-def parted_at(one: TraceRequest, other: TraceRequest, block_size: int) -> int:
+def parted_at(one: Request, other: Request, block_size: int) -> int:
     """The tokens that two prompts both begin with; with hashes whole blocks of them."""
     if one.token_ids is not None and other.token_ids is not None:
         return num_equal(one.token_ids, other.token_ids)

@@ -9,7 +9,7 @@ from pagedcli.records import number
 from pagedcli.show import pages
 from pagedcli.show.tables import Table, table
 from pagedcli.simulation.difference import CAUSES, Comparison, Measures, parted_at
-from pagedcli.simulation.requests import TraceRequest
+from pagedcli.simulation.requests import Request
 from pagedcli.views.explain import Decode
 
 MOST_LISTED = 20
@@ -82,7 +82,7 @@ def causes_table(found: Comparison) -> Table:
 def prompts_table(found: Comparison, decode: Decode | None) -> Table:
     """Prompts that differ."""
     pairs, rows = found.pairs, []
-    pairs_of: dict[str, list[tuple[TraceRequest | None, TraceRequest | None]]] = {
+    pairs_of: dict[str, list[tuple[Request | None, Request | None]]] = {
         "another text": [*pairs.changed],
         "only before": [(each, None) for each in pairs.alone(0)],
         "only after": [(None, each) for each in pairs.alone(1)],
@@ -98,7 +98,7 @@ def prompts_table(found: Comparison, decode: Decode | None) -> Table:
     return table(PromptRow, "prompts", "Prompts that differ", rows, max_shown=MOST_LISTED, notes=notes)
 
 
-def _text_at(place: int, request: TraceRequest, decode: Decode | None) -> str:
+def _text_at(place: int, request: Request, decode: Decode | None) -> str:
     ids = (request.token_ids or ())[place : place + _CONTEXT]
     return "(its end)" if not ids else str(list(ids)) if decode is None else repr(decode(tuple(ids)))
 

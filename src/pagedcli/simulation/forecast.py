@@ -14,7 +14,7 @@ from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.planning.step_time import StepTime, StepWork
 from pagedcli.simulation.caches import Bools
-from pagedcli.simulation.requests import TraceRequest, Workload, work_of
+from pagedcli.simulation.requests import Request, Requests, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
 MOST_SIMULATED = 2**20  # work that is simulated of a file, see requests.work_of: some 5 seconds
@@ -64,7 +64,7 @@ class Forecast:
 
 
 def forecast(
-    workload: Workload,
+    workload: Requests,
     plan: Plan,
     step_time: StepTime | None = None,
     *,
@@ -115,7 +115,7 @@ def with_hits_of_all(found: Forecast, *, ideal_of_sample: float, ideal_of_all: f
     )
 
 
-def _sample_error(run: RunResult, requests: Sequence[TraceRequest], share: float) -> float:
+def _sample_error(run: RunResult, requests: Sequence[Request], share: float) -> float:
     """How far the whole may be from a sample with this share of its work: by the time that each part of the sample took
     for its work, from when its first requests started to when those of the next part did."""
     served = np.flatnonzero(run.served())
@@ -194,13 +194,13 @@ def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _
 # ---------------------------------------------------------------------- the order of a run
 
 
-def in_prefix_order(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def in_prefix_order(requests: Sequence[Request]) -> list[Request]:
     """The requests of a prompt file in the order in which `--reorder prefix` starts them."""
-    rows: dict[str, list[TraceRequest]] = {}
+    rows: dict[str, list[Request]] = {}
     for request in requests:
         rows.setdefault(request.request_id.partition("/")[0], []).append(request)
-    window: PrefixWindow[list[TraceRequest]] = PrefixWindow()
-    ordered: list[TraceRequest] = []
+    window: PrefixWindow[list[Request]] = PrefixWindow()
+    ordered: list[Request] = []
     for prompts in rows.values():
         window.add(prompts, [prompt.token_ids for prompt in prompts], prompts[0].cache_salt)
         if window.full:
@@ -208,8 +208,8 @@ def in_prefix_order(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     return ordered + _taken(window)
 
 
-def _taken(window: PrefixWindow[list[TraceRequest]]) -> list[TraceRequest]:
-    found: list[TraceRequest] = []
+def _taken(window: PrefixWindow[list[Request]]) -> list[Request]:
+    found: list[Request] = []
     while (prompts := window.take(partial=True)) is not None:
         found += prompts
     return found

@@ -13,7 +13,7 @@ import msgspec
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.line_files import ZSTD_MAGIC, LineReader, zstd
 from pagedcli.printable import plural
-from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
+from pagedcli.simulation.requests import MAX_TOKENS, Chains, Request, Requests
 
 _GZIP = b"\x1f\x8b"
 
@@ -167,7 +167,7 @@ def format_names() -> tuple[str, ...]:
     return (*FORMATS, "prompts", "pagedcli", "kv-events")
 
 
-def read_traces(names: Iterable[str], format_name: str | None = None, hash_size: int | None = None) -> Workload:
+def read_traces(names: Iterable[str], format_name: str | None = None, hash_size: int | None = None) -> Requests:
     """The requests of trace files of one format. `hash_size` (tokens per hash) overrides what the lines say.
 
     Raises: UsageError or TraceError if a file cannot be read, or holds no request.
@@ -182,7 +182,7 @@ class _Reader:
     def __init__(self, format_name: str | None, given_hash_size: int | None) -> None:
         self.format_name = format_name
         self.given_hash_size = given_hash_size
-        self.workload = Workload()
+        self.workload = Requests()
         self._chains = Chains()
         self._decoder: msgspec.json.Decoder[Any] | None = None
 
@@ -204,7 +204,7 @@ class _Reader:
             raise TraceError(lines.why_empty)
         self.workload.notes += [f"{lines.path}: {note}" for note in lines.notes]
 
-    def _request(self, line: bytes) -> TraceRequest | None:
+    def _request(self, line: bytes) -> Request | None:
         """The request of a line; None for a record of another kind."""
         document = msgspec.json.decode(line)
         if self.format_name is None:
@@ -217,7 +217,7 @@ class _Reader:
         row = kind.of(kind.record(document))
         return None if row is None else self._made(row)
 
-    def _made(self, row: TraceRow) -> TraceRequest:
+    def _made(self, row: TraceRow) -> Request:
         num_prompt, hashes = row.input_length, row.hash_ids
         size = self.given_hash_size or row.block_size or row.default_hash_size
         if size is None:
@@ -233,9 +233,9 @@ class _Reader:
         self.workload.hash_size = size
         index = str(len(self.workload.requests))
         time_s = None if row.timestamp is None else row.timestamp / row.ticks_per_s
-        return TraceRequest(index, time_s, num_prompt, row.output_length, self._chains.numbers(hashes))
+        return Request(index, time_s, num_prompt, row.output_length, self._chains.numbers(hashes))
 
-    def finish(self) -> Workload:
+    def finish(self) -> Requests:
         workload = self.workload
         if not workload.requests:
             raise UsageError(

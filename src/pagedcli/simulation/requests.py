@@ -5,7 +5,7 @@ Made by formats.py and prompts.py, read by everything else in this package.
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,8 +17,8 @@ MAX_LISTED = 20  # bad lines kept with their reason; all are counted
 
 
 @dataclass(slots=True)
-class TraceRequest:
-    """One request. Either its token ids are known, or only which hash blocks it consists of."""
+class Request:
+    """One request, whoever made it. Either its token ids are known, or only which hash blocks it consists of."""
 
     request_id: str
     arrival_s: float | None  # None: the trace has no times
@@ -41,6 +41,13 @@ class TraceRequest:
         """Prompt tokens before the continuations."""
         only = self.continuations[0] if self.continuations is not None and len(self.continuations) == 1 else [0]
         return self.num_prompt_tokens - len(only) + 1
+
+    @property
+    def num_positions(self) -> int:
+        """Most tokens of it that one sequence has in the cache: the last one is never computed."""
+        if self.continuations is None:
+            return self.num_prompt_tokens + largest_output(self) - 1
+        return self.num_context_tokens + max(map(len, self.continuations)) - 1
 
     @property
     def label(self) -> str:
@@ -76,10 +83,10 @@ class BadLine:
 
 
 @dataclass(slots=True)
-class Workload:
+class Requests:
     """All requests, in order of arrival."""
 
-    requests: list[TraceRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     format: str = ""
     hash_size: int | None = None  # tokens per hash; None: token ids are known
     num_bad: int = 0
@@ -121,13 +128,10 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(
-            request.num_prompt_tokens + max(largest_output(request), *map(len, request.continuations or ()), 1)
-            for request in self.requests
-        )
+        return 1 + max(request.num_positions for request in self.requests)
 
 
-def largest_output(request: TraceRequest) -> int:
+def largest_output(request: Request) -> int:
     """Tokens that a request may generate."""
     return max(1, request.max_new_tokens or request.num_output_tokens or 1)
 
@@ -135,13 +139,13 @@ def largest_output(request: TraceRequest) -> int:
 _REQUEST_WORK = 16  # generated tokens that take as long to simulate as to start and end a request
 
 
-def work_of(request: TraceRequest) -> float:
+def work_of(request: Request) -> float:
     """How long a request takes to simulate, roughly, in generated tokens."""
     each = _REQUEST_WORK + (request.num_output_tokens or 1)
     return request.num_samples * each + request.num_prompt_tokens / 16
 
 
-def early_ends(request: TraceRequest) -> list[int | None]:
+def early_ends(request: Request) -> list[int | None]:
     """For each sample, after how many tokens it stops by itself; None: it reaches its limit."""
     lengths = [max(1, request.num_output_tokens or 1)] * request.num_samples
     if request.output_ids is not None:
@@ -150,7 +154,7 @@ def early_ends(request: TraceRequest) -> list[int | None]:
     return [num if num < limit or stops else None for num, stops in zip(lengths, stopped, strict=True)]
 
 
-def block_keys(request: TraceRequest, hash_size: int | None, block_size: int) -> Iterator[tuple[int, int]]:
+def block_keys(request: Request, hash_size: int | None, block_size: int) -> Iterator[tuple[int, int]]:
     """What the content of each full block of the prompt depends on: equal keys mean equal prefixes.
 
     With hashes: the chain of the hash block in which the block ends, and where in it. With token ids: a chain hash.
@@ -169,22 +173,14 @@ def block_keys(request: TraceRequest, hash_size: int | None, block_size: int) ->
             yield request.hashes[index], end - index * hash_size
 
 
-def synthetic_prefixes(
-    request: TraceRequest, hash_size: int | None, block_size: int, num_groups: int = 1
-) -> list[Prefix]:
+def synthetic_prefixes(request: Request, hash_size: int | None, block_size: int, num_groups: int = 1) -> list[Prefix]:
     """The prefixes of a prompt's full blocks in all groups of layers, made of its hashes. No token id is negative, so
     no block of tokens can equal them. Fresh objects: those that hit are replaced by the cached ones, so memory is that
     of cached blocks."""
-    keys = block_keys(request, hash_size, block_size)
-    return chain_of((struct.pack("<qq", -1 - chain, end) for chain, end in keys), num_groups)
-
-
-def chain_of(contents: Iterable[bytes], num_groups: int) -> list[Prefix]:
-    """A chain with a link per group of layers for each of these contents, as the block manager makes it of tokens."""
     prefixes: list[Prefix] = []
     parent: Prefix | None = None
-    for content in contents:
+    for chain, end in block_keys(request, hash_size, block_size):
         for _ in range(num_groups):
-            parent = Prefix(content, parent)
+            parent = Prefix(struct.pack("<qq", -1 - chain, end), parent)
             prefixes.append(parent)
     return prefixes

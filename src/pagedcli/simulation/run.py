@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
+from pagedcli.batch.run import InWork
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan
@@ -24,8 +24,8 @@ from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.caches import Bools, Ints, num_warmup, sums_before
-from pagedcli.simulation.requests import TraceRequest, Workload, early_ends, largest_output, synthetic_prefixes
+from pagedcli.simulation.caches import Bools, Ints, num_warmup
+from pagedcli.simulation.requests import Request, Requests, early_ends, largest_output, synthetic_prefixes
 
 StepTime = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
@@ -126,7 +126,7 @@ class SimulatedCore(EngineCore):
             make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
         )
 
-    def add(self, request: TraceRequest) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request. Raises: RequestError if it can never be served."""
         make_prefixes = None
         if request.token_ids is None:
@@ -219,7 +219,7 @@ class RunResult:
 
 
 def simulate(
-    workload: Workload,
+    workload: Requests,
     plan: Plan,
     schedule: Schedule | None = None,
     *,
@@ -240,20 +240,11 @@ def simulate(
     return driver.result
 
 
-def known_ahead(prompt_tokens: Ints, plan: Plan, schedule: Schedule) -> Ints:
-    """[R] when a request starts, the end of those that are in the queue: what next-use knows in a real run."""
-    counted = np.maximum(prompt_tokens, LEAST_TOKENS)
-    total = sums_before(counted)
-    by_tokens = np.searchsorted(total, total[:-1] + read_ahead(plan.limits, schedule.read_ahead))
-    ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.limits.max_num_seqs)
-    return np.minimum(ends, len(counted))
-
-
 class _Driver:
     """Feeds the core as a batch run does: twice max_num_seqs requests are unfinished at a time, or more for read_ahead.
     As the queue is first come, first served, a request that is added later than it arrives starts no later."""
 
-    def __init__(self, core: SimulatedCore, workload: Workload, schedule: Schedule) -> None:
+    def __init__(self, core: SimulatedCore, workload: Requests, schedule: Schedule) -> None:
         num = len(workload.requests)
         self.num_done = 0
         self._core = core
@@ -285,12 +276,12 @@ class _Driver:
         self._step_starts.append(core.clock.now_ns)
         return core.has_unfinished_requests() or self._next < len(self._requests)
 
-    def _arrival_ns(self, request: TraceRequest) -> int:
+    def _arrival_ns(self, request: Request) -> int:
         if self._speed is None or request.arrival_s is None:
             return 0
         return round(request.arrival_s / self._speed * 1e9)
 
-    def _add(self, request: TraceRequest) -> None:
+    def _add(self, request: Request) -> None:
         try:
             self._core.add(request)
         except RequestError as error:

@@ -15,10 +15,9 @@ from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.forecast import Forecast
-from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
+from pagedcli.simulation.requests import Request, Requests, largest_output
 from pagedcli.simulation.run import Schedule
 
-_MOST_POOLS = 4  # the largest pool that is tried, in pools of the run
 CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
 BLOCK_SIZE, POOL = "engine.block_size", "engine.num_gpu_blocks_override"
 Changes = Mapping[str, Any]
@@ -38,7 +37,7 @@ def flags_of(changes: Changes) -> list[str]:
 class Subject:
     """A run: its requests in the order in which they come, and the engine that serves them."""
 
-    workload: Workload
+    workload: Requests
     plan: Plan  # the plan with its pool
     reorder: str = "none"  # order of the run, if the requests are in the order of the file
     may_reorder: bool = True  # whether --reorder can be tried
@@ -46,7 +45,6 @@ class Subject:
     step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
     left_out: float = 0.0  # work of more requests like these, see forecast
     arrivals: Schedule | None = None  # arrivals of the requests; None: all are there from the start
-    largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
 
     @property
     def limits(self) -> Limits:
@@ -80,7 +78,7 @@ class Subject:
         return replace(self, plan=replace(plan, limits=limits))
 
 
-def _blocks_of(request: TraceRequest, limits: Limits) -> int:
+def _blocks_of(request: Request, limits: Limits) -> int:
     """Blocks of a request if it shares none and releases none."""
     num_tokens = request.num_prompt_tokens + largest_output(request)
     return request.num_samples * blocks_for(num_tokens, limits.block_size) * len(limits.groups)
@@ -145,11 +143,6 @@ def _num_seqs(subject: Subject, _: Forecast) -> list[int]:
     return [number for number in (now // 4, now // 2, 2 * now) if 1 <= number <= limits.max_num_batched_tokens]
 
 
-def _largest_pool(subject: Subject, _: Forecast) -> list[int]:
-    most = max(_MOST_POOLS * subject.num_blocks, subject.largest_pool)
-    return [most] if subject.is_tight(subject.limits) else []
-
-
 # from cheap to expensive
 KINDS = (
     Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
@@ -164,7 +157,7 @@ KINDS = (
     Kind("chunk", "engine.chunked_prefill_size", _chunks, "more steps", is_timed=True),
     Kind("sequences", "engine.max_num_seqs", _num_seqs, "later first tokens", "slower tokens of each row",
          keeps_pool=True, is_timed=True),
-    Kind("pool", POOL, _largest_pool),
+    Kind("pool", POOL, lambda subject, _: []),  # the one that answers.hits finds
 )  # fmt: skip
 
 

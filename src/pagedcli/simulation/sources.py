@@ -7,7 +7,7 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,20 +17,21 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.batch.delimited import delimited_format
 from pagedcli.batch.prompts import Prompts
-from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.requests import BatchRow
 from pagedcli.batch.rows import NOT_A_ROW, Row, why_not_a_row
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
-from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload, largest_output, work_of
+from pagedcli.simulation.requests import MAX_TOKENS, Chains, Request, Requests, largest_output, work_of
+from pagedcli.simulation.served import RowOutput, request_of
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 
 
-def read_recorded_run(path: Path) -> tuple[Workload, PoolState]:
+def read_recorded_run(path: Path) -> tuple[Requests, PoolState]:
     """The requests of a recorded run, and the pool at its end. Raises: UsageError or TraceError."""
     reader, view = TraceReader(path), RecordedRequests()
     state = fold(reader, view)
@@ -47,11 +48,11 @@ class RecordedRequests(View):
     they appear, so that only hashes tell whether two are the same."""
 
     def __init__(self, chains: Chains | None = None) -> None:
-        self.workload = Workload(format="pagedcli")
+        self.workload = Requests(format="pagedcli")
         self._chains = Chains() if chains is None else chains
         self._is_compared = chains is not None
         self._part = ""  # a resumed run numbers its salts anew
-        self._by_id: dict[str, TraceRequest] = {}
+        self._by_id: dict[str, Request] = {}
         self._links = _Links()
         self._ends: dict[int, int | None] = {}  # seq_id -> hash of the last full block in its table
         self._num_beam_searches = 0
@@ -85,7 +86,7 @@ class RecordedRequests(View):
                 first.continuations[event.sample_index - 1 : event.sample_index] = [_continuation(event)]
             return
         self._num_beam_searches += event.beam_width is not None
-        request = TraceRequest(
+        request = Request(
             event.request_id,
             self._now_ns / 1e9,
             event.num_prompt_tokens,
@@ -143,7 +144,7 @@ class RecordedRequests(View):
         hashes = self._links.chain(self._ends.pop(event.seq_id, None), num_spans * state.num_groups)
         request.hashes = self._chains.numbers(hashes[state.num_groups - 1 :: state.num_groups])
 
-    def finish(self) -> Workload:
+    def finish(self) -> Requests:
         """The requests that finished, with their outputs."""
         workload = self.workload
         workload.num_left_out = self._num_beam_searches
@@ -202,13 +203,13 @@ class _Links:
         return found[::-1]
 
 
-def read_kv_events(path: Path) -> Workload:
+def read_kv_events(path: Path) -> Requests:
     """The blocks that another engine stored, each run of blocks as one request.
 
     KV events contain no hits: what is looked up are blocks that the engine computed, and a hit is a block that it
     computed before. Raises: UsageError or TraceError.
     """
-    workload, chains = Workload(format="kv-events"), Chains()
+    workload, chains = Requests(format="kv-events"), Chains()
     reader = CaptureReader(path)
     known: dict[tuple[int, str | None, int | str | bytes], int] = {}
     for run, time_s, source in stored_runs(reader):
@@ -227,7 +228,7 @@ def read_kv_events(path: Path) -> Workload:
         hashes = chains.numbers([str(each) for each in run.hashes], after=after)
         known |= {(source, group, each): number for each, number in zip(run.hashes, hashes, strict=True)}
         num_tokens = len(hashes) * run.block_size
-        workload.requests.append(TraceRequest(str(len(workload.requests)), time_s, num_tokens, 1, hashes))
+        workload.requests.append(Request(str(len(workload.requests)), time_s, num_tokens, 1, hashes))
     if not workload.requests:
         raise UsageError(f"{path}: no block was stored in this recording")
     workload.notes += reader.notes
@@ -245,11 +246,11 @@ def _span(row: int) -> int:
     return row // _SPAN
 
 
-def _row_of(request: TraceRequest) -> int:
+def _row_of(request: Request) -> int:
     return int(request.request_id.partition("/")[0])
 
 
-def _one_span_of(every: int, requests: list[TraceRequest]) -> tuple[list[TraceRequest], float]:
+def _one_span_of(every: int, requests: list[Request]) -> tuple[list[Request], float]:
     """The requests in one of `every` spans, and their work."""
     found = [request for request in requests if _span(_row_of(request)) % every == 0]
     return found, sum(map(work_of, found))
@@ -271,7 +272,7 @@ class PromptRequests:
         most_tokens: float = float("inf"),
     ) -> None:
         """`expected_tokens`: each request ends by itself after so many; None: after as many as it may generate."""
-        self.workload = Workload(format="prompts")
+        self.workload = Requests(format="prompts")
         self.left_out = 0.0  # work of requests that were not kept, see requests.work_of
         self.num_beam_searches = 0  # rows, which are not modelled
         self._name = name
@@ -296,7 +297,7 @@ class PromptRequests:
         for place, prompt in enumerate(row.prompts):
             request_id = f"{line.index}/{place}" if place else str(line.index)
             own = None if share is None else share[place]
-            request = _request(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
+            request = request_of(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
             request.row_id = None if row.id is None else str(row.id)
             if self._expected_tokens is not None and prompt.scored is None:
                 request.num_output_tokens = min(self._expected_tokens, largest_output(request))
@@ -311,7 +312,7 @@ class PromptRequests:
             self.left_out += self.work - work
             self.work = work
 
-    def part(self, most_tokens: float) -> tuple[Workload, float]:
+    def part(self, most_tokens: float) -> tuple[Requests, float]:
         """Spans of the requests, of about so much work, and the work of the others."""
         every, found, work = self._every, self.workload.requests, self.work
         while work > most_tokens and _span(_row_of(found[-1])) >= every:
@@ -322,7 +323,7 @@ class PromptRequests:
     def refuse(self, row: BatchRow, error: RequestError) -> None:
         self.workload.add_bad(f"{self._name}:{row.line.number}", error.message)
 
-    def finish(self) -> Workload:
+    def finish(self) -> Requests:
         """The workload. Raises: UsageError if it is empty."""
         workload = self.workload
         if not workload.requests:
@@ -334,7 +335,7 @@ class PromptRequests:
         return workload
 
 
-def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Workload:
+def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Requests:
     """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
     max_tokens. Raises: UsageError if there is none."""
     found = PromptRequests(name, outputs)
@@ -344,53 +345,6 @@ def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | N
         else:
             found.add(row, max_tokens)
     return found.finish()
-
-
-def _request(
-    request_id: str,
-    prompt: RowPrompt,
-    cache_salt: str | None,
-    max_tokens: int,
-    output: "RowOutput | None",
-    *,
-    with_tokens: bool,
-) -> TraceRequest:
-    num_samples = prompt.params.n
-    request = TraceRequest(
-        request_id,
-        None,
-        len(prompt.computed_ids),
-        max_tokens,
-        token_ids=array("q", prompt.computed_ids) if with_tokens else None,
-        max_new_tokens=max_tokens,
-        num_samples=num_samples,
-        cache_salt=cache_salt,
-        is_random=not prompt.params.greedy,
-        is_text=prompt.is_text,
-    )
-    if prompt.scored is not None:
-        request.continuations = prompt.scored.continuations if with_tokens else None
-    elif output is not None:
-        request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)
-        if len(output.token_ids) == num_samples:
-            request.output_ids = [array("q", ids) for ids in output.token_ids]
-            request.stopped = output.stopped
-    return request
-
-
-@dataclass(frozen=True, slots=True)
-class RowOutput:
-    """What an earlier run generated for a row, or for one of its prompts."""
-
-    num_tokens: int  # tokens of all samples
-    token_ids: list[list[int]]  # token ids per sample, if the rows have them
-    stopped: list[bool]  # whether each sample stopped by itself
-
-    def shares(self, num_prompts: int) -> "list[RowOutput]":
-        """The outputs of each prompt of the row: samples are listed prompt after prompt."""
-        each = len(self.stopped) // num_prompts
-        spans = [slice(place * each, (place + 1) * each) for place in range(num_prompts)]
-        return [RowOutput(self.num_tokens // num_prompts, self.token_ids[span], self.stopped[span]) for span in spans]
 
 
 def read_outputs(name: str) -> dict[int, RowOutput]:
@@ -418,7 +372,7 @@ def read_outputs(name: str) -> dict[int, RowOutput]:
     return found
 
 
-def set_output_lengths(workload: Workload, text: str) -> None:
+def set_output_lengths(workload: Requests, text: str) -> None:
     """Replace all output lengths: '128', or '64-256' for uniform random ones (always the same). Raises: UsageError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
@@ -435,11 +389,11 @@ _LINES_TRIED = 20  # the first ones may be broken
 
 def read_workload(
     names: Sequence[str],
-    read_prompts: Callable[[str], Workload],
+    read_prompts: Callable[[str], Requests],
     *,
     format_name: str | None = None,
     hash_size: int | None = None,
-) -> tuple[Workload, PoolState | None]:
+) -> tuple[Requests, PoolState | None]:
     """The requests of the files, and for a recorded run the pool at its end.
 
     Raises: UsageError or TraceError.
