@@ -314,7 +314,7 @@ def test_what_does_not_go_together_is_refused(trace, tmp_path, monkeypatch, argu
 
 
 COMMANDS = re.findall(
-    r"^pagedcli (replay run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    r"^pagedcli (trace run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
 )
 
 
