@@ -5,6 +5,7 @@ A table follows `<!-- table: name -->` and is what the function of that name ret
 """
 
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -66,17 +67,16 @@ _FAILURES = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, 
 
 
 def native() -> str:
-    """Families that the project's own decoders run."""
-    rows = []
+    """Families that the project's own decoders run, those that run alike in one line."""
+    alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for model_type, family in FAMILIES.items():
         spec = native_spec(Path("."), {"text_config": _SMALL} if family.text is not None else _SMALL, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
         state = next((layer.recurrent.name for layer in spec.layers if layer.recurrent is not None), "none")
-        facts = (on_cpu, family.config.windows, state, _split(spec))
-        rows.append((f"`{model_type}`", family.architecture, *facts))
-    head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
-    return _table(head, rows)
+        alike[on_cpu, family.config.windows, state, _split(spec)].append(f"`{model_type}`")
+    head = ("model_type", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
+    return _table(head, [(", ".join(names), *facts) for facts, names in alike.items()])
 
 
 # Of checkpoints with recurrent layers: the fields that decide their sizes
@@ -271,14 +271,20 @@ def checkpoints() -> str:
 
 
 def gguf_families() -> str:
-    """Architectures of GGUF files, by the model_type that runs them."""
-    names = defaultdict(list)
+    """Architectures of GGUF files: those whose model_type has their name, then the others."""
+    others = defaultdict(list)
+    alike = [name for name, kind in ARCHITECTURES.items() if name == kind.family]
     for name, kind in ARCHITECTURES.items():
-        names[kind.family].append(f"`{name}`")
-    for name, kind in ARCHITECTURES.items():
+        if name != kind.family:
+            others[kind.family].append(f"`{name}`")
         for key, model_type in kind.others.items():
-            names[model_type].append(f"`{name}` with `{key}`")
-    return _table(("general.architecture", "runs as"), [(", ".join(names[each]), f"`{each}`") for each in names])
+            others[model_type].append(f"`{name}` with `{key}`")
+    found = [f"{' and '.join(names)} as `{family}`" for family, names in others.items()]
+    return "\n".join(
+        textwrap.wrap(
+            f"By their own name: {', '.join(f'`{name}`' for name in alike)}. Others: {', '.join(found)}.", 120
+        )
+    )
 
 
 def _in_triton(kind: GgmlType) -> str:
