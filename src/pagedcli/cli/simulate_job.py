@@ -79,7 +79,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
     found, points = _hits(requests, plan, schedule, pools, policies, accesses, options)
-    rows = [pool_row(each, accesses, limits.windows, options.warmup) for each in points]
+    is_timed = schedule is not None and schedule.step_time is not None
+    rows = [pool_row(each, accesses, limits.windows, options.warmup, is_timed=is_timed) for each in points]
     shown = [pool_table(rows, schedule, block_bytes, _notes(requests, found, limits.windows, options.warmup))]
     facts = _facts(requests, accesses, plan, found, block_bytes)
     cures = request_verdicts(requests.requests, limits, tokenizer) if requests.hash_size is None else []

@@ -44,8 +44,8 @@ class Point:
     hit_rate_tokens: Annotated[Rate, "tokens"]
     hit_rate_blocks: Annotated[Rate, "blocks"]
     clairvoyant_hit_rate_tokens: Annotated[Rate, "best"]
-    mean_waiting_s: Annotated[Seconds | None, "waiting"]
     mean_waiting_steps: Annotated[float | None, "waiting", count, Means("", "steps")]
+    mean_waiting_s: Annotated[Seconds | None, "waiting"]
     num_preemptions: Annotated[int, "preempted", Means("", "times")]
     total_s: Annotated[Seconds, "run"]
     num_refused: Annotated[int, "refused", Means("", "requests")]
@@ -87,7 +87,9 @@ def trace_table(facts: dict[str, Any]) -> Table:
     return table(TraceRow, "trace", f"Trace ({facts['format']})", rows)
 
 
-def pool_row(found: Found, accesses: Accesses, windows: Sequence[int | None], warmup: float) -> dict[str, Any]:
+def pool_row(
+    found: Found, accesses: Accesses, windows: Sequence[int | None], warmup: float, *, is_timed: bool
+) -> dict[str, Any]:
     """One row of JSON: a pool size and a policy. With windows `best` is an upper bound, as if their layers needed no
     blocks."""
     most = found.num_blocks // windows.count(None) if None in windows else max(1, accesses.num_unique)
@@ -101,20 +103,19 @@ def pool_row(found: Found, accesses: Accesses, windows: Sequence[int | None], wa
         "clairvoyant_hit_rate_tokens": _rate(*best_hits(accesses, most, warmup)),
     }
     if (run := found.run) is not None:
-        waited = np.asarray(run.waited_steps)[run.served()]
-        waited_s = np.asarray(run.waited_s)[run.served()]
+        waited = np.asarray(run.waited_s)[run.served()]
+        unit = "s" if is_timed else "steps"
         row |= {
             "num_refused": run.num_refused,
             "refusals": run.refusals,
             "num_steps": run.facts.num_steps,
-            "mean_waiting_steps": float(waited.mean()) if len(waited) else None,
-            "p95_waiting_steps": float(np.percentile(waited, 95)) if len(waited) else None,
-            "mean_waiting_s": float(waited_s.mean()) if len(waited) else None,
+            f"mean_waiting_{unit}": float(waited.mean()) if len(waited) else None,
+            f"p95_waiting_{unit}": float(np.percentile(waited, 95)) if len(waited) else None,
             "num_preemptions": run.facts.num_preemptions,
             "num_recomputed_tokens": run.facts.num_recomputed_tokens,
             "num_generated_tokens": run.facts.num_generated_tokens,
             "peak_used_blocks": run.facts.peak_used_blocks,
-            "total_s": run.total_s,
+            f"total_{unit}": run.total_s,
         }
     return row
 
