@@ -205,6 +205,7 @@ def _search(is_enough: Callable[[int], bool], least: int, tried: Iterable[int], 
     Runs with a scheduler are not monotone: where a tenth less is enough after all, the search starts again below it."""
     floor = low = least - 1  # refuses a request
     high = min(num for num in list(tried) if num > low and is_enough(num))
+    low = max(low, *(num for num in tried if num < high), 0)
     for guess in guesses:
         if low < guess < high:
             low, high = (low, guess) if is_enough(guess) else (guess, high)

@@ -152,7 +152,7 @@ def curve_table(found: Hits, block_bytes: int | None) -> Table:
     """The hit rate over pools of any size, drawn in characters: of each size that of the next smaller pool tried."""
 
     def share_at(num_blocks: float) -> float:
-        return max((each.hit_rate for each in found.tried if each.num_blocks <= num_blocks), default=0.0)
+        return [each.hit_rate for each in found.tried if each.num_blocks <= num_blocks][-1]
 
     def label(num_blocks: float) -> str:
         memory = "" if block_bytes is None else f" ({size(int(num_blocks) * block_bytes)})"
