@@ -179,7 +179,6 @@ def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
     assert re.search(
         r"; 1 block \([\d.]+ KiB\) would do \(LRU without running requests, which need blocks, too\)\.", alone
     )
-    assert "50 times" in simulate(tiny, "--pool", "50").stdout
 
 
 def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):

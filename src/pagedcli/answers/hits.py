@@ -54,7 +54,7 @@ class Hits:
 
     here: Found  # the pool of the plan
     unlimited: Found  # a pool in which nothing is ever evicted
-    ideal: Share  # tokens found without a limit if requests came one at a time, of all prompt tokens
+    ideal_hit_rate: float  # share of the prompt tokens without a limit, if requests came one at a time
     enough: Found  # the smallest pool within NEARLY of the unlimited one that refuses no more requests
     tried: tuple[Found, ...]  # every pool that was simulated, the smallest first
     doubt: str | None = None  # why smaller pools than `enough` may do, in words; None: a tenth less does not
@@ -109,7 +109,7 @@ def hits(
     good = [each for each in tried.values() if _is_enough(each, unlimited)]
     enough = min(good, key=lambda each: each.num_blocks)
     pools = tuple(tried[num_blocks] for num_blocks in sorted(tried))
-    return Hits(here, unlimited, (curve.ceiling[1], curve.num_tokens), enough, pools, doubt)
+    return Hits(here, unlimited, curve.ceiling[1] / max(1, curve.num_tokens), enough, pools, doubt)
 
 
 def hits_one_at_a_time(curve: LruCurve, num_blocks: int) -> Hits:
@@ -124,7 +124,7 @@ def hits_one_at_a_time(curve: LruCurve, num_blocks: int) -> Hits:
     drawn = curve.sizes[:: max(1, len(curve.sizes) // _MOST_DRAWN)].tolist()
     pools = (*map(find, drawn), unlimited)
     return Hits(
-        here, unlimited, unlimited.tokens, enough, pools, "LRU without running requests, which need blocks, too"
+        here, unlimited, unlimited.hit_rate, enough, pools, "LRU without running requests, which need blocks, too"
     )
 
 
@@ -205,6 +205,7 @@ def _search(is_enough: Callable[[int], bool], least: int, tried: Iterable[int], 
     Runs with a scheduler are not monotone: where a tenth less is enough after all, the search starts again below it."""
     floor = low = least - 1  # refuses a request
     high = min(num for num in list(tried) if num > low and is_enough(num))
+    low = max(low, *(num for num in tried if num < high), 0)
     for guess in guesses:
         if low < guess < high:
             low, high = (low, guess) if is_enough(guess) else (guess, high)

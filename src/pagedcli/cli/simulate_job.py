@@ -41,7 +41,7 @@ from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import percent_text, plural
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine
-from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan, timed_of
+from pagedcli.simulation.advice import ADVICE_S, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import Accesses, accesses_of, lru_curve
 from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Requests
@@ -51,7 +51,7 @@ from pagedcli.simulation.sources import read_outputs, read_prompts, read_workloa
 from pagedcli.simulation.tables import advice_table, curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
-from pagedcli.verdicts import MOST_SAID, Verdict
+from pagedcli.verdicts import MOST_SAID
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
@@ -79,10 +79,11 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
     found, points = _hits(requests, plan, schedule, pools, policies, accesses, options)
-    rows = [pool_row(each, accesses, limits.windows, options.warmup) for each in points]
+    is_timed = schedule is not None and schedule.step_time is not None
+    rows = [pool_row(each, accesses, limits.windows, options.warmup, is_timed=is_timed) for each in points]
     shown = [pool_table(rows, schedule, block_bytes, _notes(requests, found, limits.windows, options.warmup))]
     facts = _facts(requests, accesses, plan, found, block_bytes)
-    judged = _diverging(requests, plan.limits, tokenizer)
+    cures = request_verdicts(requests.requests, limits, tokenizer) if requests.hash_size is None else []
     if schedule is not None and found.here.tokens[1]:
         # The advice is about the smallest pool and the first policy. Without arrivals it is judged by time where steps
         # have been timed, as other commands do.
@@ -98,15 +99,16 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         advice = advice_or_note(partial(advise, subject, base=base, budget_s=ADVICE_S, found=found))
         facts |= advice.document()
         shown.append(advice_table(advice, plan.limits))
-        judged += _settings(advice)
+        others = tuple(each for each in advice.trials if each.setting.kind.key != POOL)  # that is in the first line
+        cures += replace(advice, trials=others, not_tried=None).verdicts(or_nothing=False)
     if drawing is not None:
-        caption = _caption(requests, accesses, limits)
-        write_file(drawing, iter([hit_rate_picture(found, rows, block_bytes, caption, drawing.shape)]), overwrite=True)
+        picture = hit_rate_picture(found, rows, facts, drawing.shape)
+        write_file(drawing, iter([picture]), overwrite=True)
     if options.format_ is not Format.JSON:
-        shown += [trace_table(requests, accesses, len(limits.groups)), curve_table(found, block_bytes)]
+        shown += [trace_table(facts), curve_table(found, block_bytes)]
         shown = shown if options.all_ else shown[:1]
     answer = hits_in_words(found, block_bytes)
-    print_tables(shown, options.format_, facts={"answer": answer, **facts}, story=[answer], verdicts=judged[:MOST_SAID])
+    print_tables(shown, options.format_, facts={"answer": answer, **facts}, story=[answer], verdicts=cures[:MOST_SAID])
     return EXIT_BAD_ROWS if requests.num_bad else 0
 
 
@@ -147,24 +149,13 @@ def _hits(
     return found, points
 
 
-def _diverging(requests: Requests, limits: Limits, tokenizer: "Tokenizer | None") -> list[Verdict]:
-    """Where prompts with tokens part."""
-    return request_verdicts(requests.requests, limits, tokenizer) if requests.hash_size is None else []
-
-
-def _settings(advice: Advice) -> list[Verdict]:
-    """The settings that would save, but for the pool, which the first line names."""
-    others = tuple(trial for trial in advice.trials if trial.setting.kind.key != POOL)
-    return replace(advice, trials=others, not_tried=None).verdicts(or_nothing=False)
-
-
 def _notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], warmup: float) -> list[str]:
     """What a reader of the table has to know of this trace and these runs."""
     notes = [f"bad line {bad.place}: {bad.reason}" for bad in requests.bad_lines[:_MOST_BAD]]
     if requests.num_bad > _MOST_BAD:
         notes.append(f"and {requests.num_bad - _MOST_BAD:,} more bad lines; --format json lists the first ones")
-    if found.ideal != found.unlimited.tokens:
-        ideal = percent_text(found.ideal[0] / max(1, found.ideal[1]))
+    ideal = percent_text(found.ideal_hit_rate)
+    if ideal != percent_text(found.unlimited.hit_rate):
         notes.append(f"if requests came one at a time, an unlimited cache would find {ideal}")
     if warmup:
         notes.append(f"the first {warmup:.0%} of the requests fill the cache uncounted")
@@ -193,19 +184,11 @@ def _facts(requests: Requests, accesses: Accesses, plan: Plan, found: Hits, bloc
         "num_blocks": len(accesses.blocks),
         "num_unique_blocks": accesses.num_unique * len(plan.limits.groups),
         "windows": list(plan.limits.windows),
-        "ideal_hit_rate": found.ideal[0] / max(1, found.ideal[1]),
+        "ideal_hit_rate": found.ideal_hit_rate,
         "unlimited_hit_rate": found.unlimited.hit_rate,
         "enough": {"num_blocks": enough.num_blocks, "hit_rate": enough.hit_rate, "doubt": found.doubt},
         "tried": [{"num_blocks": each.num_blocks, "hit_rate": each.hit_rate} for each in found.tried],
     }
-
-
-def _caption(requests: Requests, accesses: Accesses, limits: Limits) -> str:
-    return (
-        f"Share of the {requests.num_prompt_tokens:,} prompt tokens of {plural(len(requests.requests), 'request')}"
-        f" that a cache of so many blocks of {plural(limits.block_size, 'token')} finds; they have"
-        f" {accesses.num_unique * len(limits.groups):,} different blocks."
-    )
 
 
 # ---------------------------------------------------------------------- input

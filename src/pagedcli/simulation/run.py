@@ -4,7 +4,6 @@ The engine core is the real one; its executor computes nothing.
 """
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -190,8 +189,7 @@ class RunResult:
     plan: Plan
     prompt_tokens: Ints
     cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
-    waited_steps: "array[int]"  # steps from arrival to the first that computed it
-    waited_s: "array[float]"
+    waited_s: "array[float]"  # from arrival to the first step that computed it; steps where these have no time
     facts: RunFacts
     num_requests: int = 0
     num_refused: int = 0
@@ -252,12 +250,9 @@ class _Driver:
         self._speed = schedule.speed
         self._work = InWork(core.limits, schedule.read_ahead)
         self._next = 0
-        self._step_starts = array("q")  # virtual time at which each step began
         prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
-        missing = array("q", [_NOT_SERVED]) * num
-        self.result = RunResult(
-            core.plan, prompt_tokens, missing, missing[:], array("d", [_NOT_SERVED]) * num, core.stats, num
-        )
+        missing, waited_s = array("q", [_NOT_SERVED]) * num, array("d", [_NOT_SERVED]) * num
+        self.result = RunResult(core.plan, prompt_tokens, missing, waited_s, core.stats, num)
         self._index: dict[str, int] = {}  # id of an unfinished request -> its number
         self._added_ns: dict[str, int] = {}
 
@@ -273,7 +268,6 @@ class _Driver:
                     break
                 core.clock.now_ns = arrival_ns  # nothing to do until then
             self._add(request)
-        self._step_starts.append(core.clock.now_ns)
         return core.has_unfinished_requests() or self._next < len(self._requests)
 
     def _arrival_ns(self, request: Request) -> int:
@@ -300,9 +294,6 @@ class _Driver:
         index = self._index.pop(output.request_id)
         self._work.count(self._requests[index].num_prompt_tokens, -1)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
-        arrival_ns = self._arrival_ns(self._requests[index])
         self.result.cached_tokens[index] = output.num_cached_tokens
-        self.result.waited_s[index] = (admitted_ns - arrival_ns) / STEP_NS
-        steps = self._step_starts
-        self.result.waited_steps[index] = bisect_left(steps, admitted_ns) - bisect_left(steps, arrival_ns)
+        self.result.waited_s[index] = (admitted_ns - self._arrival_ns(self._requests[index])) / STEP_NS
         self.num_done += 1

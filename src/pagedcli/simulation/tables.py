@@ -10,26 +10,14 @@ from pagedcli.answers.hits import Found, Hits
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import plural
-from pagedcli.records import LEFT, Bytes, Means, count, percent, size
+from pagedcli.records import LEFT, Bytes, Means, Seconds, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
-from pagedcli.show.tables import Quantity, Table, quantities, table
+from pagedcli.show.tables import Table, table
 from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import Accesses, best_hits
-from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import Schedule
-
-
-def share(value: float) -> str:
-    """21.3 %, or `50 times` of a pool that is far larger than what it is compared with."""
-    return percent(value) if value < 10 else f"{value:,.0f} times"
-
-
-def seconds(value: float) -> str:
-    """12.3 s"""
-    return f"{value:,.1f} s"
-
 
 Rate = Annotated[float | None, percent]
 
@@ -39,7 +27,7 @@ class SettingRow:
 
     setting: Annotated[str, LEFT]
     saved: Rate
-    seconds: Annotated[float | None, "time", seconds]
+    seconds: Annotated[Seconds | None, "time"]
     num_computed_tokens: Annotated[int, "computed tokens"]
     hit_rate: Rate
     num_preemptions: Annotated[int, "preemptions"]
@@ -50,23 +38,24 @@ class Point:
     """A pool and a policy, and the run with them. The title names what counts without a unit of its own are."""
 
     pool_blocks: Annotated[int, "pool", Means("", "blocks")]
-    pool_share: Annotated[float | None, "share", share]
+    pool_share: Annotated[float | None, "share", percent]
     pool_bytes: Annotated[Bytes, "memory"]
     policy: str
     hit_rate_tokens: Annotated[Rate, "tokens"]
     hit_rate_blocks: Annotated[Rate, "blocks"]
     clairvoyant_hit_rate_tokens: Annotated[Rate, "best"]
-    mean_waiting_s: Annotated[float | None, "waiting", seconds]
     mean_waiting_steps: Annotated[float | None, "waiting", count, Means("", "steps")]
+    mean_waiting_s: Annotated[Seconds | None, "waiting"]
     num_preemptions: Annotated[int, "preempted", Means("", "times")]
-    total_s: Annotated[float, "run", seconds]
+    total_s: Annotated[Seconds, "run"]
     num_refused: Annotated[int, "refused", Means("", "requests")]
 
 
-class Line:
-    """A line of a drawing in characters."""
+class TraceRow:
+    """A count of a trace; of a curve in characters there are only notes."""
 
-    line: str
+    what: str
+    value: Annotated[float, count]
 
 
 def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
@@ -82,26 +71,25 @@ def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
     return table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
 
 
-def trace_table(requests: Requests, accesses: Accesses, num_groups: int) -> Table:
-    """What is in the trace."""
-
-    def number(name: str, what: str, value: int, unit: str) -> Quantity:
-        return Quantity(name, what, value, unit, count(value))
-
-    num_outputs = sum(request.num_output_tokens or 1 for request in requests.requests)
-    span_s = (requests.requests[-1].arrival_s or 0.0) if requests.has_times else None
-    values = [
-        number("num_requests", "requests", len(requests.requests), "requests"),
-        *([] if span_s is None else [Quantity("span_s", "time span", span_s, "s", f"{span_s:,.0f} s")]),
-        number("num_prompt_tokens", "prompt tokens", requests.num_prompt_tokens, "tokens"),
-        number("num_output_tokens", "output tokens", num_outputs, "tokens"),
-        number("num_blocks", "full blocks looked up", len(accesses.blocks), "blocks"),
-        number("num_unique_blocks", "unique blocks", accesses.num_unique * num_groups, "blocks"),
-    ]
-    return quantities("trace", f"Trace ({requests.format})", values)
+_TRACE = {
+    "num_requests": "requests",
+    "span_s": "seconds from the first to the last",
+    "num_prompt_tokens": "prompt tokens",
+    "num_output_tokens": "output tokens",
+    "num_blocks": "full blocks of the prompts",
+    "num_unique_blocks": "different blocks",
+}
 
 
-def pool_row(found: Found, accesses: Accesses, windows: Sequence[int | None], warmup: float) -> dict[str, Any]:
+def trace_table(facts: dict[str, Any]) -> Table:
+    """What is in the trace, of the facts that JSON has."""
+    rows = [{"what": what, "value": facts[key]} for key, what in _TRACE.items() if facts[key] is not None]
+    return table(TraceRow, "trace", f"Trace ({facts['format']})", rows)
+
+
+def pool_row(
+    found: Found, accesses: Accesses, windows: Sequence[int | None], warmup: float, *, is_timed: bool
+) -> dict[str, Any]:
     """One row of JSON: a pool size and a policy. With windows `best` is an upper bound, as if their layers needed no
     blocks."""
     most = found.num_blocks // windows.count(None) if None in windows else max(1, accesses.num_unique)
@@ -115,20 +103,19 @@ def pool_row(found: Found, accesses: Accesses, windows: Sequence[int | None], wa
         "clairvoyant_hit_rate_tokens": _rate(*best_hits(accesses, most, warmup)),
     }
     if (run := found.run) is not None:
-        waited = np.asarray(run.waited_steps)[run.served()]
-        waited_s = np.asarray(run.waited_s)[run.served()]
+        waited = np.asarray(run.waited_s)[run.served()]
+        unit = "s" if is_timed else "steps"
         row |= {
             "num_refused": run.num_refused,
             "refusals": run.refusals,
             "num_steps": run.facts.num_steps,
-            "mean_waiting_steps": float(waited.mean()) if len(waited) else None,
-            "p95_waiting_steps": float(np.percentile(waited, 95)) if len(waited) else None,
-            "mean_waiting_s": float(waited_s.mean()) if len(waited) else None,
+            f"mean_waiting_{unit}": float(waited.mean()) if len(waited) else None,
+            f"p95_waiting_{unit}": float(np.percentile(waited, 95)) if len(waited) else None,
             "num_preemptions": run.facts.num_preemptions,
             "num_recomputed_tokens": run.facts.num_recomputed_tokens,
             "num_generated_tokens": run.facts.num_generated_tokens,
             "peak_used_blocks": run.facts.peak_used_blocks,
-            "total_s": run.total_s,
+            f"total_{unit}": run.total_s,
         }
     return row
 
@@ -165,7 +152,7 @@ def curve_table(found: Hits, block_bytes: int | None) -> Table:
     """The hit rate over pools of any size, drawn in characters: of each size that of the next smaller pool tried."""
 
     def share_at(num_blocks: float) -> float:
-        return max((each.hit_rate for each in found.tried if each.num_blocks <= num_blocks), default=0.0)
+        return [each.hit_rate for each in found.tried if each.num_blocks <= num_blocks][-1]
 
     def label(num_blocks: float) -> str:
         memory = "" if block_bytes is None else f" ({size(int(num_blocks) * block_bytes)})"
@@ -173,7 +160,7 @@ def curve_table(found: Hits, block_bytes: int | None) -> Table:
 
     lines = curve_lines(share_at, *_pool_range(found), label=label)
     title = f"Hit rate of the prompts' tokens by pool size, {found.here.policy}"
-    return table(Line, "curve", title, [], notes=lines)
+    return table(TraceRow, "curve", title, [], notes=lines)
 
 
 def _pool_range(found: Hits, shown: Sequence[int] = ()) -> tuple[int, int]:
@@ -186,23 +173,26 @@ def _rate(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def hit_rate_picture(
-    found: Hits, rows: Sequence[dict[str, Any]], block_bytes: int | None, caption: str, shape: Shape
-) -> Picture:
-    """Hit rate by pool size. `rows`: what pool_row makes of the pools that are marked."""
+def hit_rate_picture(found: Hits, rows: Sequence[dict[str, Any]], facts: dict[str, Any], shape: Shape) -> Picture:
+    """Hit rate by pool size. `rows`: what pool_row makes of the pools that are marked; `facts`: of the trace."""
 
     def body(area: Area) -> Drawn:
         items = [(_swatch(drawing), meaning) for drawing, meaning in _chart_items(rows)]
         key_height = legend(area, items)[1] + area.font
         height = 0.7 * area.width if area.height is None else area.height - key_height
         scale = area.font / 14  # the chart's labels are drawn for this size
-        known_bytes = None if shape is Shape.COLUMN else block_bytes  # no room for these labels
+        known_bytes = None if shape is Shape.COLUMN else facts["block_bytes"]  # no room for these labels
         svg = _chart(found, rows, known_bytes, width=round(area.width / scale), height=round(height / scale))
         place = f'<svg x="{area.x}" y="{area.y}" width="{area.width}" height="{height:.1f}" '
         chart = f'<g class="muted" font-size="13">{svg.replace("<svg ", place, 1)}</g>'
         key, _ = legend(Area(area.x, area.y + height, area.width, None, area.font), items)
         return [chart, *key], height + key_height
 
+    caption = (
+        f"Share of the {facts['num_prompt_tokens']:,} prompt tokens of {plural(facts['num_requests'], 'request')} that"
+        f" a cache of so many blocks of {plural(facts['block_size'], 'token')} finds; they have"
+        f" {facts['num_unique_blocks']:,} different blocks."
+    )
     return draw("Hit rate by pool size", caption, body, shape)
 
 
