@@ -49,7 +49,7 @@ ALLOWED = {
     "layers": {"errors", "attention", "native"},
     "models": {*LOW, "core", "attention", "layers", "native"},
     "planning": {*LOW, *COMPUTE, "core"},
-    "answers": {*LOW, "core", "planning", "simulation"},
+    "answers": {*LOW, "core", "planning", "batch", "simulation"},
     "runner": {*LOW, *COMPUTE, "core", "planning", "answers", "assets"},
     "batch": BATCH,
     "trace": {*LOW, "core"},

@@ -208,8 +208,8 @@ def test_equal_rows_are_computed_once(questions, tmp_path):
         file.writelines(json.dumps(row) + "\n" for row in (ROWS[0] | {"id": "h"}, moved))
     plain = generate(questions, tmp_path / "plain.jsonl")
     equal = tmp_path / "equal.jsonl"
-    result = pagedcli("generate", questions, "-o", equal, "--dtype", "float32", "--deduplicate")
-    assert "deduplicated 1 row" in result.stderr
+    result = pagedcli("generate", questions, "-o", equal, "--dtype", "float32", "--deduplicate", "--all")
+    assert "  deduplicated 1 row" in result.stderr
     pagedcli("verify", plain, equal)
     scores = {row["id"]: row.get("scores") for row in map(json.loads, equal.open())}
     assert scores["h"] == scores["a"]

@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
     prompts.write_text("".join(json.dumps({"prompt": f"{LONG}{i}"}) + "\n" for i in range(6)))
     kept = ("--prefix-store", store, "--prefix-store-size", "10MiB", "--verify", 2)
     results = [
-        pagedcli("generate", prompts, "-o", folder / n, *FAST, *kept, "--record", folder / f"{n}.trace.jsonl")
+        pagedcli("generate", prompts, "-o", folder / n, *FAST, *kept, "--all", "--record", folder / f"{n}.trace.jsonl")
         for n in ("a", "b")
     ]
     return folder, results
@@ -37,15 +37,13 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
     folder, (first, second) = runs
     assert "0 blocks read (0 B)" in first.stderr
     assert "10 blocks read" in second.stderr
-    assert "160 tokens of these, from the prefix store" in second.stderr
-    assert second.stderr.index("from disk") < second.stderr.index("generated ")
+    assert "  from disk    160 prompt tokens, from the prefix store" in second.stderr
     found, ceilings = (
-        [float(re.search(rf"{name} (\S+) %", each.stderr)[1]) for each in (first, second)]
-        for name in ("found", "ceiling")
+        [float(re.search(name, each.stderr)[1]) for each in (first, second)]
+        for name in (r"\((\d+) % from the cache", r"ceiling (\S+) %")
     )
     assert ceilings[1] >= max(found[1], ceilings[0] + 10)
     assert "(unlimited cache and the prefix store)" in second.stderr
-    assert " on disk), ceiling" in second.stderr
     assert second.stderr.count("each alone and without cached blocks: the same bits") == 1
     assert [each["disk_cached_tokens"] for each in details(folder / "a")] == [0] * 6
     assert [each["disk_cached_tokens"] for each in details(folder / "b")] == [160, 0, 0, 0, 0, 0]
@@ -76,7 +74,7 @@ def test_diff_names_the_tokens_that_were_read_from_disk(runs):
     assert causes["store"]["detail"] == "0 -> 160 tokens"
     assert causes["store"]["computed_tokens"] == -160
     assert causes["store"]["hit_rate"] == found["changes"]["hit_rate"] > 0
-    assert causes["unexplained"]["hit_rate"] == causes["unexplained"]["computed_tokens"] == 0
+    assert "unexplained" not in causes
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

@@ -84,7 +84,14 @@ def _run_job(
         emit = to_all(*_observers(stack, options, dump_files, printer))
         tokens = options.record_tokens or options.kv_events is not None
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
-        return run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
+        return run_job(
+            job,
+            emit=emit,
+            trace_tokens=tokens,
+            terminal_is_taken=dump.as_tables,
+            all_figures=options.all_,
+            clock_ns=clock_ns,
+        )
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:

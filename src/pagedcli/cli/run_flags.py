@@ -20,8 +20,9 @@ _file, _inspection, _cluster = (
 ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
 _INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
+_ALL_HELP = "End with all figures of the run: times of rows, what the cache lost and wasted, what rows waited for."
 _VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
-_NOTIFY_HELP = "Shell command to run at the end, however it comes: PAGEDCLI_EXIT_CODE, _ROWS and more are set."
+_NOTIFY_HELP = "Run this shell command when the run ends, even on failure. Sets PAGEDCLI_EXIT_CODE, PAGEDCLI_ROWS, ..."
 _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port."
 _FORMAT_HELP = (
     "Format for --show-config, --dry-run and --dump-kv; yaml only for --show-config, and no csv for --dump-kv."
@@ -55,6 +56,7 @@ class GenerateOptions:
     summary_json: Annotated[
         Path | None, _inspection(help="Write the run's summary to this file.", metavar="FILE.json")
     ] = None
+    all_: Annotated[bool, _inspection("--all", help=_ALL_HELP)] = False
     notify: Annotated[str | None, _inspection(help=_NOTIFY_HELP, metavar="CMD")] = None
     verify: Annotated[int, _inspection(metavar="N", min=0, help=_VERIFY_HELP, show_default=True)] = 0
     dump_kv: DumpKv = None

@@ -227,7 +227,6 @@ def _run(
             job,
             emit=emit,
             trace_tokens=record_tokens,
-            stdout_is_taken=True,
             findings_of_events=findings,
             **how,
         )

@@ -32,7 +32,6 @@ class Request:
     num_samples: int = 1
     cache_salt: str | None = None
     is_random: bool = False  # tokens are drawn at random, which takes longer than the likeliest one
-    is_text: bool = False  # the prompt is given as text, which has to be tokenized
     row_id: str | None = None  # the user's own id
     continuations: list[list[int]] | None = None  # tokens to score; None: it generates
 

@@ -39,7 +39,6 @@ def request_of(
         num_samples=num_samples,
         cache_salt=cache_salt,
         is_random=not prompt.params.greedy,
-        is_text=prompt.is_text,
     )
     if prompt.scored is not None:
         request.continuations = prompt.scored.continuations if with_tokens else None
