@@ -262,7 +262,7 @@ def test_plan_tells_the_tokens_with_and_without_sharing(questions):
 def test_a_recording_is_lawful_and_explained(questions, tmp_path):
     run = tmp_path / "run.jsonl"
     generate(questions, tmp_path / "o.jsonl", "--record", str(run), "--record-tokens", "--block-size", "4")
-    pagedcli("replay", str(run), "--check")
+    pagedcli("trace", str(run), "--check")
     pagedcli("explain", str(run))
 
 

@@ -173,8 +173,8 @@ def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
         found = json.loads(pagedcli("simulate", source, "--pool", "256", *flags, "--format", "json").stdout)
         assert found["pools"][0]["num_refused"] == 0
         assert found["num_prompt_tokens"] == done["prompt_tokens"]
-        told.append(found["pools"][0]["tokens"]["hit"])
-        assert found["unlimited_hit_rate_tokens"] == done["cache"]["ideal_hit_rate"]
+        told.append(found["pools"][0]["num_cached_tokens"])
+        assert found["ideal_hit_rate"] == done["cache"]["ideal_hit_rate"]
     assert told == [done["cached_tokens"]] * 3
 
 

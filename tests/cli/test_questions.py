@@ -168,7 +168,7 @@ def test_9_why_does_no_block_fit(files):
 
 def test_10_why_is_the_cache_full_with_two_requests(files):
     wide = CliRunner(env={"COLUMNS": "140"})
-    text = wide.invoke(app, ["replay", str(files / "tight.run.jsonl"), "--step", "7"]).stdout
+    text = wide.invoke(app, ["trace", str(files / "tight.run.jsonl"), "--step", "7"]).stdout
     rows = re.findall(
         r"^ *\d +(row-\d) +(?:decode|stalled) +\d +0 +\d+/\d+ +\d/40 +(\d) +(\d+\.\d %)  (.*?) *$", text, re.MULTILINE
     )
@@ -193,7 +193,7 @@ def test_12_why_does_my_long_request_never_run(files):
 
 
 def test_13_what_was_preempted_for_whom_and_what_did_it_cost(files):
-    text = answer("replay", files / "tight.run.jsonl")
+    text = answer("trace", files / "tight.run.jsonl")
     preempted = r"step \d+ preempt seq \d \(row-\d\): \d+ tokens dropped, \d blocks? freed, "
     assert re.search(preempted + r"for seq \d \(row-\d\) which needed 1", text)
     text = answer("trace", files / "tight.jsonl", *SMALL_POOL, "--max-num-seqs", "3")
@@ -205,7 +205,7 @@ def test_13_what_was_preempted_for_whom_and_what_did_it_cost(files):
 
 def test_14_is_it_a_leak_that_blocks_stay_occupied(files):
     assert "at the end in use 0 + cached 7 + empty 1 = 8 blocks" in answer(
-        "replay", files / "tight.run.jsonl", "--check"
+        "trace", files / "tight.run.jsonl", "--check"
     )
     assert "idle: nothing is in use, ok" in answer("trace", files / "same.jsonl")
 
@@ -213,7 +213,7 @@ def test_14_is_it_a_leak_that_blocks_stay_occupied(files):
 def test_15_how_much_is_wasted(files):
     text = answer("generate", files / "same.jsonl", "-o", "/dev/null", "--all")
     assert re.search(r"waste +\d+\.\d % of the slots in use held no token \(mean of the steps; peak \d+\.\d %\)", text)
-    text = answer("replay", files / "same.run.jsonl", "--step", "1", "--format", "json")
+    text = answer("trace", files / "same.run.jsonl", "--step", "1", "--format", "json")
     memory = json.loads(text)["memory"]
     assert memory["unfilled_bytes"] == memory["unfilled_slots"] * 2048
     assert memory["contiguous_times"] > 1
@@ -235,7 +235,7 @@ def test_17_do_two_equal_prompts_in_one_step_get_two_copies(files):
 
 
 def test_18_who_held_block_2_at_step_7(files):
-    text = answer("replay", files / "tight.run.jsonl", "--block", "2", "--step", "7")
+    text = answer("trace", files / "tight.run.jsonl", "--block", "2", "--step", "7")
     assert text.startswith("At step 7 block 2 is held by seq 1 (row-1) since step 0 (exact, from the trace).\n")
     assert "Block 2 at step 7: in use, ref count 1, 16 of 16 tokens, content " in text
     assert re.search(r"^ +1 +row-1 +0 +decode +0-15 +0 +allocated$", text, re.MULTILINE)
@@ -249,7 +249,7 @@ def test_19_who_held_a_block_and_what_was_in_it_through_the_run(files):
 
 
 def test_20_the_pool_at_every_step_for_a_spreadsheet_or_a_database(files, tmp_path):
-    answer("replay", files / "tight.run.jsonl", "--dump-kv", tmp_path / "kv.jsonl")
+    answer("trace", files / "tight.run.jsonl", "--dump-kv", tmp_path / "kv.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "kv.blocks.jsonl").read_text().splitlines()]
     (row,) = (row for row in rows if row["step"] == 7 and row["block_id"] == 2)
     assert (row["state"], row["requests"]) == ("in_use", ["row-1"])

@@ -104,7 +104,6 @@ def test_the_commands_begin_with_the_verdicts(tmp_path):
     for command in ("explain", "attach"):
         assert pagedcli(command, path).stdout.startswith(begins)
         document = json.loads(pagedcli(command, path, "--format", "json").stdout)
-        assert document["verdict"][0]["verdict"].startswith(begins)
         assert document["verdicts"][0]["finding"].startswith(begins)
     pagedcli("report", path, "-o", tmp_path / "page.html")
     assert begins in (tmp_path / "page.html").read_text()
@@ -138,6 +137,6 @@ def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tm
 def test_the_verdict_on_events_of_a_real_server():
     path = shared_data("vllm_events") / "events.jsonl"
     document = json.loads(pagedcli("explain", path, "--format", "json").stdout)
-    found = " ".join(row["verdict"] for row in document["verdict"])
+    found = " ".join(row["finding"] for row in document["verdicts"])
     assert "stored again after an eviction" in found or "had been evicted before" in found
     assert " part " in found

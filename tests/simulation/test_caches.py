@@ -1,29 +1,19 @@
-"""The one-pass curve, the block manager without a scheduler, and the accounting of misses."""
+"""The one-pass curve of LRU against a block manager, and the figures of other tools."""
 
 from array import array
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_harness import plan_for
+from pool_harness import make_seq, plan_for, prefill
 
-from pagedcli.events import CacheGroup
-from pagedcli.simulation.caches import (
-    NEVER,
-    accesses_of,
-    hits_per_request,
-    lru_curve,
-    stack_distances,
-    tokens_of_hits,
-    unscheduled_hits,
-)
+from pagedcli.answers.hits import found_in
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.simulation.caches import NEVER, accesses_of, best_hits, lru_curve, stack_distances
 from pagedcli.simulation.formats import read_traces
 from pagedcli.simulation.requests import Request, Requests
-from pagedcli.simulation.run import Schedule, simulate
-from pagedcli.simulation.sweep import NEARLY, Sweep, enough_point, points, pool_verdict
 
 
 def workload_of(prompts, num_output=2):
@@ -40,18 +30,35 @@ some_prompts = st.lists(
 )  # fmt: skip
 
 
+def one_at_a_time(prompts, block_size, num_blocks):
+    """(blocks, tokens) that hit in the block manager; of a prompt larger than the pool only the beginning is kept."""
+    manager, blocks, tokens = BlockManager(num_blocks, block_size), 0, 0
+    for place, prompt in enumerate(prompts):
+        full = prompt[: len(prompt) // block_size * block_size]
+        # one more token than the full blocks, so that all of them are looked up
+        seq = make_seq([*full[: num_blocks * block_size], 8][: num_blocks * block_size + 1], place)
+        hits = len(manager.lookup(seq).block_ids)
+        blocks, tokens = blocks + hits, tokens + hits * block_size - (hits * block_size == len(prompt))
+        seq.token_ids.pop()
+        if seq.token_ids:
+            prefill(manager, seq)
+            manager.deallocate(seq)
+    return blocks, tokens
+
+
 @settings(max_examples=200, deadline=None)
 @given(prompts=some_prompts, block_size=st.integers(1, 3))
 def test_the_one_pass_curve_is_the_block_manager_at_every_pool_size(prompts, block_size):
     accesses = accesses_of(workload_of(prompts), block_size)
-    distances = stack_distances(accesses)
-    curve = lru_curve(accesses, distances)
+    curve = lru_curve(accesses)
     for num_blocks in range(1, accesses.num_unique + 2):
-        hits = unscheduled_hits(accesses, num_blocks)
-        tokens = tokens_of_hits(accesses, hits)
-        assert hits_per_request(accesses, distances <= num_blocks).tolist() == tokens.tolist()
-        assert curve.hits_at(num_blocks) == (hits.sum(), tokens.sum())
+        assert curve.hits_at(num_blocks) == one_at_a_time(prompts, block_size, num_blocks)
     assert curve.ceiling == curve.hits_at(accesses.num_unique + 1)
+    for share in (0.3, 0.99, 1.0):
+        wanted = share * curve.ceiling[1]
+        size = curve.size_for(wanted)
+        assert curve.hits_at(size)[1] >= wanted
+        assert size == 1 or curve.hits_at(size - 1)[1] < wanted
 
 
 def test_a_stack_distance_by_hand():
@@ -61,71 +68,16 @@ def test_a_stack_distance_by_hand():
     assert [None if each == NEVER else each for each in distances] == [None, None, None, 2, 3, 1, None]
 
 
-@settings(max_examples=100, deadline=None)
-@given(prompts=some_prompts, num_blocks=st.integers(6, 20), budget=st.integers(2, 12))
-def test_the_parts_of_misses_add_up_to_all_tokens(prompts, num_blocks, budget):
-    workload = workload_of(prompts)
-    sweep = Sweep(workload, accesses_of(workload, 2))
-    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=4, max_num_batched_tokens=budget)
-    for schedule in (Schedule(), None):
-        [point] = points(sweep, plan, [num_blocks], ["lru"], schedule)
-        assert sum(point.parts.values()) == workload.num_prompt_tokens
-        assert min(point.parts.values()) >= 0
-        assert point.parts["hit"] == point.hit_tokens[0]
-        assert point.hit_tokens[1] == workload.num_prompt_tokens
-    assert point.parts["in_flight"] == 0
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_a_pool_that_is_called_enough_is_enough_in_a_run_with_it(seed):
-    rng = np.random.default_rng(seed)
-    shared = [rng.integers(0, 9, rng.integers(4, 30)).tolist() for _ in range(rng.integers(1, 5))]
-    prompts = [shared[rng.integers(len(shared))] + rng.integers(0, 9, rng.integers(1, 20)).tolist() for _ in range(30)]
-    workload = workload_of(prompts, num_output=int(rng.integers(1, 30)))
-    max_num_seqs = int(rng.integers(1, 12))
-    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
-    sweep = Sweep(workload, accesses_of(workload, 2))
-    swept = list(points(sweep, plan, sorted(rng.integers(1, 80, 2).tolist()), ["lru"], Schedule()))
-    enough = enough_point(sweep, plan, swept, Schedule())
-    finding = pool_verdict(sweep, swept, enough, None).finding
-    if enough is None:
-        assert "enough" not in finding
-        return
-    num_blocks = int(finding.partition(" ")[0]) if "enough" in finding else enough.num_blocks
-    run = simulate(workload, replace(plan, limits=replace(plan.limits, num_blocks=num_blocks)), Schedule())
-    hits, total = run.hit_tokens()
-    assert hits / total >= sweep.curve.ceiling[1] / total - NEARLY
-    assert run.num_refused == 0 or "enough" not in finding
-
-
 def test_one_request_at_a_time_hits_like_a_cache_without_running_requests():
     rng = np.random.default_rng(0)
     prompts = [[7] * 8 + rng.integers(0, 2, 6).tolist() for _ in range(40)]
     workload = workload_of(prompts, num_output=1)
-    sweep = Sweep(workload, accesses_of(workload, 2))
+    accesses = accesses_of(workload, 2)
     plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=1, max_num_batched_tokens=64)
     for num_blocks in (8, 12, 20, 40):
-        [real] = points(sweep, plan, [num_blocks], ["lru"], Schedule())
-        [alone] = points(sweep, plan, [num_blocks], ["lru"], None)
-        assert real.hit_blocks == alone.hit_blocks
-
-
-@pytest.mark.parametrize("windows", [(5,), (6,), (4, None), (3, 3, None)])
-def test_one_request_at_a_time_hits_like_a_cache_without_running_requests_also_with_windows(windows):
-    rng = np.random.default_rng(0)
-    prompts = [[7] * 8 + rng.integers(0, 2, 6).tolist() for _ in range(40)]
-    workload = workload_of(prompts, num_output=1)
-    groups = tuple(CacheGroup(window) for window in windows)
-    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=1, max_num_batched_tokens=4, groups=groups)
-    sweep = Sweep(workload, accesses_of(workload, 2), windows=windows, chunk=4)
-    for num_blocks in (8, 12, 20, 40, 200):
-        num_blocks *= len(windows)
-        [real] = points(sweep, plan, [num_blocks], ["lru"], Schedule())
-        [alone] = points(sweep, plan, [num_blocks], ["lru"], None)
-        assert real.hit_blocks == alone.hit_blocks
-        assert sweep.lru(num_blocks) == (alone.hit_blocks[0], alone.hit_tokens[0])
-        assert alone.hit_tokens[0] <= sweep.best(num_blocks)[0]
-    assert alone.hit_tokens == (sweep.curve.ceiling[1], workload.num_prompt_tokens)
+        found = found_in(workload, plan, num_blocks)
+        assert (found.blocks[0], found.tokens[0]) == lru_curve(accesses).hits_at(num_blocks)
+        assert found.tokens[0] <= best_hits(accesses, num_blocks)[0]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +90,7 @@ def test_published_figures_of_the_conversation_trace(conversations):
     sizes. Both count the last 50 % of the requests, and the partial last block of a prompt as a block."""
     accesses = accesses_of(conversations, 512, partial_blocks=True)
     assert (len(accesses.blocks), accesses.num_unique) == (288_500, 182_790)
-    curve = lru_curve(accesses, stack_distances(accesses), warmup=0.5)
+    curve = lru_curve(accesses, warmup=0.5)
 
     def rates(*sizes):
         return [100 * curve.hits_at(size)[1] / curve.num_tokens for size in sizes]
@@ -150,5 +102,5 @@ def test_published_figures_of_the_conversation_trace(conversations):
 def test_lmcaches_figure_without_limit(conversations):
     """Its cache simulator: 37.338 % of all tokens, full chunks only, no warm-up."""
     accesses = accesses_of(conversations, 512)
-    curve = lru_curve(accesses, stack_distances(accesses))
+    curve = lru_curve(accesses)
     assert 100 * curve.ceiling[1] / curve.num_tokens == pytest.approx(37.338, abs=0.001)

@@ -40,12 +40,7 @@ def test_requests_that_were_there_before_the_first_step_came_with_it(tmp_path):
     prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": [5, 6, number], "max_tokens": 2}) + "\n" for number in range(40)))
     pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "2", "--record", trace)
-    [span] = [
-        row["value"]
-        for row in json.loads(pagedcli("simulate", trace, "--format", "json").stdout)["trace"]
-        if row["name"] == "span_s"
-    ]
-    assert 0 < span < 60
+    assert 0 < json.loads(pagedcli("simulate", trace, "--format", "json").stdout)["span_s"] < 60
 
 
 def test_a_published_recording_of_vllm_is_read(capsys):
@@ -67,4 +62,4 @@ def test_a_run_recorded_without_tokens_hits_as_it_did(tmp_path):
     ]
     document = json.loads(pagedcli("simulate", trace, "--format", "json").stdout)
     assert document["pools"][0]["pool_blocks"] == 16
-    assert document["pools"][0]["tokens"]["hit"] == sum(cached) > 0
+    assert document["pools"][0]["num_cached_tokens"] == sum(cached) > 0

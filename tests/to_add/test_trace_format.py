@@ -35,11 +35,11 @@ def trace(tmp_path, monkeypatch):
 
 
 def test_it_is_found_by_its_keys_and_simulated_in_every_way(trace, tmp_path):
-    for flags in ((), ("--trace-format", "fake"), ("--no-schedule",), ("-o", tmp_path / "page.html")):
+    for flags in ((), ("--trace-format", "fake"), ("--no-schedule",), ("--picture", tmp_path / "hits.svg")):
         found = json.loads(pagedcli("simulate", trace, "--format", "json", "--pool", "10", *flags, expect=3).stdout)
         assert (found["format"], found["num_requests"], found["num_bad_lines"]) == ("fake", 5, 1)
         assert found["pools"][0]["hit_rate_blocks"] > 0
-    assert "Trace (fake)" in pagedcli("simulate", trace, expect=3).stdout
+    assert "Trace (fake)" in pagedcli("simulate", trace, "--all", expect=3).stdout
 
 
 def test_its_name_is_in_the_help_and_in_the_hint_for_unknown_names(trace):

@@ -55,16 +55,17 @@ def test_explain_shows_it(tmp_path):
     result = pagedcli("explain", trace, columns=200)
     assert "lost: no checkpoint of the recurrent state" in result.stdout
     assert "but no checkpoint of the recurrent state" in result.stdout
-    pagedcli("replay", trace, "--check")
+    pagedcli("trace", trace, "--check")
 
 
-def test_simulate_compares_checkpoint_policies_with_the_bound(tmp_path):
+def test_simulate_tries_the_checkpoint_policies(tmp_path):
     rng = random.Random(0)
     shared = list(range(3, 73))
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": [*shared, 100 + i, *(rng.randrange(3, 90) for _ in range(25))]} for i in range(12)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--format", "json")
-    rows = json.loads(pagedcli("simulate", prompts, *flags).stdout)["checkpoints"]
-    found = {row["checkpoints"]: row["tokens_hit"] for row in rows}
-    assert found == {"branches": 11 * 64, "end": 0, "none": 0, "bound": 11 * 64}
+    flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--checkpoints", "end")
+    found = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)
+    assert found["pools"][0]["num_cached_tokens"] == 0
+    assert found["advised"][0]["flags"] == ["--checkpoints", "branches"]
+    assert found["ideal_hit_rate"] == 11 * 64 / found["num_prompt_tokens"] == found["advised"][0]["hit_rate"]

@@ -299,7 +299,7 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
     to = ("-o", tmp_path / "a.jsonl", "--record", tmp_path / "run.jsonl", "--all")
     said = pagedcli("generate", prompts, *flags, *to).stderr
     found = dict(line.split(maxsplit=1) for line in said.splitlines() if line.startswith("  "))
-    traced = pagedcli("trace", prompts, *flags, "--no-live", "--format", "json")
+    traced = pagedcli("trace", prompts, *flags, "--dump-kv", "--format", "json")
     steps = [json.loads(line) for line in traced.stdout.splitlines()]
     [cache] = [line for line in said.splitlines() if line.startswith("KV cache: at most")]
     assert cache in traced.stderr

@@ -288,7 +288,7 @@ def _weights_table() -> Table:
     from pagedcli.runner.weight_cache import DEFAULT_BYTES, KeptWeights, kept_weights, weight_folder
 
     rows: list[KeptWeights] = []
-    notes = [f"in {weight_folder()}, at most {size(DEFAULT_BYTES)} (--weight-cache-size, --no-weight-cache)"]
+    notes = [f"in {weight_folder()}, at most {size(DEFAULT_BYTES)} (engine.weight_cache_size, engine.weight_cache)"]
     try:
         rows = kept_weights()
     except (OSError, UsageError) as error:

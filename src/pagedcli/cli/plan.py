@@ -74,7 +74,7 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder")
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
@@ -104,10 +104,12 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
 
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
+    from pagedcli.answers.hits import Hits, hits
     from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
     from pagedcli.cli.tuning import tuned_settings
-    from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
-    from pagedcli.simulation.tables import advice_table
+    from pagedcli.simulation.advice import ADVICE_S, advise
+    from pagedcli.simulation.run import Schedule
+    from pagedcli.simulation.tables import advice_table, curve_table
 
     engine = loaded.config.engine
     survey = _survey(loaded, options)
@@ -127,14 +129,17 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         if survey.requests.work + survey.requests.left_out > MOST_IN_FULL:
             workload, left_out = survey.requests.part(SAMPLED)
             subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
-        with working("trying other settings"):
-            advice = advice_or_note(partial(advise, subject, base=base, budget_s=budget_s))
         with working("looking for the smallest pool that is enough"):
-            search = partial(enough_blocks, replace(subject, step_time=None), base, budget_s=budget_s)
-            enough = or_note("the smallest pool that is enough", search, None)
+            schedule = Schedule(read_ahead=subject.read_ahead)
+            search = partial(hits, subject.workload, subject.plan, schedule, search_s=budget_s)
+            found_in_pools: Hits | None = or_note("the smallest pool that is enough", search, None)
+        with working("trying other settings"):
+            advice = advice_or_note(partial(advise, subject, base=base, budget_s=budget_s, found=found_in_pools))
         run_tables = [*run.tables, advice_table(advice)]
-        if options.all_ and options.format_ is Format.TABLE:
-            run_tables += _curve_tables(run.subject)
+        if found_in_pools is not None:
+            enough = found_in_pools.enough.num_blocks
+            if options.all_ and options.format_ is Format.TABLE:
+                run_tables.append(curve_table(found_in_pools, subject.plan.block_bytes))
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
     elif options.tune:
         raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
@@ -221,9 +226,9 @@ def _say_what_is_missing(survey: _Survey) -> None:
 def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
     """What is found in the file, after saying what a sample of a long one lets expect."""
     from pagedcli.answers.time import MOST_SIMULATED
-    from pagedcli.garbage import old_objects_left_alone
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
+    from pagedcli.process import old_objects_left_alone
     from pagedcli.simulation.sources import PromptRequests, read_outputs
 
     input_name, decision, refusal = options.prompts, None, None
@@ -292,19 +297,6 @@ def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptR
     if found.in_words is not None:
         parts.append(found.in_words)
     say(f"estimate from the first {percent_text(share)} of the file: about {', '.join(parts)}; reading the rest")
-
-
-def _curve_tables(subject: "Subject") -> list[Table]:
-    """The hit rate of pools of any size, where all rows are known and no layer has a window."""
-    from pagedcli.simulation.caches import accesses_of, lru_curve, stack_distances
-    from pagedcli.simulation.tables import curve_tables
-
-    limits = subject.limits
-    if subject.left_out or limits.tables.has_windows or not limits.enable_prefix_caching:
-        return []
-    accesses = accesses_of(subject.workload, limits.block_size)
-    curve = lru_curve(accesses, stack_distances(accesses))
-    return curve_tables(curve, [subject.num_blocks], accesses.num_unique, subject.plan.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)

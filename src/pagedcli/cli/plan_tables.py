@@ -95,7 +95,7 @@ def _file_facts(scan: PromptScan, fit: Fit | None, enough: int | None) -> list[F
         Fact("ideal hit rate by block size", ", ".join(rates)),
     ]
     if fit is not None:
-        more = "" if enough is None else f" With {enough:,} blocks nothing more would be computed."
+        more = "" if enough is None else f" {plural(enough, 'block')} find as much as an unlimited cache."
         facts.append(Fact("fits here", f"{fit_in_words(fit)}{more}"))
     return facts
 
@@ -287,7 +287,7 @@ def _block_size_table(survey: PromptSurvey, engine: EngineConfig, enough: int | 
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
     ]
     if enough is not None:
-        notes.append(f"with {plural(enough, 'block')} of {engine.block_size} nothing more would be computed")
+        notes.append(f"{plural(enough, 'block')} of {engine.block_size} find as much as an unlimited cache")
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 

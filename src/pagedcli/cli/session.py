@@ -26,10 +26,9 @@ from pagedcli.cli.summary import (
 )
 from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
-from pagedcli.garbage import nothing_to_collect
-from pagedcli.interrupt import EXIT_INTERRUPTED, on_signals
 from pagedcli.planning.step_time import TimeKey
 from pagedcli.printable import plural
+from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
 from pagedcli.simulation.served import ServedRequests

@@ -14,10 +14,10 @@ from pagedcli.files import TRACE, check_files
 
 KEYS = (
     "engine.model", "engine.block_size", "engine.max_model_len", "engine.max_num_seqs",
-    "engine.max_num_batched_tokens", "engine.chunked_prefill_size", "engine.min_prefill_tokens",
+    "engine.max_num_batched_tokens", "engine.chunked_prefill_size",
     "engine.preemption_policy", "engine.dtype",
-    "engine.kv_cache_dtype", "engine.num_state_slots", "engine.checkpoints", "engine.revision",
-    "engine.trust_remote_code", "run.read_ahead",
+    "engine.kv_cache_dtype", "engine.num_state_slots", "engine.checkpoints",
+    "engine.trust_remote_code",
 )  # fmt: skip
 
 
@@ -25,13 +25,14 @@ KEYS = (
 def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     """Simulate the KV cache on a trace: hit rates, waiting and preemptions at many pool sizes.
 
-    Runs the real scheduler and block manager without a model, on traces of other engines (--trace-format lists them),
-    prompt files, recorded runs of pagedcli, and KV events of other engines. See docs/simulate.md.
+    Begins with what the smallest pool finds, and which pool finds as much as an unlimited cache. Runs the real
+    scheduler and block manager without a model, on traces of other engines (--trace-format lists them), prompt files,
+    recorded runs of pagedcli, and KV events of other engines. See docs/simulate.md.
 
     \b
     Examples:
       pagedcli simulate conversation_trace.jsonl
-      pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 -o page.html
+      pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 --all
       pagedcli simulate conversation_trace.jsonl --picture hits.svg
       pagedcli simulate conversation_trace.jsonl --no-schedule --warmup 0.5 --partial-blocks
       pagedcli simulate conversation_trace.jsonl --pool 10% --speed 1 --gpu h200 -m ./Qwen3-8B/config.json
@@ -51,7 +52,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     drawing = PictureOptions.of_flags(options.picture, shape=options.shape, theme=options.theme)
     if drawing is not None and drawing.file.suffix == ".gif":
         raise UsageError("--picture draws one picture", hint="write .svg or .png")
-    writes = {"--record": options.record, "the page": options.output_file, "--picture": options.picture}
+    writes = {"--record": options.record, "--picture": options.picture}
     check_files(reads, writes, overwrite=options.overwrite, kinds={"--record": TRACE})
     from pagedcli.cli.simulate_job import run_simulation
 

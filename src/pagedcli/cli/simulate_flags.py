@@ -26,7 +26,8 @@ _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Defau
 _GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a forecast, and a bound."
 _CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
 _PICTURE_HELP = "Also draw the hit rate by pool size, as .svg or .png."
-_RECORD_HELP = "Record the run's events, for replay, explain and report (one pool and policy)."
+_ALL_HELP = "Also show the trace, the hit rate drawn over pools of any size, and the settings that were tried."
+_RECORD_HELP = "Record the run's events, for trace, explain and report (one pool and policy)."
 _POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}. Default: lru, or that of the recorded run."
 
 
@@ -57,9 +58,7 @@ class SimulateOptions:
     step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001, max=1e6)] = None
     gpu: Annotated[str | None, _time(help=_GPU_HELP, metavar="NAME")] = None
     calibrated: Annotated[bool, _time("--calibrated", help=_CALIBRATED_HELP)] = False
-    output_file: Annotated[
-        Path | None, _output("-o", "--output-file", help="Also write an HTML page.", metavar="PAGE.html")
-    ] = None
+    all_: Annotated[bool, _output("--all", help=_ALL_HELP)] = False
     picture: Annotated[Path | None, _output("--picture", help=_PICTURE_HELP, metavar="FILE")] = None
     shape: ShapeOption = None
     theme: ThemeOption = None

@@ -1,15 +1,25 @@
 """One call of `pagedcli simulate`, after its flags were read: input, pools, runs, tables and page."""
 
-import time
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagedcli.answers.hits import (
+    MOST_BLOCKS,
+    Found,
+    Hits,
+    found_in,
+    hits,
+    hits_in_words,
+    hits_one_at_a_time,
+    least_pool,
+)
 from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.decoder import recorded_tokenizer
@@ -17,118 +27,168 @@ from pagedcli.cli.partings import advice_or_note, request_verdicts
 from pagedcli.cli.picture import PictureOptions, write_file
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
-from pagedcli.config import EngineConfig, LoadedConfig
-from pagedcli.core.checkpoints import POLICIES
+from pagedcli.config import EngineConfig, LoadedConfig, parse_bytes
+from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
-from pagedcli.errors import EXIT_BAD_ROWS, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
 from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import StepTime, load_step_time
-from pagedcli.printable import plural
-from pagedcli.show.pages import write_page
-from pagedcli.show.tables import Format, Table, print_tables
+from pagedcli.printable import percent_text, plural
+from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine
-from pagedcli.simulation import tables
-from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan, timed_of
-from pagedcli.simulation.caches import accesses_of
+from pagedcli.simulation.advice import ADVICE_S, advise, in_order, recorded_plan, timed_of
+from pagedcli.simulation.caches import Accesses, accesses_of, lru_curve
 from pagedcli.simulation.requests import Requests
-from pagedcli.simulation.run import VOCAB_SIZE, RunResult, Schedule
-from pagedcli.simulation.settings import Subject
+from pagedcli.simulation.run import VOCAB_SIZE, Schedule
+from pagedcli.simulation.settings import POOL, Subject
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
-from pagedcli.simulation.sweep import (
-    DEFAULT_POOLS,
-    Sweep,
-    SweepPoint,
-    answers,
-    enough_point,
-    parse_policies,
-    parse_pools,
-    points,
-    pool_verdict,
-)
+from pagedcli.simulation.tables import advice_table, curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
-from pagedcli.verdicts import MOST_SAID, Verdict
+from pagedcli.verdicts import MOST_SAID
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
 
-_LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
+_SEARCH_S = 30.0  # seconds of processor time for the search of the smallest pool that is as good
+_DEFAULT_POOLS = "5%,10%,25%,50%,100%"
+_MOST_BAD = 5  # bad lines that are named
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: PictureOptions | None = None) -> int:
-    """Simulate, and print the tables and draw. Returns the exit code. Raises: PagedcliError."""
-    policies = [] if options.policy is None else parse_policies(options.policy)
-    workload, recorded, tokenizer = _read(loaded, options)
-    policies = policies or parse_policies("lru" if recorded is None else recorded.started.eviction)
-    is_ours = workload.format == "prompts"
-    decision = _decided(loaded, options) if is_ours or "engine.model" in loaded.sources else None
-    plan = _plan(loaded, options, workload, recorded, decision)
-    if not plan.limits.has_states and "engine.checkpoints" in loaded.sources:
-        raise UsageError(
-            "--checkpoints needs recurrent state", hint="name a model that has it (-m), or --num-state-slots"
-        )
-    if plan.limits.has_states and options.no_schedule:
-        raise UsageError("--no-schedule leaves out the slots of recurrent state", hint="leave out --no-schedule")
-    block_size, block_bytes = plan.limits.block_size, plan.block_bytes or None
-    accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
-    sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.limits.windows, chunk=plan.limits.chunk_size)
-    pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.started.num_blocks))
-    pools = parse_pools(pool, max(1, sweep.num_unique_blocks), block_bytes)
-    if options.pool is None and recorded is None and not options.no_schedule:  # smaller ones would refuse requests
-        least = plan.limits.tables.most_blocks(workload.longest, plan.limits.chunk_size)
-        pools = sorted({max(least, num_blocks) for num_blocks in pools})
+    """Simulate, print the answer and its tables, and draw. Returns the exit code. Raises: PagedcliError."""
+    policies = [] if options.policy is None else _policies(options.policy)
+    requests, recorded, tokenizer = _read(loaded, options)
+    policies = policies or [recorded.started.eviction if recorded is not None else "lru"]
+    is_file = recorded is None and requests.hash_size is None
+    decision = _decided(loaded, options) if is_file or "engine.model" in loaded.sources else None
+    plan = _plan(loaded, options, requests, recorded, decision)
+    _check_unscheduled(loaded, options, plan, policies)
+    limits, block_bytes = plan.limits, plan.block_bytes or None
+    accesses = accesses_of(requests, limits.block_size, partial_blocks=options.partial_blocks)
+    pools = _pools(options, recorded, requests, limits, accesses, block_bytes)
+    plan = replace(plan, limits=replace(limits, num_blocks=pools[0], eviction=policies[0]))
     step_time = None if options.gpu is not None else _step_time(recorded, decision)
-    schedule = None if options.no_schedule else _schedule(loaded, options, workload, decision, step_time)
+    schedule = None if options.no_schedule else _schedule(loaded, options, requests, decision, step_time)
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
-    started_s = time.thread_time()
-    found = _run(sweep, plan, pools, policies, schedule, options.record)
-    took_s = time.thread_time() - started_s
-    sentences = answers(sweep, found, block_bytes)
-    shown = [
-        tables.trace_table(workload, sweep),
-        tables.pool_table(found, sweep, schedule, block_bytes),
-        *(_curve(sweep, pools, block_bytes) if options.format_ is Format.TABLE else []),
-        tables.miss_table(found),
-        *_checkpoint_tables(sweep, plan, pools[-1], schedule),
-        tables.answer_table(sentences, options.format_),
-    ]
-    advice = None
-    if schedule is not None and found[0].run is not None:
+    found, points = _hits(requests, plan, schedule, pools, policies, accesses, options)
+    is_timed = schedule is not None and schedule.step_time is not None
+    rows = [pool_row(each, accesses, limits.windows, options.warmup, is_timed=is_timed) for each in points]
+    shown = [pool_table(rows, schedule, block_bytes, _notes(requests, found, limits.windows, options.warmup))]
+    facts = _facts(requests, accesses, plan, found, block_bytes)
+    cures = request_verdicts(requests.requests, limits, tokenizer) if requests.hash_size is None else []
+    if schedule is not None and found.here.tokens[1]:
         # The advice is about the smallest pool and the first policy. Without arrivals it is judged by time where steps
         # have been timed, as other commands do.
-        is_timed = schedule.speed is None and options.step_ms is None
         subject = Subject(
-            workload,
-            found[0].run.plan,
-            may_reorder=is_ours or (recorded is not None and in_order(workload)),
+            requests,
+            plan,
+            may_reorder=in_order(requests),
             read_ahead=schedule.read_ahead,
-            step_time=step_time if is_timed else None,
+            step_time=step_time if schedule.speed is None and options.step_ms is None else None,
             arrivals=None if schedule.speed is None else schedule,
-            largest_pool=found[-1].num_blocks,
         )
-        advice = _advice(subject, found[0].run, took_s)
-        shown.append(tables.advice_table(advice, subject.limits))
-    if options.output_file is not None:
-        on_page = [table for table in shown if table.key not in ("answers", "curve")]  # a list and a chart there
-        page = tables.render_page(options.traces, sweep, found, sentences, on_page, block_bytes)
-        write_page(options.output_file, page)
+        base = counts_of(found.here.run) if subject.step_time is None and found.here.run is not None else None
+        advice = advice_or_note(partial(advise, subject, base=base, budget_s=ADVICE_S, found=found))
+        facts |= advice.document()
+        shown.append(advice_table(advice, plan.limits))
+        others = tuple(each for each in advice.trials if each.setting.kind.key != POOL)  # that is in the first line
+        cures += replace(advice, trials=others, not_tried=None).verdicts(or_nothing=False)
     if drawing is not None:
-        write_file(drawing, iter([tables.hit_rate_picture(sweep, found, block_bytes, drawing.shape)]), overwrite=True)
-    facts = tables.facts(sweep, block_size, block_bytes)
-    if options.format_ is Format.JSON:
-        shown = [table for table in shown if table.key != "answers"]
-        facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    judged = [pool_verdict(sweep, found, enough_point(sweep, plan, found, schedule), block_bytes)]
-    judged += [] if advice is None else _settings(advice, found[0].num_blocks)
-    print_tables(shown, options.format_, facts=facts, verdicts=_verdicts(workload, plan.limits, tokenizer, judged))
-    return EXIT_BAD_ROWS if workload.num_bad else 0
+        picture = hit_rate_picture(found, rows, facts, drawing.shape)
+        write_file(drawing, iter([picture]), overwrite=True)
+    if options.format_ is not Format.JSON:
+        shown += [trace_table(facts), curve_table(found, block_bytes)]
+        shown = shown if options.all_ else shown[:1]
+    answer = hits_in_words(found, block_bytes)
+    print_tables(shown, options.format_, facts={"answer": answer, **facts}, story=[answer], verdicts=cures[:MOST_SAID])
+    return EXIT_BAD_ROWS if requests.num_bad else 0
+
+
+def _hits(
+    requests: Requests,
+    plan: Plan,
+    schedule: Schedule | None,
+    pools: list[int],
+    policies: list[Eviction],
+    accesses: Accesses,
+    options: SimulateOptions,
+) -> tuple[Hits, list[Found]]:
+    """What a cache finds at each size under the first policy, and in each pool under each policy."""
+    if schedule is None:
+        curve = lru_curve(accesses, options.warmup)
+        each = [hits_one_at_a_time(curve, num_blocks) for num_blocks in pools]
+        return each[0], [found.here for found in each]
+    progress, num_requests = ProgressLine(line_every_s=5.0), len(requests.requests)
+
+    def observe(policy: str, num_blocks: int, num_done: int) -> None:
+        progress.show(
+            lambda _: f"pool of {plural(num_blocks, 'block')}, {policy}: {num_done:,}/{plural(num_requests, 'request')}"
+        )
+
+    points, run = [], partial(found_in, requests, schedule=schedule, warmup=options.warmup)
+    with _recording(options.record) as emit:
+        for num_blocks in pools:
+            for policy in policies:
+                with_policy = replace(plan, limits=replace(plan.limits, eviction=policy))
+                show = partial(observe, policy, num_blocks)
+                points.append(run(with_policy, num_blocks, emit=emit, observe=show))
+    known = [point for point in points if point.policy == policies[0]]
+    found = hits(
+        requests, plan, schedule, known=known, accesses=accesses, warmup=options.warmup, search_s=_SEARCH_S,
+        observe=partial(observe, policies[0]),
+    )  # fmt: skip
+    progress.close()
+    return found, points
+
+
+def _notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], warmup: float) -> list[str]:
+    """What a reader of the table has to know of this trace and these runs."""
+    notes = [f"bad line {bad.place}: {bad.reason}" for bad in requests.bad_lines[:_MOST_BAD]]
+    if requests.num_bad > _MOST_BAD:
+        notes.append(f"and {requests.num_bad - _MOST_BAD:,} more bad lines; --format json lists the first ones")
+    ideal = percent_text(found.ideal_hit_rate)
+    if ideal != percent_text(found.unlimited.hit_rate):
+        notes.append(f"if requests came one at a time, an unlimited cache would find {ideal}")
+    if warmup:
+        notes.append(f"the first {warmup:.0%} of the requests fill the cache uncounted")
+    if any(window is not None for window in windows):
+        notes.append(
+            f"the layers form {len(windows)} groups, each with blocks of its own; best: an upper bound, as if layers"
+            " with a window needed no blocks"
+        )
+    return [*notes, *requests.notes]
+
+
+def _facts(requests: Requests, accesses: Accesses, plan: Plan, found: Hits, block_bytes: int | None) -> dict[str, Any]:
+    """What JSON says besides the pools."""
+    enough = found.enough
+    return {
+        "format": requests.format,
+        "num_requests": len(requests.requests),
+        "num_bad_lines": requests.num_bad,
+        "bad_lines": [{"place": bad.place, "reason": bad.reason} for bad in requests.bad_lines],
+        "notes": requests.notes,
+        "num_prompt_tokens": requests.num_prompt_tokens,
+        "num_output_tokens": sum(request.num_output_tokens or 1 for request in requests.requests),
+        "span_s": requests.requests[-1].arrival_s,
+        "block_size": plan.limits.block_size,
+        "block_bytes": block_bytes,
+        "num_blocks": len(accesses.blocks),
+        "num_unique_blocks": accesses.num_unique * len(plan.limits.groups),
+        "windows": list(plan.limits.windows),
+        "ideal_hit_rate": found.ideal_hit_rate,
+        "unlimited_hit_rate": found.unlimited.hit_rate,
+        "enough": {"num_blocks": enough.num_blocks, "hit_rate": enough.hit_rate, "doubt": found.doubt},
+        "tried": [{"num_blocks": each.num_blocks, "hit_rate": each.hit_rate} for each in found.tried],
+    }
 
 
 # ---------------------------------------------------------------------- input
@@ -147,49 +207,83 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Requests, Po
         tokenizer = opened.tokenizer
         return read_prompts(name, opened, outputs)
 
-    workload, recorded = read_workload(
+    requests, recorded = read_workload(
         options.traces, prompts, format_name=options.trace_format, hash_size=options.hash_size
     )
-    if recorded is not None and workload.hash_size is None:
+    if recorded is not None and requests.hash_size is None:
         tokenizer = recorded_tokenizer(Path(options.traces[0]), None)
     if loaded.config.run.limit is not None:
-        workload.requests = workload.requests[: loaded.config.run.limit]
+        requests.requests = requests.requests[: loaded.config.run.limit]
     if options.output_tokens is not None:
-        set_output_lengths(workload, options.output_tokens)
-    elif any(request.num_output_tokens is None for request in workload.requests):
-        workload.notes.append("this format has no output lengths: one token each (see --output-tokens)")
-    return workload, recorded, tokenizer
+        set_output_lengths(requests, options.output_tokens)
+    elif any(request.num_output_tokens is None for request in requests.requests):
+        requests.notes.append("this format has no output lengths: one token each (see --output-tokens)")
+    return requests, recorded, tokenizer
 
 
-def _verdicts(
-    workload: Requests, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict]
-) -> list[Verdict]:
-    """Where prompts with tokens part, and what is judged of pools and settings."""
-    parts: list[Verdict] = []
-    if workload.hash_size is None:
-        parts = request_verdicts(workload.requests, limits, tokenizer)[: MOST_SAID - 1]
-    return [*parts, *judged][:MOST_SAID]
+def _policies(text: str) -> list[Eviction]:
+    """Eviction policies by name. Raises: UsageError."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := sorted(set(names) - set(POLICIES)):
+        raise UsageError(f"--policy: unknown policy {unknown[0]!r}", hint=f"known: {', '.join(POLICIES)}")
+    return [policy for policy in POLICIES if policy in names]
 
 
-def _settings(advice: Advice, num_blocks: int) -> list[Verdict]:
-    """The settings that would save, with the pool that they are about."""
-    pool = f"in a pool of {plural(num_blocks, 'block')}"
-    return [replace(each, finding=f"{pool} {each.finding}") for each in advice.verdicts(or_nothing=False)]
+def _pools(
+    options: SimulateOptions,
+    recorded: PoolState | None,
+    requests: Requests,
+    limits: Limits,
+    accesses: Accesses,
+    block_bytes: int | None,
+) -> list[int]:
+    """The pools to simulate, in blocks, ascending; by default none that refuses a request. Raises: UsageError."""
+    num_unique = max(1, accesses.num_unique * len(limits.groups))
+    if options.pool is None and recorded is not None:
+        return [recorded.started.num_blocks]
+    text = options.pool or _DEFAULT_POOLS
+    pools = {_parse_pool(part.strip(), num_unique, block_bytes) for part in text.split(",")}
+    if options.pool is None and not options.no_schedule:
+        least = least_pool(requests, limits)
+        pools = {max(least, num_blocks) for num_blocks in pools}
+    return sorted(pools)
 
 
-def _curve(sweep: Sweep, pools: list[int], block_bytes: int | None) -> list[Table]:
-    """The hit rate of pools of any size. With windows there is no curve in one pass."""
-    return [] if sweep.has_windows else tables.curve_tables(sweep.curve, pools, sweep.num_unique_blocks, block_bytes)
+def _parse_pool(text: str, num_unique: int, block_bytes: int | None) -> int:
+    """'4096', '5%' of the unique blocks, or '8GiB' with a model's bytes per block."""
+    if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
+        share = float(text.rstrip("% ")) / 100
+        size = max(round(share * num_unique), int(share > 0))
+    elif text.isdecimal():
+        size = int(text)
+    else:
+        try:
+            num_bytes = parse_bytes(text)
+        except ConfigError as error:
+            raise UsageError(f"--pool: {text!r} is not a pool size", hint="for example 4096, 5% or 8GiB") from error
+        if block_bytes is None:
+            raise UsageError(f"--pool {text} needs the bytes of a block: name the model with -m")
+        size = num_bytes // block_bytes
+    if not 1 <= size <= MOST_BLOCKS:
+        raise UsageError(f"--pool: {text} is {plural(size, 'block')}, but must be 1 to {MOST_BLOCKS:,}")
+    return size
 
 
-def _checkpoint_tables(sweep: Sweep, plan: Plan, num_blocks: int, schedule: Schedule | None) -> list[Table]:
-    """The hit rate of each checkpoint policy in a pool, of an engine with recurrent state."""
-    if not plan.limits.has_states or schedule is None:
-        return []
-    names = dict.fromkeys([plan.limits.checkpoints, *POLICIES])
-    changes = {name: replace(plan.limits, num_blocks=num_blocks, checkpoints=name) for name in names}
-    points = {name: sweep.scheduled(replace(plan, limits=limits), schedule) for name, limits in changes.items()}
-    return [tables.checkpoint_table(points, sweep, plan.limits)]
+def _check_unscheduled(loaded: LoadedConfig, options: SimulateOptions, plan: Plan, policies: list[Eviction]) -> None:
+    """Refuse what only a scheduler can say. Raises: UsageError."""
+    if not plan.limits.has_states and "engine.checkpoints" in loaded.sources:
+        raise UsageError(
+            "--checkpoints needs recurrent state", hint="name a model that has it (-m), or --num-state-slots"
+        )
+    if not options.no_schedule:
+        return
+    for is_given, what in (
+        (plan.limits.has_states, "the slots of recurrent state"),
+        (plan.limits.tables.has_windows, "the layers with a window"),
+        (policies != ["lru"], "every policy but lru"),
+    ):
+        if is_given:
+            raise UsageError(f"--no-schedule leaves out {what}", hint="leave out --no-schedule")
 
 
 # ---------------------------------------------------------------------- the engine
@@ -218,13 +312,13 @@ def _decided(loaded: LoadedConfig, options: SimulateOptions) -> Decision | None:
 def _plan(
     loaded: LoadedConfig,
     options: SimulateOptions,
-    workload: Requests,
+    requests: Requests,
     recorded: PoolState | None,
     decision: Decision | None,
 ) -> Plan:
     """The simulated engine: that of the recorded run, or that of the decision, with what is given changed; for traces
     of others without a model it is assumed, with a note. The layers are those of the decision, where there is one."""
-    engine, sources, longest = loaded.config.engine, loaded.sources, workload.longest
+    engine, sources, longest = loaded.config.engine, loaded.sources, requests.longest
     changes = {name: getattr(engine, name) for name in _LIMIT_KEYS if f"engine.{name}" in sources}
     if recorded is not None:
         plan = recorded_plan(recorded)
@@ -234,9 +328,9 @@ def _plan(
         assumed = {"max_num_batched_tokens": step_tokens, "min_prefill_tokens": 0}
         limits = Limits.of(engine, **assumed) if decision is None else decision.plan.limits
         plan = Plan(limits=limits, model="simulation", device="none" if decision is None else decision.plan.device)
-        block_size = workload.hash_size or engine.block_size
+        block_size = requests.hash_size or engine.block_size
         if decision is None and "max_num_batched_tokens" not in changes and not options.no_schedule:
-            workload.notes.append(
+            requests.notes.append(
                 f"assumed: up to {plural(engine.max_num_seqs, 'sequence')} and {plural(step_tokens, 'token')} per step"
                 " (see --max-num-seqs, --max-num-batched-tokens)"
             )
@@ -265,14 +359,14 @@ def _step_time(recorded: PoolState | None, decision: Decision | None) -> StepTim
 def _schedule(
     loaded: LoadedConfig,
     options: SimulateOptions,
-    workload: Requests,
+    requests: Requests,
     decision: Decision | None,
     step_time: StepTime | None,
 ) -> Schedule:
     if sum([options.gpu is not None, options.step_ms is not None, options.calibrated]) > 1:
         raise UsageError("--gpu, --step-ms and --calibrated all set the time of a step", hint="use one of them")
     if options.speed is not None:
-        if not workload.has_times:
+        if not requests.has_times:
             raise UsageError("--speed: this trace has no times", hint="without --speed all requests arrive at once")
         if options.gpu is None and options.step_ms is None and not options.calibrated:
             raise UsageError(
@@ -287,43 +381,16 @@ def _schedule(
             model = loaded.config.engine.model if decision is not None else "the trace's model"
             hint = "pagedcli plan makes one" if decision is not None else "name the model with -m"
             raise UsageError(f"--calibrated: {model} has no calibration on this machine", hint=hint)
-        workload.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
+        requests.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
         return Schedule(options.speed, step_time, read_ahead)
     if options.gpu is None:
         return Schedule(options.speed, None, read_ahead)
     if decision is None or decision.spec.is_fallback:
         raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
-    workload.notes.append(f"time: a forecast from the data sheet of {options.gpu}; real steps take at least as long")
+    requests.notes.append(f"time: a forecast from the data sheet of {options.gpu}; real steps take at least as long")
     roofline, kv_dtype = find_card(options.gpu).roofline, decision.plan.kv_dtype
     floor = StepFloor.of(decision.own, decision.footprint, roofline, kv_dtype=kv_dtype)
     return Schedule(options.speed, floor, read_ahead)
-
-
-def _advice(subject: Subject, run: RunResult, took_s: float) -> Advice:
-    """What to change about a run. For runs of our own there is as much time as in other commands, so that the answer is
-    theirs; for traces as much as the sweep `took_s`."""
-    budget_s = ADVICE_S if subject.workload.format in ("prompts", "pagedcli") else max(_LEAST_ADVICE_S, took_s)
-    base = counts_of(run) if subject.step_time is None else None
-    return advice_or_note(partial(advise, subject, base=base, budget_s=budget_s))
-
-
-# ---------------------------------------------------------------------- runs
-
-
-def _run(
-    sweep: Sweep, plan: Plan, pools: list[int], policies: list[Eviction], schedule: Schedule | None, record: Path | None
-) -> list[SweepPoint]:
-    progress, num_requests = ProgressLine(line_every_s=5.0), len(sweep.workload.requests)
-
-    def observe(num_blocks: int, policy: str, num_done: int) -> None:
-        progress.show(
-            lambda _: f"pool of {plural(num_blocks, 'block')}, {policy}: {num_done:,}/{plural(num_requests, 'request')}"
-        )
-
-    with _recording(record) as emit:
-        found = list(points(sweep, plan, pools, policies, schedule, emit=emit, observe=observe))
-    progress.close()
-    return found
 
 
 @contextmanager

@@ -281,9 +281,7 @@ def print_summary(verdicts: list[Verdict], tables: list[Table], state: KVState, 
     """Print the verdicts and the tables; JSON has the figures as plain keys instead of a table."""
     is_json = format_ is Format.JSON
     tables = [each for each in tables if (each.key != "figures" if is_json else each.rows)]
-    sentences = [{"verdict": each.text()} for each in verdicts]  # the form before verdicts were records
-    about = {**facts(state), "limits": limits(state), "verdict": sentences}
-    print_tables(tables, format_, facts=about, verdicts=verdicts)
+    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)}, verdicts=verdicts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,28 +379,12 @@ def _unknown_table(state: KVState) -> Table:
     return table(_UnknownRow, "unknown", "Event types and fields that this pagedcli does not know", rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _CurveRow:
-    num_more_blocks: int
-    num_blocks_kept: int
-    num_prompt_blocks_kept: Annotated[int, "blocks of prompts"]
-    num_tokens_kept: Annotated[int, "tokens not computed again"]
-    share: Annotated[Share, "of all evicted"]
-
-
 def _curve_table(points: Sequence[CurvePoint], state: KVState) -> Table:
-    rows = [
-        _CurveRow(
-            point.num_more_blocks, point.num_blocks_kept, point.num_prompt_blocks_kept, point.num_tokens_kept,
-            point.num_blocks_kept / points[-1].num_blocks_kept,
-        )
-        for point in points
-    ]  # fmt: skip
     most = plural(state.history.peak_resident, "block")
     notes = [f"lower bounds, if it evicts in the same order; this cache held at most {most}"]
-    if any(point.num_alone_kept for point in points):
+    if any(point.num_prompt_blocks_kept < point.num_blocks_kept for point in points):
         notes.append("of prompts: without blocks that came back alone, as answers do that are generated again")
-    return table(_CurveRow, "larger_cache", "What a larger cache would have kept", rows, notes=notes)
+    return table(CurvePoint, "larger_cache", "What a larger cache would have kept", points, notes=notes)
 
 
 def metrics_table(scraper: "Scraper") -> Table:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import lt
-from typing import Literal
+from typing import Annotated, Literal
 
 from pagedcli.core.prefixes import num_equal
 from pagedcli.kvevents.wire import BlockHash
@@ -426,17 +426,14 @@ class CurvePoint:
 
     num_more_blocks: int
     num_blocks_kept: int
-    num_tokens_kept: int
-    num_alone_kept: int  # blocks that came back alone, as answers do that are generated again
-
-    @property
-    def num_prompt_blocks_kept(self) -> int:
-        return self.num_blocks_kept - self.num_alone_kept
+    num_prompt_blocks_kept: Annotated[int, "blocks of prompts"]  # the others came back alone, as generated answers do
+    num_tokens_kept: Annotated[int, "tokens not computed again"]
 
 
 class LargerCache:
     """Watches one tree: it is told when content leaves the cache and when it returns. A clear or a restart empties a
-    cache of any size."""
+    cache of any size. These are lower bounds by the order of evictions: the events show no hits, so that simulating the
+    blocks that were stored (as `answers.hits` does) would not know what was used last."""
 
     def __init__(self, sizes: Sequence[int] = SIZES) -> None:
         self.sizes = sizes
@@ -482,5 +479,5 @@ def curve(watchers: Sequence[LargerCache]) -> list[CurvePoint]:
             )
         )
         if num_blocks > (points[-1].num_blocks_kept if points else 0):
-            points.append(CurvePoint(size, num_blocks, num_tokens, num_alone))
+            points.append(CurvePoint(size, num_blocks, num_blocks - num_alone, num_tokens))
     return points

@@ -1,6 +1,6 @@
-"""Self-contained HTML pages: the shell, one palette for light and dark, tables, line charts and bars.
+"""Self-contained HTML pages: the shell, one palette for light and dark, tables and line charts.
 
-Used by the pages of `simulate` and `report`. Series are told apart by a colour and a marker, both chosen by index.
+Used by pages and by the picture of `simulate`. Series are told apart by a colour and a marker, both chosen by index.
 """
 
 import math
@@ -20,7 +20,6 @@ _MARKERS = (
     '<circle r="6"/>', '<rect x="-5.5" y="-5.5" width="11" height="11"/>', '<path d="M0-7L7 6H-7z"/>',
     '<path d="M0-8L8 0L0 8L-8 0z"/>', '<path d="M-6-6L6 6M-6 6L6-6" style="stroke-width:3.5"/>',
 )  # fmt: skip
-_BAR, _ROW, _LABELS = 22, 30, 190  # height and distance of bars, room for labels
 
 
 def palette() -> str:
@@ -149,30 +148,6 @@ def svg(width: int, height: int, parts: Iterable[str], label: str) -> str:
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar: a label, and its parts as (CSS class, share, text for the mouse)."""
-
-    label: str
-    parts: Sequence[tuple[str, float, str]]
-
-
-def bars(rows: Sequence[Bar], label: str) -> str:
-    """A bar below the other."""
-    width, lines = 1000, []
-    for place, row in enumerate(rows):
-        y, x = place * _ROW, float(_LABELS)
-        lines.append(f'<text x="0" y="{y + 16}">{escape(row.label)}</text>')
-        for css_class, share, title in row.parts:
-            length = (width - _LABELS) * share
-            lines.append(
-                f'<rect class="{css_class}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{_BAR}">'
-                f"<title>{escape(title)}</title></rect>"
-            )
-            x += length
-    return svg(width, len(rows) * _ROW, lines, label)
-
-
 def legend(items: Iterable[tuple[str, str]]) -> str:
     """(drawing, words): a line of each. Drawings are those of the functions below."""
     spans = "".join(f'<span><svg viewBox="0 0 22 16">{drawing}</svg>{escape(text)}</span>' for drawing, text in items)
@@ -185,10 +160,6 @@ def legend_line(css_class: str) -> str:
 
 def legend_marker(series: int) -> str:
     return f'<g transform="translate(11 8)">{marker(series)}</g>'
-
-
-def legend_part(css_class: str) -> str:
-    return f'<rect class="{css_class}" x="3" width="16" height="16"/>'
 
 
 def log_ticks(first: float, last: float) -> list[int]:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pagedcli.answers.hits import Hits, OutOfTimeError, hits
 from pagedcli.answers.time import Forecast
 from pagedcli.answers.time import time as forecast
 from pagedcli.core.limits import Limits
@@ -20,6 +21,7 @@ from pagedcli.core.plan import Plan
 from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import percent_text, plural
 from pagedcli.simulation.requests import Requests
+from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.settings import KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.simulation.turns import Turns
@@ -34,7 +36,6 @@ WORTH_SAYING = 0.01  # share of the computed tokens, or of the time, from which 
 _LEAST_TUNED = 0.03  # share of the time: a calibration does not tell smaller differences
 _MOST_TIMED = 2  # settings that are timed
 _ONLY_TIMING = "only timing tells"
-_POOL_STEPS = 8  # the recommended pool is the smallest one to within this part of the present one
 _AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
 
 
@@ -214,17 +215,15 @@ def in_order(workload: Requests) -> bool:
 # ---------------------------------------------------------------------- the search
 
 
-class OutOfTimeError(Exception):
-    """The time for trials is over."""
-
-
-def advise(subject: Subject, *, base: Forecast | None = None, budget_s: float | None = None) -> Advice:
+def advise(
+    subject: Subject, *, base: Forecast | None = None, budget_s: float | None = None, found: Hits | None = None
+) -> Advice:
     """Try other settings that do not change the speed of a step, for at most `budget_s` seconds of processor time.
-    `base`: the run as it is, if it has been simulated."""
+    `base`: the run as it is, if it has been simulated; `found`: what pools of other sizes find, if that is known."""
     if not subject.workload.requests:
         return Advice(not_tried="no request was served")
     deadline_s = None if budget_s is None else time.thread_time() + budget_s
-    reasons, search = [], _Search(subject, deadline_s, base)
+    reasons, search = [], _Search(subject, deadline_s, base, found)
     try:
         search.start()
         if not search.run_as_it_is.num_requests:  # nothing takes no time, whatever the setting
@@ -246,6 +245,7 @@ class _Search:
     subject: Subject
     deadline_s: float | None
     base: Forecast | None = None
+    found: Hits | None = None
     trials: list[Trial] = field(default_factory=list)
     _runs: dict[tuple[Limits, str], Forecast] = field(default_factory=dict)
 
@@ -303,28 +303,21 @@ class _Search:
         for kind in kinds:
             if kind.needs_caching and not subject.limits.enable_prefix_caching:
                 continue
-            for value in kind.values(subject, self.run_as_it_is):
-                trial = self.try_out(Setting.of(kind, subject, value))
-                if kind.key == POOL:
-                    trial = self._smallest_as_good(kind, trial)
-                self.trials.append(trial)
+            values = self._pools() if kind.key == POOL else kind.values(subject, self.run_as_it_is)
+            self.trials += [self.try_out(Setting.of(kind, subject, value)) for value in values]
 
-    def _smallest_as_good(self, kind: Kind, largest: Trial) -> Trial:
-        """The smallest pool that is as good as the largest one."""
-        found, low = largest, self.subject.num_blocks
-        high = found.setting.subject.num_blocks
-        try:
-            while largest.gain >= WORTH_SAYING and high - low > max(1, self.subject.num_blocks // _POOL_STEPS):
-                middle = (low + high) // 2
-                trial = self.try_out(Setting.of(kind, self.subject, middle))
-                if trial.gain > largest.gain - _AS_GOOD / 2:
-                    found, high = trial, middle
-                else:
-                    low = middle
-        except OutOfTimeError:  # what has been tried counts
-            self.trials.append(found)
-            raise
-        return found
+    def _pools(self) -> list[int]:
+        """The pool that is enough; where no larger one finds more, but requests are preempted, one that holds them."""
+        subject, now = self.subject, self.subject.num_blocks
+        if not subject.is_tight(subject.limits):
+            return []
+        schedule = subject.arrivals or Schedule(read_ahead=subject.read_ahead)
+        found = self.found or hits(
+            subject.workload, subject.plan, schedule, observe=lambda _, num: self._check_time(num)
+        )
+        used = found.unlimited.run.facts.peak_used_blocks if found.unlimited.run else 0
+        sizes = [found.enough.num_blocks, *([used] if self.run_as_it_is.num_preemptions else [])]
+        return [num_blocks for num_blocks in sizes if num_blocks > now][:1]
 
     def sorted(self) -> list[Trial]:
         """Best first, then what is not certain; of equally good ones the cheapest."""
@@ -337,27 +330,6 @@ class _Search:
 def _score(run: Forecast) -> float:
     """What is compared: seconds, or tokens that the model computes."""
     return run.num_computed_tokens if run.seconds is None else run.seconds
-
-
-def enough_blocks(subject: Subject, own: Forecast | None, *, budget_s: float | None = None) -> int | None:
-    """The smallest pool, to within an eighth, in which the run computes as few tokens and preempts as little as in its
-    own (`own`: that run, if it has been simulated). None: the time was not enough."""
-    search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s)
-    try:
-        own = own or search.run(subject)
-        low, high = 0, subject.plan.num_blocks
-        while high - low > max(1, high // _POOL_STEPS):
-            middle = (low + high) // 2
-            found = search.run(subject.changed(POOL, middle))
-            is_enough = (
-                found.num_refused == own.num_refused
-                and found.num_preemptions <= own.num_preemptions
-                and found.num_computed_tokens <= own.num_computed_tokens * (1 + _AS_GOOD)
-            )
-            low, high = (low, middle) if is_enough else (middle, high)
-    except OutOfTimeError:
-        return None
-    return high
 
 
 # ---------------------------------------------------------------------- with runs in turns

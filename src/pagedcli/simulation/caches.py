@@ -1,25 +1,17 @@
 """Caches without a scheduler: one prompt at a time, no output, no running requests.
 
-A workload is one list of block accesses (`Accesses`). From these: LRU hit rates of all pool sizes in one pass, the hits
-of the block manager with any policy, those of the best possible eviction, and where the tokens of the prompts went.
+Requests are one list of block accesses (`Accesses`). From these: the hit rates of LRU at all pool sizes in one pass,
+and the hits of the best possible eviction.
 """
 
 import heapq
-import itertools
-import struct
 from array import array
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
-from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.groups import TableShape
-from pagedcli.core.limits import STEP_TOKENS
-from pagedcli.events import Eviction
-from pagedcli.simulation.requests import MAX_TOKENS, Requests, block_keys, chain_of
+from pagedcli.simulation.requests import Requests, block_keys
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -36,7 +28,6 @@ class Accesses:
     starts: Ints  # [R+1] the accesses of request r are starts[r] ... starts[r+1] - 1
     tokens: Ints  # [A] that a hit saves
     prompt_tokens: Ints  # [R]
-    full_tokens: Ints  # [R] that a hit of all blocks would save
     block_size: int
 
     @property
@@ -52,10 +43,6 @@ class Accesses:
     def requests(self) -> Ints:
         """[A] the request of each access."""
         return np.repeat(np.arange(self.num_requests), np.diff(self.starts))
-
-    def first_access(self, warmup: float) -> int:
-        """The first access after the warm-up requests."""
-        return int(self.starts[num_warmup(self.num_requests, warmup)])
 
 
 def num_warmup(num_requests: int, warmup: float) -> int:
@@ -87,9 +74,8 @@ def accesses_of(workload: Requests, block_size: int, *, partial_blocks: bool = F
         elif not rest and num_full and request.continuations is None:
             tokens[-1] -= 1
         starts.append(len(blocks))
-    weights, ends = _as_ints(tokens), _as_ints(starts)
     prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
-    return Accesses(_as_ints(blocks), ends, weights, prompt_tokens, np.diff(sums_before(weights)[ends]), block_size)
+    return Accesses(_as_ints(blocks), _as_ints(starts), _as_ints(tokens), prompt_tokens, block_size)
 
 
 def sums_before(values: Ints | Bools) -> Ints:
@@ -188,29 +174,22 @@ class LruCurve:
         """(blocks, tokens) that hit in a pool without limit."""
         return (int(self.blocks[-1]), int(self.tokens[-1])) if len(self.sizes) else (0, 0)
 
-    def size_for(self, share: float) -> int | None:
-        """The smallest pool, in blocks, that saves this share of the tokens that an unlimited one saves."""
-        if not len(self.sizes):
-            return None
-        place = int(np.searchsorted(self.tokens, share * int(self.tokens[-1])))
-        return int(self.sizes[min(place, len(self.sizes) - 1)])
+    def size_for(self, num_tokens: float) -> int:
+        """The smallest pool, in blocks, in which so many tokens hit, or the most that ever do."""
+        place = int(np.searchsorted(self.tokens, num_tokens))
+        return 1 if num_tokens <= 0 or not len(self.sizes) else int(self.sizes[min(place, len(self.sizes) - 1)])
 
 
-def lru_curve(accesses: Accesses, distances: Ints, warmup: float = 0.0) -> LruCurve:
+def lru_curve(accesses: Accesses, warmup: float = 0.0) -> LruCurve:
     """The hits at every pool size, counted over the requests after the warm-up."""
-    first = accesses.first_access(warmup)
-    counted, weights = distances[first:], accesses.tokens[first:]
+    first = accesses.starts[num_warmup(accesses.num_requests, warmup)]
+    counted, weights = stack_distances(accesses)[first:], accesses.tokens[first:]
     order = np.argsort(counted, kind="stable")
     order = order[: int(np.searchsorted(counted[order], NEVER))]
     sizes, last = np.unique(counted[order][::-1], return_index=True)
     ends = len(order) - 1 - last  # the last access of each size
     num_tokens = int(accesses.prompt_tokens[num_warmup(accesses.num_requests, warmup) :].sum())
     return LruCurve(sizes, ends + 1, np.cumsum(weights[order])[ends], len(counted), num_tokens)
-
-
-def hits_per_request(accesses: Accesses, hit: Bools) -> Ints:
-    """[R] tokens that hit, where `hit` [A] is true for the first blocks of a request that hit."""
-    return np.diff(sums_before(np.where(hit, accesses.tokens, 0))[accesses.starts])
 
 
 Access = tuple[int, int, int]  # (-place of the next use, -index in the chain, block): the lowest is dropped first
@@ -262,114 +241,9 @@ def _next_requests(blocks: Sequence[int], starts: Sequence[int]) -> list[int | N
     return following
 
 
-class Prompt:
-    """A CacheUser of one prompt of full blocks. Of its tokens only the number matters: its chain is given."""
-
-    def __init__(self, seq_id: int, blocks: list[int], tables: TableShape) -> None:
-        self.seq_id = seq_id
-        self.token_ids = cast("list[int]", range(len(blocks) * tables.block_size))
-        self.block_table: list[int | None] = []
-        self.prefixes = chain_of((struct.pack("<q", block) for block in blocks), tables.num_groups)
-        self.cache_salt: str | None = None
-        self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
-        self.num_context_tokens: int | None = None
-
-
-def unscheduled_hits(
-    accesses: Accesses,
-    num_blocks: int,
-    policy: Eviction = "lru",
-    known: Ints | None = None,
-    *,
-    windows: tuple[int | None, ...] = (None,),
-    chunk: int = STEP_TOKENS,
-) -> Ints:
-    """[R] blocks of each group of layers that hit. Of a prompt larger than the pool only its beginning is kept.
-
-    `known` [R]: when request r runs, next-use knows the requests before known[r]; None: all of them. With windows, a
-    prompt is computed in chunks, and releases what it no longer sees.
-    """
-    manager = BlockManager(num_blocks, accesses.block_size, windows=windows, eviction=policy)
-    if not manager.has_windows:
-        chunk = MAX_TOKENS
-    hits = np.zeros(accesses.num_requests, dtype=np.int64)
-    ends = itertools.repeat(accesses.num_requests) if known is None else known.tolist()
-    to_come, queue = _prompts(accesses, manager, chunk), deque[Prompt]()
-    for request, end in zip(range(accesses.num_requests), ends, strict=False):
-        for prompt in itertools.islice(to_come, max(1 - len(queue), end - request - len(queue))):
-            manager.expect(prompt)
-            queue.append(prompt)
-        prompt = queue.popleft()
-        if prompt.token_ids:
-            hits[request] = _serve(manager, prompt, chunk)
-    return hits
-
-
-def _serve(manager: BlockManager, prompt: Prompt, chunk: int) -> int:
-    """Compute a prompt and release it. Returns the blocks of a group that hit."""
-    hit, num_tokens = manager.lookup(prompt), len(prompt.token_ids)
-    num_hits = hit.num_spans
-    num_new = min(chunk, num_tokens - manager.num_computed_after(prompt, hit))
-    manager.begin_step()
-    manager.allocate(prompt, hit, num_new)
-    while True:
-        manager.confirm_filled(latest=True)
-        prompt.num_computed_tokens += num_new
-        if prompt.num_computed_tokens == num_tokens:
-            break
-        manager.begin_step()
-        num_hits += -(-manager.reuse_more(prompt) // manager.block_size)
-        manager.release_unseen(prompt)
-        num_new = min(chunk, num_tokens - prompt.num_computed_tokens)
-        manager.may_append(prompt, num_new)
-    manager.deallocate(prompt)
-    return num_hits
-
-
-def _prompts(accesses: Accesses, manager: BlockManager, chunk: int) -> Iterator[Prompt]:
-    blocks, starts, tables = accesses.blocks.tolist(), accesses.starts.tolist(), manager.tables
-    most = tables.longest(manager.num_blocks, chunk, MAX_TOKENS) // tables.block_size
-    for request, (first, end) in enumerate(itertools.pairwise(starts)):
-        yield Prompt(request, blocks[first : min(end, first + most)], tables)
-
-
-def tokens_of_hits(accesses: Accesses, hits: Ints) -> Ints:
-    """[R] tokens that the first `hits` blocks of each request save."""
+def best_hits(accesses: Accesses, num_blocks: int, warmup: float = 0.0) -> tuple[int, int]:
+    """(tokens that hit in all with the clairvoyant, tokens of the prompts), after the warm-up."""
+    hits = np.array(clairvoyant_hits(accesses.blocks.tolist(), accesses.starts.tolist(), num_blocks), dtype=np.int64)
     total, first = sums_before(accesses.tokens), accesses.starts[:-1]
-    saved: Ints = total[first + hits] - total[first]
-    return saved
-
-
-# part -> its definition, printed with the table
-PARTS = {
-    "hit": "found in the cache when the prompt was first computed",
-    "in_flight": "the same policy without running requests would have hit: the block was still being computed, or"
-    " running requests held the pool",
-    "policy": "evicting what is needed last (the clairvoyant) would have hit at this pool size",
-    "capacity": "a cache without limit would have hit",
-    "cold": "in no earlier prompt",
-    "short": "after the last full block that is looked up, and the last token, which is always computed",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class CacheBounds:
-    """[R] tokens that hit without running requests at one pool size: what the misses are compared with."""
-
-    policy: Ints  # hits with the policy of the run
-    clairvoyant: Ints  # hits with the clairvoyant policy
-    unlimited: Ints  # hits in a cache without limit
-
-
-def split(accesses: Accesses, hits: Ints, bounds: CacheBounds, counted: Bools) -> dict[str, int]:
-    """Tokens of each part. `hits` [R] are those of the run; `counted` [R] selects requests.
-
-    Hits are the first tokens of a prompt, so each cause takes the tokens from where the one before it ends.
-    """
-    reached = hits
-    parts = {"hit": hits}
-    causes = [("in_flight", bounds.policy), ("policy", bounds.clairvoyant), ("capacity", bounds.unlimited)]
-    for name, bound in [*causes, ("cold", accesses.full_tokens), ("short", accesses.prompt_tokens)]:
-        parts[name] = np.maximum(bound - reached, 0)
-        reached = np.maximum(reached, bound)
-    return {name: int(tokens[counted].sum()) for name, tokens in parts.items()}
+    saved, start = total[first + hits] - total[first], num_warmup(accesses.num_requests, warmup)
+    return int(saved[start:].sum()), int(accesses.prompt_tokens[start:].sum())

@@ -5,7 +5,7 @@ Made by formats.py and prompts.py, read by everything else in this package.
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -40,6 +40,13 @@ class Request:
         """Prompt tokens before the continuations."""
         only = self.continuations[0] if self.continuations is not None and len(self.continuations) == 1 else [0]
         return self.num_prompt_tokens - len(only) + 1
+
+    @property
+    def num_positions(self) -> int:
+        """Most tokens of it that one sequence has in the cache: the last one is never computed."""
+        if self.continuations is None:
+            return self.num_prompt_tokens + largest_output(self) - 1
+        return self.num_context_tokens + max(map(len, self.continuations)) - 1
 
     @property
     def label(self) -> str:
@@ -120,10 +127,7 @@ class Requests:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(
-            request.num_prompt_tokens + max(largest_output(request), *map(len, request.continuations or ()), 1)
-            for request in self.requests
-        )
+        return 1 + max(request.num_positions for request in self.requests)
 
 
 def largest_output(request: Request) -> int:
@@ -172,16 +176,10 @@ def synthetic_prefixes(request: Request, hash_size: int | None, block_size: int,
     """The prefixes of a prompt's full blocks in all groups of layers, made of its hashes. No token id is negative, so
     no block of tokens can equal them. Fresh objects: those that hit are replaced by the cached ones, so memory is that
     of cached blocks."""
-    keys = block_keys(request, hash_size, block_size)
-    return chain_of((struct.pack("<qq", -1 - chain, end) for chain, end in keys), num_groups)
-
-
-def chain_of(contents: Iterable[bytes], num_groups: int) -> list[Prefix]:
-    """A chain with a link per group of layers for each of these contents, as the block manager makes it of tokens."""
     prefixes: list[Prefix] = []
     parent: Prefix | None = None
-    for content in contents:
+    for chain, end in block_keys(request, hash_size, block_size):
         for _ in range(num_groups):
-            parent = Prefix(content, parent)
+            parent = Prefix(struct.pack("<qq", -1 - chain, end), parent)
             prefixes.append(parent)
     return prefixes

@@ -4,14 +4,13 @@ The engine core is the real one; its executor computes nothing.
 """
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from pagedcli.batch.run import LEAST_TOKENS, InWork, read_ahead
+from pagedcli.batch.run import InWork
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan
@@ -24,7 +23,7 @@ from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.caches import Bools, Ints, num_warmup, sums_before
+from pagedcli.simulation.caches import Bools, Ints, num_warmup
 from pagedcli.simulation.requests import Request, Requests, early_ends, largest_output, synthetic_prefixes
 
 StepTime = Callable[[ScheduledStep, Scheduler], int]
@@ -190,8 +189,7 @@ class RunResult:
     plan: Plan
     prompt_tokens: Ints
     cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
-    waited_steps: "array[int]"  # steps from arrival to the first that computed it
-    waited_s: "array[float]"
+    waited_s: "array[float]"  # from arrival to the first step that computed it; steps where these have no time
     facts: RunFacts
     num_requests: int = 0
     num_refused: int = 0
@@ -240,15 +238,6 @@ def simulate(
     return driver.result
 
 
-def known_ahead(prompt_tokens: Ints, plan: Plan, schedule: Schedule) -> Ints:
-    """[R] when a request starts, the end of those that are in the queue: what next-use knows in a real run."""
-    counted = np.maximum(prompt_tokens, LEAST_TOKENS)
-    total = sums_before(counted)
-    by_tokens = np.searchsorted(total, total[:-1] + read_ahead(plan.limits, schedule.read_ahead))
-    ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.limits.max_num_seqs)
-    return np.minimum(ends, len(counted))
-
-
 class _Driver:
     """Feeds the core as a batch run does: twice max_num_seqs requests are unfinished at a time, or more for read_ahead.
     As the queue is first come, first served, a request that is added later than it arrives starts no later."""
@@ -261,12 +250,9 @@ class _Driver:
         self._speed = schedule.speed
         self._work = InWork(core.limits, schedule.read_ahead)
         self._next = 0
-        self._step_starts = array("q")  # virtual time at which each step began
         prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
-        missing = array("q", [_NOT_SERVED]) * num
-        self.result = RunResult(
-            core.plan, prompt_tokens, missing, missing[:], array("d", [_NOT_SERVED]) * num, core.stats, num
-        )
+        missing, waited_s = array("q", [_NOT_SERVED]) * num, array("d", [_NOT_SERVED]) * num
+        self.result = RunResult(core.plan, prompt_tokens, missing, waited_s, core.stats, num)
         self._index: dict[str, int] = {}  # id of an unfinished request -> its number
         self._added_ns: dict[str, int] = {}
 
@@ -282,7 +268,6 @@ class _Driver:
                     break
                 core.clock.now_ns = arrival_ns  # nothing to do until then
             self._add(request)
-        self._step_starts.append(core.clock.now_ns)
         return core.has_unfinished_requests() or self._next < len(self._requests)
 
     def _arrival_ns(self, request: Request) -> int:
@@ -309,9 +294,6 @@ class _Driver:
         index = self._index.pop(output.request_id)
         self._work.count(self._requests[index].num_prompt_tokens, -1)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
-        arrival_ns = self._arrival_ns(self._requests[index])
         self.result.cached_tokens[index] = output.num_cached_tokens
-        self.result.waited_s[index] = (admitted_ns - arrival_ns) / STEP_NS
-        steps = self._step_starts
-        self.result.waited_steps[index] = bisect_left(steps, admitted_ns) - bisect_left(steps, arrival_ns)
+        self.result.waited_s[index] = (admitted_ns - self._arrival_ns(self._requests[index])) / STEP_NS
         self.num_done += 1

@@ -18,7 +18,6 @@ from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.requests import Request, Requests, largest_output
 from pagedcli.simulation.run import Schedule
 
-_MOST_POOLS = 4  # the largest pool that is tried, in pools of the run
 CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
 BLOCK_SIZE, POOL = "engine.block_size", "engine.num_gpu_blocks_override"
 Changes = Mapping[str, Any]
@@ -46,7 +45,6 @@ class Subject:
     step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
     left_out: float = 0.0  # work of more requests like these, see forecast
     arrivals: Schedule | None = None  # arrivals of the requests; None: all are there from the start
-    largest_pool: int = 0  # blocks: pools up to this are tried, if that is more than _MOST_POOLS
 
     @property
     def limits(self) -> Limits:
@@ -145,11 +143,6 @@ def _num_seqs(subject: Subject, _: Forecast) -> list[int]:
     return [number for number in (now // 4, now // 2, 2 * now) if 1 <= number <= limits.max_num_batched_tokens]
 
 
-def _largest_pool(subject: Subject, _: Forecast) -> list[int]:
-    most = max(_MOST_POOLS * subject.num_blocks, subject.largest_pool)
-    return [most] if subject.is_tight(subject.limits) else []
-
-
 # from cheap to expensive
 KINDS = (
     Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
@@ -164,7 +157,7 @@ KINDS = (
     Kind("chunk", "engine.chunked_prefill_size", _chunks, "more steps", is_timed=True),
     Kind("sequences", "engine.max_num_seqs", _num_seqs, "later first tokens", "slower tokens of each row",
          keeps_pool=True, is_timed=True),
-    Kind("pool", POOL, _largest_pool),
+    Kind("pool", POOL, lambda subject, _: []),  # the one that answers.hits finds
 )  # fmt: skip
 
 

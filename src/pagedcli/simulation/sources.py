@@ -7,7 +7,7 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.batch.delimited import delimited_format
 from pagedcli.batch.prompts import Prompts
-from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.requests import BatchRow
 from pagedcli.batch.rows import NOT_A_ROW, Row, why_not_a_row
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
 from pagedcli.simulation.requests import MAX_TOKENS, Chains, Request, Requests, largest_output, work_of
+from pagedcli.simulation.served import RowOutput, request_of
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
@@ -296,7 +297,7 @@ class PromptRequests:
         for place, prompt in enumerate(row.prompts):
             request_id = f"{line.index}/{place}" if place else str(line.index)
             own = None if share is None else share[place]
-            request = _request(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
+            request = request_of(request_id, prompt, row.cache_salt, max_tokens[place], own, with_tokens=is_kept)
             request.row_id = None if row.id is None else str(row.id)
             if self._expected_tokens is not None and prompt.scored is None:
                 request.num_output_tokens = min(self._expected_tokens, largest_output(request))
@@ -344,52 +345,6 @@ def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | N
         else:
             found.add(row, max_tokens)
     return found.finish()
-
-
-def _request(
-    request_id: str,
-    prompt: RowPrompt,
-    cache_salt: str | None,
-    max_tokens: int,
-    output: "RowOutput | None",
-    *,
-    with_tokens: bool,
-) -> Request:
-    num_samples = prompt.params.n
-    request = Request(
-        request_id,
-        None,
-        len(prompt.computed_ids),
-        max_tokens,
-        token_ids=array("q", prompt.computed_ids) if with_tokens else None,
-        max_new_tokens=max_tokens,
-        num_samples=num_samples,
-        cache_salt=cache_salt,
-        is_random=not prompt.params.greedy,
-    )
-    if prompt.scored is not None:
-        request.continuations = prompt.scored.continuations if with_tokens else None
-    elif output is not None:
-        request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)
-        if len(output.token_ids) == num_samples:
-            request.output_ids = [array("q", ids) for ids in output.token_ids]
-            request.stopped = output.stopped
-    return request
-
-
-@dataclass(frozen=True, slots=True)
-class RowOutput:
-    """What an earlier run generated for a row, or for one of its prompts."""
-
-    num_tokens: int  # tokens of all samples
-    token_ids: list[list[int]]  # token ids per sample, if the rows have them
-    stopped: list[bool]  # whether each sample stopped by itself
-
-    def shares(self, num_prompts: int) -> "list[RowOutput]":
-        """The outputs of each prompt of the row: samples are listed prompt after prompt."""
-        each = len(self.stopped) // num_prompts
-        spans = [slice(place * each, (place + 1) * each) for place in range(num_prompts)]
-        return [RowOutput(self.num_tokens // num_prompts, self.token_ids[span], self.stopped[span]) for span in spans]
 
 
 def read_outputs(name: str) -> dict[int, RowOutput]:
