@@ -1,4 +1,4 @@
-"""Rooflines, and well-known GPUs for `--gpu NAME`: capability, and memory as the driver reports it (less than advertised).
+"""Rooflines, and well-known GPUs for `--gpu NAME`: capability, and memory as the driver reports it.
 
 The memory is accurate to about 1 %: driver, ECC and partitions change it. `--gpu-memory` takes the exact number of a
 machine.
