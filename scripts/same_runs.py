@@ -266,12 +266,12 @@ TABLES = (
         "bench throughput --preset no-such-preset",
     )),
     Run("simulate", (
-        f"{_SIMULATE} --format json -o page.html",
-        f"{_SIMULATE} --format csv --no-schedule --warmup 0.2 --partial-blocks",
+        f"{_SIMULATE} --format json --picture hits.svg",
+        f"simulate {IN}/mooncake.jsonl --pool 10%,50%,40 --format csv --no-schedule --warmup 0.2 --partial-blocks",
         f"{_SIMULATE} --format md --speed 2 --step-ms 20 --max-num-seqs 8",
         f"simulate {IN}/mooncake.jsonl --pool 40 --record run.jsonl",
         *_INSPECT,
-        f"simulate {IN}/mooncake.jsonl --pool 2GiB --speed 1 --gpu h200 -m {MODEL}/demo/config.json --format json",
+        f"simulate {IN}/mooncake.jsonl --pool 2GiB --speed 1 --step-ms 5 -m {MODEL}/demo/config.json --format json",
         "simulate missing.jsonl",
     )),
     Run("simulate_prompts", (

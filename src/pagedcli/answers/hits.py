@@ -59,10 +59,6 @@ class Hits:
     tried: tuple[Found, ...]  # every pool that was simulated, the smallest first
     doubt: str | None = None  # why smaller pools than `enough` may do, in words; None: a tenth less does not
 
-    def is_enough(self, found: Found) -> bool:
-        """Whether a pool is as good as one without limit."""
-        return _is_enough(found, self.unlimited)
-
 
 def hits(
     requests: Requests,
@@ -186,7 +182,7 @@ def hits_in_words(found: Hits, block_bytes: int | None = None) -> str:
         )
     if enough.num_blocks == here.num_blocks:
         return f"{first}, {as_much(here)}{doubt}."
-    if found.is_enough(here):
+    if _is_enough(here, unlimited):
         return f"{first}, {as_much(here)}; {pool(enough)} would do{doubt}."
     return f"{first}; {finds(enough)}, {as_much(enough)}{doubt}."
 

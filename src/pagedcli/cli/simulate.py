@@ -35,7 +35,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
       pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 --all
       pagedcli simulate conversation_trace.jsonl --picture hits.svg
       pagedcli simulate conversation_trace.jsonl --no-schedule --warmup 0.5 --partial-blocks
-      pagedcli simulate conversation_trace.jsonl --pool 10% --speed 1 --gpu h200 -m ./Qwen3-8B/config.json
+      pagedcli simulate conversation_trace.jsonl --pool 10% --speed 1 --step-ms 25
       pagedcli simulate prompts.jsonl --pool 100,200 --calibrated
       pagedcli simulate prompts.jsonl --outputs out.jsonl --pool 100,200 --policy lru,next-use
 
@@ -45,9 +45,9 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
         raise UsageError("--partial-blocks needs --no-schedule: the engine shares full blocks only")
     if options.warmup == 1:
         raise UsageError(f"--warmup {options.warmup} leaves no request to count", hint="for example --warmup 0.5")
-    timed = options.calibrated or any(given is not None for given in (options.speed, options.step_ms, options.gpu))
+    timed = options.calibrated or any(given is not None for given in (options.speed, options.step_ms))
     if options.no_schedule and timed:
-        raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")
+        raise UsageError("--no-schedule has no time: --speed, --step-ms and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
     drawing = PictureOptions.of_flags(options.picture, shape=options.shape, theme=options.theme)
     if drawing is not None and drawing.file.suffix == ".gif":

@@ -23,7 +23,6 @@ _POOL_HELP = (
 )
 _PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulator does (with --no-schedule)."
 _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."
-_GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a forecast, and a bound."
 _CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
 _PICTURE_HELP = "Also draw the hit rate by pool size, as .svg or .png."
 _ALL_HELP = "Also show the trace, the hit rate drawn over pools of any size, and the settings that were tried."
@@ -56,7 +55,6 @@ class SimulateOptions:
     partial_blocks: Annotated[bool, _pools("--partial-blocks", help=_PARTIAL_HELP)] = False
     speed: Annotated[float | None, _time(help=_SPEED_HELP, metavar="X", min=1e-6, max=1e9)] = None
     step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001, max=1e6)] = None
-    gpu: Annotated[str | None, _time(help=_GPU_HELP, metavar="NAME")] = None
     calibrated: Annotated[bool, _time("--calibrated", help=_CALIBRATED_HELP)] = False
     all_: Annotated[bool, _output("--all", help=_ALL_HELP)] = False
     picture: Annotated[Path | None, _output("--picture", help=_PICTURE_HELP, metavar="FILE")] = None

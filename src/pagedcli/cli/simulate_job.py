@@ -1,8 +1,7 @@
 """One call of `pagedcli simulate`, after its flags were read: input, pools, runs, tables and page."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,11 +32,9 @@ from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import EXIT_BAD_ROWS, ConfigError, UsageError
-from pagedcli.events import Emit, Eviction
-from pagedcli.planning.cards import find_card
+from pagedcli.events import Eviction
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
-from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import percent_text, plural
 from pagedcli.show.tables import Format, print_tables
@@ -67,14 +64,14 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     requests, recorded, tokenizer = _read(loaded, options)
     policies = policies or [recorded.started.eviction if recorded is not None else "lru"]
     is_file = recorded is None and requests.hash_size is None
-    decision = _decided(loaded, options) if is_file or "engine.model" in loaded.sources else None
+    decision = _decided(loaded) if is_file or "engine.model" in loaded.sources else None
     plan = _plan(loaded, options, requests, recorded, decision)
     _check_unscheduled(loaded, options, plan, policies)
     limits, block_bytes = plan.limits, plan.block_bytes or None
     accesses = accesses_of(requests, limits.block_size, partial_blocks=options.partial_blocks)
     pools = _pools(options, recorded, requests, limits, accesses, block_bytes)
     plan = replace(plan, limits=replace(limits, num_blocks=pools[0], eviction=policies[0]))
-    step_time = None if options.gpu is not None else _step_time(recorded, decision)
+    step_time = _step_time(recorded, decision)
     schedule = None if options.no_schedule else _schedule(loaded, options, requests, decision, step_time)
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
@@ -134,7 +131,8 @@ def _hits(
         )
 
     points, run = [], partial(found_in, requests, schedule=schedule, warmup=options.warmup)
-    with _recording(options.record) as emit:
+    record, hint = options.record, "name a file that can be written, or leave out --record"
+    with nullcontext() if record is None else TraceWriter(record, overwrite=True, unwritten_hint=hint) as emit:
         for num_blocks in pools:
             for policy in policies:
                 with_policy = replace(plan, limits=replace(plan.limits, eviction=policy))
@@ -295,18 +293,16 @@ _LIMIT_KEYS = (
 )  # fmt: skip
 
 
-def _decided(loaded: LoadedConfig, options: SimulateOptions) -> Decision | None:
-    """The engine that `generate` starts on this machine or the named card. None for a tokenizer without a model."""
-    from pagedcli.planning.machine import described_gpu, this_machine
+def _decided(loaded: LoadedConfig) -> Decision | None:
+    """The engine that `generate` starts on this machine. None for a tokenizer without a model."""
+    from pagedcli.planning.machine import this_machine
 
     _, spec = prompt_model(loaded, None)
     if spec is None:
         return None
-    card = None if options.gpu is None else find_card(options.gpu)
-    machine = this_machine() if card is None else described_gpu(card.total_bytes, capability=card.capability)
     defaults = EngineConfig()  # slots are for the simulated engine, whatever the model
     without_slots = {"num_state_slots": defaults.num_state_slots, "checkpoints": defaults.checkpoints}
-    return decide(msgspec.structs.replace(loaded.config.engine, **without_slots), spec, machine)
+    return decide(msgspec.structs.replace(loaded.config.engine, **without_slots), spec, this_machine())
 
 
 def _plan(
@@ -363,15 +359,13 @@ def _schedule(
     decision: Decision | None,
     step_time: StepTime | None,
 ) -> Schedule:
-    if sum([options.gpu is not None, options.step_ms is not None, options.calibrated]) > 1:
-        raise UsageError("--gpu, --step-ms and --calibrated all set the time of a step", hint="use one of them")
+    if options.step_ms is not None and options.calibrated:
+        raise UsageError("--step-ms and --calibrated both set the time of a step", hint="use one of them")
     if options.speed is not None:
         if not requests.has_times:
             raise UsageError("--speed: this trace has no times", hint="without --speed all requests arrive at once")
-        if options.gpu is None and options.step_ms is None and not options.calibrated:
-            raise UsageError(
-                "--speed needs the time of a step", hint="--step-ms 20, --calibrated, or --gpu h200 -m MODEL"
-            )
+        if options.step_ms is None and not options.calibrated:
+            raise UsageError("--speed needs the time of a step", hint="--step-ms 20, or --calibrated")
     read_ahead = loaded.config.run.read_ahead
     if options.step_ms is not None:
         step_ns = round(options.step_ms * 1e6)
@@ -383,21 +377,4 @@ def _schedule(
             raise UsageError(f"--calibrated: {model} has no calibration on this machine", hint=hint)
         requests.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
         return Schedule(options.speed, step_time, read_ahead)
-    if options.gpu is None:
-        return Schedule(options.speed, None, read_ahead)
-    if decision is None or decision.spec.is_fallback:
-        raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
-    requests.notes.append(f"time: a forecast from the data sheet of {options.gpu}; real steps take at least as long")
-    roofline, kv_dtype = find_card(options.gpu).roofline, decision.plan.kv_dtype
-    floor = StepFloor.of(decision.own, decision.footprint, roofline, kv_dtype=kv_dtype)
-    return Schedule(options.speed, floor, read_ahead)
-
-
-@contextmanager
-def _recording(path: Path | None) -> Iterator[Emit | None]:
-    if path is None:
-        yield None
-        return
-    hint = "name a file that can be written, or leave out --record"
-    with TraceWriter(path, overwrite=True, unwritten_hint=hint) as writer:
-        yield writer
+    return Schedule(options.speed, None, read_ahead)

@@ -1,5 +1,4 @@
-"""Rooflines, and well-known GPUs for `--gpu NAME`: capability, memory as the driver reports it (less than advertised),
-peak rates.
+"""Rooflines, and well-known GPUs for `--gpu NAME`: capability, and memory as the driver reports it.
 
 The memory is accurate to about 1 %: driver, ECC and partitions change it. `--gpu-memory` takes the exact number of a
 machine.
@@ -29,36 +28,30 @@ class Card(NamedTuple):
 
     total_bytes: int
     capability: tuple[int, int]  # CUDA compute capability
-    read_bytes_per_s: float  # rate of its memory, from the data sheet
-    flop_per_s: float  # dense 16-bit matrix products, from the data sheet, at the faster of its modes
-
-    @property
-    def roofline(self) -> Roofline:
-        return Roofline(self.read_bytes_per_s, self.flop_per_s)
 
 
 CARDS = {
-    "t4": Card(int(14.6 * _GIB), (7, 5), 320e9, 65e12),
-    "l4": Card(int(22.0 * _GIB), (8, 9), 300e9, 121e12),
-    "a10": Card(int(22.1 * _GIB), (8, 6), 600e9, 125e12),
-    "v100-16gb": Card(int(15.8 * _GIB), (7, 0), 900e9, 125e12),
-    "v100-32gb": Card(int(31.7 * _GIB), (7, 0), 900e9, 125e12),
-    "a100-40gb": Card(int(39.4 * _GIB), (8, 0), 1555e9, 312e12),
-    "a100-80gb": Card(int(79.2 * _GIB), (8, 0), 2039e9, 312e12),
-    "a800-80gb": Card(int(79.2 * _GIB), (8, 0), 2039e9, 312e12),
-    "a6000": Card(int(47.4 * _GIB), (8, 6), 768e9, 155e12),
-    "l40s": Card(int(44.4 * _GIB), (8, 9), 864e9, 362e12),
-    "h100-80gb": Card(int(79.2 * _GIB), (9, 0), 3352e9, 989e12),
-    "h100-94gb": Card(int(93.0 * _GIB), (9, 0), 3938e9, 835e12),
-    "h20-96gb": Card(int(95.0 * _GIB), (9, 0), 4000e9, 148e12),
-    "h200": Card(int(139.8 * _GIB), (9, 0), 4800e9, 989e12),
-    "b200": Card(int(178.4 * _GIB), (10, 0), 8000e9, 2250e12),
-    "rtx3060": Card(int(11.7 * _GIB), (8, 6), 360e9, 51e12),
-    "rtx3090": Card(int(23.6 * _GIB), (8, 6), 936e9, 142e12),
-    "rtx4070-laptop": Card(int(7.7 * _GIB), (8, 9), 256e9, 80e12),
-    "rtx4080": Card(int(15.7 * _GIB), (8, 9), 717e9, 195e12),
-    "rtx4090": Card(int(23.5 * _GIB), (8, 9), 1008e9, 330e12),
-    "rtx5090": Card(int(31.4 * _GIB), (12, 0), 1792e9, 419e12),
+    "t4": Card(int(14.6 * _GIB), (7, 5)),
+    "l4": Card(int(22.0 * _GIB), (8, 9)),
+    "a10": Card(int(22.1 * _GIB), (8, 6)),
+    "v100-16gb": Card(int(15.8 * _GIB), (7, 0)),
+    "v100-32gb": Card(int(31.7 * _GIB), (7, 0)),
+    "a100-40gb": Card(int(39.4 * _GIB), (8, 0)),
+    "a100-80gb": Card(int(79.2 * _GIB), (8, 0)),
+    "a800-80gb": Card(int(79.2 * _GIB), (8, 0)),
+    "a6000": Card(int(47.4 * _GIB), (8, 6)),
+    "l40s": Card(int(44.4 * _GIB), (8, 9)),
+    "h100-80gb": Card(int(79.2 * _GIB), (9, 0)),
+    "h100-94gb": Card(int(93.0 * _GIB), (9, 0)),
+    "h20-96gb": Card(int(95.0 * _GIB), (9, 0)),
+    "h200": Card(int(139.8 * _GIB), (9, 0)),
+    "b200": Card(int(178.4 * _GIB), (10, 0)),
+    "rtx3060": Card(int(11.7 * _GIB), (8, 6)),
+    "rtx3090": Card(int(23.6 * _GIB), (8, 6)),
+    "rtx4070-laptop": Card(int(7.7 * _GIB), (8, 9)),
+    "rtx4080": Card(int(15.7 * _GIB), (8, 9)),
+    "rtx4090": Card(int(23.5 * _GIB), (8, 9)),
+    "rtx5090": Card(int(31.4 * _GIB), (12, 0)),
 }
 
 
