@@ -219,13 +219,14 @@ def run(command: str, code: int = 0) -> tuple[str, str]:
 
 
 def first_lines(question: Question) -> list[str]:
-    """The first lines that the command prints: on stdout, else the last ones on stderr. Those about time measure this
-    machine; no other knows of it."""
+    """The first lines that the command prints: on stdout, else those of a run's end on stderr, or the last one there.
+    Those about time measure this machine; no other knows of it."""
     times = Path("times" if question.is_timed else "no times").absolute()
     with mock.patch("pagedcli.planning.step_time.cache_folder", return_value=times):
         out, said = run(question.command, question.code)
     lines = [line.rstrip() for line in out.splitlines() if line.strip()]
-    return lines[:MOST_LINES] or said.splitlines()[-1:]
+    end = said.partition("(one block)\n")[2]
+    return lines[:MOST_LINES] or end.splitlines()[:MOST_LINES] or said.splitlines()[-1:]
 
 
 def without_times(text: str) -> str:
