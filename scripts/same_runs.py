@@ -67,7 +67,7 @@ _VERSION = (re.compile(r'(pagedcli(?:_version)?"?[ :"]{1,3})\d+\.\d+\.\d+\S*?(?=
 # Durations and speeds in texts for people, and what is computed from durations.
 _TEXT_MASKS = (
     (re.compile(r"\d[\d,.]* (?:s|ms|µs|min)\b"), "# TIME"),
-    (re.compile(r"\d[\d,.]*(?= (?:tok/s|GFLOP/s|GB/s|with prompts)\b)"), "#"),
+    (re.compile(r"\d[\d,.]*(?= (?:tok/s|tokens/s|GFLOP/s|GB/s)\b)"), "#"),
     (re.compile(r"^(  waiting +# TIME over all sequences).*$", re.MULTILINE), r"\1"),
     # progress of a run of several seconds, a line now and then
     (re.compile(r"^[\d,]+/[\d,]+ rows.*, KV .*\n", re.MULTILINE), ""),
