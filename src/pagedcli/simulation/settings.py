@@ -14,7 +14,7 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import byte_text, plural
-from pagedcli.simulation.forecast import Forecast
+from pagedcli.simulation.forecast import Forecast, in_prefix_order
 from pagedcli.simulation.requests import Request, Requests, largest_output
 from pagedcli.simulation.run import Schedule
 
@@ -53,6 +53,13 @@ class Subject:
     @property
     def num_blocks(self) -> int:
         return self.limits.num_blocks or 0
+
+    @property
+    def in_order(self) -> Requests:
+        """The requests in the order in which the run starts them."""
+        if self.reorder == "none":
+            return self.workload
+        return replace(self.workload, requests=in_prefix_order(self.workload.requests))
 
     @property
     def has_tokens(self) -> bool:
