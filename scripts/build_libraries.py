@@ -13,14 +13,14 @@ import tempfile
 from pathlib import Path
 
 from pagedcli.native.build import FLAGS, Compiler, compile_sources
-from pagedcli.native.prebuilt import TARGETS, Target, source_digest
+from pagedcli.native.prebuilt import TARGETS, Instructions, source_digest
 
 TIMEOUT_S = 3600  # the first link for a target compiles zig's C++ library, for minutes on a busy machine
 # The oldest C library of manylinux_2_28, and of macOS 11.
 TRIPLES = {"linux": "{machine}-linux-gnu.2.28", "darwin": "aarch64-macos.11.0"}
 
 
-def flags(target: Target) -> tuple[str, ...]:
+def flags(target: Instructions) -> tuple[str, ...]:
     triple = TRIPLES[target.system].format(machine=target.machine)
     # no debug information, which would hold this machine's paths
     return (*FLAGS, "-target", triple, f"-mcpu={target.cpu}", "-g0", "-s")

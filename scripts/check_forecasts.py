@@ -32,6 +32,8 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from pagedcli.answers.time import Forecast
+from pagedcli.answers.time import time as forecast
 from pagedcli.batch.prompts import BatchOptions, open_prompts, open_source, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
@@ -46,7 +48,6 @@ from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.forecast import Forecast, forecast
 from pagedcli.simulation.sources import read_prompts
 
 MOE = {
@@ -231,7 +232,7 @@ def check(
     is_disturbed = busy is not None and busy.disturbs
     others = f", busy: {busy.others:.0%}" if is_disturbed else ""
     equal = "; ".join(wrong) or "counts equal"
-    low_s, high_s = model.time.likely(found.seconds)
+    low_s, high_s = found.low, found.high
     is_likely = low_s <= took_s <= high_s
     print(
         f"{job.model:8} {job.name:20} {found.num_requests:6,} rows  predicted {found.seconds:7.2f} s"

@@ -23,7 +23,7 @@ from email.message import Message
 from pathlib import Path
 
 import pagedcli
-from pagedcli.native.prebuilt import TARGETS, Target
+from pagedcli.native.prebuilt import TARGETS, Instructions
 
 MOST_BYTES = 25_000_000  # of one wheel
 TAGS = {"linux": "manylinux_2_28", "darwin": "macosx_11_0"}
@@ -81,7 +81,7 @@ def check_wheel(path: Path) -> None:
     require(found == expected, f"{path.name} has the libraries {sorted(found)}, not {sorted(expected)}")
 
 
-def check_instructions(target: Target, library: Path) -> str:
+def check_instructions(target: Instructions, library: Path) -> str:
     """The library has instructions for all that its target needs, and none for anything else. Returns a note."""
     commands = OBJDUMP.get(target.machine, ())
     objdump = next((found for name in commands if (found := shutil.which(name))), None)

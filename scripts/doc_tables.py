@@ -1,19 +1,14 @@
-"""The tables of docs/kv-cache.md, computed by the real block manager: python scripts/doc_tables.py [--write]
+"""The tables of docs/kv-cache.md, computed by the real block manager.
 
 Each function with a docstring is one table. A fenced block in the document that follows `<!-- table: name -->` holds
-what the function of that name returns; tests/test_docs.py compares them, --write renews them.
+what the function of that name returns; tests/test_docs.py compares them, `scripts/renew.py --write kv_cache` renews.
 """
 
 from collections.abc import Callable
-from pathlib import Path
-
-from table_blocks import renew
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.sequence import Sequence
 from pagedcli.sampling_params import SamplingParams
-
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "kv-cache.md"
 
 
 class Story:
@@ -223,7 +218,3 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (pool, eviction, two_long_prompts, growth, shared_block, three_prompts, whole_prompt_cached,
                      copy_on_write, window)
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    renew(DOCUMENT, TABLES)

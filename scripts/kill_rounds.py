@@ -91,7 +91,6 @@ MODES = (
     Mode("record", "--record run.jsonl --record-tokens --output-metrics"),
     Mode("prefix_order", "--reorder prefix --eviction next-use --num-gpu-blocks-override 60",
          line=_long),
-    Mode("async", "--async-scheduling --temperature 1"),
 )  # fmt: skip
 _ALWAYS = "--max-tokens 60 --ignore-eos --max-num-seqs 8 --dtype float32"
 _RUN_DEPENDENT = re.compile(
@@ -233,7 +232,7 @@ class Rounds:
         if not same or left or "Traceback" in stderr or "this is a bug" in stderr:
             raise SystemExit(f"{folder}: equal {same}, left behind {left}, stderr:\n{stderr[-2000:]}")
         for trace in sorted(folder.glob("run*.jsonl")):
-            check = [sys.executable, "-m", "pagedcli", "replay", str(trace), "--check"]
+            check = [sys.executable, "-m", "pagedcli", "trace", str(trace), "--check"]
             subprocess.run(check, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             self.count["traces"] += 1
 

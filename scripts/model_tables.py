@@ -1,10 +1,11 @@
-"""The tables of docs/models.md, computed by the code that reads models: python scripts/model_tables.py [--write]
+"""The tables of docs/models.md, computed by the code that reads models.
 
 A table follows `<!-- table: name -->` and is what the function of that name returns. tests/test_docs.py compares them,
---write renews them. `transformers` and `refused` ask the installed transformers (some 20 s).
+`scripts/renew.py --write models` renews them. `transformers` and `refused` ask the installed transformers (some 20 s).
 """
 
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from table_blocks import renew
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -40,7 +40,6 @@ from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.models.transformers_fallback import refuse_by_class, spec_of, text_alone, trace_attention
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _SMALL = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -68,17 +67,16 @@ _FAILURES = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, 
 
 
 def native() -> str:
-    """Families that the project's own decoders run."""
-    rows = []
+    """Families that the project's own decoders run, those that run alike in one line."""
+    alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for model_type, family in FAMILIES.items():
         spec = native_spec(Path("."), {"text_config": _SMALL} if family.text is not None else _SMALL, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
         state = next((layer.recurrent.name for layer in spec.layers if layer.recurrent is not None), "none")
-        facts = (on_cpu, family.config.windows, state, _split(spec))
-        rows.append((f"`{model_type}`", family.architecture, *facts))
-    head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
-    return _table(head, rows)
+        alike[on_cpu, family.config.windows, state, _split(spec)].append(f"`{model_type}`")
+    head = ("model_type", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
+    return _table(head, [(", ".join(names), *facts) for facts, names in alike.items()])
 
 
 # Of checkpoints with recurrent layers: the fields that decide their sizes
@@ -273,14 +271,20 @@ def checkpoints() -> str:
 
 
 def gguf_families() -> str:
-    """Architectures of GGUF files, by the model_type that runs them."""
-    names = defaultdict(list)
+    """Architectures of GGUF files: those whose model_type has their name, then the others."""
+    others = defaultdict(list)
+    alike = [name for name, kind in ARCHITECTURES.items() if name == kind.family]
     for name, kind in ARCHITECTURES.items():
-        names[kind.family].append(f"`{name}`")
-    for name, kind in ARCHITECTURES.items():
+        if name != kind.family:
+            others[kind.family].append(f"`{name}`")
         for key, model_type in kind.others.items():
-            names[model_type].append(f"`{name}` with `{key}`")
-    return _table(("general.architecture", "runs as"), [(", ".join(names[each]), f"`{each}`") for each in names])
+            others[model_type].append(f"`{name}` with `{key}`")
+    found = [f"{' and '.join(names)} as `{family}`" for family, names in others.items()]
+    return "\n".join(
+        textwrap.wrap(
+            f"By their own name: {', '.join(f'`{name}`' for name in alike)}. Others: {', '.join(found)}.", 120
+        )
+    )
 
 
 def _in_triton(kind: GgmlType) -> str:
@@ -359,7 +363,3 @@ FAST: dict[str, Callable[[], str]] = {
     for each in (native, published_states, published_caches, rounding, checkpoints, gguf_families, gguf_types)
 }
 TABLES = FAST | {each.__name__: each for each in (attention_backends, version, through_transformers, refused)}
-
-
-if __name__ == "__main__":
-    renew(DOCUMENT, TABLES)

@@ -30,10 +30,10 @@ PICTURES = {  # name: size, keys
 
 
 DRAWN = {  # name: command and arguments
-    "pool.svg": ("replay", "--step", "9"),
-    "life.svg": ("replay", "--of", "request", "--follow", "story-2.3"),
-    "tree.svg": ("replay", "--of", "prefixes"),
-    "waste.svg": ("replay", "--step", "60", "--of", "waste"),
+    "pool.svg": ("trace", "--step", "9"),
+    "life.svg": ("trace", "--of", "request", "--follow", "story-2.3"),
+    "tree.svg": ("trace", "--of", "prefixes"),
+    "waste.svg": ("trace", "--step", "60", "--of", "waste"),
     "hits.svg": ("simulate", "--pool", "15,20,30,40,60", "--policy", "lru,next-use"),
 }
 
@@ -65,11 +65,11 @@ def record(folder: Path) -> Path:
 
 async def picture(trace: Path, size: tuple[int, int], keys: tuple[str, ...]) -> str:
     """The screen after some keys, as SVG."""
-    app = PoolApp(ReplayPlayer(Replay(TraceReader(trace))), "pagedcli replay run.jsonl")
+    app = PoolApp(ReplayPlayer(Replay(TraceReader(trace))), "pagedcli trace run.jsonl")
     async with app.run_test(size=size) as pilot:
         await pilot.press(*keys)
         await pilot.pause(0.3)
-        return app.export_screenshot(title="pagedcli replay run.jsonl", simplify=True)
+        return app.export_screenshot(title="pagedcli trace run.jsonl", simplify=True)
 
 
 def draw(trace: Path, target: Path, command: str, *arguments: str) -> None:

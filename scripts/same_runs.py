@@ -135,7 +135,7 @@ def freeze_all(folder: Path) -> None:
 IN, MODEL = "../inputs", "../models"
 _INSPECT = (
     "replay run.jsonl --check",
-    "replay run.jsonl --no-live --format json",
+    "replay run.jsonl --dump-kv --format json",
     "explain run.jsonl --lookups --format json",
     "report run.jsonl -o report.html",
 )
@@ -144,7 +144,7 @@ _FORMATS = ("table", "json", "csv", "md")
 
 def traced(name: str, flags: str, *, rows: str = "shared.jsonl") -> Run:
     """A run of `trace` with its tables, and what the inspection commands make of its events."""
-    return Run(f"trace_{name}", (f"trace {IN}/{rows} --no-live --record run.jsonl {flags}", *_INSPECT))
+    return Run(f"trace_{name}", (f"trace {IN}/{rows} --dump-kv --record run.jsonl {flags}", *_INSPECT))
 
 
 def generated(name: str, flags: str, *, rows: str = "prompts.jsonl", masked_keys: tuple[str, ...] = ()) -> Run:
@@ -166,10 +166,10 @@ TRACES = (
     traced("chunks", "--max-num-batched-tokens 24 --chunked-prefill-size 7 --max-num-seqs 5"),
     traced("samples", "--max-num-seqs 8 --num-gpu-blocks-override 60 --block-size 4", rows="samples.jsonl"),
     traced("bad_rows", "--num-gpu-blocks-override 40 --no-ids", rows="bad.jsonl"),
-    traced("async", f"--async-scheduling {_SMALL}"),
+    traced("async", f"-C {IN}/async.yaml {_SMALL}"),
     *(traced(f"eviction_{name}", f"--eviction {name} {_SMALL}") for name in ("fifo", "lfu", "prefix-lru")),
     traced("eviction_lru", f"--eviction lru {_SMALL} --reorder prefix"),
-    traced("eviction_next_use", f"--eviction next-use {_SMALL} --read-ahead 3000"),
+    traced("eviction_next_use", f"--eviction next-use {_SMALL} -C {IN}/read_ahead.yaml"),
     traced("windows", f"-m {MODEL}/windows --block-size 4 --num-gpu-blocks-override 90 --ignore-eos",
            rows="windows.jsonl"),
     traced("all_windows", f"-m {MODEL}/all_windows --block-size 4 --chunked-prefill-size 7 --max-num-seqs 3"
@@ -279,14 +279,14 @@ TABLES = (
         f"simulate {IN}/bad.jsonl --pool 30 --format table",
     )),
     Run("inspect", (
-        f"trace {IN}/shared.jsonl --no-live --format json --record run.jsonl --record-tokens {_SMALL}",
+        f"trace {IN}/shared.jsonl --dump-kv --format json --record run.jsonl --record-tokens {_SMALL}",
         *each_format("explain run.jsonl"),
         "explain run.jsonl --request r7",
         "explain run.jsonl --request no-such-request",
         "replay run.jsonl --step 5 --follow r3",
         "replay run.jsonl --step 99999",
         "replay run.jsonl",
-        "replay run.jsonl --no-live",
+        "replay run.jsonl --dump-kv",
         "replay run.jsonl --export perfetto -o perfetto.json",
         "report run.jsonl -o report.html --request r7",
         "simulate run.jsonl --format json --pool 30,60",
@@ -297,7 +297,7 @@ TABLES = (
     Run("kv_recording", (
         *each_format(f"attach {IN}/kv_events.jsonl"),
         *each_format(f"explain {IN}/kv_events.jsonl", ("table", "json")),
-        f"replay {IN}/kv_events.jsonl --no-live",
+        f"replay {IN}/kv_events.jsonl --dump-kv",
         f"replay {IN}/kv_events.jsonl --check",
         f"report {IN}/kv_events.jsonl -o report.html",
         f"simulate {IN}/kv_events.jsonl --format json",
@@ -313,7 +313,7 @@ TABLES = (
         " --ignore-eos",
         "attach recorded.jsonl --format json",
         "explain recorded.jsonl --format json",
-        "replay recorded.jsonl --no-live",
+        "replay recorded.jsonl --dump-kv",
         "report recorded.jsonl -o report.html",
     )),
     Run("help", (

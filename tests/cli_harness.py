@@ -19,6 +19,17 @@ def pagedcli(*arguments, stdin=None, expect=0, columns=80):
     return result
 
 
+def with_keys(folder, **keys):
+    """The flags for a configuration file in the folder with these keys, each as section__name."""
+    sections = {}
+    for key, value in keys.items():
+        section, _, name = key.partition("__")
+        sections.setdefault(section, {})[name] = value
+    path = folder / f"{'-'.join(keys)}.yaml"
+    path.write_text(json.dumps(sections))  # JSON is YAML
+    return "-C", path
+
+
 def rows_of(path_or_text):
     text = path_or_text if isinstance(path_or_text, str) else path_or_text.read_text()
     return [json.loads(line) for line in text.splitlines()]

@@ -14,7 +14,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
 LOW = {
-    "closing",
+    "process",
     "config_keys",
     "errors",
     "events",
@@ -25,23 +25,20 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"closing", "content_files", "garbage", "memory_limit", "verdicts"}
+LOW |= {"content_files", "verdicts"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
     "errors": set(),
-    "closing": set(),
+    "process": {"errors"},
     "events": {"errors"},
     "printable": set(),
     "records": {"printable"},
     "verdicts": {"printable"},
-    "interrupt": set(),
-    "garbage": set(),
-    "files": {"errors", "interrupt", "line_files"},
+    "files": {"errors", "line_files", "process"},
     "line_files": {"errors"},
     "content_files": {"errors", "files", "printable"},
     "remote": {"errors", "printable"},
-    "memory_limit": {"errors"},
     "config_keys": {"errors"},
     "sampling_params": {"config_keys", "errors"},
     "config": {"config_keys", "errors", "events", "files", "sampling_params"},
@@ -52,7 +49,7 @@ ALLOWED = {
     "layers": {"errors", "attention", "native"},
     "models": {*LOW, "core", "attention", "layers", "native"},
     "planning": {*LOW, *COMPUTE, "core"},
-    "answers": {*LOW, "core", "planning", "simulation"},
+    "answers": {*LOW, "core", "planning", "batch", "simulation"},
     "runner": {*LOW, *COMPUTE, "core", "planning", "answers", "assets"},
     "batch": BATCH,
     "trace": {*LOW, "core"},
@@ -60,8 +57,8 @@ ALLOWED = {
     "show": {*LOW, "core", "planning", "trace", "views", "batch"},
     "kvevents": {*LOW, "core", "trace", "views", "show", "remote"},
     "simulation": {*LOW, "core", "planning", "models", "batch", "trace", "views", "show", "kvevents", "answers"},
-    "app": {*LOW, "interrupt", "trace", "views", "show", "kvevents"},
-    "audit": {"errors", "files", "interrupt", "printable", "records", "remote", "show"},
+    "app": {*LOW, "trace", "views", "show", "kvevents"},
+    "audit": {"errors", "files", "printable", "process", "records", "remote", "show"},
     "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords", "trace", "show"},
     "lm_eval": {*LOW, "llm", "batch"},
     "inspect_ai": {*LOW, "batch", "llm_keywords"},

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "scripts"))  # the scripts import table_blocks
+sys.path.append(str(ROOT / "scripts"))
 
 
 def script(name):
@@ -20,7 +20,7 @@ def script(name):
 
 
 def tables_in(document):
-    return script("table_blocks").tables_in(document)
+    return script("renew").tables_in(document)
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +34,20 @@ def model_tables():
 
 
 @pytest.fixture(scope="module")
-def models_page(model_tables):
-    return tables_in(model_tables.DOCUMENT.read_text(encoding="utf-8"))
+def models_page():
+    return tables_in((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
 
 
-def test_the_columns_of_the_data_are_those_of_the_code():
-    tables = script("dump_tables")
-    written = tables_in(tables.DOCUMENT.read_text(encoding="utf-8"))
-    assert written == {name: make() for name, make in tables.TABLES.items()}, "python scripts/dump_tables.py --write"
+@pytest.mark.parametrize("name", ["config", "families", "dump_kv", "kv_cache"])
+def test_what_the_code_makes_of_a_file_is_there(name):
+    for path, text in script("renew").WRITTEN[name]():
+        assert path.read_text(encoding="utf-8") == text, f"python scripts/renew.py --write {name}"
 
 
 def test_families_and_formats_of_the_models_page_are_those_of_the_code(model_tables, models_page):
     assert set(models_page) == set(model_tables.TABLES)
     for name, make in model_tables.FAST.items():
-        assert models_page[name] == make(), f"{name}: run python scripts/model_tables.py --write"
-
-
-def test_defaults_of_the_families_are_those_of_transformers():
-    defaults = script("family_defaults")
-    assert defaults.DOCUMENT.read_text(encoding="utf-8") == defaults.text(), "python scripts/family_defaults.py --write"
+        assert models_page[name] == make(), f"{name}: run python scripts/renew.py --write models"
 
 
 def test_backends_of_the_models_page_are_those_of_the_code(model_tables, models_page):
@@ -65,14 +60,7 @@ def test_the_models_page_says_what_runs_through_transformers(model_tables, model
     if models_page["version"] != transformers.__version__:
         pytest.skip(f"docs/models.md was made with transformers {models_page['version']}")
     for name, make in model_tables.TABLES.items():
-        assert models_page[name] == make(), f"{name}: run python scripts/model_tables.py --write"
-
-
-def test_every_table_of_the_document_is_what_the_code_gives(doc_tables):
-    tables = tables_in(doc_tables.DOCUMENT.read_text(encoding="utf-8"))
-    assert set(tables) == set(doc_tables.TABLES)
-    for name, text in tables.items():
-        assert text == doc_tables.TABLES[name](), f"{name}: run python scripts/doc_tables.py --write"
+        assert models_page[name] == make(), f"{name}: run python scripts/renew.py --write models"
 
 
 def test_the_classic_stories_come_out_as_everyone_tells_them(doc_tables):

@@ -64,8 +64,8 @@ CASES = [
     ("native", "ziglang", COMPILER, []),
     ("parquet", "pyarrow", COMMAND, ["generate", "in.parquet", "-o", "out.jsonl"]),
     ("parquet", "pyarrow", COMMAND, ["generate", "in.jsonl", "-o", "out.parquet"]),
-    ("pictures", "resvg_py", COMMAND, ["replay", "run.jsonl", "--picture", "pool.png"]),
-    ("pictures", "PIL", COMMAND, ["replay", "run.jsonl", "--picture", "pool.gif"]),
+    ("pictures", "resvg_py", COMMAND, ["trace", "run.jsonl", "--picture", "pool.png"]),
+    ("pictures", "PIL", COMMAND, ["trace", "run.jsonl", "--picture", "pool.gif"]),
     ("ray", "ray", COMMAND, ["generate", "in.jsonl", "-o", "parts", "--ray"]),
 ]
 

@@ -115,10 +115,10 @@ def test_kept_parts_of_a_distributed_run_are_finished_and_merged(kept: Path, fol
 @pytest.mark.parametrize("name", TRACES)
 def test_a_kept_trace_keeps_the_laws_and_says_what_it_said(name: str, kept: Path) -> None:
     trace = kept / f"{name}.jsonl.zst"
-    assert ": ok, " in pagedcli("replay", trace, "--check").stdout
+    assert ": ok, " in pagedcli("trace", trace, "--check").stdout
     explained = json.loads(pagedcli("explain", trace, "--lookups", "--format", "json").stdout)
     assert not list(differences(json.loads(unpacked(kept / f"{name}.explain.json.zst")), explained))[:5]
-    steps = rows_of(pagedcli("replay", trace, "--no-live", "--format", "json").stdout)
+    steps = rows_of(pagedcli("trace", trace, "--dump-kv", "--format", "json").stdout)
     assert not list(differences(rows_of(unpacked(kept / f"{name}.replay.jsonl.zst")), steps))[:5]
 
 

@@ -31,8 +31,8 @@ def test_kept_files_of_a_store_are_whole(folder, name):
     if name != "encrypted":
         kinds = {StoredNote.of(file).kind for file in files}
         assert kinds == ({"blocks", "state"} if name == "states" else {"blocks"})
-    assert f"{len(files)} file" in pagedcli("store", "check", folder / name).stdout
-    [settings] = json.loads(pagedcli("store", "ls", folder / name, "--format", "json").stdout)["settings"]
+    assert f"{len(files)} file" in pagedcli("store", folder / name, "--check").stdout
+    [settings] = json.loads(pagedcli("store", folder / name, "--format", "json").stdout)["settings"]
     assert settings["num_files"] == len(files)
 
 
@@ -50,7 +50,7 @@ def test_a_run_reads_kept_files_or_says_why_not(folder, name):
     )
     if name == "encrypted":
         assert not num_read
-        assert "encryption was removed: use another folder, or pagedcli store clear" in said
+        assert "encryption was removed: use another folder, or remove this one" in said
     else:
         assert num_read > 0 or "other " in said
         assert "model files" in said or name != "states"

@@ -38,8 +38,9 @@ def test_json_stays_the_same_document():
         (0.001, 0.0, 0.002, "under 0.1 s"),
         (0.94, 0.9, 0.98, "under 1 s"),
         (5.8, 4.4, 7.6, "5.8 s (4.4 s to 7.6 s)"),
-        (0.774, 0.221, 1.1, "0.8 s (0.2 s to 1.1 s)"),
-        (1.2, 0.0, 3.0, "1.2 s (at most 3.0 s)"),
+        (0.774, 0.421, 1.1, "0.8 s (0.4 s to 1.1 s)"),
+        (1.2, 0.0, 3.0, "at most 3.0 s"),
+        (35.0, 4.9, 43.0, "at most 43 s"),
     ],
 )
 def test_an_expected_time_is_one_that_a_person_can_use(seconds, low, high, said):

@@ -36,7 +36,7 @@ def test_every_file_named_exists(path):
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"^(?:\$ )?pagedcli ([^#\n]+)", README, re.MULTILINE))))
 def test_every_flag_of_an_example_exists(line):
     words = shlex.split(line)
-    help_text = CliRunner().invoke(app, [words[0], "--help"]).output
+    help_text = CliRunner().invoke(app, [words[0], "--help", "all"]).output
     for flag in (word for word in words[1:] if word.startswith("-") and word != "-"):
         assert re.search(rf"(?<!\S){flag}\b", help_text), f"{flag} is not a flag of pagedcli {words[0]}"
 

@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 from io import TextIOWrapper
 
-from pagedcli import interrupt
+from pagedcli import process
 
 
 def _open_closed_streams() -> None:
@@ -29,7 +29,7 @@ def _show_what_stdout_can() -> None:
 
 def run() -> None:
     """Run the command line. Ctrl-C gets its handler before anything else is imported."""
-    interrupt.install()
+    process.end_on_interrupt()
     _open_closed_streams()
     _show_what_stdout_can()
     from pagedcli.cli.main import run as run_command

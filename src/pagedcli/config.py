@@ -45,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: Annotated[str, _model("Model folder, hub id, or builtin: the demo model", metavar="MODEL")] = BUILTIN_MODEL
     revision: Annotated[
-        str | None, _model("Branch, tag or commit of a hub model", metavar="REV", affects_rows=False)
+        str | None, _model("Branch, tag or commit of a hub model", affects_rows=False, has_flag=False)
     ] = None
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
@@ -59,16 +59,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: Annotated[LoadFormat, _model("dummy: random weights; needs only config.json")] = "auto"
     weight_cache: Annotated[
         bool,
-        _model("Keep packed weights that take more than 2 s to load for the next start, CPU only", affects_rows=False),
+        _model(
+            "Keep packed weights that take more than 2 s to load for the next start, CPU only",
+            affects_rows=False,
+            has_flag=False,
+        ),
     ] = True
     weight_cache_size: Annotated[
         int | None,
         _model(
             "Most bytes of all packed weights that are kept, e.g. 50GB",
-            metavar="BYTES",
             default="20GB, and a tenth of the disk stays free",
             at_least=1,
             affects_rows=False,
+            has_flag=False,
         ),
     ] = None
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model", affects_rows=False)] = False
@@ -133,10 +137,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float | None,
         _cache(
             "Days without use after which a file leaves the prefix store",
-            metavar="DAYS",
             default="no limit",
             above=0,
             affects_rows=False,
+            has_flag=False,
         ),
     ] = None
     checkpoints: Annotated[
@@ -193,6 +197,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default="1024 with CUDA graphs, otherwise 0",
             at_least=0,
             affects_rows=False,
+            has_flag=False,
         ),
     ] = None
     preemption_policy: Annotated[
@@ -201,7 +206,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     async_scheduling: Annotated[
         bool | None,
         _batching(
-            "Launch each step before reading the previous step's tokens", default="on CUDA only", affects_rows=False
+            "Launch each step before reading the previous step's tokens",
+            default="on CUDA only",
+            affects_rows=False,
+            has_flag=False,
         ),
     ] = None
     speculation: Annotated[
@@ -240,7 +248,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     system_prompt: Annotated[
         str | None,
-        _rows("System prompt for chats without one; turns text prompts into chats", metavar="TEXT|@FILE", reads="text"),
+        _rows("System prompt of chats without one", metavar="TEXT|@FILE", reads="text"),
     ] = None
     tools: Annotated[
         list[dict[str, Any]] | None,
@@ -259,7 +267,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     field: Annotated[
         str | None,
         _rows(
-            "Field of each line with the prompt: text, token ids, messages, or a list of texts (its first one)",
+            "Field of each line that holds the prompt",
             metavar="NAME",
             default="prompt or messages",
         ),
@@ -286,10 +294,18 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, _rows("Add metrics to each row: seconds queued, to the first token, per token, in all; preemptions")
     ] = False
     keep_reasoning: Annotated[
-        bool, _rows("Reasoning that a chat format marks becomes reasoning_content, apart from the text; no: left out")
+        bool,
+        _rows(
+            "Reasoning that a chat format marks becomes reasoning_content, apart from the text; no: left out",
+            has_flag=False,
+        ),
     ] = True
     parse_tool_calls: Annotated[
-        bool, _rows("Calls in answers to rows with tools become tool_calls, apart from the text; no: they stay text")
+        bool,
+        _rows(
+            "Calls in answers to rows with tools become tool_calls, apart from the text; no: they stay text",
+            has_flag=False,
+        ),
     ] = True
     order: Annotated[Order, _rows("Order of the rows", affects_rows=False)] = "input"
     reorder: Annotated[
@@ -300,10 +316,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         int | None,
         _rows(
             "Prompt tokens to queue ahead, for eviction next-use and checkpoints at branches; a row is at least 128",
-            metavar="TOKENS",
             default="8 times the pool with these (at most 4194304), otherwise 2 * max_num_seqs rows",
             at_least=0,
             affects_rows=False,
+            has_flag=False,
         ),
     ] = None
     deduplicate: Annotated[

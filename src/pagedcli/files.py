@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.interrupt import as_exceptions
+from pagedcli.process import interrupts_raised
 
 _STREAM_FOLDERS = ("/dev/fd/", "/proc/")
 _OPEN_FILES = "/proc/self/fd"
@@ -36,7 +36,7 @@ class FileKind:
     def has(self, path: Path) -> bool:
         """Whether the file begins as one of this kind; an empty file does, one that was torn there, and one of nothing
         but zeros, as a power cut may leave it. Raises: OSError."""
-        content = _beginning(path, _ROW_BYTES)
+        content = beginning_of(path, _ROW_BYTES)
         is_torn = len(content) < _ROW_BYTES and not content.strip(b"\0")
         return is_torn or self.beginning.startswith(content[: len(self.beginning)])
 
@@ -59,7 +59,7 @@ _ROW_BYTES = 1 << 20  # bytes read of a file to recognize its first row
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def _beginning(path: Path, num_bytes: int) -> bytes:
+def beginning_of(path: Path, num_bytes: int) -> bytes:
     """What a file begins with, decompressed if it is a zstd file. Raises: OSError."""
     with path.open("rb") as file:
         content = file.read(num_bytes)
@@ -77,7 +77,7 @@ def what_is(path: Path) -> str | None:
     if path.name in _MODEL_FILES and (path.parent / "config.json").exists():
         return _GGUF.name
     with suppress(OSError):
-        if not (content := _beginning(path, _ROW_BYTES)):
+        if not (content := beginning_of(path, _ROW_BYTES)):
             return None
         for kind in _KINDS:
             if content.startswith(kind.beginning):
@@ -278,7 +278,7 @@ def writing(what: object, error_type: type[PagedcliError] = UsageError, *, hint:
 @contextmanager
 def whole_file(path: Path, *, overwrite: bool, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears when the block ends, and not at all if it raises; see PendingFile. Raises: OSError."""
-    with as_exceptions():
+    with interrupts_raised():
         pending = PendingFile(path, overwrite=overwrite, durable=durable)
         try:
             yield pending.file

@@ -17,7 +17,6 @@ from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.requests import Message, read_messages
 from pagedcli.batch.scoring import Continuation, Score, best_of, encode_pair
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
-from pagedcli.closing import Closes
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import SampleOutput, TokenLogprobs
@@ -27,6 +26,7 @@ from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_o
 from pagedcli.models.checkpoint_files import read_json
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import plural
+from pagedcli.process import Closes
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 from pagedcli.show.notebook import Trace

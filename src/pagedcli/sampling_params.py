@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     max_tokens: Annotated[int | None, _key("Maximum tokens to generate", default="as many as fit", at_least=1)] = 16
-    min_tokens: Annotated[int, _key("Do not stop before this many tokens", at_least=0)] = 0
+    min_tokens: Annotated[int, _key("Do not stop before this many tokens", at_least=0, has_flag=False)] = 0
     temperature: Annotated[float, _key("Sampling temperature; 0: greedy", at_least=0, at_most=LARGEST)] = 1.0
     top_p: Annotated[
         float, _key("Sample from the smallest set of tokens with this total probability", above=0, at_most=1)
@@ -69,24 +69,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, _key("Drop tokens less likely than this share of the most likely one", at_least=0, at_most=1)
     ] = 0.0
     presence_penalty: Annotated[
-        float, _key("Subtracted once from the logit of every generated token", at_least=-2, at_most=2)
+        float, _key("Subtracted once from the logit of every generated token", at_least=-2, at_most=2, has_flag=False)
     ] = 0.0
     frequency_penalty: Annotated[
-        float, _key("Subtracted from a token's logit each time it was generated", at_least=-2, at_most=2)
+        float,
+        _key("Subtracted from a token's logit each time it was generated", at_least=-2, at_most=2, has_flag=False),
     ] = 0.0
     repetition_penalty: Annotated[
-        float, _key("Penalty for tokens of the prompt and output; 1: off", at_least=1 / LARGEST, at_most=LARGEST)
+        float,
+        _key(
+            "Penalty for tokens of the prompt and output; 1: off", at_least=1 / LARGEST, at_most=LARGEST, has_flag=False
+        ),
     ] = 1.0
     stop: Annotated[list[str] | str | None, _key("Stop at this string and cut it off (repeatable)", metavar="TEXT")] = (
         None
     )
-    stop_token_ids: Annotated[list[int] | None, _key("Stop at this token id (repeatable)", metavar="ID")] = None
-    include_stop_str_in_output: Annotated[bool, _key("Keep the stop string in the output")] = False
+    stop_token_ids: Annotated[list[int] | None, _key("Stop at this token id", has_flag=False)] = None
+    include_stop_str_in_output: Annotated[bool, _key("Keep the stop string in the output", has_flag=False)] = False
     n: Annotated[
         int, _key("Samples per prompt; with a beam search, beams to return", at_least=1, at_most=MAX_SAMPLES)
     ] = 1
     beam_width: Annotated[
-        int | None, _key("Beam search with this many beams", default="no beam search", at_least=1, at_most=MAX_BEAMS)
+        int | None,
+        _key("Beam search with this many beams", default="no beam search", at_least=1, at_most=MAX_BEAMS),
     ] = None
     length_penalty: Annotated[
         float,
@@ -94,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "Beams are ranked by total log-probability / length ** this",
             at_least=-LARGEST_PENALTY,
             at_most=LARGEST_PENALTY,
+            has_flag=False,
         ),
     ] = 1.0
     early_stopping: Annotated[

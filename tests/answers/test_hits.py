@@ -18,10 +18,10 @@ from pagedcli.answers.hits import (
     hits_one_at_a_time,
     least_pool,
 )
+from pagedcli.answers.time import time
 from pagedcli.core.eviction import POLICIES
 from pagedcli.events import CacheGroup
 from pagedcli.simulation.caches import accesses_of, lru_curve
-from pagedcli.simulation.forecast import forecast
 from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import Schedule, simulate
 from pagedcli.simulation.settings import Subject
@@ -161,7 +161,7 @@ def test_what_is_found_is_that_of_the_order_in_which_the_run_starts_the_requests
     for order in ("none", "prefix"):
         given = Subject(requests, plan, reorder=order)
         found[order] = hits(given.in_order, plan).here.tokens[0]
-        assert found[order] == forecast(requests, plan, reorder=order).num_cached_tokens
+        assert found[order] == time(requests, plan, reorder=order).num_cached_tokens
     assert found["prefix"] > found["none"]
 
 

@@ -29,7 +29,7 @@ def many_events():
 
 
 def app_of(events):
-    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli replay run.jsonl")
+    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli trace run.jsonl")
 
 
 def check_cells(app):

@@ -25,7 +25,7 @@ def events():
 
 
 def app_of(events):
-    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli replay run.jsonl")
+    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli trace run.jsonl")
 
 
 async def mouse(app, kind, widget, x, y=1):

@@ -26,7 +26,7 @@ def events():
 
 
 def app_of(events, **options):
-    return PoolApp(ReplayPlayer(Replay(EventList(events), **options)), "pagedcli replay run.jsonl")
+    return PoolApp(ReplayPlayer(Replay(EventList(events), **options)), "pagedcli trace run.jsonl")
 
 
 def large_run(num_blocks):
@@ -51,7 +51,7 @@ def test_every_panel_is_on_the_screen(size, num_blocks):
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_the_verdicts_on_the_run_are_on_the_first_page(events, size):
     said = ["59 of 60 prompts part at token 7: move it behind them.", "Also, with --max-num-seqs 2: 9.0 % less time."]
-    app = PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli replay run.jsonl", judge=lambda: said)
+    app = PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli trace run.jsonl", judge=lambda: said)
     text = shown(app, size=size)
     assert "─verdict─" in text
     assert all(line in text for line in said)

@@ -110,7 +110,7 @@ def test_an_openai_row_has_copied_columns_outside_the_response(harness):
 )
 def test_a_collision_or_an_unknown_column_ends_the_run_before_it_begins(tmp_path, flags, message):
     prompts = written(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b", "label": 1, "text": 2, "usage": 3}])
-    for command in (("generate", "-o", tmp_path / "out.jsonl", *FAST), ("plan",), ("trace", "--no-live", *FAST)):
+    for command in (("generate", "-o", tmp_path / "out.jsonl", *FAST), ("plan",), ("trace", "--dump-kv", *FAST)):
         result = pagedcli(command[0], prompts, *command[1:], *flags, expect=2)
         assert message in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from batch_harness import BUILTIN, DEFAULTS, Harness, chain_model, row_of, with_tokens
-from cli_harness import pagedcli, rows_of
+from cli_harness import pagedcli, rows_of, with_keys
 
 from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.rows import RowWriter
@@ -182,7 +182,7 @@ def test_rows_of_a_model_that_reasons(generated):
 
 def test_dropped_reasoning_changes_nothing_else(generated, tmp_path):
     rows, arguments, _ = generated
-    pagedcli(*arguments, "-o", tmp_path / "out.jsonl", "--no-keep-reasoning")
+    pagedcli(*arguments, "-o", tmp_path / "out.jsonl", *with_keys(tmp_path, run__keep_reasoning=False))
     for kept, dropped in zip(rows, rows_of(tmp_path / "out.jsonl"), strict=True):
         if "response" in kept:
             for choice in kept["response"]["body"]["choices"]:
@@ -233,7 +233,9 @@ def test_a_resumed_run_must_treat_it_alike(generated, tmp_path):
     _, arguments, folder = generated
     shutil.copy(folder / "out.jsonl", tmp_path / "out.jsonl")
     pagedcli(*arguments, "-o", tmp_path / "out.jsonl", "--overwrite")
-    said = pagedcli(*arguments, "-o", tmp_path / "out.jsonl", "--resume", "--no-keep-reasoning", expect=2).stderr
+    said = pagedcli(
+        *arguments, "-o", tmp_path / "out.jsonl", "--resume", *with_keys(tmp_path, run__keep_reasoning=False), expect=2
+    ).stderr
     assert "keep_reasoning" in said
 
 
@@ -249,7 +251,7 @@ def test_a_kept_column_of_that_name_is_refused_unless_reasoning_is_dropped(reaso
     arguments = ("generate", tmp_path / "in.jsonl", "-m", reasoner, *FLAGS, "--keep", "reasoning_content")
     said = pagedcli(*arguments, "-o", tmp_path / "a.jsonl", expect=2).stderr
     assert "'reasoning_content' cannot be kept" in said
-    pagedcli(*arguments, "-o", tmp_path / "b.jsonl", "--no-keep-reasoning")
+    pagedcli(*arguments, "-o", tmp_path / "b.jsonl", *with_keys(tmp_path, run__keep_reasoning=False))
     assert rows_of(tmp_path / "b.jsonl")[0]["reasoning_content"] == "mine"
 
 

@@ -208,8 +208,8 @@ def test_equal_rows_are_computed_once(questions, tmp_path):
         file.writelines(json.dumps(row) + "\n" for row in (ROWS[0] | {"id": "h"}, moved))
     plain = generate(questions, tmp_path / "plain.jsonl")
     equal = tmp_path / "equal.jsonl"
-    result = pagedcli("generate", questions, "-o", equal, "--dtype", "float32", "--deduplicate")
-    assert "deduplicated 1 row" in result.stderr
+    result = pagedcli("generate", questions, "-o", equal, "--dtype", "float32", "--deduplicate", "--all")
+    assert "  deduplicated 1 row" in result.stderr
     pagedcli("verify", plain, equal)
     scores = {row["id"]: row.get("scores") for row in map(json.loads, equal.open())}
     assert scores["h"] == scores["a"]
@@ -262,7 +262,7 @@ def test_plan_tells_the_tokens_with_and_without_sharing(questions):
 def test_a_recording_is_lawful_and_explained(questions, tmp_path):
     run = tmp_path / "run.jsonl"
     generate(questions, tmp_path / "o.jsonl", "--record", str(run), "--record-tokens", "--block-size", "4")
-    pagedcli("replay", str(run), "--check")
+    pagedcli("trace", str(run), "--check")
     pagedcli("explain", str(run))
 
 

@@ -8,7 +8,7 @@ from datetime import date
 import openai.types.chat
 import pytest
 from batch_harness import BUILTIN, chain_model, row_of, with_tokens
-from cli_harness import pagedcli, rows_of
+from cli_harness import pagedcli, rows_of, with_keys
 from conftest import shared_data
 from transformers import AutoTokenizer
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
@@ -392,8 +392,9 @@ def test_rows_of_a_model_that_calls(arguments):
     assert again[1]["tool_calls"] == [PARIS]
 
 
-def test_unparsed_rows_are_those_of_before(arguments):
-    rows = rows_of(pagedcli(*arguments, "--no-parse-tool-calls", "--output-token-ids").stdout)
+def test_unparsed_rows_are_those_of_before(arguments, tmp_path):
+    unparsed = with_keys(tmp_path, run__parse_tool_calls=False)
+    rows = rows_of(pagedcli(*arguments, *unparsed, "--output-token-ids").stdout)
     parsed = rows_of(pagedcli(*arguments, "--output-token-ids").stdout)
     whole = f"<tool_call>{JSON}</tool_call>"
     for row, other in zip(rows, parsed, strict=True):
@@ -414,7 +415,7 @@ def test_tables_have_a_column_for_calls_only_if_a_row_has_them(arguments, tmp_pa
     parquet = pytest.importorskip("pyarrow.parquet")
     for name in ("out.csv", "out.parquet"):
         pagedcli(*arguments, "-o", tmp_path / name)
-        pagedcli(*arguments, "-o", tmp_path / f"no-{name}", "--no-parse-tool-calls")
+        pagedcli(*arguments, "-o", tmp_path / f"no-{name}", *with_keys(tmp_path, run__parse_tool_calls=False))
     with (tmp_path / "out.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [json.loads(line["tool_calls"] or "[]") for line in table[:2]] == [[PARIS], []]

@@ -3,8 +3,8 @@
 import functools
 import json
 import random
+import re
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
-from pagedcli.bench.throughput import run_workload, shape_folder, workload_config
+from pagedcli.bench.throughput import shape_folder, workload_config
 from pagedcli.bench.workloads import PRESETS, preset_workload, random_draw, within, workload_floor
 from pagedcli.cli.bench import BenchProgress, bench_notes
 from pagedcli.cli.main import app
-from pagedcli.config import EngineConfig, load_config
+from pagedcli.config import load_config
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
@@ -26,9 +26,6 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.cards import Roofline
-from pagedcli.planning.decide import decide, model_folder
-from pagedcli.planning.machine import this_machine
-from pagedcli.planning.step_time import StepTime, load_step_time, save_step_time
 
 # seconds on 37 GB/s and 464 GFLOP/s: the table of the machine on which the peers were measured
 PUBLISHED_FLOOR = {"W1": 16.0, "W2": 26.0, "W3": 17.1, "W4": 6.1, "W5": 2.3, "W6": 42.0, "W7": 2.65}
@@ -175,7 +172,8 @@ def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
     before = json.loads((tmp_path / "before.json").read_text())["throughput"][0]
     assert figures["wall_s"]["before"] == before["wall_s"]
     assert figures["wall_s"]["now"] == found["throughput"][0]["wall_s"]
-    assert "Spread of the passes" in bench("throughput", *SHORT)
+    first = bench("throughput", *SHORT).splitlines()[0]
+    assert re.match(r"random: [\d,]+ tokens/s \([\d,]+ to [\d,]+ in 2 passes\)", first)
 
 
 def measured(workload="W", **figures):
@@ -226,7 +224,7 @@ def test_a_busy_machine_and_an_impossible_share_are_said():
     row = SimpleNamespace(busy=Busy(others=0.5, steal=0.01), **values)
     *_, busy, share = bench_notes(plan, [row])
     assert "other processes used 50% of its processor time, the hypervisor withheld 1%" in busy
-    assert "'of floor' is left out" in share
+    assert "The share of the limits is left out" in share
     assert len(bench_notes(plan, [SimpleNamespace(busy=None, **values | {"share_of_floor": 0.9})])) == 2
 
 
@@ -236,7 +234,7 @@ def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, cap
     progress = BenchProgress("W1")
     for share in (0.1, 0.25, 0.3):
         progress(share)
-    assert capsys.readouterr().err == "W1: 25%, 68 to 82 s left\n", "75 s at this pace"
+    assert capsys.readouterr().err == "W1: 25%, 75 s left\n"
 
 
 @pytest.mark.usefixtures("measured_once")
@@ -251,28 +249,11 @@ def test_passes_are_shown_as_they_end_and_by_default_fit_a_minute(monkeypatch, c
     assert len(json.loads(result.stdout)["throughput"][0]["all_wall_s"]) == 1
 
 
-def test_the_remaining_time_is_that_of_all_workloads_and_each_loads_once(monkeypatch, capsys):
+def test_the_remaining_time_is_that_of_all_workloads(monkeypatch, capsys):
     """After a load of 96 s the first 3 % of the tokens were followed by "about 3,063 s left"."""
     clock = iter([100.0, 196.0, 211.0])
     monkeypatch.setattr("pagedcli.show.terminal.time.monotonic", lambda: next(clock))
     progress = BenchProgress("W5", before=0.25, part=0.5)
     for share in (0.0, 0.1):
         progress(share)
-    own_s, others_s = 135, (96 + 150) / 2
-    low_s, high_s = own_s * 0.9 + others_s * 0.5, own_s * 1.1 + others_s * 1.5
-    assert capsys.readouterr().err == f"W5: 30%, {low_s:.0f} to {high_s:.0f} s left\n"
-
-
-def test_passes_refine_the_calibration_of_their_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("pagedcli.batch.end_time._LEAST_S", 0.0)
-    monkeypatch.setattr("pagedcli.bench.throughput.measure_rates", lambda dtype, int8: MachineRates(1, 1, 1, 1, "", ""))
-    config = EngineConfig(model=str(files("pagedcli.assets") / "demo"), num_gpu_blocks_override=64, max_num_seqs=4)
-    spec = read_spec(model_folder(config))
-    key = decide(config, spec, this_machine()).time_key
-    slow = ((1, 10.0), (2, 20.0))
-    save_step_time(key, StepTime(prompts=slow, decodes=slow, attended_by_prompts_s=0.0, attended_by_decodes_s=0.0))
-    run_workload(config, [random_draw(2, 8, 4).workload("random")])
-    found = load_step_time(key)
-    assert found.num_runs == 1
-    assert found.decodes[0][1] == pytest.approx(10 * 0.5**0.5)  # a run counts for a factor of two at most
+    assert capsys.readouterr().err == f"W5: 30%, {15 / 0.05 * 0.7 // 60:.0f} min {15 / 0.05 * 0.7 % 60:.0f} s left\n"

@@ -46,8 +46,8 @@ def test_a_sound_machine_passes_every_check():
     assert version.partition("+")[0] == torch.__version__.partition("+")[0]  # packages need not name their CUDA
     assert found["devices"][0]["total_bytes"] > found["devices"][0]["free_bytes"] > 0
     assert "weight_cache" in found
-    assert "All " in result.stderr
-    assert doctor().stdout.startswith(f"All {len(rows)} checks passed on cpu, with attention backend ")
+    assert "cpu works, " in result.stderr
+    assert doctor().stdout.startswith("cpu works, with attention backend ")
 
 
 def test_a_model_is_judged_by_its_config_alone(tmp_path):
@@ -132,7 +132,7 @@ def test_a_wrong_cache_fails_the_look_ups(monkeypatch):
     assert not rows["look-ups through prefix hits"]["passed"]
     assert "answers are wrong" in rows["look-ups through prefix hits"]["detail"]
     assert rows["look-ups through preemption"]["passed"]  # runs without prefix caching
-    assert "checks failed: look-ups through prefix hits" in result.stderr
+    assert "checks failed on cpu: look-ups through prefix hits" in result.stderr
 
 
 class ShiftedAttention(ReferenceAttention):

@@ -32,14 +32,14 @@ def tables(path):
 
 
 def test_all_three_commands_write_the_same_data_and_print_the_same_tables(run, tmp_path):
-    pagedcli("replay", run / "run.jsonl", "--dump-kv", tmp_path / "replay.jsonl")
+    pagedcli("trace", run / "run.jsonl", "--dump-kv", tmp_path / "replay.jsonl")
     traced = ("trace", run / "in.jsonl", *FAST)
     pagedcli(*traced, "--dump-kv", tmp_path / "trace.jsonl")
     assert tables(run / "kv.jsonl") == tables(tmp_path / "replay.jsonl") == tables(tmp_path / "trace.jsonl")
-    printed = pagedcli("replay", run / "run.jsonl", "--dump-kv").stdout
+    printed = pagedcli("trace", run / "run.jsonl", "--dump-kv").stdout
     assert printed == pagedcli(*traced, "--dump-kv").stdout
     assert printed == pagedcli("generate", run / "in.jsonl", "-o", "/dev/null", *FAST, "--dump-kv").stdout
-    assert printed == pagedcli("replay", run / "run.jsonl", "--no-live").stdout
+    assert printed == pagedcli("trace", run / "run.jsonl", "--dump-kv").stdout
     assert printed.count("as its forward pass sees the cache") == len(rows_of(run / "kv.steps.jsonl"))
 
 
@@ -50,7 +50,7 @@ def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
         ("generate", "--dump-kv", given, "-o", "/dev/null", *FAST),
         ("generate", "-o", "/dev/null", *FAST, "--dump-kv", given),
         ("trace", "--dump-kv", given, *FAST),
-        ("replay", "--dump-kv", run / "run.jsonl"),
+        ("trace", "--dump-kv", run / "run.jsonl"),
     ):
         assert "Sequences (new, cached, tokens and out: in tokens)\n" in pagedcli(*arguments).stdout
     assert sorted(path.name for path in run.iterdir()) == before
@@ -65,7 +65,6 @@ def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
         ("in.jsonl --dump-kv", ""),
         ("--dump-kv -o out.jsonl in.jsonl", ""),
         ("in.jsonl -o out.jsonl --dump-kv --steps 3", ""),
-        ("-i in.jsonl --dump-kv kv.parquet", "kv.parquet"),
         ("--dump-kv in.jsonl.gz", ""),
         ("--dump-kv -- in.jsonl", ""),
         ("in.jsonl --dump-kv=kv.txt", "kv.txt"),
@@ -83,13 +82,13 @@ def test_the_next_word_is_the_file_if_another_one_names_the_input(arguments, val
 
 
 class FakeParser:
-    """Of a command with prompts, -i, -o and --steps."""
+    """Of a command with prompts, -o and --steps."""
 
     def parse_args(self, args):
         values, words = {}, iter(args)
         for word in words:
-            if word in ("-i", "-o", "--steps"):
-                values[{"-i": "input_file"}.get(word, word)] = next(words)
+            if word in ("-o", "--steps"):
+                values[word] = next(words)
             elif not word.startswith("-"):
                 values["prompts"] = word
         return values, [], []
@@ -97,21 +96,21 @@ class FakeParser:
 
 def test_other_formats_and_what_is_refused(run):
     trace = run / "run.jsonl"
-    lines = pagedcli("replay", trace, "--dump-kv", "--format", "json").stdout.splitlines()
+    lines = pagedcli("trace", trace, "--dump-kv", "--format", "json").stdout.splitlines()
     assert [json.loads(line)["step"] for line in lines] == [row["step"] for row in rows_of(run / "kv.steps.jsonl")]
     generated = ("generate", run / "in.jsonl", "-o", "/dev/null", *FAST, "--dump-kv", "--format", "md")
-    assert pagedcli(*generated).stdout == pagedcli("replay", trace, "--format", "md").stdout
+    assert pagedcli(*generated).stdout == pagedcli("trace", trace, "--format", "md").stdout
     for arguments, message in (
         (
             ("generate", run / "in.jsonl", "--dump-kv", "--format", "csv"),
             "--dump-kv FILE.csv writes the tables as data",
         ),
         (("generate", run / "in.jsonl", "--steps", "3"), "--steps and --every need --dump-kv"),
-        (("replay", trace, "--dump-kv=kv.txt"), "its name must end in .csv, .jsonl or .parquet"),
-        (("replay", trace, "--dump-kv", "--steps", "9-3"), "--steps is '9-3'"),
-        (("replay", trace, "--step", "3", "--every", "2"), "--step cannot be combined with --steps or --every"),
-        (("replay", trace, "--steps", "900-"), "has no step 900: the last one is"),
-        (("replay", trace, "--dump-kv", run / "kv.jsonl"), "kv.steps.jsonl already exists"),
+        (("trace", trace, "--dump-kv=kv.txt"), "its name must end in .csv, .jsonl or .parquet"),
+        (("trace", trace, "--dump-kv", "--steps", "9-3"), "--steps is '9-3'"),
+        (("trace", trace, "--step", "3", "--every", "2"), "--step cannot be combined with --steps or --every"),
+        (("trace", trace, "--steps", "900-"), "has no step 900: the last one is"),
+        (("trace", trace, "--dump-kv", run / "kv.jsonl"), "kv.steps.jsonl already exists"),
         (("explain", trace, "--dump-kv"), "No such option"),
     ):
         result = CliRunner().invoke(app, [str(word) for word in arguments])
@@ -121,11 +120,11 @@ def test_other_formats_and_what_is_refused(run):
 
 def test_some_steps_only(run, tmp_path):
     trace = run / "run.jsonl"
-    printed = pagedcli("replay", trace, "--dump-kv", "--steps", "1-3", "--every", "2").stdout
+    printed = pagedcli("trace", trace, "--dump-kv", "--steps", "1-3", "--every", "2").stdout
     assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("── ")] == ["── step 1", "── step 3"]
-    pagedcli("replay", trace, "--dump-kv", tmp_path / "kv.jsonl", "--steps", "1-3", "--every", "2")
+    pagedcli("trace", trace, "--dump-kv", tmp_path / "kv.jsonl", "--steps", "1-3", "--every", "2")
     assert [row["step"] for row in rows_of(tmp_path / "kv.steps.jsonl")] == [1, 3]
-    beyond = pagedcli("replay", trace, "--dump-kv", tmp_path / "none.csv", "--steps", "900-")
+    beyond = pagedcli("trace", trace, "--dump-kv", tmp_path / "none.csv", "--steps", "900-")
     assert "the run has none of the chosen steps" in beyond.stderr
     assert (tmp_path / "none.blocks.csv").read_text().startswith("step,block_id,state,ref_count")
 

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -20,29 +21,25 @@ from pagedcli.planning.decide import model_folder
 def test_a_file_becomes_a_file_and_stderr_tells_what_happened(prompts, out):
     result = pagedcli("generate", prompts, "-o", out, *FAST)
     assert [row["index"] for row in rows_of(out)] == [0, 1, 2]
-    assert result.stdout == "Nothing to change (1 other setting tried in the simulator).\n"
+    assert result.stdout == ""
     for said in (
         "model: built-in demo model",
         "plan: cpu",
         "KV cache: 64 blocks of 16 tokens",
         "minimum cacheable prefix: 16 tokens (one block)",
-        "done: 3 rows",
-        "generated    12 tokens",
-        "TTFT         p50",
-        "from admission of the row",
-        "of it queued p50",
-        "TPOT         p50",
-        "at the peak",
-        "preemptions  0",
-        f"rows: {out}",
     ):
         assert said in result.stderr, said
+    rows, cache, where = result.stderr.splitlines()[-3:]
+    tokens = r"\d+ prompt tokens \(0 % from the cache\), 12 generated, [\d,]+ tokens/s\."
+    assert re.fullmatch(rf"3 rows in [\d.]+ s, none failed: {tokens}", rows)
+    assert re.fullmatch(r"KV cache: at most \d+ of 64 blocks in use; no preemptions\.", cache)
+    assert where == f"rows: {out}"
     assert [path.name for path in out.parent.iterdir()] != []
     assert not out.with_name("out.jsonl.partial").exists()
 
 
 def test_rows_go_to_stdout_and_nothing_else_does(prompts):
-    result = pagedcli("generate", "-i", prompts, *FAST)
+    result = pagedcli("generate", prompts, *FAST)
     assert [row["index"] for row in rows_of(result.stdout)] == [0, 1, 2]
 
 
@@ -69,7 +66,7 @@ def test_flags_reach_the_sampler(prompts):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--temperature", "1e300"), ("--top-k", str(2**70)), ("--n", "1000000"), ("--repetition-penalty", "1e-300")],
+    [("--temperature", "1e300"), ("--top-k", str(2**70)), ("--n", "1000000")],
 )
 def test_numbers_that_would_break_the_sampler_are_refused_by_name(prompts, flags):
     said = pagedcli("generate", prompts, *flags, expect=2).stderr
@@ -125,7 +122,7 @@ def test_bad_lines_finish_with_exit_code_3(tmp_path, out):
         "line": 2,
     }
     assert "2 rows" in result.stderr
-    assert "1 failed (invalid_request 1)" in result.stderr
+    assert re.search(r"^1 of \d rows failed, the first in line \d: ", result.stderr, re.M)
     assert "note: 1 line with the field 'promt', which has no effect" in result.stderr
 
 
@@ -139,7 +136,7 @@ def test_a_file_of_only_bad_lines_finishes_with_exit_code_3(tmp_path, out):
 def test_an_empty_file_gives_an_empty_output(tmp_path, out):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    assert "done: 0 rows" in pagedcli("generate", empty, "-o", out, *FAST).stderr
+    assert "0 rows in " in pagedcli("generate", empty, "-o", out, *FAST).stderr
     assert out.read_text() == ""
 
 
@@ -157,7 +154,7 @@ def test_max_errors_ends_the_run_and_keeps_the_rows(tmp_path, out):
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no\n" * 50)
     result = pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
-    assert "stopped by --max-errors after 2 rows" in result.stderr
+    assert "Stopped by --max-errors after 2 rows" in result.stderr
     assert not out.exists()
     pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=3)
     assert len(rows_of(out)) == 50
@@ -202,7 +199,6 @@ def test_a_config_typo_names_the_nearest_key(prompts, tmp_path):
         (("--no-such-flag",), "--no-such-flag"),
         (("--resume", "--overwrite", "-o", "x"), "exclude each other"),
         (("--resume",), "--resume needs an output file"),
-        (("-i", "other.jsonl"), "two inputs"),
         (("--chat-template", "none.jinja"), "cannot read the chat template"),
         (("--device", "cuda:77"), "cuda"),
         (("--attention-backend", "none"), "unknown attention backend 'none'"),

@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = pagedcli(
         "generate", folder / "in.jsonl", "-o", folder / "out.jsonl", "--speculation", "ngram", "--max-num-seqs", 1,
+        "--all",
         "--record", folder / "trace.jsonl", "--metrics", folder / "run.prom", "--summary-json", folder / "summary.json",
     )  # fmt: skip
     return folder, json.loads((folder / "summary.json").read_text()), result.stderr

@@ -22,15 +22,15 @@ def folder(tmp_path_factory):
 
 def test_every_view_names_requests_by_the_users_id(folder, tmp_path):
     trace = folder / "named.jsonl"
-    lines = pagedcli("replay", trace).stdout
+    lines = pagedcli("trace", trace).stdout
     assert "admit seq 1 (code-Tavek): " in lines
     assert "admit seq 3: " in lines  # a row without an id
-    assert re.search(r"^ *0 +code-Mirano +prefill", pagedcli("replay", trace, "--step", "0").stdout, re.MULTILINE)
-    document = json.loads(pagedcli("replay", trace, "--step", "0", "--format", "json").stdout)
+    assert re.search(r"^ *0 +code-Mirano +prefill", pagedcli("trace", trace, "--step", "0").stdout, re.MULTILINE)
+    document = json.loads(pagedcli("trace", trace, "--step", "0", "--format", "json").stdout)
     assert [(seq["request_id"], seq["row_id"]) for seq in document["sequences"]] == [
         ("0", "code-Mirano"), ("1", "code-Tavek"), ("2", "7"), ("3", None),
     ]  # fmt: skip
-    names = pagedcli("replay", trace, "--export", "perfetto").stdout
+    names = pagedcli("trace", trace, "--export", "perfetto").stdout
     assert "seq 2 (request 7)" in names
     assert "seq 3 (request 3)" in names
     pagedcli("report", trace, "-o", tmp_path / "report.html")
@@ -43,7 +43,7 @@ def test_a_request_is_found_by_id_number_and_sequence(folder, name):
     trace = folder / "named.jsonl"
     lookups = json.loads(pagedcli("explain", trace, "--request", name, "--format", "json").stdout)["lookups"]
     assert [(row["seq_id"], row["label"]) for row in lookups] == [(1, "code-Tavek")]
-    followed = pagedcli("replay", trace, "--follow", name).stdout
+    followed = pagedcli("trace", trace, "--follow", name).stdout
     assert "add seq 1 (code-Tavek): request 1, " in followed
     assert "code-Mirano" not in followed
 
@@ -52,14 +52,14 @@ def test_private_ids_are_in_no_byte_of_the_trace(folder):
     trace = folder / "private.jsonl"
     assert b"code-" in (folder / "named.jsonl").read_bytes()
     assert b"code-" not in trace.read_bytes()
-    assert "admit seq 1: " in pagedcli("replay", trace).stdout
-    assert "seq 1" in pagedcli("replay", trace, "--follow", "1").stdout
+    assert "admit seq 1: " in pagedcli("trace", trace).stdout
+    assert "seq 1" in pagedcli("trace", trace, "--follow", "1").stdout
 
 
 def test_an_unknown_id_is_an_error_with_the_nearest_in_every_command(folder):
     trace, prompts = folder / "named.jsonl", folder / "p.jsonl"
     for command in (
-        ("replay", trace, "--follow"), ("replay", trace, "--step", "0", "--follow"), ("explain", trace, "--request"),
+        ("trace", trace, "--follow"), ("trace", trace, "--step", "0", "--follow"), ("explain", trace, "--request"),
         ("trace", prompts, *FAST, "--follow"),
     ):  # fmt: skip
         refused = pagedcli(*command, "code-Tavec", expect=2)
@@ -69,7 +69,7 @@ def test_an_unknown_id_is_an_error_with_the_nearest_in_every_command(folder):
 
 
 def test_following_a_live_run(folder):
-    out = pagedcli("trace", folder / "p.jsonl", *FAST, "--no-live", "--follow", "code-Tavek").stdout
+    out = pagedcli("trace", folder / "p.jsonl", *FAST, "--dump-kv", "--follow", "code-Tavek").stdout
     assert re.search(r"Prefix lookups of this step\n(.*\n)+? +1 +code-Tavek +new ", out)
     assert "code-Mirano" not in out
     refused = pagedcli("trace", folder / "p.jsonl", *FAST, "--step", "0", "--follow", "seq:99", expect=2)
@@ -81,5 +81,5 @@ def test_a_trace_without_ids_still_reads(folder, tmp_path):
     old = tmp_path / "old.jsonl"
     old.write_text((folder / "private.jsonl").read_text().replace(',"row_id":null', ""))
     assert "row_id" not in old.read_text()
-    assert "ok, " in pagedcli("replay", old, "--check").stdout
+    assert "ok, " in pagedcli("trace", old, "--check").stdout
     assert "no request 'code-Tavek'" in pagedcli("explain", old, "--request", "code-Tavek", expect=2).stderr

@@ -44,9 +44,9 @@ def test_an_early_interrupt_prints_no_traceback(tmp_path, module):
 HALF_WRITTEN = """
 import os, signal, sys
 from pathlib import Path
-from pagedcli import interrupt
+from pagedcli import process
 from pagedcli.files import whole_file
-interrupt.install()
+process.end_on_interrupt()
 with whole_file(Path(sys.argv[1]), overwrite=False) as file:
     file.write(b"half")
     os.kill(os.getpid(), signal.SIGINT)
@@ -87,7 +87,7 @@ def interrupted_on_a_terminal(*arguments):
 
 
 def test_an_interrupt_in_replay_restores_the_terminal(tmp_path):
-    code, shown = interrupted_on_a_terminal("replay", write(tmp_path / "run.jsonl", simulated()))
+    code, shown = interrupted_on_a_terminal("trace", write(tmp_path / "run.jsonl", simulated()))
     assert code == 130
     assert "interrupted" in shown
 
@@ -97,7 +97,7 @@ def test_an_interrupt_ends_attach_with_its_summary_and_a_whole_recording(tmp_pat
     code, shown = interrupted_on_a_terminal("attach", "tcp://127.0.0.1:9", "--record", recording)
     assert code == 0
     assert "blocks stored" in shown
-    assert "cut off" not in pagedcli("replay", recording).stderr
+    assert "cut off" not in pagedcli("trace", recording).stderr
 
 
 def test_an_interrupt_ends_trace_after_its_step_and_keeps_its_rows(tmp_path):

@@ -28,21 +28,21 @@ def recording(tmp_path):
 
 
 def test_replay_prints_a_line_per_message(recording):
-    lines = pagedcli("replay", recording).stdout.splitlines()
+    lines = pagedcli("trace", recording).stdout.splitlines()
     assert lines[2] == "message 2 at 2.000 s: stored 2, removed 0, 4 tokens twice; resident 3"
     assert lines[4].endswith("resident 1; tcp://host:1: messages 4 to 4 are missing")
 
 
 def test_replay_gives_one_json_object_per_message(recording):
-    rows = rows_of(pagedcli("replay", recording, "--format", "json").stdout)
+    rows = rows_of(pagedcli("trace", recording, "--format", "json").stdout)
     assert [row["num_resident_blocks"] for row in rows] == [3, 1, 3, 0, 1]
     assert [row["num_tokens_computed_twice"] for row in rows] == [0, 0, 4, 0, 2]
 
 
 def test_replay_shows_the_tree_after_one_message(recording):
-    document = json.loads(pagedcli("replay", recording, "--step", "1", "--format", "json").stdout)
+    document = json.loads(pagedcli("trace", recording, "--step", "1", "--format", "json").stdout)
     assert document["num_resident_blocks"] == 1
-    assert "there is no message 9: the last message" in pagedcli("replay", recording, "--step", "9", expect=2).stderr
+    assert "there is no message 9: the last message" in pagedcli("trace", recording, "--step", "9", expect=2).stderr
 
 
 def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
@@ -79,8 +79,8 @@ def test_report_is_one_page_without_a_network(recording, tmp_path):
 
 
 def test_what_a_recording_does_not_have_is_refused(recording, tmp_path):
-    assert "--check does not apply" in pagedcli("replay", recording, "--check", expect=2).stderr
-    several = pagedcli("replay", recording, "--check", "--steps", "1-2", expect=2).stderr
+    assert "--check does not apply" in pagedcli("trace", recording, "--check", expect=2).stderr
+    several = pagedcli("trace", recording, "--check", "--steps", "1-2", expect=2).stderr
     assert "contain no requests, lookups or block ids: --check, --steps do not apply" in " ".join(several.split())
     assert "no requests" in pagedcli("explain", recording, "--lookups", expect=2).stderr
     private = tmp_path / "private.jsonl"

@@ -8,7 +8,7 @@ import pytest
 from cli_harness import pagedcli
 from quick import slow_but
 
-from pagedcli.cli.learn import Evidence, Lesson, lessons, run_lesson
+from pagedcli.cli.learn import Lesson, LessonFacts, lessons, run_lesson
 
 ROOT = Path(__file__).parents[2]
 LESSONS = lessons()
@@ -36,7 +36,7 @@ def test_there_are_eight_lessons_in_order():
 @EACH
 def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     printed, trace = taught(lesson)
-    evidence = Evidence(trace)
+    evidence = LessonFacts(trace)
     assert lesson.claims
     for name, value in lesson.claims.items():
         assert evidence.value(name) == value, name
@@ -48,7 +48,7 @@ def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     )
     if lesson.choices:
         assert answer in [value for value, _ in lesson.choices.values()]
-    assert ": ok, " in pagedcli("replay", trace, "--check").stdout
+    assert ": ok, " in pagedcli("trace", trace, "--check").stdout
 
 
 @EACH
@@ -60,11 +60,11 @@ def test_the_picture_is_of_its_step(taught, lesson):
 @EACH
 def test_the_page_of_a_lesson_is_what_the_command_prints(taught, lesson):
     page = (ROOT / "docs" / "learn" / lesson.name).read_text(encoding="utf-8")
-    assert page == taught(lesson)[0], "python scripts/lessons.py --write"
+    assert page == taught(lesson)[0], "python scripts/renew.py --write learn"
 
 
 def test_the_index_names_all_lessons():
-    spec = importlib.util.spec_from_file_location("lessons", ROOT / "scripts" / "lessons.py")
+    spec = importlib.util.spec_from_file_location("renew", ROOT / "scripts" / "renew.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "learn" / "README.md").read_text(encoding="utf-8") == module.index()
@@ -76,7 +76,7 @@ def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     assert changed != lesson.run
     fields = {name: getattr(lesson, name) for name in Lesson.__slots__}
     trace = run_lesson(Lesson(**fields | {"run": changed}), tmp_path)
-    assert Evidence(trace).value("lookups[request_id=1].tokens_hit") == 32
+    assert LessonFacts(trace).value("lookups[request_id=1].tokens_hit") == 32
 
 
 def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
@@ -119,7 +119,7 @@ def test_a_picture_that_exists_is_refused_before_anything_runs(tmp_path, monkeyp
 
 
 def test_a_value_that_is_not_one_is_refused(taught):
-    evidence = Evidence(taught(LESSONS[0])[1])
+    evidence = LessonFacts(taught(LESSONS[0])[1])
     for name in ("sequences[].num_blocks.x", "sequences[row_id=nobody].num_blocks", "steps[].step"):
         with pytest.raises(ValueError, match="value"):
             evidence.value(name)

@@ -1,7 +1,6 @@
 """`plan` of a long file: progress, an estimate from its beginning, and bounded work after it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from cli_harness import pagedcli
@@ -27,19 +26,6 @@ def test_a_long_file_gives_an_estimate_while_it_is_read(tmp_path, monkeypatch):
     assert said.count("estimate from") == 1
 
 
-@pytest.mark.parametrize("disturbed", [0.0, 0.4])
-def test_an_estimate_says_no_time_by_a_calibration_that_other_work_disturbed(disturbed, tmp_path, monkeypatch):
-    from pagedcli.planning import step_time
-
-    pagedcli("plan", write_rows(tmp_path / "short.jsonl", 3))
-    real = step_time.load_step_time
-    monkeypatch.setattr(step_time, "load_step_time", lambda key: replace(real(key), disturbed=disturbed))
-    monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
-    said = pagedcli("plan", write_rows(tmp_path / "in.jsonl", 90), "--no-calibrate").stderr
-    [estimate] = [line for line in said.splitlines() if line.startswith("estimate")]
-    assert ("under " in estimate) == (disturbed == 0)
-
-
 def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream(tmp_path):
     path = write_rows(tmp_path / "in.jsonl", 50)
     for name, limit, expected in ((path, None, 1.0), (path, 200, 1.0), (path, 25, 2.0), ("-", None, None)):
@@ -51,8 +37,8 @@ def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream
 
 def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
     tried = []
-    monkeypatch.setattr("pagedcli.simulation.forecast.MOST_IN_FULL", 6000)
-    monkeypatch.setattr("pagedcli.simulation.forecast.SAMPLED", 2000)
+    monkeypatch.setattr("pagedcli.answers.time.MOST_IN_FULL", 6000)
+    monkeypatch.setattr("pagedcli.answers.time.SAMPLED", 2000)
     from pagedcli.simulation import advice
 
     real = advice.advise
@@ -73,7 +59,7 @@ def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
 
 def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
     """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
-    monkeypatch.setattr("pagedcli.simulation.forecast.MOST_SIMULATED", 100)
+    monkeypatch.setattr("pagedcli.answers.time.MOST_SIMULATED", 100)
     path = write_rows(tmp_path / "in.jsonl", 600, max_tokens=200)
     found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
         "forecast"

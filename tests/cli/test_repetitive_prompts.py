@@ -45,12 +45,12 @@ def _analysed(tmp_path, seed):
     some = draw.choice([(), ("--block-size", "8"), ("--max-num-seqs", "2")])
     runs = [
         pagedcli("generate", path, "-o", tmp_path / "out.jsonl", "--record", trace, "--record-tokens", *FAST, *some),
-        pagedcli("trace", path, "--no-live", *FAST, *some),
+        pagedcli("trace", path, "--dump-kv", *FAST, *some),
         pagedcli("plan", path, "--no-calibrate", *some),
         pagedcli("simulate", path, "--pool", draw.choice(["25%,100%", "64"]), *some),
         pagedcli("simulate", trace),
         pagedcli("explain", trace),
-        pagedcli("replay", trace, "--check"),
+        pagedcli("trace", trace, "--check"),
         pagedcli("report", trace, "-o", tmp_path / "page.html"),
         pagedcli("diff", path, other),
     ]

@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
     prompts.write_text("".join(json.dumps({"prompt": f"{LONG}{i}"}) + "\n" for i in range(6)))
     kept = ("--prefix-store", store, "--prefix-store-size", "10MiB", "--verify", 2)
     results = [
-        pagedcli("generate", prompts, "-o", folder / n, *FAST, *kept, "--record", folder / f"{n}.trace.jsonl")
+        pagedcli("generate", prompts, "-o", folder / n, *FAST, *kept, "--all", "--record", folder / f"{n}.trace.jsonl")
         for n in ("a", "b")
     ]
     return folder, results
@@ -37,15 +37,13 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
     folder, (first, second) = runs
     assert "0 blocks read (0 B)" in first.stderr
     assert "10 blocks read" in second.stderr
-    assert "160 tokens of these, from the prefix store" in second.stderr
-    assert second.stderr.index("from disk") < second.stderr.index("generated ")
+    assert "  from disk    160 prompt tokens, from the prefix store" in second.stderr
     found, ceilings = (
-        [float(re.search(rf"{name} (\S+) %", each.stderr)[1]) for each in (first, second)]
-        for name in ("found", "ceiling")
+        [float(re.search(name, each.stderr)[1]) for each in (first, second)]
+        for name in (r"\((\d+) % from the cache", r"ceiling (\S+) %")
     )
     assert ceilings[1] >= max(found[1], ceilings[0] + 10)
     assert "(unlimited cache and the prefix store)" in second.stderr
-    assert " on disk), ceiling" in second.stderr
     assert second.stderr.count("each alone and without cached blocks: the same bits") == 1
     assert [each["disk_cached_tokens"] for each in details(folder / "a")] == [0] * 6
     assert [each["disk_cached_tokens"] for each in details(folder / "b")] == [160, 0, 0, 0, 0, 0]
@@ -55,7 +53,7 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
 def test_its_trace_is_lawful_and_explained(runs):
     folder, _ = runs
     assert "blocks_restored" in (folder / "b.trace.jsonl").read_text()
-    pagedcli("replay", folder / "b.trace.jsonl", "--check")
+    pagedcli("trace", folder / "b.trace.jsonl", "--check")
     assert pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout
     totals = json.loads(pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout)["totals"]
     tokens = {row["part"]: row["tokens"] for row in totals}
@@ -76,7 +74,7 @@ def test_diff_names_the_tokens_that_were_read_from_disk(runs):
     assert causes["store"]["detail"] == "0 -> 160 tokens"
     assert causes["store"]["computed_tokens"] == -160
     assert causes["store"]["hit_rate"] == found["changes"]["hit_rate"] > 0
-    assert causes["unexplained"]["hit_rate"] == causes["unexplained"]["computed_tokens"] == 0
+    assert "unexplained" not in causes
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -107,8 +105,7 @@ def test_a_folder_that_cannot_be_written_loses_nothing_and_says_so(runs, tmp_pat
     monkeypatch.setattr(
         os, "access", lambda path, mode: not (Path(path) == store and mode & os.W_OK) and real(path, mode)
     )
-    for command in ("trim", "clear"):
-        assert "cannot be written: nothing was removed" in pagedcli("store", command, store, expect=2).stderr
+    assert "cannot be written: nothing was removed" in pagedcli("store", store, "--trim", "0", expect=2).stderr
     assert len(list(store.iterdir())) == 1
 
 
@@ -123,16 +120,14 @@ def test_files_that_stay_are_not_counted_as_removed(runs, tmp_path, monkeypatch)
     store = tmp_path / "store"
     shutil.copytree(runs[0] / "store", store)
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no")))
-    result = pagedcli("store", "clear", store, expect=2)
-    assert result.stdout.startswith("0 files removed")
-    assert "1 file could not be removed" in result.stderr
+    assert pagedcli("store", store, "--trim", "0", expect=2).stdout.startswith("0 files removed")
 
 
 def test_names_of_folders_do_not_steer_the_terminal(runs, tmp_path):
     store = tmp_path / "a\x1b[31mb"
     shutil.copytree(runs[0] / "store", store)
-    for command in ("ls", "check", "trim", "clear"):
-        result = pagedcli("store", command, store)
+    for flags in ((), ("--check",), ("--trim", "0")):
+        result = pagedcli("store", store, *flags)
         assert "\x1b" not in result.stdout + result.stderr
 
 
@@ -144,25 +139,24 @@ def test_a_bound_that_others_exceed_is_said(runs, tmp_path):
     result = pagedcli("generate", runs[0] / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST, *kept)
     assert "more than the bound: other files in the folder" in result.stderr
     assert "10 blocks read" in result.stderr
-    assert "leave no room" in pagedcli("store", "trim", store, "--size", "50KiB", expect=2).stderr
-    listed = pagedcli("store", "ls", store).stdout
+    assert "leave no room" in pagedcli("store", store, "--trim", "50KiB", expect=2).stderr
+    listed = pagedcli("store", store).stdout
     assert "files of others: 97.7 KiB" in listed
     assert f"1 file of {byte_text(next(store.glob('*.kept')).stat().st_size)}" in listed
 
 
-def test_ls_check_trim_and_clear(runs, tmp_path):
+def test_it_is_listed_checked_and_trimmed(runs, tmp_path):
     store = tmp_path / "store"
     shutil.copytree(runs[0] / "store", store)
-    [settings] = json.loads(pagedcli("store", "ls", store, "--format", "json").stdout)["settings"]
+    [settings] = json.loads(pagedcli("store", store, "--format", "json").stdout)["settings"]
     assert (settings["num_files"], settings["differs"]) == (1, "")
-    assert pagedcli("store", "check", store).stdout == "1 file as written, 0 not\n"
+    assert pagedcli("store", store, "--check").stdout == "1 file as written, 0 not\n"
     [file] = store.iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert "other bytes than were written" in pagedcli("store", "check", store, expect=1).stdout
+    assert "other bytes than were written" in pagedcli("store", store, "--check", expect=1).stdout
     (store / "notes.txt").write_text("mine")
-    assert pagedcli("store", "trim", store, "--size", "1KiB").stdout.startswith("1 file removed, 4 B left")
-    assert pagedcli("store", "clear", store).stdout.startswith("0 files removed")
+    assert pagedcli("store", store, "--trim", "1KiB").stdout.startswith("1 file removed, 4 B left")
     assert (store / "notes.txt").read_text() == "mine"
-    assert "there is no folder" in pagedcli("store", "ls", tmp_path / "none", expect=2).stderr
+    assert "there is no folder" in pagedcli("store", tmp_path / "none", expect=2).stderr

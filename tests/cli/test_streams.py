@@ -69,7 +69,7 @@ def test_rows_that_cannot_be_written_are_a_plain_error(prompts, stdout, why):
 @pytest.mark.parametrize("flags", ["", "--dump-kv", "--dump-kv --format json"])
 def test_steps_whose_reader_has_gone_end_as_a_broken_pipe_does(tmp_path, flags):
     trace = write(tmp_path / "run.jsonl", simulated())
-    result = shell(f"{{ pagedcli replay {trace} {flags}; echo $? >&2; }} | true", expect=0)
+    result = shell(f"{{ pagedcli trace {trace} {flags}; echo $? >&2; }} | true", expect=0)
     assert result.stderr == "141\n"
 
 
@@ -225,7 +225,7 @@ def test_a_closed_terminal_says_what_becomes_of_the_rows(capsys):
 @pytest.mark.slow
 def test_a_pager_that_does_not_read_takes_no_time_of_the_run(prompts):
     """The pipe is full after a few steps; the reader begins after three seconds."""
-    flags = ("--max-tokens", "60", "--ignore-eos", "--num-gpu-blocks-override", "64", "--no-live", "--record")
+    flags = ("--max-tokens", "60", "--ignore-eos", "--num-gpu-blocks-override", "64", "--dump-kv", "--record")
     trace = prompts.with_name("run.jsonl")
     command = [sys.executable, "-m", "pagedcli", "trace", str(prompts), *flags, str(trace)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=4096) as process:

@@ -1,7 +1,8 @@
-"""The summary on a terminal: lines break between words, and the help explains every label."""
+"""The summary on a terminal: at most six lines, broken between words, and a page that explains every label of --all."""
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from cli_harness import FAST, pagedcli
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from pagedcli.cli.main import app
 from pagedcli.show import terminal
 
+ROOT = Path(__file__).resolve().parents[2]
 LINE = "  waiting      mean 64.3 ms a sequence, 1.54 s in all: 52.3 % token budget, 47.7 % free blocks of the pool"
 
 
@@ -45,15 +47,15 @@ def test_a_pipe_gets_each_line_whole(capsys):
     assert capsys.readouterr().err == LINE + "\n"
 
 
-def test_the_help_explains_every_label_of_the_summary(tmp_path):
+def test_a_page_explains_every_label_of_the_summary(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 40}\n' * 6)
-    flags = ["-o", str(tmp_path / "out.jsonl"), "--num-gpu-blocks-override", "8", "--max-num-seqs", "4"]
+    flags = ["-o", str(tmp_path / "out.jsonl"), "--num-gpu-blocks-override", "8", "--max-num-seqs", "4", "--all"]
     result = CliRunner().invoke(app, ["generate", str(prompts), *flags], catch_exceptions=False)
-    labels = set(re.findall(r"^  (\S.{10}\S?) +\S", result.stderr.split("done:")[1], re.MULTILINE))
-    labels = {label.split("  ")[0].strip() for label in labels} - {"prompt", "generated"}
-    assert {"TTFT", "TPOT", "KV blocks", "preemptions", "waste"} <= labels
-    shown = CliRunner().invoke(app, ["generate", "--help"]).stdout
+    labels = set(re.findall(r"^  (\S.{10}\S?) +\S", result.stderr.split("none failed")[1], re.MULTILINE))
+    labels = {label.split("  ")[0].strip() for label in labels}
+    assert {"TTFT", "TPOT", "prefixes", "waste"} <= labels
+    shown = (ROOT / "docs" / "reading-the-tables.md").read_text(encoding="utf-8")
     assert {label for label in labels if label not in shown} == set()
 
 
@@ -68,21 +70,23 @@ def test_the_first_failed_rows_are_named_by_line_and_reason(tmp_path):
         "--num-gpu-blocks-override",
         "8",
     ]
-    named = [
-        "  failed       line 3: not JSON: Input data was truncated",
+    first = "the first in line 3: not JSON: Input data was truncated."
+    others = [
         "               line 4: max_tokens is -1, allowed: 1 or more",
         "               line 5: a line needs either 'prompt' or 'messages', this one has neither",
     ]
-    for flags, num_named in ((["--max-errors", "1", "--max-num-seqs", "1"], 1), (["--resume"], 3)):
+    stopping = ["--max-errors", "1", "--max-num-seqs", "1"]
+    for flags, num_failed, named in ((stopping, "1 of 1 row", []), (["--resume", "--all"], "5 of 6 rows", others)):
         said = CliRunner().invoke(app, command + flags, catch_exceptions=False).stderr.splitlines()
-        assert [line for line in said if re.match(r"  (failed|  ).* line \d", line)] == named[:num_named]
+        assert f"{num_failed} failed, {first}" in said
+        assert [line for line in said if re.match(r"  .* line \d", line)] == named
 
 
 def test_a_reason_with_a_number_of_thousands_of_digits_is_cut_in_the_summary(tmp_path):
     number = "9" * 4000
     path = tmp_path / "in.jsonl"
     path.write_text(f'{{"prompt": [{number}]}}\n{{"prompt": "a", "seed": {number}}}\n')
-    result = pagedcli("generate", path, *FAST, expect=3)
+    result = pagedcli("generate", path, *FAST, "--all", expect=3)
     [first, second] = [line for line in result.stderr.splitlines() if "999…" in line]
     assert ("line 1: token id 999" in first, "line 2: seed is 999" in second) == (True, True)
     assert max(map(len, result.stderr.splitlines())) < 400

@@ -5,7 +5,7 @@ import re
 from cli_harness import pagedcli
 
 import pagedcli as package
-from pagedcli.cli.main import BEGIN, COMMANDS
+from pagedcli.cli.main import COMMANDS
 
 
 def test_a_report_of_a_bug_names_versions_and_kernels():
@@ -20,9 +20,9 @@ def test_a_report_of_a_bug_names_versions_and_kernels():
     assert all(found.values())
 
 
-def test_without_arguments_the_commands_to_begin_with_come_first():
+def test_the_help_has_the_commands_in_six_groups():
     shown = pagedcli("--help").stdout
-    first, other = shown.split("Other commands:")
-    for name, line in COMMANDS.items():
-        assert f"{name} " in (first if name in BEGIN else other)
+    for name, (group, line) in COMMANDS.items():
+        assert f"\n  {name} " in shown.split(f"\n{group}:")[1]
         assert line in shown
+    assert len({group for group, _ in COMMANDS.values()}) == 6

@@ -152,6 +152,8 @@ def test_plan_and_simulate_leave_out_what_generate_does_not_compute(folder):
     assert {"what": "with the answers of an earlier one, left out", "rows": 6} in shown["rows"]
     simulated = json.loads(pagedcli("simulate", "in.jsonl", "--deduplicate", "--pool", "64", "--format", "json").stdout)
     assert simulated["num_requests"] == 3
-    done = pagedcli("generate", "in.jsonl", "-o", "out.jsonl", "--deduplicate", "--summary-json", "s.json", *FAST)
-    assert "deduplicated 6 rows with the answers of an equal one: 36 tokens not generated again" in done.stderr
+    done = pagedcli(
+        "generate", "in.jsonl", "-o", "out.jsonl", "--deduplicate", "--summary-json", "s.json", "--all", *FAST
+    )
+    assert "  deduplicated 6 rows with the answers of an equal one: 36 tokens not generated again" in done.stderr
     assert json.loads((folder / "s.json").read_text())["rows_deduplicated"] == 6

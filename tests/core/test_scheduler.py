@@ -45,8 +45,6 @@ def test_every_request_finishes_within_the_limits(
         preemption_policy=policy,
         min_prefill_tokens=least,
     )
-    num_first_used = []
-    sim.observe_work = lambda work: num_first_used.append(work.num_first_used)
     for tokens, max_new, n in requests:
         sim.add(tokens, max_new, n=n)
     while sim.has_unfinished_requests():
@@ -55,7 +53,6 @@ def test_every_request_finishes_within_the_limits(
         assert len(sim.scheduler.running) <= max_num_seqs
     assert all(0 < sum(new) <= budget for new in sim.executor.steps)
     assert all(max(new) <= (chunk or budget) for new in sim.executor.steps)
-    assert sum(num_first_used) == sim.block_manager.pool.num_touched
     assert [seq.seq_id for seq in sim.seqs] == list(range(sum(n for _, _, n in requests)))
     assert all(seq.num_output_tokens == seq.max_new_tokens for seq in sim.seqs)
     assert sim.block_manager.num_free_blocks == num_blocks

@@ -20,7 +20,7 @@ NEUTRAL = {
     "chunks": ("--chunked-prefill-size", "7"),
     "blocks of 1": ("--block-size", "1", "--num-gpu-blocks-override", "1600"),
     "no cache": ("--no-enable-prefix-caching",),
-    "a step ahead": ("--async-scheduling",),
+    "a step ahead": ("-C", "ahead.yaml"),
     "next-use": ("--eviction", "next-use"),
     "speculation": ("--speculation", "ngram"),
     "int8 KV": ("--kv-cache-dtype", "int8"),
@@ -47,6 +47,7 @@ def write(folder):
         {"continuations": ["a dog", "the end"]},
     )
     lines = [fields | {"prompt": f"{SHARED}{place} {n}"} for n in range(4) for place, fields in enumerate(kinds)]
+    (folder / "ahead.yaml").write_text("engine: {async_scheduling: true}")
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -10,7 +10,7 @@ from quantized_zoo import random_float8, random_weight
 from quick import slow_but
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, route
+from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, route
 from pagedcli.layers.quantized import E2M1
 
 pytest.importorskip("triton")
@@ -116,7 +116,7 @@ def mixture_of(gate_up, down, routing, activation="silu", biases=(None, None), r
         biases_of = [None if bias is None else bias[i] for bias in biases]
         return lambda x: F.linear(ACTIVATIONS[activation](F.linear(x, gate_up[i], biases_of[0])), down[i], biases_of[1])
 
-    return Mixture([expert(i) for i in range(len(down))], routing, router_bias, expert_scales)
+    return ExpertLoop([expert(i) for i in range(len(down))], routing, router_bias, expert_scales)
 
 
 @interpreted

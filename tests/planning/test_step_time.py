@@ -25,8 +25,7 @@ KEY = TimeKey(
     kv_dtype="bfloat16", backend="cpu", decoder="native", block_size=16,
 )  # fmt: skip
 TRUE = StepTime(
-    prompts=((1, 1.0), (8, 2.0), (64, 9.0)), decodes=((1, 1.0), (8, 3.0)), attended_by_prompts_s=0.001,
-    attended_by_decodes_s=0.002, distincts=((0, 0.0), (900, 1.8), (1800, 9.0)),
+    prompts=((1, 1.0), (8, 2.0), (64, 9.0)), decodes=((1, 1.0), (8, 3.0)), attended_s=0.001, read_s=0.002,
 )  # fmt: skip
 
 
@@ -44,9 +43,9 @@ def work_of_step(*, lengths, num_steps=0, **limits):
 
 def test_work_counts_tokens_chunks_and_what_they_attend_to():
     work = work_of_step(lengths=[5, 1], max_num_batched_tokens=4)
-    assert work == StepWork(4, 0, num_chunks=1, attended_by_prompts=1 + 2 + 3 + 4, num_first_used=1)
+    assert work == StepWork(4, 0, num_chunks=1, attended=1 + 2 + 3 + 4)
     work = work_of_step(lengths=[5, 3], num_steps=1, max_num_batched_tokens=16)
-    assert work == StepWork(2, 2, attended_by_decodes=6 + 4, distinct=10, num_first_used=0)
+    assert work == StepWork(2, 2, attended=6 + 4, read=6 + 4)
     assert work.is_decode
 
 
@@ -57,16 +56,7 @@ def test_a_shared_prefix_is_attended_to_by_each_but_read_once():
         run.add([*range(16), last], 5)
         run.step()
     run.step()
-    assert (found[-1].attended_by_decodes, found[-1].distinct) == (20 + 19 + 18, (4 + 3) * 4)
-
-
-def test_a_block_is_used_for_the_first_time_once():
-    run, found = Simulation(64, 4, enable_prefix_caching=False, max_num_batched_tokens=64), []
-    run.observe_work = lambda work: found.append(work.num_first_used)
-    for length in (9, 5, 13):
-        run.add(range(length), 1)
-        run.run()
-    assert found == [3, 0, 1]  # of blocks of four tokens
+    assert (found[-1].attended, found[-1].read) == (20 + 19 + 18, (4 + 3) * 4)
 
 
 @pytest.mark.parametrize(("start", "new"), [(0, 5), (2, 1), (3, 9), (20, 4)])
@@ -92,7 +82,7 @@ def test_between_knots_time_grows_evenly_and_after_the_last_as_since_half_its_nu
 
 def test_a_slow_step_by_chance_makes_no_larger_step_shorter():
     """A prompt of 128 tokens took 580 ms and one of 177 took 420 on a busy machine: 512 tokens were below zero."""
-    works = [StepWork(number, 1, num_chunks=1, attended_by_prompts=number) for number in (64, 128, 177)]
+    works = [StepWork(number, 1, num_chunks=1, attended=number) for number in (64, 128, 177)]
     steps = [(StepWork(1, 1), 0.034), *zip(works, (0.145, 0.580, 0.420), strict=True)]
     found = made_of(steps, TRUE.layers)
     assert dict(found.prompts)[128] == dict(found.prompts)[177] == pytest.approx(0.5)
@@ -100,66 +90,31 @@ def test_a_slow_step_by_chance_makes_no_larger_step_shorter():
 
 
 def test_a_mixed_step_pays_for_its_tokens_and_for_each_that_is_sampled():
-    work = StepWork(64, 8, num_chunks=3, attended_by_prompts=100)
+    work = StepWork(64, 8, num_chunks=3, attended=100)
     assert TRUE.seconds(work) == pytest.approx(9.0 + (3.0 - 2.0) + 0.1)
-    assert TRUE.seconds(replace(work, attended_by_decodes=1)) == pytest.approx(TRUE.seconds(work) + 0.002)
+    assert TRUE.seconds(replace(work, attended=101, read=1)) == pytest.approx(TRUE.seconds(work) + 0.003)
 
 
 def test_what_any_step_with_a_prompt_takes_is_paid_once():
     """Steps of the built-in model with 57 sequences and 7 short prompts were a quarter too short."""
     time = replace(TRUE, prompts=((1, 1.0), (2, 2.0), (64, 2.0)), decodes=((1, 1.0), (2, 1.0), (64, 1.5)))
-    assert time.sampling_s(64) == pytest.approx(1.5 - 2.0 + (2.0 - 1.0))
-    assert time.sampling_s(2) == 0.0
-
-
-def test_memory_that_is_used_for_the_first_time_takes_time_of_its_own():
-    time, work = replace(TRUE, first_use_s=0.125), StepWork(8, 8, num_first_used=4)
-    assert time.seconds(work) == pytest.approx(TRUE.seconds(work) + 0.5)
-    assert time.split(work)["memory"] == 0.5
-    assert time.scaled(2.0).split(work)["memory"] == 1.0
+    assert time._sampling_s(64) == pytest.approx(1.5 - 2.0 + (2.0 - 1.0))
+    assert time._sampling_s(2) == 0.0
 
 
 def test_a_record_is_found_again_from_the_steps_that_it_predicts():
-    works = [StepWork(n, 1, num_chunks=1, attended_by_prompts=a) for n, a in ((8, 36), (64, 2080), (64, 9000))]
-    works += [StepWork(n, n, attended_by_decodes=a, distinct=d)
-              for n, a, d in ((1, 0, 0), (1, 900, 900), (8, 0, 0), (8, 1800, 1800), (8, 1800, 450))]  # fmt: skip
+    works = [StepWork(n, 1, num_chunks=1, attended=a) for n, a in ((8, 36), (64, 2080), (64, 9000))]
+    works += [StepWork(n, n, attended=a, read=a) for n, a in ((1, 0), (1, 900), (8, 0), (8, 1800))]
     found = made_of([(work, TRUE.seconds(work)) for work in works], TRUE.layers)
-    for name in ("prompts", "decodes", "distincts"):
+    for name in ("prompts", "decodes"):
         assert getattr(found, name) == tuple((n, pytest.approx(s, rel=0.05)) for n, s in getattr(TRUE, name)), name
-    for name in ("attended_by_prompts_s", "attended_by_decodes_s"):
+    for name in ("attended_s", "read_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
 
 
-def test_a_run_that_took_longer_makes_the_next_prediction_longer():
-    work = StepWork(8, 8)
-    found = TRUE.learned(1.44)
-    assert found.seconds(work) == pytest.approx(1.2 * TRUE.seconds(work))
-    assert found.num_runs == 1
-    assert found.error == pytest.approx(0.44)
-    assert TRUE.learned(100.0).seconds(work) == pytest.approx(2**0.5 * TRUE.seconds(work))
-
-
-def test_a_step_has_ten_measured_numbers():
+def test_a_step_has_six_measured_numbers():
     """A number more has to be worth 3 points of error, see docs/measurements.md."""
-    known = {"layers", "error", "num_runs", "disturbed"}
-    assert len({each.name for each in fields(StepTime)} - known) == 10
-
-
-def test_the_likely_range_widens_with_past_errors_and_with_other_work():
-    low, high = TRUE.likely(10.0)
-    assert (low, high) == pytest.approx((10 / 1.3 - 0.1, 13.1))
-    wrong = replace(TRUE, error=0.4).likely(10.0)
-    assert wrong == pytest.approx((10 / 2 - 0.1, 20.1))
-    assert TRUE.likely(0.05)[0] == 0.0
-
-
-def test_a_calibration_among_other_work_may_be_slower_than_a_quiet_run_by_what_that_work_took(monkeypatch):
-    """5.8 s (4.4 to 7.6) were promised by a calibration of which other programs took 30 %; the job took 3.3 s."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    low, high = replace(TRUE, disturbed=0.3).likely(5.8)
-    assert low < 3.3 < 5.8 < high == TRUE.likely(5.8)[1]
-    most = replace(TRUE, disturbed=0.75).likely(10.0)  # three programs on each core next to ours
-    assert most[0] == pytest.approx(10 / 1.3 / 4 - 0.1)
+    assert len({each.name for each in fields(StepTime)} - {"layers"}) == 6
 
 
 def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkeypatch):

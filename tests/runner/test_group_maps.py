@@ -87,7 +87,7 @@ def test_the_groups_of_a_trace_are_those_of_the_model(traced):
 def test_blocks_tables_and_map_agree_with_the_engine_at_every_step(traced):
     watched, trace = traced
     replay = Replay(TraceReader(trace))
-    app = PoolApp(ReplayPlayer(replay), "pagedcli replay run.jsonl.zst")
+    app = PoolApp(ReplayPlayer(replay), "pagedcli trace run.jsonl.zst")
     num_groups = len(watched.engine.plan.limits.groups)
 
     async def script(pilot):

@@ -50,7 +50,7 @@ def test_frames_hold_what_the_files_of_dump_kv_hold(trace, path, tmp_path, monke
     pytest.importorskip(library)
     if library == "polars":
         monkeypatch.setitem(sys.modules, "pandas", None)
-    pagedcli("replay", path, "--dump-kv", tmp_path / "kv.jsonl")
+    pagedcli("trace", path, "--dump-kv", tmp_path / "kv.jsonl")
     for name in ("steps", "sequences", "blocks", "lookups"):
         frame = getattr(trace, name)
         assert type(frame).__module__.startswith(library)

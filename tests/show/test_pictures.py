@@ -276,12 +276,12 @@ def test_a_machine_without_fonts_draws_no_pictures_without_text(monkeypatch):
 
 def test_a_picture_of_a_step_is_written_and_not_replaced(trace, tmp_path):
     path = tmp_path / "pool.svg"
-    result = pagedcli("replay", trace, "--step", 9, "--picture", path)
+    result = pagedcli("trace", trace, "--step", 9, "--picture", path)
     assert result.stdout == ""
     assert "pool.svg: " in result.stderr
     assert "KV cache at step 9" in path.read_text()
-    assert "already exists" in pagedcli("replay", trace, "--step", 9, "--picture", path, expect=2).stderr
-    pagedcli("replay", trace, "--step", 9, "--picture", path, "--overwrite", "--theme", "dark", "--shape", "column")
+    assert "already exists" in pagedcli("trace", trace, "--step", 9, "--picture", path, expect=2).stderr
+    pagedcli("trace", trace, "--step", 9, "--picture", path, "--overwrite", "--theme", "dark", "--shape", "column")
     assert "prefers-color-scheme" not in path.read_text()
 
 
@@ -290,7 +290,7 @@ def test_a_picture_of_a_step_is_written_and_not_replaced(trace, tmp_path):
 )
 def test_pictures_of_the_whole_run_need_no_step(trace, tmp_path, subject, title):
     follow = ["--follow", "request-3"] if subject == "request" else []
-    pagedcli("replay", trace, "--picture", tmp_path / "run.svg", "--of", subject, *follow)
+    pagedcli("trace", trace, "--picture", tmp_path / "run.svg", "--of", subject, *follow)
     assert title in (tmp_path / "run.svg").read_text()
 
 
@@ -309,12 +309,12 @@ def test_pictures_of_the_whole_run_need_no_step(trace, tmp_path, subject, title)
 )
 def test_what_does_not_go_together_is_refused(trace, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    assert message in pagedcli("replay", trace, *arguments, expect=2, columns=200).stderr
+    assert message in pagedcli("trace", trace, *arguments, expect=2, columns=200).stderr
     assert not list(tmp_path.iterdir())
 
 
 COMMANDS = re.findall(
-    r"^pagedcli (replay run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    r"^pagedcli (trace run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
 )
 
 
@@ -329,12 +329,12 @@ def test_every_command_of_the_page_draws_its_picture(trace, tmp_path, monkeypatc
 
 
 def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path, image):
-    pagedcli("replay", trace, "--step", 9, "--picture", tmp_path / "pool.png")
+    pagedcli("trace", trace, "--step", 9, "--picture", tmp_path / "pool.png")
     with image.open(tmp_path / "pool.png") as picture:
         assert picture.size == (2560, 1440)
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 20  # text and blocks, not a blank sheet
     film = tmp_path / "pool.gif"
-    assert "80 steps" in pagedcli("replay", trace, "--steps", "0-79", "--picture", film).stderr
+    assert "80 steps" in pagedcli("trace", trace, "--steps", "0-79", "--picture", film).stderr
     assert film.stat().st_size < 2_000_000
     with image.open(io.BytesIO(film.read_bytes())) as picture:
         assert picture.n_frames == 80
@@ -344,15 +344,15 @@ def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path, image):
 @pytest.mark.machine
 def test_a_film_of_eighty_steps_takes_less_than_ten_seconds(trace, tmp_path, image):
     start_s = time.perf_counter()
-    pagedcli("replay", trace, "--steps", "0-79", "--picture", tmp_path / "pool.gif")
+    pagedcli("trace", trace, "--steps", "0-79", "--picture", tmp_path / "pool.gif")
     assert time.perf_counter() - start_s < 10
 
 
 def test_without_the_extra_only_svg_is_drawn(trace, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", None)
-    result = pagedcli("replay", trace, "--step", 9, "--picture", tmp_path / "pool.png", expect=2)
+    result = pagedcli("trace", trace, "--step", 9, "--picture", tmp_path / "pool.png", expect=2)
     assert "pip install 'pagedcli[pictures]'" in result.stderr
-    pagedcli("replay", trace, "--step", 9, "--picture", tmp_path / "pool.svg")
+    pagedcli("trace", trace, "--step", 9, "--picture", tmp_path / "pool.svg")
 
 
 def test_simulate_draws_the_hit_rate_of_its_tables(trace, tmp_path):

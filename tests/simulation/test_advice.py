@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from cli_harness import pagedcli
 
+from pagedcli.answers.time import time as forecast
 from pagedcli.cli.tuning import time_in_turns
 from pagedcli.config import load_config
 from pagedcli.core.limits import Limits
@@ -25,7 +26,6 @@ from pagedcli.simulation.advice import (
     recorded_plan,
     tune,
 )
-from pagedcli.simulation.forecast import forecast
 from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.settings import KINDS, Setting, Subject, flags_of
 from pagedcli.simulation.sources import read_recorded_run
@@ -62,9 +62,18 @@ FASTER = Turns(BEFORE, (1.4, 1.5, 1.6, 1.5) * 2)
 UNSURE = Turns(BEFORE, (1.8, 2.2, 2.0, 2.05) * 2)
 
 
+def slower(factor):
+    """A machine that is slower by this factor than that of STEP_TIME."""
+    knots = {
+        name: tuple((number, factor * seconds) for number, seconds in getattr(STEP_TIME, name))
+        for name in ("prompts", "decodes")
+    }
+    return replace(STEP_TIME, **knots)
+
+
 def slow(given):
     """The subject with steps that take so long that runs are compared by time."""
-    return replace(given, step_time=STEP_TIME.scaled(20))
+    return replace(given, step_time=slower(20))
 
 
 def tuned(given, turns=FASTER, fixed=()):
@@ -120,7 +129,7 @@ def test_a_run_under_two_seconds_is_not_compared_by_time():
     given = slow(subject([[1] * 24 + own(n, 9) for n in range(16)], num_blocks=200))
     seconds = advise(given).base.seconds
     assert seconds > LEAST_TIMED_S
-    fast = replace(given, step_time=STEP_TIME.scaled(20 * 0.9 * LEAST_TIMED_S / seconds))
+    fast = replace(given, step_time=slower(20 * 0.9 * LEAST_TIMED_S / seconds))
     assert not advise(fast).by_time
     found, asked = tuned(fast)
     assert (found.by_time, found.timed, asked) == (False, None, [])
@@ -226,8 +235,8 @@ def test_where_no_request_fits_no_setting_saves_anything():
 STEP_TIME = StepTime(
     prompts=((1, 0.010), (512, 0.10), (2048, 0.40)),
     decodes=((1, 0.010), (256, 0.050)),
-    attended_by_prompts_s=0.0,
-    attended_by_decodes_s=0.0,
+    attended_s=0.0,
+    read_s=0.0,
 )
 
 
@@ -259,7 +268,7 @@ def runs(tmp_path_factory):
         "--summary-json", folder / "summary.json", "--output-token-ids", "--num-gpu-blocks-override", "16", *FLAGS,
         columns=1000,
     )  # fmt: skip
-    return folder, shown.stdout
+    return folder, shown.stderr.splitlines()[-2]
 
 
 def test_all_commands_give_the_same_answer(runs):
@@ -267,7 +276,7 @@ def test_all_commands_give_the_same_answer(runs):
     found = recorded_advice(folder / "run.jsonl")
     first_lines = paragraph(found.verdicts())
     assert found.best
-    assert said.splitlines() == first_lines
+    assert said == first_lines[0]
     document = json.loads((folder / "summary.json").read_text())
     assert document["verdicts"] == msgspec.to_builtins(found.verdicts())
     summary = document["cache"]
@@ -343,7 +352,7 @@ def test_simulate_gives_the_same_answer_for_the_recording_and_for_the_file(runs)
 def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs, tmp_path, monkeypatch):
     folder, _ = runs
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    monkeypatch.setattr("pagedcli.bench.calibration.calibrate", lambda *_, **__: STEP_TIME.scaled(20))
+    monkeypatch.setattr("pagedcli.bench.calibration.calibrate", lambda *_, **__: slower(20))
     pool = ("--num-gpu-blocks-override", "16")
     lengths = ("--outputs", folder / "out.jsonl")
     as_json("plan", folder / "in.jsonl", *pool, *FLAGS, *lengths)
@@ -351,10 +360,10 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
     said = pagedcli(
         "generate", folder / "in.jsonl", "-o", tmp_path / "out.jsonl", "--record", trace, "--record-tokens",
         "--summary-json", tmp_path / "summary.json", *pool, *FLAGS, columns=1000,
-    ).stdout  # fmt: skip
+    ).stderr  # fmt: skip
     expected = json.loads((tmp_path / "summary.json").read_text())["cache"]
     assert "less time" in expected["advice"]
-    assert " ".join(said.splitlines()) == expected["advice"]
+    assert expected["advice"].startswith(said.splitlines()[-2])
     others = {
         "plan": as_json("plan", folder / "in.jsonl", "--no-calibrate", *pool, *FLAGS, *lengths),
         "explain": as_json("explain", trace),
@@ -371,7 +380,7 @@ def test_where_steps_have_been_timed_all_commands_compare_by_time_and_agree(runs
 
 def test_generate_takes_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
     folder, _ = runs
-    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME.scaled(20), "a test"))
+    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (slower(20), "a test"))
     monkeypatch.setattr("pagedcli.cli.tuning.time_in_turns", lambda *_: FASTER)
     arguments = ("plan", folder / "in.jsonl", *FLAGS, "--tune")
     printed = pagedcli(*arguments).stdout

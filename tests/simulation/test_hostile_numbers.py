@@ -48,7 +48,7 @@ def test_a_recording_with_a_number_that_no_run_has_is_refused_or_simulated(recor
 
 @pytest.mark.parametrize(
     "flags",
-    [("--max-num-seqs", 10**12), ("--read-ahead", 10**20), ("--block-size", 10**17), ("--num-state-slots", 10**22),
+    [("--max-num-seqs", 10**12), ("--block-size", 10**17), ("--num-state-slots", 10**22),
      ("--step-ms", "inf"), ("--step-ms", "1e300"), ("--step-ms", "nan"), ("--speed", "inf", "--step-ms", 1)],
     ids=lambda flags: " ".join(map(str, flags)),
 )  # fmt: skip

@@ -257,7 +257,7 @@ def test_a_simulation_that_cannot_be_recorded_says_what_to_do(trace):
 
 def test_a_recording_of_a_simulation_is_a_trace_that_holds_every_law(trace, tmp_path):
     simulate(trace, "--pool", "40", "--record", tmp_path / "run.jsonl")
-    assert "ok" in pagedcli("replay", tmp_path / "run.jsonl", "--check").stdout.lower()
+    assert "ok" in pagedcli("trace", tmp_path / "run.jsonl", "--check").stdout.lower()
     again = json.loads(pagedcli("simulate", tmp_path / "run.jsonl", "--format", "json").stdout)
     assert again["pools"][0]["hit_rate_tokens"] == as_json(trace, "--pool", "40")["pools"][0]["hit_rate_tokens"]
 

@@ -80,7 +80,7 @@ def test_a_run_gives_the_same_rows_and_a_lawful_trace(pagedcli, run):
     first = json.loads((run / "run.jsonl").read_text().splitlines()[0])
     assert first["eviction"] == "mru"
     assert "block_evicted" in (run / "run.jsonl").read_text()
-    pagedcli("replay", run / "run.jsonl", "--check")
+    pagedcli("trace", run / "run.jsonl", "--check")
     pagedcli("explain", run / "run.jsonl")
     lru = run / "lru.jsonl"
     pagedcli("generate", run / "in.jsonl", "-o", lru, *POOL, "--output-token-ids")
@@ -93,9 +93,9 @@ def test_the_laws_notice_what_lru_would_not_choose_and_a_policy_that_does_not_ex
     trace = (run / "run.jsonl").read_text()
     assert trace.count('"eviction":"mru"') == 1
     (run / "other.jsonl").write_text(trace.replace('"eviction":"mru"', '"eviction":"lru"'))
-    assert "the next free block is" in pagedcli("replay", run / "other.jsonl", "--check", expect=1)
+    assert "the next free block is" in pagedcli("trace", run / "other.jsonl", "--check", expect=1)
     (run / "unknown.jsonl").write_text(trace.replace('"eviction":"mru"', '"eviction":"nru"'))
-    assert "'nru' is unknown" in pagedcli("replay", run / "unknown.jsonl", "--check", expect=1)
+    assert "'nru' is unknown" in pagedcli("trace", run / "unknown.jsonl", "--check", expect=1)
 
 
 def test_simulations_and_their_page_have_it(pagedcli, run):

@@ -40,7 +40,7 @@ def added(monkeypatch):
 
 @pytest.mark.parametrize("table", ["sequences", "lookups"])
 def test_files_have_it(tmp_path, table):
-    pagedcli("replay", TRACE, "--dump-kv", tmp_path / "kv.csv")
+    pagedcli("trace", TRACE, "--dump-kv", tmp_path / "kv.csv")
     with (tmp_path / f"kv.{table}.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert found
@@ -49,10 +49,10 @@ def test_files_have_it(tmp_path, table):
 
 @pytest.mark.parametrize("table", ["sequences", "lookups"])
 def test_json_and_tables_of_a_step_have_it(table):
-    found = json.loads(pagedcli("replay", TRACE, "--step", 0, "--format", "json").stdout)[table]
+    found = json.loads(pagedcli("trace", TRACE, "--step", 0, "--format", "json").stdout)[table]
     assert found
     assert all(row["luck"] == 700 + row["seq_id"] for row in found)
-    text = pagedcli("replay", TRACE, "--step", 0, "--format", "md").stdout
+    text = pagedcli("trace", TRACE, "--step", 0, "--format", "md").stdout
     heading = "### Sequences" if table == "sequences" else "### Prefix lookups"
     header, _, first = text.partition(heading)[2].splitlines()[2:5]
     place = [cell.strip() for cell in header.split("|")].index("luck")
@@ -85,8 +85,8 @@ def test_explain_and_the_page_have_it(tmp_path):
 
 def test_docs_have_it(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("dump_tables", None)
-    import dump_tables
+    sys.modules.pop("renew", None)
+    import renew
 
     for table in ("sequences", "lookups"):
-        assert "| `luck` | int | how lucky it is |" in dump_tables.columns_of(table)
+        assert "| `luck` | int | how lucky it is |" in renew.columns_of(table)

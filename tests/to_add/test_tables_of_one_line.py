@@ -39,7 +39,7 @@ def test_a_command(monkeypatch):
     module = ModuleType("pagedcli.cli.shout")
     module.shout = shout
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(main.COMMANDS, "shout", "Say a word, loudly.")
+    monkeypatch.setitem(main.COMMANDS, "shout", ("Learn", "Say a word, loudly."))
     assert "Say a word, loudly." in pagedcli("--help").stdout
     assert pagedcli("shout", "hi").stdout == "HI\n"
     assert "Did you mean 'shout'?" in pagedcli("shuot", expect=2).stderr

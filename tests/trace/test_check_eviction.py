@@ -1,4 +1,4 @@
-"""`replay --check` and eviction: every choice among the free cached blocks is lawful, but copies go first."""
+"""`trace RUN --check` and eviction: every choice among the free cached blocks is lawful, but copies go first."""
 
 import pytest
 from cli_harness import pagedcli
@@ -38,4 +38,4 @@ def test_evicting_found_content_before_a_free_copy_is_refused():
 
 def test_what_a_policy_chose_is_said_to_be_unchecked(tmp_path):
     trace = write(tmp_path / "run.jsonl", simulated(eviction="next-use", num_blocks=18))
-    assert "which blocks next-use chose to evict was not checked" in pagedcli("replay", trace, "--check").stderr
+    assert "which blocks next-use chose to evict was not checked" in pagedcli("trace", trace, "--check").stderr

@@ -73,7 +73,7 @@ def run(*arguments, expect=0):
 def test_replay_and_explain_tell_the_same_life(trace):
     whole = json.loads(run("explain", trace, "--block", "3", "--format", "json").stdout)
     for step in (2, 9, 15):
-        now = json.loads(run("replay", trace, "--block", "3", "--step", step, "--format", "json").stdout)
+        now = json.loads(run("trace", trace, "--block", "3", "--step", step, "--format", "json").stdout)
         assert now["story"] == whole["story"][: len(now["story"])]
         owners = [
             (each["seq_id"], each["since"])
@@ -83,12 +83,12 @@ def test_replay_and_explain_tell_the_same_life(trace):
         assert set(owners) <= {(each["seq_id"], each["since"]) for each in now["owners"]}
         assert len(now["owners"]) == now["ref_count"]
     assert run("explain", trace, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,since,until")
-    assert "### Story of block 3" in run("replay", trace, "--block", "3", "--format", "md").stdout
+    assert "### Story of block 3" in run("trace", trace, "--block", "3", "--format", "md").stdout
 
 
 def test_the_first_sentence_says_who_holds_the_block_and_for_whom_it_was_evicted_last(trace):
     for step in (0, 2, 9, 15, 30):
-        arguments = ("replay", trace, "--block", "3", "--step", step)
+        arguments = ("trace", trace, "--block", "3", "--step", step)
         now, said = json.loads(run(*arguments, "--format", "json").stdout), run(*arguments).stdout.splitlines()[0]
         holds = [f"seq {each['seq_id']} since step {each['since']}" for each in now["owners"]]
         held = f"block 3 is held by {', '.join(holds)}" if holds else "nobody holds block 3; it caches content of seq"
@@ -104,7 +104,7 @@ def test_the_first_sentence_says_who_holds_the_block_and_for_whom_it_was_evicted
         "At step 49 nobody holds block 3; it caches content of seq 22, last held by seq 22 until step 43; content of"
         " seq 28 was evicted at step 42 for seq 22, the last of 9 evictions (exact, from the trace).\n"
     )
-    never = run("replay", trace, "--block", "13", "--step", "0").stdout
+    never = run("trace", trace, "--block", "13", "--step", "0").stdout
     assert never.startswith("At step 0 nobody has ever held block 13 (exact, from the trace).\n")
 
 
@@ -113,7 +113,7 @@ def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
     path = write(tmp_path / "run.jsonl", simulated(num_blocks=28, windows=(4, None)))
     words = "group {}: layer {}, {}, 1 KV head of 1, 8 B of 8 B used"
     narrow, wide = words.format(0, 0, "window 4"), words.format(1, 1, "no window")
-    now = run("replay", path, "--block", "3", "--step", "0").stdout
+    now = run("trace", path, "--block", "3", "--step", "0").stdout
     assert wide in now
     assert narrow not in now
     life = run("explain", path, "--block", "3").stdout
@@ -123,19 +123,19 @@ def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
     for kind in ("holders", "contents"):
         assert {each["group"] for each in whole[kind]} == {0, 1}
     assert all(each["place"] % 2 == each["group"] for each in whole["holders"] if each["how"] == "allocated")
-    first = json.loads(run("replay", path, "--block", "3", "--step", "0", "--format", "json").stdout)
+    first = json.loads(run("trace", path, "--block", "3", "--step", "0", "--format", "json").stdout)
     assert (first["group"], [each["group"] for each in first["owners"]]) == (1, [1])
     assert run("explain", path, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,group,since")
-    empty = json.loads(run("replay", path, "--block", "27", "--step", "0", "--format", "json").stdout)
+    empty = json.loads(run("trace", path, "--block", "27", "--step", "0", "--format", "json").stdout)
     assert (empty["state"], empty["group"]) == ("empty", None)
 
 
 def test_where_all_layers_are_alike_no_group_is_named(trace):
-    assert "group" not in run("explain", trace, "--block", "3").stdout + run("replay", trace, "--block", "3").stdout
+    assert "group" not in run("explain", trace, "--block", "3").stdout + run("trace", trace, "--block", "3").stdout
 
 
 def test_what_is_refused(trace):
-    assert "has blocks 0 to 13" in run("replay", trace, "--block", "14", expect=2).stderr
-    assert "has no step 9999" in run("replay", trace, "--block", "1", "--step", "9999", expect=2).stderr
-    assert "--step and --format only" in run("replay", trace, "--block", "1", "--check", expect=2).stderr
+    assert "has blocks 0 to 13" in run("trace", trace, "--block", "14", expect=2).stderr
+    assert "has no step 9999" in run("trace", trace, "--block", "1", "--step", "9999", expect=2).stderr
+    assert "--step and --format only" in run("trace", trace, "--block", "1", "--check", expect=2).stderr
     assert "cannot be combined" in run("explain", trace, "--block", "1", "--lookups", expect=2).stderr

@@ -55,7 +55,7 @@ def test_explain_shows_it(tmp_path):
     result = pagedcli("explain", trace, columns=200)
     assert "lost: no checkpoint of the recurrent state" in result.stdout
     assert "but no checkpoint of the recurrent state" in result.stdout
-    pagedcli("replay", trace, "--check")
+    pagedcli("trace", trace, "--check")
 
 
 def test_simulate_tries_the_checkpoint_policies(tmp_path):

@@ -1,4 +1,4 @@
-"""`replay --check` accepts honest traces and finds corrupted ones; time travel shows what a fresh fold shows."""
+"""`trace RUN --check` accepts honest traces and finds corrupted ones; time travel shows what a fresh fold shows."""
 
 import json
 import random
@@ -387,7 +387,7 @@ def test_a_million_events_are_checked_in_under_30_seconds_and_500_mb(tmp_path):
                 sim.add(prompt, rng.randrange(5, 300), n=rng.choice([1, 1, 1, 3]))
             sim.step()
     code = (
-        "import sys, time; from pagedcli.cli.replay import _check; from pathlib import Path;"
+        "import sys, time; from pagedcli.cli.recorded_run import _check; from pathlib import Path;"
         "_check(Path(sys.argv[1]), 'table');"
         # not ru_maxrss, which a child inherits from the process that started it
         "peak = [line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1];"

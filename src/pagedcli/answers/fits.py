@@ -18,8 +18,8 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan, Pool
 from pagedcli.errors import PagedcliError
 from pagedcli.events import CacheGroup
-from pagedcli.memory_limit import address_space
 from pagedcli.printable import byte_text, capitalized, percent_text, plural
+from pagedcli.process import address_space
 from pagedcli.records import Bytes, Share, Whole, computed, size
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the applications of trace, replay and attach have in common: keys, dialogs, redrawing, Ctrl-C, and
+"""What the applications of trace and attach have in common: keys, dialogs, redrawing, Ctrl-C, and
 the thread that does the work under the screen.
 
 The only module that starts Textual.
@@ -19,11 +19,11 @@ from textual.events import Print
 
 from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import Command, completed, help_lines, hint, number, run_command
-from pagedcli.app.pages import Ask, HelpPage
+from pagedcli.app.pages import HelpPage, LinePrompt
 from pagedcli.app.player import Player, RunningPlayer
 from pagedcli.app.rows import Lines, Painted
-from pagedcli.interrupt import on_signals
 from pagedcli.printable import byte_text, one_line, plural
+from pagedcli.process import on_signals
 
 T = TypeVar("T")
 _KEY_TICK_S = 0.025  # pause after a key, which a running engine obeys when its step has ended
@@ -276,12 +276,12 @@ class PlayerApp(App[None]):
         def go(typed: str | None) -> None:
             self.after(self.player.go_to(int(typed)) if typed else "")
 
-        self.push_screen(Ask(f"go to {self.player.unit}", digits, only_digits=True), go)
+        self.push_screen(LinePrompt(f"go to {self.player.unit}", digits, only_digits=True), go)
 
     def action_command(self) -> None:
         commands = self.commands()
         self.push_screen(
-            Ask(
+            LinePrompt(
                 "jump to",
                 "",
                 accept=lambda typed: run_command(commands, typed),
@@ -354,7 +354,7 @@ class PlayerApp(App[None]):
             if name is not None:
                 self.say(f"wrote {one_line(name)}")
 
-        self.push_screen(Ask("write the table to", self.table_name, accept=write), said)
+        self.push_screen(LinePrompt("write the table to", self.table_name, accept=write), said)
 
     # ------------------------------------------------------------------ running
 

@@ -1,6 +1,6 @@
 """The map of the block pool: a cell per block, or per several blocks. Nothing depends on colour alone.
 
-Used by the application of trace and replay.
+Used by the application of trace.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The application of `pagedcli attach`, and of `replay` for its recordings: prefix tree, caches, churn, the server.
+"""The application of `pagedcli attach`, and of `trace` for its recordings: prefix tree, caches, churn, the server.
 
 Its players show snapshots of a server's prefix trees, live or recorded.
 """
@@ -19,7 +19,7 @@ from textual.widgets import Footer, Static
 
 from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
-from pagedcli.app.pages import Ask, StoryPage
+from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.kvevents.fold import KVState
@@ -345,7 +345,7 @@ class KVApp(PlayerApp):
                 self._filter = typed.strip()
                 self.refresh_all()
 
-        self.push_screen(Ask("show prefixes with", self._filter), apply)
+        self.push_screen(LinePrompt("show prefixes with", self._filter), apply)
 
     def action_search(self) -> None:
         def go(typed: str | None) -> None:
@@ -353,7 +353,7 @@ class KVApp(PlayerApp):
                 self._searched = typed.strip().lower()
                 self.action_next_hit(1)
 
-        self.push_screen(Ask("search the tree", self._searched), go)
+        self.push_screen(LinePrompt("search the tree", self._searched), go)
 
     def action_next_hit(self, by: int) -> None:
         keys = list(self._shown)

@@ -166,7 +166,7 @@ class _Completion(Suggester):
         return self._complete(value)
 
 
-class Ask(ModalScreen[str | None]):
+class LinePrompt(ModalScreen[str | None]):
     """A line to type in at the bottom, under a line with a hint. Escape gives None. `accept` does what was typed and
     returns why it could not, which is shown, and the line stays; `complete` is what Tab makes of it."""
 
@@ -175,10 +175,10 @@ class Ask(ModalScreen[str | None]):
         Binding("tab", "complete", show=False, priority=True),
     ]
     DEFAULT_CSS = """
-    Ask { align: left bottom; background: transparent; }
-    Ask > Vertical { dock: bottom; height: auto; background: $surface; }
-    Ask #hint { height: auto; max-height: 4; padding: 0 1; }
-    Ask Input { height: 3; }
+    LinePrompt { align: left bottom; background: transparent; }
+    LinePrompt > Vertical { dock: bottom; height: auto; background: $surface; }
+    LinePrompt #hint { height: auto; max-height: 4; padding: 0 1; }
+    LinePrompt Input { height: 3; }
     """
 
     def __init__(

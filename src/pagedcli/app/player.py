@@ -83,7 +83,7 @@ class Player(ABC, Generic[M]):
 class RunningPlayer(Player[M]):
     """A player of something that runs in another thread."""
 
-    no_way_back = "what runs cannot go back: record it with --record, then use pagedcli replay"
+    no_way_back = "what runs cannot go back: record it with --record, then use pagedcli trace"
     moment: M | None = None
 
     def __init__(self, *, paused: bool, speed: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The application of trace and replay: the pool, the sequences, their stories."""
+"""The application of trace: the pool, the sequences, their stories."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
@@ -14,7 +14,7 @@ from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.block_map import ONE_GROUP, BlockMap
 from pagedcli.app.colours import MUTED
 from pagedcli.app.commands import Command, number
-from pagedcli.app.pages import Ask, StoryPage, TablePage
+from pagedcli.app.pages import LinePrompt, StoryPage, TablePage
 from pagedcli.app.pool_players import LivePlayer, PoolPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows, block_facts, sequence_facts
@@ -295,7 +295,9 @@ class PoolApp(PlayerApp):
             if typed is not None:
                 self._go_to_top()
 
-        self.push_screen(Ask("show sequences with", self._list.filter, accept=accept, hint=lambda _: grammar()), shown)
+        self.push_screen(
+            LinePrompt("show sequences with", self._list.filter, accept=accept, hint=lambda _: grammar()), shown
+        )
 
     def action_zoom(self) -> None:
         self._map.zoom()
@@ -393,7 +395,7 @@ class PoolApp(PlayerApp):
 
     def action_search(self) -> None:
         self.push_screen(
-            Ask("search", "", hint=lambda _: "id, seq 31, block 37, content, or words of an event"), self._search
+            LinePrompt("search", "", hint=lambda _: "id, seq 31, block 37, content, or words of an event"), self._search
         )
 
     def _search(self, text: str | None) -> None:

@@ -1,5 +1,5 @@
 """The list of sequences: columns, orders, filters, and what is known of one sequence or block. Used by the application
-of trace and replay."""
+of trace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

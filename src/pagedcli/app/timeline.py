@@ -1,6 +1,6 @@
 """The time line of the pool: blocks in use, cached and empty along the steps, with preemptions and evictions below.
 
-A column is one step or several. Click or drag to go there, turn the wheel to zoom. Used by trace and replay.
+A column is one step or several. Click or drag to go there, turn the wheel to zoom. Used by trace.
 """
 
 from bisect import bisect_right

@@ -14,8 +14,8 @@ from pagedcli.audit.restart import Memory, recalled_probes, remember, remembered
 from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, save_case, shrink
 from pagedcli.audit.survey import Survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
-from pagedcli.interrupt import as_exceptions
 from pagedcli.printable import plural
+from pagedcli.process import interrupts_raised
 from pagedcli.remote import RefusedError, ServerError
 
 _MOST_FAILURES = 3  # probes in a row without an answer end the audit
@@ -194,7 +194,7 @@ def run_to_end(audit: Audit) -> bool:
 
     start_s = time.monotonic()
     try:
-        with as_exceptions():
+        with interrupts_raised():
             asyncio.run(run())
     except KeyboardInterrupt:
         return True

@@ -23,7 +23,7 @@ from pagedcli.core.eviction import sees_queue
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.errors import RequestError
-from pagedcli.garbage import old_objects_left_alone
+from pagedcli.process import old_objects_left_alone
 
 if TYPE_CHECKING:
     from pagedcli.core.requests import FinishedRequest

@@ -105,38 +105,15 @@ _OF_FIGURE = Means("", "that of the figure, in its name")
 
 
 @dataclass(frozen=True, slots=True)
-class _Figure:
-    workload: str
-    figure: Annotated[str, lambda key: FIGURES[key][0], RIGHT]
-
-
-@dataclass(frozen=True, slots=True)
-class SpreadRow(_Figure):
-    """A figure over the passes."""
-
-    min: Annotated[float, _OF_FIGURE]
-    median: Annotated[float, _OF_FIGURE]
-    max: Annotated[float, _OF_FIGURE]
-
-
-@dataclass(frozen=True, slots=True)
-class FigureChange(_Figure):
+class FigureChange:
     """A figure before and now."""
 
+    workload: str
+    figure: Annotated[str, lambda key: FIGURES[key][0], RIGHT]
     before: Annotated[float, _OF_FIGURE]
     now: Annotated[float, _OF_FIGURE]
     change: Annotated[float, lambda share: f"{share:+.1%}"]
     verdict: str
-
-
-def spread_rows(rows: Sequence[Passes]) -> list[SpreadRow]:
-    """One row per workload and figure."""
-    return [
-        SpreadRow(row.workload, figure, spread.min, spread.median, spread.max)
-        for row in rows
-        for figure, spread in row.spread.items()
-        if spread is not None
-    ]
 
 
 def compared_rows(before: Sequence[Passes], now: Sequence[Passes]) -> list[FigureChange]:

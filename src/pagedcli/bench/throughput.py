@@ -4,8 +4,7 @@ cache."""
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -15,14 +14,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pagedcli.batch.end_time import EndTime
-from pagedcli.batch.stats import BatchStats
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.requests import FinishedRequest
-from pagedcli.planning.step_time import learn, load_step_time
 from pagedcli.records import Share, count
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -104,45 +100,26 @@ def run_workload(
         rates = partial(measure_rates, dtype, int8=int8)
         before = rates() if engine.plan.on_cpu else None
         num_passes = len(workloads)
-        with _refined_calibration(engine) as after_step:
 
-            def on_step(place: int, num_tokens: int, num_generated: int) -> None:
-                after_step()
-                on_progress((place + num_generated / num_tokens) / num_passes)
+        def on_step(place: int, num_tokens: int, num_generated: int) -> None:
+            on_progress((place + num_generated / num_tokens) / num_passes)
 
-            for place, workload in enumerate(workloads):
-                if place and most_s is not None:
-                    pass_s = max(run.wall_s for run in result.runs) + _RATES_S
-                    num_passes = min(num_passes, place + int((most_s - (time.perf_counter() - called)) / pass_s))
-                    if place >= num_passes:
-                        break
-                watch = BusyWatch()
-                each_step = partial(on_step, place, workload.num_output_tokens)
-                result.runs.append(measure(engine, workload.prompts, workload.output_lens, on_step=each_step))
-                on_pass(result.runs[-1])
-                result.busy.append(watch.read())
-                if before is not None:
-                    after = rates()
-                    result.machines.append(after.best(before))
-                    before = after
+        for place, workload in enumerate(workloads):
+            if place and most_s is not None:
+                pass_s = max(run.wall_s for run in result.runs) + _RATES_S
+                num_passes = min(num_passes, place + int((most_s - (time.perf_counter() - called)) / pass_s))
+                if place >= num_passes:
+                    break
+            watch = BusyWatch()
+            each_step = partial(on_step, place, workload.num_output_tokens)
+            result.runs.append(measure(engine, workload.prompts, workload.output_lens, on_step=each_step))
+            on_pass(result.runs[-1])
+            result.busy.append(watch.read())
+            if before is not None:
+                after = rates()
+                result.machines.append(after.best(before))
+                before = after
         return result
-
-
-@contextmanager
-def _refined_calibration(engine: LLMEngine) -> Iterator[Callable[[], None]]:
-    """Lets passes refine the calibration of the engine's steps, if there is one. Gives what to call after each step."""
-    key = engine.decision.time_key
-    known = load_step_time(key)
-    if known is None:
-        yield lambda: None
-        return
-    watch, others = EndTime(engine, known), BusyWatch()
-    engine.observe_work = watch.observe_work
-    yield partial(watch.update, BatchStats(facts=engine.stats))
-    engine.observe_work = None
-    busy = others.read()
-    if busy is None or not busy.disturbs:
-        learn(key, watch.ratio)
 
 
 def measure(

@@ -13,12 +13,12 @@ from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
 from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
-from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import metrics_table, print_summary, summary
 from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
+from pagedcli.process import interrupts_raised
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 
@@ -80,7 +80,7 @@ def attach(
         print_capture(Path(endpoints[0]), model, format_)
         return
     check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
-    with as_exceptions(), ExitStack() as stack:
+    with interrupts_raised(), ExitStack() as stack:
         from pagedcli.kvevents.sockets import Subscriber
 
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
@@ -98,7 +98,7 @@ def attach(
                 say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
     _summarize(session.state, scraper, decode, format_)
     if record is not None:
-        say(f"recording: {record}; view it with: pagedcli replay {record}")
+        say(f"recording: {record}; view it with: pagedcli trace {record}")
 
 
 def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:

@@ -16,8 +16,8 @@ import typer
 from pagedcli.cli.options import FormatOption, config_flags, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
-from pagedcli.interrupt import EXIT_INTERRUPTED
 from pagedcli.printable import one_line, plural
+from pagedcli.process import EXIT_INTERRUPTED
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 

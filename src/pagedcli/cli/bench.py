@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from pagedcli.bench.spread import Busy, Earlier, FigureChange, SpreadRow, compared_rows, spread_rows, worst
+from pagedcli.bench.spread import Busy, Earlier, FigureChange, compared_rows, worst
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, command_group, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
@@ -25,13 +25,9 @@ if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
 
 
-# Shares of the time left by which it is likely to be off: in this part, and in those of other work.
-_DOUBT, _DOUBT_OF_OTHERS = 0.1, 0.5
-
-
 class BenchProgress(ProgressLine):
-    """The share done and the remaining time. `before` and `part`: the shares of the whole command that were done before
-    this part of it, and that it is."""
+    """The share done and the remaining time at the present rate. `before` and `part`: the shares of the whole command
+    that were done before this part of it, and that it is."""
 
     def __init__(self, what: str, *, before: float = 0.0, part: float = 1.0) -> None:
         super().__init__(line_every_s=10.0)
@@ -40,19 +36,16 @@ class BenchProgress(ProgressLine):
 
     def __call__(self, share: float) -> None:
         """Show that this share of the part's work is done."""
+        done = self._before + share * self._part
         if self._first is None:
-            self._first = time.monotonic() - self._start_s, share
+            self._first = time.monotonic() - self._start_s, done
         load_s, first = self._first
-
-        def text(seconds: float) -> str:
-            part_s = (seconds - load_s) / (share - first)  # without loading, which the parts to come do once, too
-            own_s, others_s = part_s * (1 - share), (load_s + part_s) * (1 - self._before - self._part) / self._part
-            doubt_s = _DOUBT * own_s + _DOUBT_OF_OTHERS * others_s
-            ends_s = (f"{own_s + others_s + sign * doubt_s:,.0f}" for sign in (-1, 1))
-            return f"{self._what}: {self._before + share * self._part:.0%}, {' to '.join(dict.fromkeys(ends_s))} s left"
-
-        if share > first:
-            self.show(text)
+        if done > first:
+            self.show(
+                lambda seconds: (
+                    f"{self._what}: {done:.0%}, {duration_text((seconds - load_s) * (1 - done) / (done - first))} left"
+                )
+            )
 
 
 def read_earlier(path: Path) -> list[Earlier]:
@@ -65,6 +58,17 @@ def read_earlier(path: Path) -> list[Earlier]:
     except (*NOT_JSON, KeyError) as error:
         hint = "make one with pagedcli bench throughput --format json"
         raise UsageError(f"{path} is not a measurement to compare with", hint=hint) from error
+
+
+def headline(row: "WorkloadRow") -> str:
+    """How fast a workload ran, in a sentence."""
+    said = f"{row.workload}: {row.output_tokens_per_s:,.0f} tokens/s"
+    spread, num_passes = row.spread["output_tokens_per_s"], len(row.all_wall_s)
+    if spread is not None and num_passes > 1:
+        said += f" ({spread.min:,.0f} to {spread.max:,.0f} in {num_passes} passes)"
+    if row.share_of_floor is not None:
+        said += f", {row.share_of_floor:.0%} of what memory and processor allow"
+    return f"{said}."
 
 
 def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
@@ -80,7 +84,7 @@ def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
         )
     notes += _busy_warning(worst(row.busy for row in rows))
     if machines and any(row.share_of_floor is None for row in rows):
-        notes.append("'of floor' is left out: passes were faster than the limits measured around them.")
+        notes.append("The share of the limits is left out: passes were faster than those measured around them.")
     return notes
 
 
@@ -130,8 +134,8 @@ def throughput(
     """Measure throughput on random prompts and compare the time with the machine's floor.
 
     The floor is the shortest time that this machine's memory bandwidth and arithmetic allow; both are measured before
-    and after each pass, and the better value is used. Every figure is the median of the passes; the spread follows,
-    and a warning if other processes were busy. Without -m, the model has the preset's shape and random weights;
+    and after each pass, and the better value is used. Every figure is the median of the passes, and a note warns if
+    other processes were busy. Without -m, the model has the preset's shape and random weights;
     nothing is downloaded. Sampling is greedy and ignores end-of-sequence tokens. Loading and warm-up are not timed.
 
     \b
@@ -156,20 +160,17 @@ def throughput(
     for first, result in _run_all(loaded, kinds, range(repeat or _MOST_PASSES), within_minute=repeat is None):
         rows.append(throughput_row(result, first))
         plan = result.engine.plan
-    columns = "workload wall_s output_tokens_per_s total_tokens_per_s floor_s share_of_floor ttft_ms tpot_ms steps"
+    columns = "workload wall_s total_tokens_per_s floor_s ttft_ms tpot_ms steps"
     title = "Throughput: medians of the passes"
     notes = bench_notes(plan, rows)
     tables = [table(WorkloadRow, "throughput", title, rows, f"{columns} overhead_ms load_s", notes=notes)]
-    if len(rows[0].all_wall_s) > 1:
-        found, each = spread_rows(rows), "workload figure min median max"
-        tables.append(table(SpreadRow, "spread", "Spread of the passes", found, each))
     if earlier is not None:
         changes, each = compared_rows(earlier, rows), "workload figure before now change verdict"
         note = "within the spread: the ranges of the passes overlap, so the change may be chance"
         notes = [note if changes else "no workload of as many tokens is in both measurements"]
         title = "Compared with the earlier measurement"
         tables.append(table(FigureChange, "compared", title, changes, each, notes=notes))
-    print_tables(tables, format_)
+    print_tables(tables, format_, story=list(map(headline, rows)))
 
 
 @bench.command()
@@ -203,10 +204,10 @@ def cache(
         generate(engine, workload.prompts, [2])  # warm-up
         rows, same = compare_cache(engine, workload.prompts[0], output_len)
     ratio = rows[1].total_s / rows[0].total_s
-    notes = [f"{plural(input_len, 'token')} in, {output_len} out: {ratio:.1f} times as fast with the cache."]
+    said = f"{ratio:.1f} times as fast with the cache: {plural(input_len, 'token')} in, {output_len} out."
     columns = "way ttft_ms tpot_ms last_tpot_ms total_s tokens_computed"
-    shown = table(CacheEffectRow, "cache", "With and without a KV cache", rows, columns, notes=notes)
-    print_tables([shown], format_, facts={"same_tokens": same})
+    shown = table(CacheEffectRow, "cache", "With and without a KV cache", rows, columns)
+    print_tables([shown], format_, facts={"same_tokens": same}, story=[said])
     if not same:
         say("the tokens differ with and without the cache")
         raise typer.Exit(1)

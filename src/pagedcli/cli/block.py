@@ -1,4 +1,4 @@
-"""One block of a recorded run: `replay --block N --step S` at a step, `explain --block N` through the whole run."""
+"""One block of a recorded run: `trace RUN --block N --step S` at a step, `explain --block N` through the whole run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class _ContentRow(ShownRow):
         self.hash, self.text = hash_text(content.hash), _text(content.token_ids, decode)
 
 
-def replay_block(trace: Path, block_id: int, step: int | None, format_: Format) -> None:
+def print_block_at(trace: Path, block_id: int, step: int | None, format_: Format) -> None:
     """Print the block at a step, as its forward pass sees the cache; None: at the end."""
     life, state = _lived(trace, block_id, step)
     decode = recorded_decoder(trace, None)

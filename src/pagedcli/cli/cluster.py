@@ -11,7 +11,7 @@ from pagedcli.batch.job import Job
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.session import StopRequest, exit_code
-from pagedcli.cli.summary import resume_command, say_model, say_summary, write_summary
+from pagedcli.cli.summary import resume_command, say_model, say_odd, say_summary, write_summary
 from pagedcli.config import EngineConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import SUMMARY, check_distinct, check_new
@@ -73,6 +73,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     job.watch(progress.stats)  # by now another record
     result = BatchResult(outcome, progress.stats, ignored)
     say_summary(result)
+    say_odd(result)
     progress.say_workers()
     if job.summary_json is not None:
         write_summary(job.summary_json, result)

@@ -12,10 +12,9 @@ from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE, check_files
-from pagedcli.kvevents.capture import is_capture
 from pagedcli.line_files import LineReader
 from pagedcli.show.pages import write_page
-from pagedcli.show.tables import Format, print_sentences, print_tables
+from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import say, working
 from pagedcli.verdicts import Verdict
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _SIDES_HELP = "A trace, or a prompt file."
 _PAGE_HELP = "Also write an HTML page."
-_KINDS = {True: "a recorded run", False: "a prompt file"}
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
@@ -39,14 +37,15 @@ def diff(
     tokenizer: TokenizerOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
     config: ConfigFile = None,
+    all_: Annotated[bool, option("--all", help="Also list the prompts that differ.")] = False,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """List what differs between two runs, with the change of the hit rate that each difference makes alone.
+    """Say what changed most between two runs, time and hits, and what each difference changes alone.
 
-    Other prompts, outputs, order, block size, pool, policy, number of sequences, checkpoints or limits: the earlier run
-    is simulated with one difference at a time; what they change only together is said as "together". Two prompt files
-    are compared as this machine would run them, with the configuration given here. See docs/diff.md.
+    Other prompts, order, block size, pool, policy or limits: the earlier run is simulated with one difference at a
+    time; what they change only together is said as "together". Two prompt files are compared as this machine would run
+    them, with the configuration given here. See docs/diff.md.
 
     \b
     Examples:
@@ -57,50 +56,36 @@ def diff(
 
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
-    check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
-    are_traces = [_is_trace(path) for path in (before, after)]
-    if are_traces[0] != are_traces[1]:
-        kinds = [_KINDS[each] for each in are_traces]
-        raise UsageError(f"{before} is {kinds[0]}, {after} is {kinds[1]}", hint="compare two of the same kind")
-    if flags and are_traces[0]:
-        names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
-        raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
-    loaded = load_config(config, flags)
-    raise typer.Exit(_compare(before, after, loaded if not are_traces[0] else None, tokenizer, output_file, format_))
-
-
-def _compare(
-    before: Path,
-    after: Path,
-    loaded: LoadedConfig | None,
-    tokenizer: str | None,
-    output_file: Path | None,
-    format_: Format,
-) -> int:
-    """Compare two recorded runs, or with a configuration two prompt files. Returns the exit code."""
     from pagedcli.simulation import difference_tables as tables
     from pagedcli.simulation.difference import Comparison, recorded_sides
 
+    check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
+    is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
+    if is_trace != is_other:
+        trace, prompts = (before, after) if is_trace else (after, before)
+        raise UsageError(f"{trace} is a recorded run, {prompts} a prompt file", hint="compare two of the same kind")
+    if flags and is_trace:
+        names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
+        raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
     no_prompts = None
-    if loaded is None:
+    if is_trace:
         *sides, no_prompts = recorded_sides(before, after)
         text = recorded_tokenizer(after, tokenizer)
     else:
-        sides, text = _prompt_sides(loaded, before, after)
+        sides, text = _prompt_sides(load_config(config, flags), before, after)
     for side in sides:
         for note in side.workload.notes:
             say(f"note: {side.name}: {note}")
     with working("simulating"):
         found = Comparison(sides[0], sides[1], no_prompts)
     shown = [tables.causes_table(found)]
-    if "prompts" in found.details and format_ is not Format.CSV:
-        shown.append(tables.prompts_table(found, None if text is None else text.decode))
+    if "prompts" in found.details and (all_ or format_ is Format.JSON):
+        shown.append(tables.prompts_table(found))
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
-    if format_ in (Format.TABLE, Format.MD):
-        print_sentences([tables.sentence(found), ""])
-    print_tables(shown, format_, facts=tables.facts(found), verdicts=_verdicts(found, text))
-    return EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0
+    verdicts, story = _verdicts(found, text), [tables.sentence(found)]
+    print_tables(shown, format_, facts=tables.facts(found), story=story, verdicts=verdicts)
+    raise typer.Exit(EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0)
 
 
 def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdict] | None:
@@ -112,14 +97,8 @@ def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdic
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether it is a recorded run; else it is a prompt file. Raises: UsageError for a recording of KV events."""
-    if path.is_dir():
-        return False
-    if next(iter(LineReader(path, "trace")), b"").startswith(TRACE.beginning):
-        return True
-    if is_capture(path):
-        raise UsageError(f"{path}: diff of recordings of KV events: removed", hint="use explain on each of them")
-    return False
+    """Whether it is a recorded run; else it is a prompt file."""
+    return next(iter(LineReader(path, "trace")), b"").startswith(TRACE.beginning)
 
 
 def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[list[Side], Tokenizer]":

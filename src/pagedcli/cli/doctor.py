@@ -87,9 +87,9 @@ def doctor(
         table(CheckResult, "self_test", "Self-test with the built-in model", results, "check passed seconds detail"),
     ]
     failed = [result.check for result in results if not result.passed]
-    outcome = f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}."
+    outcome = f"{len(failed)} of {len(results)} checks failed on {chosen}: {', '.join(failed)}."
     if not failed:
-        outcome = f"All {len(results)} checks passed on {chosen}, with attention backend {decision.plan.backend!r}."
+        outcome = f"{chosen} works, with attention backend {decision.plan.backend!r}: all {len(results)} checks passed."
     print_tables(tables, format_, facts={"device": chosen, "passed": not failed}, story=[outcome])
     if format_ in (Format.JSON, Format.CSV):
         say(outcome)
@@ -288,7 +288,7 @@ def _weights_table() -> Table:
     from pagedcli.runner.weight_cache import DEFAULT_BYTES, KeptWeights, kept_weights, weight_folder
 
     rows: list[KeptWeights] = []
-    notes = [f"in {weight_folder()}, at most {size(DEFAULT_BYTES)} (--weight-cache-size, --no-weight-cache)"]
+    notes = [f"in {weight_folder()}, at most {size(DEFAULT_BYTES)} (engine.weight_cache_size, engine.weight_cache)"]
     try:
         rows = kept_weights()
     except (OSError, UsageError) as error:

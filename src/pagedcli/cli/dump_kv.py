@@ -1,4 +1,4 @@
-"""--dump-kv of generate, trace and replay: the tables of each step, printed, or as data in files."""
+"""--dump-kv of generate and trace: the tables of each step, printed, or as data in files."""
 
 import os
 import sys
@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 _FLAG = "--dump-kv"
 _ENDINGS = (".csv", ".jsonl", ".parquet")
-_INPUTS = ("prompts", "trace", "input_file")  # parameters that name what a command reads
+_INPUTS = ("prompts", "trace")  # parameters that name what a command reads
 _TABLES = ""  # the value of a bare --dump-kv
 
-_DUMP_HELP = (
-    "Print each step's block tables, ref counts and prefix hits. With a file, kv.csv say, write them as data instead:"
-    " kv.steps.csv, kv.sequences.csv, kv.blocks.csv, kv.lookups.csv. The next word is the file if it ends in .csv,"
-    " .jsonl or .parquet and another word names the input; --dump-kv=FILE always is one."
-)
+_DUMP_HELP = "Print each step's block tables, ref counts and prefix hits, or write FILE.csv."
 _panel = "Tables of the steps (docs/reading-the-tables.md)"
 DumpKv = Annotated[str | None, option(_FLAG, help=_DUMP_HELP, metavar="[FILE]", panel=_panel)]
 Steps = Annotated[

@@ -13,8 +13,8 @@ from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
 from pagedcli.cli.partings import advice_or_note, run_verdicts
 from pagedcli.cli.plan_tables import ALL_HINT
+from pagedcli.cli.recorded_run import TraceFile
 from pagedcli.cli.recording import is_recording, print_capture
-from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
 from pagedcli.printable import capitalized, percent_text, plural
@@ -75,7 +75,7 @@ def explain(
     Examples:
       pagedcli explain run.jsonl
       pagedcli explain run.jsonl --request code-Mirano
-      pagedcli explain run.jsonl --block 37                (pagedcli replay --block 37 --step 100: at one step)
+      pagedcli explain run.jsonl --block 37                (pagedcli trace run.jsonl --block 37 --step 100: at one step)
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
     if is_recording(trace, request=request, lookups=lookups, block=block, all=all_):

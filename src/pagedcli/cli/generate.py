@@ -30,22 +30,8 @@ if TYPE_CHECKING:
 def generate(options: GenerateOptions, *, flags: Flags) -> None:
     """Generate from a JSONL file of prompts.
 
-    Each line is {"prompt": "..."}, {"prompt": [token ids]}, {"messages": [...]} or an OpenAI batch line, and may set
-    its own max_tokens, temperature, stop, seed, n, logprobs, ... An invalid line becomes an error row.
-    Rows go to stdout or to the file given with -o, everything else to stderr.
-
-    \b
-    The summary at the end, below what to change:
-      failed       the first failed rows: line of the input and reason
-      TTFT         time to first token, from the moment the engine took the row
-      of it queued the part of it before the row's first step
-      TPOT         time per output token after the first
-      KV blocks    most blocks of the pool in use at once
-      preemptions  times a row lost its blocks; its tokens are recomputed
-      prefixes     prompt tokens found in the cache; ceiling: in an unlimited one
-      lost         tokens that could have been found in the cache, and why not
-      waste        slots of blocks in use that hold no token
-      waiting      time that rows waited for a step, and for what
+    Each line is {"prompt": "..."}, {"messages": [...]} or an OpenAI batch line, and may set max_tokens, temperature, n
+    and more for itself; a bad line becomes an error row. Rows go to stdout or to -o, all else to stderr.
 
     \b
     Examples:
@@ -54,9 +40,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
       cat prompts.jsonl | pagedcli generate - | jq -r .text
       pagedcli generate prompts.jsonl -o out.jsonl --resume     (after Ctrl-C)
       pagedcli generate data.jsonl --field question --id-field qid --keep label -o out.jsonl
-      pagedcli generate prompts.jsonl -o out.jsonl --verify 20  (20 rows once more at the end, each alone)
 
-    Exit codes: 0 success, 1 fatal error or --verify found a difference, 2 wrong usage, 3 error rows, 130 interrupted.
+    Exit codes: 0 success, 1 fatal, 2 wrong usage, 3 error rows, 130 interrupted.
     """  # fmt: skip
     loaded = load_config(options.config, flags)
     if options.show_config:
@@ -99,7 +84,14 @@ def _run_job(
         emit = to_all(*_observers(stack, options, dump_files, printer))
         tokens = options.record_tokens or options.kv_events is not None
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
-        return run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
+        return run_job(
+            job,
+            emit=emit,
+            trace_tokens=tokens,
+            terminal_is_taken=dump.as_tables,
+            all_figures=options.all_,
+            clock_ns=clock_ns,
+        )
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
@@ -117,7 +109,7 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
         raise UsageError("--ray cannot be combined with --deduplicate: equal rows may be in different parts")
     if run.order != "input" or run.reorder != "none" or run.read_ahead is not None:
         raise UsageError(
-            "--ray cannot be combined with --order, --reorder or --read-ahead: it groups rows by prefix itself"
+            "--ray cannot be combined with --order, --reorder or run.read_ahead: it groups rows by prefix itself"
         )
     return run_cluster_job(job, job.output, options.ray_address, options.workers)
 

@@ -98,7 +98,7 @@ def lessons() -> list[Lesson]:
     return sorted(found, key=lambda lesson: lesson.number)
 
 
-class Evidence:
+class LessonFacts:
     """What the trace of a lesson says, by the names of values."""
 
     def __init__(self, trace: Path) -> None:
@@ -161,7 +161,7 @@ def learn(
       pagedcli learn
       pagedcli learn 3
       pagedcli learn 3 --picture copy.svg
-      pagedcli learn 4 --keep lessons     (then: pagedcli replay lessons/4-eviction/run.jsonl)
+      pagedcli learn 4 --keep lessons     (then: pagedcli trace lessons/4-eviction/run.jsonl)
     """  # fmt: skip
     known = lessons()
     if lesson is not None and lesson > len(known):
@@ -215,10 +215,10 @@ class _Teacher:
         state = replay.go(stop).state
         told = caption(state, shown_blocks(state, PrefixLetters())).replace("outlined", "marked with *")
         self._show(f"Step {lesson.step}: {told}\n\n```text\n{pool_text(state)}\n```\n")
-        self._show(_verdict(lesson, Evidence(trace).value(lesson.answer), predicted))
+        self._show(_verdict(lesson, LessonFacts(trace).value(lesson.answer), predicted))
         result = check_trace(TraceReader(trace))
         checked = f"{plural(result.num_events, 'event')} in {plural(result.num_steps, 'step')}"
-        self._show(f"`pagedcli replay {_TRACE} --check`: ok, {checked}.\n")
+        self._show(f"`pagedcli trace {_TRACE} --check`: ok, {checked}.\n")
         self._show(lesson.explanation)
         return trace
 

@@ -9,45 +9,42 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pagedcli import __version__, interrupt
+from pagedcli import __version__, process
 from pagedcli.errors import PagedcliError
-from pagedcli.garbage import nothing_to_collect
-from pagedcli.memory_limit import check_room_for_torch, shortage
+from pagedcli.process import check_room_for_torch, nothing_to_collect, shortage
 from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 _STREAM_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
-_LOAD_TORCH = ("generate", "trace", "plan", "profile-memory", "bench", "doctor")
+_LOAD_TORCH = ("generate", "plan", "profile-memory", "bench", "doctor")
 _LESS_MEMORY = "lower --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens, or use a smaller model"
 
-# name -> one line for `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
+# name -> its group and line in `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
-    "generate": "Generate from a JSONL file of prompts.",
-    "merge": "Merge the outputs of all shards of a run.",
-    "verify": "Compare two outputs row by row.",
-    "trace": "Generate and watch the KV cache.",
-    "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
-    "audit": "Check whether a server's prefix cache tells the truth.",
-    "replay": "Step through a recorded run.",
-    "explain": "Explain why each prefix lookup of a run hit or missed.",
-    "report": "Write an HTML report of a recorded run.",
-    "diff": "List what differs between two runs, and what each changes.",
-    "simulate": "Simulate the KV cache on a trace, at many pool sizes.",
-    "plan": "Predict how a prompt file uses the KV cache.",
-    "profile-memory": "Show where memory goes and how many KV blocks fit.",
-    "store": "Look after the folder of --prefix-store.",
-    "bench": "Measure speed and compare it with the machine's limits.",
-    "learn": "Learn how a paged KV cache works, in eight lessons.",
-    "doctor": "Check what this machine supports, and test it.",
+    "generate": ("Run", "Generate from a JSONL file of prompts."),
+    "verify": ("Run", "Compare two outputs row by row."),
+    "merge": ("Run", "Merge the outputs of all shards of a run."),
+    "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
+    "explain": ("Look inside", "Explain why each prefix lookup of a run hit or missed."),
+    "report": ("Look inside", "Write an HTML report of a recorded run."),
+    "diff": ("Look inside", "List what differs between two runs, and what each changes."),
+    "plan": ("Predict", "Predict how long a file takes and what its KV cache does."),
+    "profile-memory": ("Predict", "Show where memory goes and how many KV blocks fit."),
+    "simulate": ("Predict", "Simulate the KV cache on a trace, at many pool sizes."),
+    "attach": ("Servers", "Watch a vLLM, SGLang or TensorRT-LLM server's KV cache."),
+    "audit": ("Servers", "Check whether a server's prefix cache tells the truth."),
+    "doctor": ("This machine", "Check what this machine supports, and test it."),
+    "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
+    "store": ("This machine", "Look after the folder of --prefix-store."),
+    "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
 }
-
-
-BEGIN = ("generate", "plan", "trace", "explain", "profile-memory")  # what most people need, in this order
+RENAMED = {"replay": "trace"}  # old names of commands, for one version
 
 
 class _Commands(TyperGroup):
@@ -60,17 +57,20 @@ class _Commands(TyperGroup):
         """A stub for the list of commands: name and one line of help."""
         if cmd_name not in COMMANDS:
             return None
-        return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name])
+        return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name][1])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Unlike typer's, without shortening what the commands do, and with those to begin with first."""
-        rest = [name for name in COMMANDS if name not in BEGIN]
-        for title, names in (("Commands to begin with", BEGIN), ("Other commands", rest)):
+        """Unlike typer's, in groups, and without shortening what the commands do."""
+        width = max(map(len, COMMANDS))
+        for title, commands in groupby(COMMANDS.items(), key=lambda item: item[1][0]):
             with formatter.section(title):
-                formatter.write_dl([(name, COMMANDS[name]) for name in names])
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
+        if (name := RENAMED.get(args[0])) is not None:
+            say(f"note: pagedcli {args[0]} is pagedcli {name} now")
+            args = [name, *args[1:]]
         near = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.6)
         if near and args[0] not in COMMANDS:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
@@ -91,7 +91,7 @@ class _Commands(TyperGroup):
             raise _reported(error) from error
         except KeyboardInterrupt as error:
             say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
-            raise typer.Exit(interrupt.EXIT_INTERRUPTED) from error
+            raise typer.Exit(process.EXIT_INTERRUPTED) from error
         except BrokenPipeError as error:
             discard(sys.stdout)  # its reader is gone
             raise typer.Exit(_BROKEN_PIPE) from error
@@ -139,28 +139,76 @@ def _log_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
+_MOST_SHOWN = 40  # flags in the help of a command without sections
+_USUAL = (  # flags of nearly every run, on the first screen of a help with sections
+    *("model", "output_file", "resume", "max_tokens", "temperature", "system_prompt", "field", "dump_kv", "record"),
+    "config",
+)
+_ALL = "all"  # the section of all flags
+
+
 class _Command(TyperCommand):
-    """Help with one section per group of flags; flag names are never truncated. --dump-kv may have a value."""
+    """Help in sections; flag names are never truncated. --dump-kv may have a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--dump-kv" in args and any("--dump-kv" in parameter.opts for parameter in self.get_params(ctx)):
             from pagedcli.cli.dump_kv import with_value
 
             args = with_value(args, self.make_parser(ctx))
-        return super().parse_args(ctx, args)
+        asked = next((place for place, word in enumerate(args) if word in ("-h", "--help")), None)
+        if asked is not None and (named := args[asked + 1 : asked + 2]):
+            sections = self._sections(ctx)
+            if named[0] not in (*sections, _ALL):
+                ctx.fail(f"The help has no section '{named[0]}'. Sections: {', '.join((*sections, _ALL))}.")
+            ctx.meta["help section"] = named[0]
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            from pagedcli.cli.options import key_without_flag
+
+            flag = getattr(error, "option_name", "")
+            if (key := key_without_flag(flag)) is not None:
+                ctx.fail(f"{flag} has no flag: set {key} in the file of -C.")
+            raise
+
+    def _sections(self, ctx: Any) -> dict[str, list[Any]]:
+        """Section -> its flags, of a command with many; the name is the last word of the panel's title."""
+        sections: dict[str, list[Any]] = {}
+        for flag in self.get_params(ctx):
+            if (panel := getattr(flag, "rich_help_panel", None)) is not None:
+                sections.setdefault(panel.partition(" (")[0].split()[-1].lower(), []).append(flag)
+        return sections if sum(map(len, sections.values())) > _MOST_SHOWN else {}
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """A section alone needs neither usage nor description."""
+        if ctx.meta.get("help section", _ALL) == _ALL:
+            super().format_help(ctx, formatter)
+        else:
+            self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
+        parameters, sections = self.get_params(ctx), self._sections(ctx)
+        name = ctx.meta.get("help section", "")
+        if name in sections:
+            parameters = sections[name]
+        elif sections and name != _ALL:
+            hidden = {flag for flags in sections.values() for flag in flags if flag.name.split("__")[-1] not in _USUAL}
+            parameters = [each for each in parameters if each not in hidden]
+        titled: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in parameters:
+            if (record := parameter.get_help_record(ctx)) is not None:
                 default = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
-        sections["Options"] = sections.pop("Options")  # the general ones last
-        for title, records in sections.items():
+                title = default if sections and not name else getattr(parameter, "rich_help_panel", None) or default
+                titled.setdefault(title, []).append(record)
+        titled["Options"] = titled.pop("Options")  # the general ones last
+        for title, records in titled.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+        if sections and not name:
+            counts = ", ".join(f"{section} ({len(flags)})" for section, flags in sections.items())
+            formatter.write_paragraph()
+            formatter.write_text(f"More flags: {ctx.command_path} --help SECTION, one of {counts}, all.")
 
 
 def _as_command(function: Any, name: str, help_: str | None = None) -> Any:

@@ -11,8 +11,8 @@ import typer
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.errors import PagedcliError
-from pagedcli.interrupt import EXIT_INTERRUPTED
 from pagedcli.printable import one_line
+from pagedcli.process import EXIT_INTERRUPTED
 from pagedcli.show.terminal import say
 
 _STDERR = 2  # stdout has the rows

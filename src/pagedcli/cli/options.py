@@ -90,6 +90,16 @@ MEASURED_KEYS = tuple(key for key in ENGINE_KEYS if not key.startswith("engine.p
 PLAN_KEYS = tuple(key for key in MEASURED_KEYS if key != "engine.seed")  # all that predictions depend on
 
 Flags = dict[str, Any]
+
+
+def key_without_flag(flag: str) -> str | None:
+    """The configuration key of that name which only a file sets; None: there is none."""
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    sections = ((section, type(getattr(Config(), section))) for section in Config.__struct_fields__)
+    found = (f"{section}.{name}" for section, struct in sections if name in struct.__struct_fields__)
+    return next((key for key in found if key not in FLAGS), None)
+
+
 ConfigFile = Annotated[
     Path | None, option("-C", "--config", help="YAML configuration file; flags override it.", metavar="FILE")
 ]

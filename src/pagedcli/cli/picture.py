@@ -1,4 +1,4 @@
-"""`replay --picture`: what a recorded run looked like at a step, or as a whole, as a file for slides and papers."""
+"""`trace RUN --picture`: what a recorded run looked like at a step, or as a whole, as a file for slides and papers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from pagedcli.views.step_choice import StepChoice
 
 Subject = Literal["pool", "request", "prefixes", "waste"]
 _PANEL = "Pictures"
-_PICTURE_HELP = (
+PICTURE_HELP = (
     "Draw a picture: .svg or .png of --step, .gif of --steps. With --follow, the block tables of that request."
 )
-_OF_HELP = (
+OF_HELP = (
     "pool: blocks and block tables; request: the life of the one to --follow; prefixes: their tree with its hits;"
     " waste: contiguous against paged. Default: pool."
 )
@@ -42,16 +42,6 @@ ThemeOption = Annotated[
     Theme | None,
     option("--theme", help="Colours; auto: as the viewer's, light in .png and .gif. Default: auto.", panel=_PANEL),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class PictureFlags:
-    """The flags of a command that draws."""
-
-    picture: Annotated[Path | None, option("--picture", metavar="FILE", help=_PICTURE_HELP, panel=_PANEL)] = None
-    of: Annotated[Subject | None, option("--of", help=_OF_HELP, panel=_PANEL)] = None
-    shape: ShapeOption = None
-    theme: ThemeOption = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,17 @@ from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
-from pagedcli.printable import expected_text, percent_text, plural
+from pagedcli.printable import percent_text, plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
+    from pagedcli.answers.time import Forecast
     from pagedcli.batch.line_sample import LineSample
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.parting import Parting
     from pagedcli.simulation.advice import Advice
-    from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.settings import Subject
     from pagedcli.simulation.sources import PromptRequests
 
@@ -74,7 +74,7 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder")
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
@@ -105,9 +105,9 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
     from pagedcli.answers.hits import NEARLY, Hits, hits
+    from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
     from pagedcli.cli.tuning import tuned_settings
     from pagedcli.simulation.advice import ADVICE_S, advise
-    from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
     from pagedcli.simulation.run import Schedule
     from pagedcli.simulation.tables import advice_table, curve_table
 
@@ -225,10 +225,10 @@ def _say_what_is_missing(survey: _Survey) -> None:
 
 def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
     """What is found in the file, after saying what a sample of a long one lets expect."""
-    from pagedcli.garbage import old_objects_left_alone
+    from pagedcli.answers.time import MOST_SIMULATED
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
-    from pagedcli.simulation.forecast import MOST_SIMULATED
+    from pagedcli.process import old_objects_left_alone
     from pagedcli.simulation.sources import PromptRequests, read_outputs
 
     input_name, decision, refusal = options.prompts, None, None
@@ -285,21 +285,17 @@ def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
 
 def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:
     """Say what the beginning of a long file lets expect, while the rest is read."""
+    from pagedcli.answers.time import SAMPLED, time
     from pagedcli.planning.step_time import load_step_time
-    from pagedcli.simulation.forecast import SAMPLED, forecast
-    from pagedcli.simulation.forecast_tables import time_range
 
     workload, left_out = requests.part(SAMPLED)
     step_time = load_step_time(decision.time_key)
-    if step_time is not None and step_time.disturbed:
-        step_time = None  # It is measured again once the file has been read.
     left_out += (requests.work + requests.left_out) * (1 / share - 1)
     read_ahead = loaded.config.run.read_ahead
-    found = forecast(workload, decision.expected_plan, step_time, read_ahead=read_ahead, left_out=left_out)
-    low, high = time_range(found, step_time)
+    found = time(workload, decision.expected_plan, step_time, read_ahead=read_ahead, left_out=left_out)
     parts = [plural(found.num_requests, "prompt"), plural(found.num_prompt_tokens, "token")]
-    if found.seconds is not None and low is not None and high is not None:
-        parts.append(expected_text(found.seconds, low, high))
+    if found.in_words is not None:
+        parts.append(found.in_words)
     say(f"estimate from the first {percent_text(share)} of the file: about {', '.join(parts)}; reading the rest")
 
 
@@ -315,10 +311,10 @@ class _ExpectedRun:
 
 
 def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
+    from pagedcli.answers.time import time, with_hits_of_all
     from pagedcli.bench.calibration import step_time_here
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
-    from pagedcli.simulation.forecast import forecast, with_hits_of_all
-    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table, time_text
+    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
     from pagedcli.simulation.settings import Subject
 
     decision, run, requests = survey.decision, loaded.config.run, survey.requests
@@ -337,7 +333,7 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
     )
     num_requests = plural(len(workload.requests), "request")
     of_plan = partial(
-        forecast,
+        time,
         workload,
         step_time=step_time,
         reorder=run.reorder,
@@ -357,7 +353,7 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
     if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):
         notes.append("rows with several samples: near, not exact, as samples that draw the same tokens share blocks")
-    tables = [forecast_table(found, step_time, num_blocks=plan.num_blocks, source=source, notes=notes)]
+    tables = [forecast_table(found, num_blocks=plan.num_blocks, source=source, notes=notes)]
     if found.seconds is not None:
         tables.append(parts_table(found))
     subject = Subject(
@@ -370,5 +366,5 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         left_out=requests.left_out,
     )
     progress.close()
-    facts = {**forecast_row(found, step_time), "time_source": source}
-    return _ExpectedRun(subject, found, facts, tables, time_text(found, step_time))
+    facts = {**forecast_row(found), "time_source": source}
+    return _ExpectedRun(subject, found, facts, tables, found.in_words)

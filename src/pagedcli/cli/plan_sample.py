@@ -49,9 +49,8 @@ def first_answer(
 ) -> FirstAnswer | None:
     """What the sample lets expect. `requests` is empty, and receives those of the sample; `decision`: the engine, if a
     block fits. None: no row of the sample is valid."""
+    from pagedcli.answers.time import time
     from pagedcli.planning.step_time import load_step_time
-    from pagedcli.simulation.forecast import forecast
-    from pagedcli.simulation.forecast_tables import time_range
     from pagedcli.simulation.requests import work_of
 
     limits = None if decision is None else decision.expected_plan.limits
@@ -70,7 +69,7 @@ def first_answer(
     step_time, all_work = load_step_time(decision.time_key), sample.about(work)
     left_out = all_work.value - sum(work)
     read_ahead = loaded.config.run.read_ahead
-    found = forecast(
+    found = time(
         requests.workload,
         decision.expected_plan,
         step_time,
@@ -78,10 +77,9 @@ def first_answer(
         read_ahead=read_ahead,
         left_out=left_out,
     )
-    low, high = time_range(found, step_time)
     seconds = None
-    if found.seconds is not None and low is not None and high is not None:
-        seconds = _with_both(found.seconds, low, high, all_work)
+    if found.seconds is not None and found.low is not None and found.high is not None:
+        seconds = _with_both(found.seconds, found.low, found.high, all_work)
     return replace(answer, hit_rate=found.hit_rate, seconds=seconds)
 
 

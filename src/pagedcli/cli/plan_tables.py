@@ -13,8 +13,8 @@ from pagedcli.records import LEFT, Bytes, Share, count
 from pagedcli.show.tables import Fact, Table, table
 
 if TYPE_CHECKING:
+    from pagedcli.answers.time import Forecast
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.simulation.forecast import Forecast
 
 _MAX_SHOWN = 10
 _MAX_BAD = 3  # most rows in the short plan

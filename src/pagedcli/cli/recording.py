@@ -1,4 +1,4 @@
-"""Recordings of KV events as subjects of the commands: `attach`, `replay`, `explain`, and the page of `report`."""
+"""Recordings of KV events as subjects of the commands: `attach`, `trace`, `explain`, and the page of `report`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -133,7 +133,7 @@ def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: b
 def _play(reader: CaptureReader) -> None:
     from pagedcli.app.kv_app import CapturePlayer, KVApp
 
-    KVApp(CapturePlayer(reader, reader.sources), f"pagedcli replay {reader.path.name}").show()
+    KVApp(CapturePlayer(reader, reader.sources), f"pagedcli trace {reader.path.name}").show()
 
 
 def _rows(reader: CaptureReader) -> Iterator[dict[str, Any]]:

@@ -9,8 +9,8 @@ import typer
 from pagedcli.cli.decoder import TokenizerOption, recorded_decoder, recorded_tokenizer
 from pagedcli.cli.options import option
 from pagedcli.cli.partings import advice_or_note, run_verdicts
+from pagedcli.cli.recorded_run import TraceFile
 from pagedcli.cli.recording import capture_page, is_recording
-from pagedcli.cli.replay import TraceFile
 from pagedcli.files import check_files, whole_file, writing
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size

@@ -13,15 +13,16 @@ from pagedcli.cli.options import ConfigFile, option
 from pagedcli.errors import UsageError
 
 _file, _inspection, _cluster = (
-    partial(option, panel=panel) for panel in ("Files", "Inspection", "Distributed (docs/distributed.md)")
+    partial(option, panel=panel) for panel in ("Files", "Inspection", "Ray (docs/distributed.md)")
 )
 
 
 ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
-_INPUT_HELP = "Input file or folder: JSONL, CSV or TSV (also .gz, .zst), or Parquet; - is stdin."
+_INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
+_ALL_HELP = "End with all figures of the run: times of rows, what the cache lost and wasted, what rows waited for."
 _VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
-_NOTIFY_HELP = "Shell command to run at the end, however it comes: PAGEDCLI_EXIT_CODE, _ROWS and more are set."
+_NOTIFY_HELP = "Run this shell command when the run ends, even on failure. Sets PAGEDCLI_EXIT_CODE, PAGEDCLI_ROWS, ..."
 _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port."
 _FORMAT_HELP = (
     "Format for --show-config, --dry-run and --dump-kv; yaml only for --show-config, and no csv for --dump-kv."
@@ -45,7 +46,6 @@ class GenerateOptions:
     """The flags of `generate` itself."""
 
     prompts: Annotated[str | None, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP, show_default=False)] = None
-    input_file: Annotated[str | None, _file("-i", "--input-file", help="Input, given as an option.")] = None
     output_file: Annotated[str | None, _file("-o", "--output-file", help="Output file. Default: - (stdout).")] = None
     resume: Resume = False
     overwrite: Overwrite = False
@@ -56,6 +56,7 @@ class GenerateOptions:
     summary_json: Annotated[
         Path | None, _inspection(help="Write the run's summary to this file.", metavar="FILE.json")
     ] = None
+    all_: Annotated[bool, _inspection("--all", help=_ALL_HELP)] = False
     notify: Annotated[str | None, _inspection(help=_NOTIFY_HELP, metavar="CMD")] = None
     verify: Annotated[int, _inspection(metavar="N", min=0, help=_VERIFY_HELP, show_default=True)] = 0
     dump_kv: DumpKv = None
@@ -66,7 +67,7 @@ class GenerateOptions:
     no_ids: NoIds = False
     kv_events: Annotated[str | None, _inspection(help=_KV_EVENTS_HELP, metavar="ENDPOINT")] = None
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
+        bool, _inspection("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
     ] = False
     ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o is a folder of parts.")] = False
     ray_address: Annotated[
@@ -76,15 +77,12 @@ class GenerateOptions:
         int, _cluster(help="Number of workers, one engine each.", metavar="N", min=1, show_default=True)
     ] = 2
     config: ConfigFile = None
-    show_config: Annotated[bool, typer.Option("--show-config", help=_SHOW_HELP)] = False
-    format_: Annotated[ShownFormat, typer.Option("--format", help=_FORMAT_HELP)] = "table"
+    show_config: Annotated[bool, _inspection("--show-config", help=_SHOW_HELP)] = False
+    format_: Annotated[ShownFormat, _inspection("--format", help=_FORMAT_HELP, show_default=True)] = "table"
 
     @property
     def input_name(self) -> str:
-        """Raises: UsageError if there is none, or two."""
-        if self.prompts is not None and self.input_file is not None:
-            raise UsageError(f"two inputs given: {self.prompts} and -i {self.input_file}")
-        input_name = self.prompts if self.prompts is not None else self.input_file
-        if input_name is None:
+        """Raises: UsageError if there is none."""
+        if self.prompts is None:
             raise UsageError("no prompts given", hint="pass a JSONL file, or - for stdin; see pagedcli generate --help")
-        return input_name
+        return self.prompts

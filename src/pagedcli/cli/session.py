@@ -14,9 +14,11 @@ from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.summary import (
-    print_verdicts,
+    failed_verdict,
     resume_command,
+    say_figures,
     say_model,
+    say_odd,
     say_plan,
     say_store,
     say_summary,
@@ -24,14 +26,13 @@ from pagedcli.cli.summary import (
 )
 from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
-from pagedcli.garbage import nothing_to_collect
-from pagedcli.interrupt import EXIT_INTERRUPTED, on_signals
-from pagedcli.planning.step_time import TimeKey, learn, load_step_time
+from pagedcli.planning.step_time import TimeKey
 from pagedcli.printable import plural
+from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
-from pagedcli.show.terminal import TerminalJson, say, say_notes
+from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
 from pagedcli.simulation.served import ServedRequests
-from pagedcli.verdicts import Verdict, refused_verdict
+from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
@@ -48,7 +49,7 @@ def run_job(
     emit: Emit | None = None,
     trace_tokens: bool = False,
     terminal_is_taken: bool = False,
-    stdout_is_taken: bool = False,
+    all_figures: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
     findings_of_events: Callable[[], "Findings | None"] = lambda: None,
     observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
@@ -57,13 +58,11 @@ def run_job(
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
-    `stdout_is_taken`: not only by rows, so that no verdict goes there. `findings_of_events` returns, once it has ended,
-    what its events say about it; None: its counters do. `observe_verdicts` receives all that is found of the run at
-    its end. `clock_ns` is the clock of all times.
+    `all_figures`: the summary has more than its first lines. `findings_of_events` returns, once it has ended, what its
+    events say about it; None: its counters do. `observe_verdicts` receives all that is found of the run at its end.
+    `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
-    from pagedcli.bench.spread import BusyWatch
-
     work = OpenJob(job)
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
@@ -81,30 +80,28 @@ def run_job(
         raise
     with engine:
         quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
-        key = engine.decision.time_key
-        end_time = EndTime(engine, load_step_time(key))
-        served, watch = ServedRequests(engine.plan), BusyWatch()
-        result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
+        key, served = engine.decision.time_key, ServedRequests(engine.plan)
+        result = _run(work, engine, sink, metrics, served, stop_requested, quiet_terminal=quiet_terminal)
         from pagedcli.views.whole_run import Findings  # what only the end of a run needs delays its first row
 
         of_events = findings_of_events()
         findings = Findings(engine.stats, None if of_events is None else of_events.losses)
-        busy = watch.read()
-        if result.outcome == "complete" and (busy is None or not busy.disturbs):
-            learn(key, end_time.ratio)
         if metrics is not None:
             metrics.update(result.stats, now=True)
         of_store = engine.close_store()
         advice = _advice(job, served, result, key)
-        failed_rows, found = _failed(result), _found(work, engine, served, advice)
-        on_stdout = not (stdout_is_taken or terminal_is_taken or job.output_file is None)
-        print_verdicts(failed_rows * on_stdout + found, on_stdout=on_stdout)  # else the summary names the rows
-        say_summary(result, findings, predicted=end_time.first)
+        found = _found(work, engine, served, advice)
+        say_summary(result)
+        if all_figures:
+            say_figures(result.stats, findings)
+        say_odd(result)
         if of_store is not None:
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-        verdicts = [*failed_rows, *found]
+        for cure in [each for each in found if each.after is not None or each.to_do is not None][:1]:
+            say_wrapped(cure.text())
+        verdicts = [each for each in (failed_verdict(result.stats), *found) if each is not None]
         observe_verdicts(verdicts)
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, advice, verdicts)
@@ -127,15 +124,14 @@ def _run(
     engine: "LLMEngine",
     sink: Sink,
     metrics: MetricsFile | None,
-    end_time: EndTime,
     served: ServedRequests,
     stop_requested: Callable[[], bool],
     *,
     quiet_terminal: bool,
 ) -> BatchResult:
     stop = StopRequest(rows_are_kept=lambda: sink.journal is not None and not sink.journal.is_lost)
-    engine.observe_work = end_time.observe_work
-    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_range_s) as view, stop.listening():
+    end_time = EndTime(engine)
+    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_s) as view, stop.listening():
 
         def observe(stats: BatchStats) -> None:
             end_time.update(stats)
@@ -156,17 +152,6 @@ def _run(
         except KeyboardInterrupt:
             _say_resumable(sink)
             raise
-        finally:
-            engine.observe_work = None
-
-
-def _failed(result: BatchResult) -> list[Verdict]:
-    """How many rows failed, and the first one."""
-    stats = result.stats
-    if not stats.first_failed:
-        return []
-    line, reason = stats.first_failed[0]
-    return [refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
 def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: "Advice") -> list[Verdict]:

@@ -14,10 +14,10 @@ from pagedcli.files import TRACE, check_files
 
 KEYS = (
     "engine.model", "engine.block_size", "engine.max_model_len", "engine.max_num_seqs",
-    "engine.max_num_batched_tokens", "engine.chunked_prefill_size", "engine.min_prefill_tokens",
+    "engine.max_num_batched_tokens", "engine.chunked_prefill_size",
     "engine.preemption_policy", "engine.dtype",
-    "engine.kv_cache_dtype", "engine.num_state_slots", "engine.checkpoints", "engine.revision",
-    "engine.trust_remote_code", "run.read_ahead",
+    "engine.kv_cache_dtype", "engine.num_state_slots", "engine.checkpoints",
+    "engine.trust_remote_code",
 )  # fmt: skip
 
 

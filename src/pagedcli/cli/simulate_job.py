@@ -19,6 +19,7 @@ from pagedcli.answers.hits import (
     hits_one_at_a_time,
     least_pool,
 )
+from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.cli.partings import advice_or_note, request_verdicts
@@ -40,7 +41,6 @@ from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation.advice import ADVICE_S, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import Accesses, accesses_of, lru_curve
-from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import VOCAB_SIZE, Schedule
 from pagedcli.simulation.settings import POOL, Subject

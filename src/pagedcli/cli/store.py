@@ -7,23 +7,21 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pagedcli.cli.options import FormatOption, command_group, option
+from pagedcli.cli.options import FormatOption, option
 from pagedcli.config import parse_bytes
 from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, differing, identity_digest
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text, plural, printable
 from pagedcli.records import Bytes
-from pagedcli.show.tables import Format, print_tables, table
+from pagedcli.show.tables import Format, Table, print_tables, table
 
 EXIT_DAMAGED = 1
 _DAY_S = 86_400
-_OTHER_USER = "run it as the user whose folder and files they are"
-
-store = command_group("Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.")
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of --prefix-store.")]
+_CHECK_HELP = "Read every byte and compare it with its checksum; exit code 1 if a file is damaged."
+_TRIM_HELP = "Remove damaged files, then the least valuable ones until all take at most SIZE, e.g. 20GiB."
 
 
-class Settings(msgspec.Struct, frozen=True):
+class StoredSettings(msgspec.Struct, frozen=True):
     """The files of one model and its settings."""
 
     settings: str  # the digest of all parts
@@ -34,13 +32,39 @@ class Settings(msgspec.Struct, frozen=True):
     days: Annotated[float, "days since its last use"]
 
 
-@store.command()
-def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
-    """List what the folder has, by model and settings: those used last come first.
+def store(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of --prefix-store.")],
+    *,
+    check: Annotated[bool, typer.Option("--check", help=_CHECK_HELP)] = False,
+    trim: Annotated[str | None, option("--trim", metavar="SIZE", help=_TRIM_HELP)] = None,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.
 
-    A run reads only files whose parts are all its own; the names of the others' parts say why they were a miss.
-    """
-    folder = _folder(path)
+    Lists what the folder has, by model and settings: those used last come first. A run reads only files whose parts are
+    all its own; the names of the others' parts say why they were a miss. The value of a file is the time that it saves
+    per byte, halved for each day without use. Files of others in the folder count, but are never removed.
+
+    \b
+    Examples:
+      pagedcli store ~/.cache/prefixes
+      pagedcli store ~/.cache/prefixes --check
+      pagedcli store ~/.cache/prefixes --trim 5GiB
+
+    Exit codes: 0 success, 1 --check has found a damaged file, 2 wrong usage.
+    """  # fmt: skip
+    if not path.is_dir():
+        raise UsageError(f"there is no folder {path}", hint="name the folder of --prefix-store")
+    folder = ContentFolder(path)
+    if trim is not None:
+        _trim(folder, parse_bytes(trim))
+    elif check:
+        _check(folder)
+    else:
+        print_tables([_listed(folder)], format_)
+
+
+def _listed(folder: ContentFolder) -> Table:
     files, wrong = folder.files()
     by_settings: dict[str, list[ContentFile]] = {}
     for file in sorted(files, key=lambda each: -each.used_s):
@@ -50,26 +74,16 @@ def ls(path: Folder, *, format_: FormatOption = Format.TABLE) -> None:
         differs = differing(identities[0], group[0].head.identity)
         of_group, seconds = sum(each.num_bytes for each in group), sum(each.head.seconds for each in group)
         days = max(0.0, time.time() - group[0].used_s) / _DAY_S
-        rows.append(Settings(digest[:16], differs, len(group), of_group, seconds, days))
+        rows.append(StoredSettings(digest[:16], differs, len(group), of_group, seconds, days))
     num_bytes, num_unused = sum(each.num_bytes for each in files), sum(folder.num_bytes(name) for name in wrong)
-    title = f"{plural(len(files), 'file')} of {byte_text(num_bytes)} in {printable(str(path))}"
+    title = f"{plural(len(files), 'file')} of {byte_text(num_bytes)} in {printable(str(folder.path))}"
     notes = [f"{name}: {why}" for name, why in wrong.items()]
     if num_others := folder.used_bytes() - num_bytes - num_unused:
-        notes.append(f"files of others: {byte_text(num_others)}, which --prefix-store-size counts, too")
-    print_tables([table(Settings, "settings", title, rows, notes=notes)], format_)
+        notes.append(f"files of others: {byte_text(num_others)}, which --prefix-store-size counts as well")
+    return table(StoredSettings, "settings", title, rows, notes=notes)
 
 
-@store.command()
-def check(path: Folder) -> None:
-    """Read every byte and compare it with its checksum. Changes nothing.
-
-    \b
-    Example:
-      pagedcli store check ~/.cache/prefixes
-
-    Exit codes: 0 all files are as they were written, 1 some are not, 2 wrong usage.
-    """
-    folder = _folder(path)
+def _check(folder: ContentFolder) -> None:
     folder.is_writable = False  # reading is no use of a file here
     files, wrong = folder.files()
     num_whole = 0
@@ -87,53 +101,15 @@ def check(path: Folder) -> None:
         raise typer.Exit(EXIT_DAMAGED)
 
 
-@store.command()
-def trim(
-    path: Folder,
-    *,
-    size: Annotated[
-        str | None,
-        option(metavar="BYTES", help="Most bytes of all files, e.g. 20GiB. Default: a tenth of the disk stays free."),
-    ] = None,
-    days: Annotated[float | None, option(metavar="DAYS", help="Days without use. Default: no limit.", min=0)] = None,
-) -> None:
-    """Remove damaged files, those that were not used for so many days, and the least valuable above the size.
-
-    The value of a file is the time that it saves per byte, halved for each day without use. Files of others in the
-    folder count, but are never removed.
-    """
-    most_bytes = None if size is None else parse_bytes(size)
-    folder = _folder(path, writes=True)
-    folder.most_bytes, folder.most_age_s = most_bytes, None if days is None else days * _DAY_S
+def _trim(folder: ContentFolder, most_bytes: int) -> None:
+    """Raises: UsageError if the folder cannot be written, or files of others alone exceed the bound."""
+    if not folder.is_writable:
+        raise UsageError(
+            f"{folder.path} cannot be written: nothing was removed", hint="run it as the user whose folder it is"
+        )
+    folder.most_bytes = most_bytes
     trimmed = folder.trim()
-    _print_left(folder, trimmed.num_removed)
-    if trimmed.no_room is not None:
-        raise UsageError(trimmed.no_room, hint="use a folder that has nothing else in it, or a larger --size")
-
-
-@store.command()
-def clear(path: Folder) -> None:
-    """Remove all files of prefix stores from the folder. What others have put there stays."""
-    folder = _folder(path, writes=True)
-    files, wrong = folder.files()
-    names = [*(file.path.name for file in files), *wrong]
-    num_removed = sum(folder.remove(folder.path / name) for name in names)
-    folder.trim()
-    _print_left(folder, num_removed)
-    if num_removed < len(names):
-        raise UsageError(f"{plural(len(names) - num_removed, 'file')} could not be removed", hint=_OTHER_USER)
-
-
-def _print_left(folder: ContentFolder, num_removed: int) -> None:
     left = f"{byte_text(folder.used_bytes())} left in {printable(str(folder.path))}"
-    print(f"{plural(num_removed, 'file')} removed, {left}")
-
-
-def _folder(path: Path, *, writes: bool = False) -> ContentFolder:
-    """Raises: UsageError if there is no such folder, as none is made by looking at it, or if it cannot be written."""
-    if not path.is_dir():
-        raise UsageError(f"there is no folder {path}", hint="name the folder of --prefix-store")
-    folder = ContentFolder(path)
-    if writes and not folder.is_writable:
-        raise UsageError(f"{path} cannot be written: nothing was removed", hint=_OTHER_USER)
-    return folder
+    print(f"{plural(trimmed.num_removed, 'file')} removed, {left}")
+    if trimmed.no_room is not None:
+        raise UsageError(trimmed.no_room, hint="use a folder that has nothing else in it, or a larger size")

@@ -1,7 +1,6 @@
 """Messages on stderr before and after a run, and the effective configuration."""
 
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +16,9 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
-from pagedcli.printable import byte_text, duration_text, expected_text, percent_text, plural, printable, seconds_text
-from pagedcli.show.tables import print_sentences
-from pagedcli.show.terminal import discard, say, say_wrapped
-from pagedcli.verdicts import Verdict, cut_reason, paragraph
+from pagedcli.printable import byte_text, duration_text, plural, printable, seconds_text
+from pagedcli.show.terminal import say, say_wrapped
+from pagedcli.verdicts import Verdict, cut_reason, refused_verdict
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
@@ -75,20 +73,6 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
         say("prefix caching is off")
 
 
-def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
-    """Print the verdicts on a run, on stdout unless something else is there or it is closed or full."""
-    sentences = paragraph(verdicts)
-    if on_stdout:
-        try:
-            print_sentences(sentences)
-        except OSError:
-            discard(sys.stdout)
-        else:
-            return
-    for line in sentences:
-        say_wrapped(line)
-
-
 def say_store(facts: "StoreFacts", path: str) -> None:
     """Print what a run did with its prefix store, and why files were of no use."""
     read, written = (
@@ -99,7 +83,7 @@ def say_store(facts: "StoreFacts", path: str) -> None:
         )
     )
     read_bytes, written_bytes = byte_text(facts.num_read_bytes), byte_text(facts.num_written_bytes)
-    say(f"prefix store {path}: {read} read ({read_bytes}), {written} written ({written_bytes})")
+    say(f"Prefix store {path}: {read} read ({read_bytes}), {written} written ({written_bytes}).")
     if facts.no_room is not None:
         say(f"  {facts.no_room}: nothing was removed for that")
     if facts.num_removed:
@@ -110,80 +94,79 @@ def say_store(facts: "StoreFacts", path: str) -> None:
             say(f"  {what}: {plural(count, 'file')}, {why}")
 
 
-def say_summary(
-    result: BatchResult,
-    findings: "Findings | None" = None,
-    *,
-    predicted: tuple[float, float, float, float] | None = None,
-) -> None:
-    """Print the summary of a run; given its findings, also what they say about the cache. `predicted`: after how
-    many seconds its duration was first predicted, how long it was to be, and the range of that."""
-    stats, facts = result.stats, result.stats.facts
-    say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
-    for place, (line, reason) in enumerate(stats.first_failed):
-        _say_line(f"  {'' if place else 'failed':<12} line {line:,}: {cut_reason(reason)}")
-    if predicted is not None and result.outcome == "complete":
-        at_s, whole_s, low_s, high_s = predicted
-        off = percent_text(abs(stats.elapsed_s / whole_s - 1))
-        more = "more" if stats.elapsed_s >= whole_s else "less"
-        whole = expected_text(whole_s, low_s, high_s)
-        _say_line(f"  predicted    {whole}, {duration_text(at_s)} after the start: it took {off} {more}")
-    if stats.num_resumed:
-        _say_line(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
-    if facts.num_prompt_tokens:
-        generated_per_s = facts.num_generated_tokens / max(stats.elapsed_s, 1e-9)
-        all_per_s = generated_per_s + facts.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
-        others = facts.num_generated_tokens - stats.num_row_tokens
-        in_rows = f", {stats.num_row_tokens:,} of them in rows" if others else ""
-        _say_line(
-            f"  prompt       {plural(facts.num_prompt_tokens, 'token')}, {facts.num_cached_tokens:,} of them cached"
-            f" ({100 * facts.hit_rate:.1f} % of this run's prompt tokens)"
-        )
-        if facts.num_disk_tokens:
-            _say_line(f"  from disk    {plural(facts.num_disk_tokens, 'token')} of these, from the prefix store")
-        _say_line(
-            f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
-            f" ({all_per_s:,.0f} with prompts)"
-        )
-        if stats.num_deduplicated:
-            _say_line(
-                f"  deduplicated {plural(stats.num_deduplicated, 'row')} with the answers of an equal one:"
-                f" {plural(stats.num_deduplicated_tokens, 'token')} not generated again"
-            )
-        _say_line(
-            f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run"
-        )
-        _say_line(f"  of it queued {_percentiles(stats.queued)}, before the row's first step")
-        _say_line(f"  TPOT         {_percentiles(stats.tpot)}")
-        _say_line(
-            f"  KV blocks    {facts.peak_used_blocks:,} of {facts.num_blocks:,} at the peak"
-            f" ({100 * facts.peak_used_blocks / facts.num_blocks:.1f} %)"
-        )
-        if facts.num_state_slots:
-            _say_line(
-                f"  state slots  {facts.peak_used_state_slots:,} of {facts.num_state_slots:,} at the peak;"
-                f" {plural(facts.num_checkpoints, 'checkpoint')} made, {facts.num_dropped_checkpoints:,} dropped,"
-                f" {plural(facts.num_checkpoint_hits, 'sequence')} continued from one"
-            )
-        _say_line(
-            f"  preemptions  {facts.num_preemptions:,}, {plural(facts.num_recomputed_tokens, 'token')} recomputed"
-        )
-        if findings is not None:
-            from pagedcli.views.whole_run import finding_lines
+_ENDINGS = {"complete": "", "interrupted": "Interrupted after ", "too_many_errors": "Stopped by --max-errors after "}
 
-            for label, text in finding_lines(findings):
-                _say_line(f"  {label:<12} {text}")
-    if stats.num_double_bos:
-        prompts = plural(stats.num_double_bos, "prompt")
+
+def say_summary(result: BatchResult) -> None:
+    """Print how a run went: its failed rows, its rows with their tokens, and its cache."""
+    stats, facts = result.stats, result.stats.facts
+    if (failed := failed_verdict(stats)) is not None:
+        say_wrapped(f"{failed.finding}.")
+    rows = f"{_ENDINGS[result.outcome]}{plural(stats.num_finished, 'row')} in {run_text(stats.elapsed_s)}"
+    rows += f" ({stats.num_resumed:,} of them from the journal)" if stats.num_resumed else ""
+    rows += "" if stats.num_finished_failed else ", none failed"
+    if not facts.num_prompt_tokens:
+        say_wrapped(f"{rows}.")
+        return
+    cached = f" ({100 * facts.hit_rate:.0f} % from the cache)" if facts.prefix_caching else ""
+    rate = (facts.num_generated_tokens or facts.num_prompt_tokens) / max(stats.elapsed_s, 1e-9)
+    prompts, generated = plural(facts.num_prompt_tokens, "prompt token"), f"{facts.num_generated_tokens:,} generated"
+    say_wrapped(f"{rows}: {prompts}{cached}, {generated}, {rate:,.0f} tokens/s.")
+    again = "no preemptions"
+    if facts.num_preemptions:
+        tokens = plural(facts.num_recomputed_tokens, "token")
+        again = f"{plural(facts.num_preemptions, 'preemption')}, {tokens} computed again"
+    say_wrapped(f"KV cache: at most {facts.peak_used_blocks:,} of {plural(facts.num_blocks, 'block')} in use; {again}.")
+
+
+def run_text(seconds: float) -> str:
+    """How long a run took: `0.1 s`, `41 s`, `12 min 5 s`."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else duration_text(seconds)
+
+
+def failed_verdict(stats: BatchStats) -> Verdict | None:
+    """How many rows failed, and the first one."""
+    if not stats.first_failed:
+        return None
+    line, reason = stats.first_failed[0]
+    return refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)
+
+
+def say_figures(stats: BatchStats, findings: "Findings") -> None:
+    """Print the other figures of a run (--all)."""
+    from pagedcli.views.whole_run import finding_lines
+
+    facts = stats.facts
+    lines = [("", f"line {line:,}: {cut_reason(reason)}") for line, reason in stats.first_failed[1:]]
+    if stats.error_codes:
+        lines.append(("failed", ", ".join(f"{code} {count:,}" for code, count in stats.error_codes.most_common())))
+    if facts.num_disk_tokens:
+        lines.append(("from disk", f"{plural(facts.num_disk_tokens, 'prompt token')}, from the prefix store"))
+    if stats.num_deduplicated:
+        not_again = f"{plural(stats.num_deduplicated_tokens, 'token')} not generated again"
+        equal = plural(stats.num_deduplicated, "row")
+        lines.append(("deduplicated", f"{equal} with the answers of an equal one: {not_again}"))
+    lines += [
+        ("TTFT", f"{_percentiles(stats.ttft)}, from admission of the row, not from the start of the run"),
+        ("of it queued", f"{_percentiles(stats.queued)}, before the row's first step"),
+        ("TPOT", _percentiles(stats.tpot)),
+    ]
+    if facts.num_state_slots:
+        made, dropped = plural(facts.num_checkpoints, "checkpoint"), facts.num_dropped_checkpoints
+        continued = plural(facts.num_checkpoint_hits, "sequence")
+        slots = f"{facts.peak_used_state_slots:,} of {facts.num_state_slots:,} at the peak"
+        lines.append(("state slots", f"{slots}; {made} made, {dropped:,} dropped, {continued} continued from one"))
+    for label, text in [*lines, *finding_lines(findings)]:
+        say_wrapped(f"  {label:<12} {text}", indent=15)
+
+
+def say_odd(result: BatchResult) -> None:
+    """Print what is odd about the input of a run."""
+    if num_double := result.stats.num_double_bos:
         what = "the tokenizer or the chat template adds one itself, so leave it out of the text"
-        say_wrapped(f"note: {prompts} with two BOS tokens at the start: {what}")
+        say_wrapped(f"note: {plural(num_double, 'prompt')} with two BOS tokens at the start: {what}")
     for name, count in sorted(result.ignored.items()):
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
-
-
-def _say_line(text: str) -> None:
-    """A label, in a column of its own, and its text."""
-    say_wrapped(text, indent=15)
 
 
 def _findings_document(findings: "Findings", advice: "Advice | None") -> dict[str, object]:
@@ -265,25 +248,6 @@ def config_rows(loaded: LoadedConfig) -> list[dict[str, object]]:
         for section, values in config_document(loaded).items()
         for name, value in values.items()
     ]
-
-
-def _outcome(result: BatchResult) -> str:
-    num_rows = plural(result.stats.num_finished, "row")
-    if result.outcome == "complete":
-        return f"done: {num_rows}"
-    if result.outcome == "interrupted":
-        return f"interrupted after {num_rows}"
-    return f"stopped by --max-errors after {num_rows}"
-
-
-def _failures(stats: BatchStats) -> str:
-    num_failed = stats.num_finished_failed
-    if not num_failed:
-        return ""
-    parts = [f"{code} {count:,}" for code, count in stats.error_codes.most_common()]
-    if stats.num_resumed_failed:
-        parts.append(f"in the journal {stats.num_resumed_failed:,}")
-    return f"; {num_failed:,} failed" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _percentiles(histogram: LogHistogram) -> str:

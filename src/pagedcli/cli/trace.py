@@ -1,9 +1,10 @@
-"""`pagedcli trace`: generation under the application, or with printed steps."""
+"""`pagedcli trace`: a run, live or recorded, under the application or with printed steps."""
 
 import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,14 +16,15 @@ from pagedcli.batch.job import Job
 from pagedcli.batch.lines import is_live
 from pagedcli.batch.prompts import open_source
 from pagedcli.batch.requests import BatchRow, decode_line
-from pagedcli.cli.dump_kv import Dump, DumpFiles, DumpKv, Every, Steps, table_width
+from pagedcli.cli.dump_kv import DumpFiles, table_width
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
-from pagedcli.cli.replay import Follow, StepFormat, no_such_step
+from pagedcli.cli.recorded_run import RecordedFlags, ViewFlags, is_recorded, look_at, no_such_step
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
 from pagedcli.errors import EXIT_BAD_ROWS, RequestError, UsageError
 from pagedcli.events import Emit, only_wanted, to_all
+from pagedcli.process import check_room_for_torch
 from pagedcli.show.panels import PlainView, print_ending
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
@@ -36,75 +38,110 @@ from pagedcli.views.whole_run import Findings, WholeRun
 if TYPE_CHECKING:
     from pagedcli.app.pool_players import LivePlayer
 
-_view = partial(option, panel="View")
+_INPUT_HELP = "Prompts (also .gz) to generate from, or a recorded run."
+_OUTPUT_HELP = "Write the rows to this file; of a recorded run the --export. Default: discard the rows."
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFlags:
+    """The flags that only a run of prompts takes."""
+
+    record: Record = None
+    record_tokens: RecordTokens = False
+    no_ids: NoIds = False
+    paused: Annotated[bool, option("--paused", panel="View", help="Start paused at the first step.")] = False
+    resume: Resume = False
+    config: ConfigFile = None
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
 def trace(
-    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz).")],
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl|RUN.jsonl", help=_INPUT_HELP)],
     *,
-    record: Record = None,
-    record_tokens: RecordTokens = False,
-    no_ids: NoIds = False,
-    follow: Follow = None,
-    step: Annotated[int | None, _view(metavar="N", help="Print only the tables of step N.")] = None,
-    no_live: Annotated[bool, _view("--no-live", help="The same as --dump-kv without a file.")] = False,
-    dump_kv: DumpKv = None,
-    steps: Steps = None,
-    every: Every = 1,
-    paused: Annotated[bool, _view("--paused", help="Start paused at the first step.")] = False,
-    output_file: Annotated[
-        str | None, option("-o", "--output-file", help="Write the rows to this file. Default: discard them.")
-    ] = None,
-    resume: Resume = False,
+    view: ViewFlags,
+    live: LiveFlags,
+    recorded: RecordedFlags,
+    output_file: Annotated[str | None, option("-o", "--output-file", help=_OUTPUT_HELP)] = None,
     overwrite: Overwrite = False,
-    config: ConfigFile = None,
-    format_: Annotated[StepFormat, _view("--format", help="Format of the tables.", show_default=True)] = "table",
     flags: Flags,
 ) -> None:
-    """Generate and watch the KV cache: block pool, sequences, hit rates, events.
+    """Watch the KV cache of a run, live or recorded: block pool, sequences, hit rates, events.
 
-    On a terminal it opens an application: space pauses, . runs one step, + and - change the speed, Enter tells the
-    story of a sequence or a block, q stops after the step, ? shows all keys; when the run has ended, one can go back to
-    any of its steps. Without a terminal, and with NO_COLOR or
-    TERM=dumb, it prints plain lines. Step tables go to stdout, all else to stderr. Takes the flags of generate.
+    A file of prompts is generated from, with the flags of generate; a file written by --record, or by attach, is
+    stepped through in either direction, which needs no model. On a terminal it opens an application: space pauses and
+    plays, . and , step, p / e / m jump to the next preemption, eviction or prefix miss, Enter tells the story of a
+    sequence or a block, q ends, ? shows all keys. Without a terminal, and with NO_COLOR or TERM=dumb, it prints plain
+    lines. Step tables go to stdout; each shows the cache as the step's forward pass sees it.
 
     \b
     Examples:
-      pagedcli trace prompts.jsonl
       pagedcli trace prompts.jsonl --num-gpu-blocks-override 64 --record run.jsonl.zst
       pagedcli trace prompts.jsonl --dump-kv | less -S
-      pagedcli trace prompts.jsonl --step 12 --format json | jq .sequences
+      pagedcli trace run.jsonl.zst
+      pagedcli trace run.jsonl --step 812 --follow code-Mirano
+      pagedcli trace run.jsonl --block 37 --step 100
+      pagedcli trace run.jsonl --check
+      pagedcli trace run.jsonl --dump-kv kv.parquet      (every step as data: sequences, blocks, lookups, hit rates)
+      pagedcli trace run.jsonl --export perfetto -o run.json      (open at ui.perfetto.dev)
+      pagedcli trace run.jsonl --step 75 --picture pool.svg
+
+    Exit codes: those of generate; of a recorded run 0 success, 1 it is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
+    if is_recorded(prompts) or recorded != RecordedFlags():
+        _refuse(live, flags)
+        look_at(Path(prompts), view, recorded, output_file=output_file, overwrite=overwrite)
+        return
+    check_room_for_torch()
+    raise typer.Exit(_generate(prompts, view, live, output_file=output_file, overwrite=overwrite, flags=flags))
+
+
+def _refuse(live: LiveFlags, flags: Flags) -> None:
+    """Raises: UsageError if a flag of generating was given for a recorded run."""
+    names = [each.name for each in fields(live) if getattr(live, each.name) != each.default]
+    names += [key.partition(".")[2] for key in flags]
+    if names:
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise UsageError(f"a recorded run generates nothing: {shown} {'does' if len(names) == 1 else 'do'} not apply")
+
+
+def _generate(
+    prompts: str, view: ViewFlags, live: LiveFlags, *, output_file: str | None, overwrite: bool, flags: Flags
+) -> int:
+    """Generate and watch. Returns the exit code."""
     if prompts == "-" and sys.stdin.isatty():
         raise UsageError("cannot trace prompts typed on a terminal: its keys are the view's", hint="pass a JSONL file")
-    if paused and not is_interactive(with_stdout=False):
+    if live.paused and not is_interactive(with_stdout=False):
         raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
-    dump = Dump.of(dump_kv, steps, every, step=step)
-    dump_files = dump.named_files(overwrite=overwrite, resume=resume)
-    only_tables = dump_files is None and (dump.chooses or format_ != "table")
-    as_tables = dump.as_tables or no_live or only_tables
-    output = Path(output_file if output_file is not None else os.devnull)
+    dump = view.dump
+    dump_files = dump.named_files(overwrite=overwrite, resume=live.resume)
+    only_tables = dump_files is None and (dump.chooses or view.format_ != "table")
     if output_file == "-":
         raise UsageError("-o - would mix rows with the view", hint="pass a file, or use pagedcli generate --record")
-    others = {} if dump_files is None else dump_files.paths
     job = Job(
-        load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record, others=others
+        load_config(live.config, flags),
+        prompts,
+        Path(output_file if output_file is not None else os.devnull),
+        resume=live.resume,
+        overwrite=overwrite,
+        record=live.record,
+        others={} if dump_files is None else dump_files.paths,
     )
     job.check_files()
-    request = None if follow is None else _named(follow, job)
+    request = None if view.follow is None else _named(view.follow, job)
     whole_run = WholeRun()
-    run = partial(_run, job, whole_run, dump_files=dump_files, record_tokens=record_tokens, record_ids=not no_ids)
-    if as_tables:
-        code = _print_steps(run, whole_run, request, dump.chosen, Format(format_))
+    run = partial(
+        _run, job, whole_run, dump_files=dump_files, record_tokens=live.record_tokens, record_ids=not live.no_ids
+    )
+    if dump.as_tables or only_tables:
+        code = _print_steps(run, whole_run, request, dump.chosen, Format(view.format_))
     elif is_interactive(with_stdout=False):
-        code = _run_under_application(run, whole_run, request, paused=paused, recorded=job.record)
+        code = _run_under_application(run, whole_run, request, paused=live.paused, recorded=job.record)
     else:
-        with PlainView(Console(stderr=True), whole_run, follow=request) as view:
-            code = run(view, terminal_is_taken=True)
+        with PlainView(Console(stderr=True), whole_run, follow=request) as plain:
+            code = run(plain, terminal_is_taken=True)
     if request is not None and code in (0, EXIT_BAD_ROWS):
         request.check("this run")
-    raise typer.Exit(code)
+    return code
 
 
 def _named(name: str, job: Job) -> NamedRequest:
@@ -190,10 +227,9 @@ def _run(
             job,
             emit=emit,
             trace_tokens=record_tokens,
-            stdout_is_taken=True,
             findings_of_events=findings,
             **how,
         )
     if writer is not None and writer.path.exists():
-        say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")
+        say(f"trace: {writer.path}; view it with: pagedcli trace {job.record}")
     return code

@@ -23,7 +23,7 @@ class Scheduler(Unfinished):
         The previous step's tokens may still be on the device (num_pending_tokens): only preemption needs their values,
         and waits for them. With `report` False the caller reports the work, once it knows which sequences have ended.
         """
-        work, num_touched = ScheduledStep(), self.block_manager.pool.num_touched
+        work = ScheduledStep()
         budget = self._schedule_running(work)
         num_running = len(self.running)
         work.blocked = self._schedule_waiting(work, budget)
@@ -34,7 +34,6 @@ class Scheduler(Unfinished):
             self._report_waiting(self._next_waiting(), work.blocked)
         if self.drafting is not None and self.drafting.is_due(step, work.num_new_tokens.count(1)):
             self._schedule_drafts(step, work, self.drafting)
-        work.num_first_used = self.block_manager.pool.num_touched - num_touched
         if report:
             self.report_scheduled(step, work)
         return work

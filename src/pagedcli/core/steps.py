@@ -14,7 +14,6 @@ class ScheduledStep:
     seqs: list[Sequence] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1; those of drafts included
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
-    num_first_used: int = 0  # blocks that hold K and V for the first time since the engine started
     num_preempted: int = 0
     blocked: WaitingReason | None = None  # why the first in the queue was not started
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted

@@ -137,7 +137,7 @@ class PrefixStore:
         """Find a file's content from now on. Raises: DamagedFile if it is not of this engine."""
         identity = {**file.head.identity}
         if identity.pop("encryption", "none") != "none":  # earlier versions name it
-            raise DamagedFile("encryption was removed: use another folder, or pagedcli store clear")
+            raise DamagedFile("encryption was removed: use another folder, or remove this one")
         if identity != self.identity:
             raise DamagedFile(f"other {differing(identity, self.identity)}")
         note = StoredNote.of(file)

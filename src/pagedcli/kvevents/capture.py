@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from pagedcli import __version__
-from pagedcli.closing import Closes
 from pagedcli.errors import TraceError
 from pagedcli.kvevents.formats import FORMATS, decode_batch
 from pagedcli.kvevents.redact import Redactor
 from pagedcli.kvevents.wire import Stored, WireError, split_frames
 from pagedcli.line_files import NOT_JSON, LineReader, LineWriter
+from pagedcli.process import Closes
 
 FORMAT_VERSION = 1
 _FLUSH_S = 0.5

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pagedcli.closing import Closes
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line
+from pagedcli.process import Closes
 from pagedcli.records import Means, number
 from pagedcli.remote import Remote, ServerError, checked_url, shown_url
 

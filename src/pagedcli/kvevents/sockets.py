@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from pagedcli.closing import Closes
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.wire import END_OF_REPLAY, MAX_PAYLOAD_BYTES, WireError, split_frames
+from pagedcli.process import Closes
 
 try:
     import zmq

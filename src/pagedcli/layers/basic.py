@@ -265,7 +265,7 @@ def _route_among_near(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class ExpertLoop:
     """A mixture of experts that are called one after the other."""
 
     experts: Sequence[Callable[[Tensor], Tensor]]  # E -> E each

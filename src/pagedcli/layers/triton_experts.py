@@ -2,8 +2,8 @@
 expert's rows lie together, and the sum of each token's results. A product of few rows is two launches: parts of the
 inputs side by side, and their sums.
 
-The twins are layers.basic.route and Mixture, including rounding and which of equal scores is picked. Nothing here waits
-for the device, so a CUDA graph can hold it. Imported only where triton is installed.
+The twins are layers.basic.route and ExpertLoop, including rounding and which of equal scores is picked. Nothing here
+waits for the device, so a CUDA graph can hold it. Imported only where triton is installed.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class GroupedExperts:
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-        """Arguments and result of layers.basic.Mixture."""
+        """Arguments and result of layers.basic.ExpertLoop."""
         x, num_tokens = x.contiguous(), x.shape[0]
         num_experts, num_picked = self._down.numbers.shape[0], self._routing.num_per_token
         out = x.new_empty((num_tokens, self._down.num_out))

@@ -227,7 +227,7 @@ class ForwardStep:
     layers: list[LayerStep]  # layers that attend
     state_step: StateStep | None = None  # None: no layer keeps a state
     states: Sequence[Sequence[Tensor]] = ()  # pools of each layer that keeps a state
-    layer_inputs: Tensor | None = None  # [T, L, P] of LayerInputs
+    layer_inputs: Tensor | None = None  # [T, L, P] of LayerEmbeddings
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of a rotary table -> cosines and sines
 
     def state(self, place: int) -> tuple[StateStep, Sequence[Tensor]]:
@@ -440,7 +440,7 @@ class LatentAttentionBody:
 
 
 @dataclass(slots=True)
-class LayerInputs:
+class LayerEmbeddings:
     """What each layer gets for a token: a row of a table, and a projection of the token's embedding."""
 
     table: VocabularyEmbedding  # [V, L * P]
@@ -521,7 +521,7 @@ class ExpertsBody:
     """A mixture of gated MLPs, with or without a shared one for every token."""
 
     router: Callable[[Tensor], Tensor]  # E -> X
-    mixture: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # see layers.basic.Mixture
+    mixture: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # see layers.basic.ExpertLoop
     shared: MlpBody | None
     shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert

@@ -15,7 +15,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
+from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
@@ -263,7 +263,7 @@ class LayerBuilder(Parts):
             return rows, head, num_bytes
         return VocabularyEmbedding(table, vocab_size, parallel), head, table.nbytes + num_bytes
 
-    def layer_inputs(self) -> blocks.LayerInputs | None:
+    def layer_inputs(self) -> blocks.LayerEmbeddings | None:
         """Models in which each layer has an input of its own."""
         table, norm = self._tensors.pop("layer_table", None), self.norm("layer_projection_norm")
         inputs = self._spec.layer_inputs
@@ -271,7 +271,7 @@ class LayerBuilder(Parts):
             return None
         self.linear_bytes += table.nbytes
         rows = VocabularyEmbedding(table, inputs.vocab_size, self._request.parallel)
-        return blocks.LayerInputs(rows, self.plain_linear("layer_projection"), norm, self._spec.norm.eps)
+        return blocks.LayerEmbeddings(rows, self.plain_linear("layer_projection"), norm, self._spec.norm.eps)
 
     def branches(self) -> tuple[list[blocks.ResidualBranch], blocks.Join]:
         """Attention and MLP of all layers, what else a layer has, and what is after the last."""
@@ -381,7 +381,7 @@ class LayerBuilder(Parts):
             parallel=self._request.parallel,
         )
 
-    def _mixture(self, key: str, spec: Experts) -> "Mixture | GroupedExperts":
+    def _mixture(self, key: str, spec: Experts) -> "ExpertLoop | GroupedExperts":
         """All experts of a layer, and their routing."""
         numbers = spec.scale, spec.least_sum, spec.groups, spec.nearness
         routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, *numbers)
@@ -391,7 +391,7 @@ class LayerBuilder(Parts):
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
             experts = [self._expert(each, spec.each) for each in keys]
-            return Mixture(experts, routing, router_bias, expert_scales)
+            return ExpertLoop(experts, routing, router_bias, expert_scales)
         from pagedcli.layers.triton_experts import GroupedExperts
 
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))

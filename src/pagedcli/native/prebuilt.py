@@ -22,7 +22,7 @@ _DOTS = (*_V4, "avx512_vnni", "avx512_bf16")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Instructions:
     """A set of instructions that a library is compiled for."""
 
     name: str
@@ -39,17 +39,17 @@ class Target:
 
 # The best first: a processor gets the first one that it can run.
 TARGETS = (
-    Target("tiles", "x86_64", "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16+amx_int8",
+    Instructions("tiles", "x86_64", "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16+amx_int8",
            (*_DOTS, "amx_tile", "amx_bf16", "amx_int8")),
-    Target("avx512-bf16", "x86_64", "x86_64_v4+avx512vnni+avx512bf16", _DOTS),
-    Target("avx512-vnni", "x86_64", "x86_64_v4+avx512vnni", (*_V4, "avx512_vnni")),
-    Target("avx512", "x86_64", "x86_64_v4", _V4),
-    Target("avx2-vnni", "x86_64", "x86_64_v3+avxvnni", (*_V3, "avx_vnni")),
-    Target("avx2", "x86_64", "x86_64_v3", _V3),
-    Target("bf16-i8mm", "aarch64", "generic+dotprod+bf16+i8mm", ("asimddp", "bf16", "i8mm")),
-    Target("dotprod", "aarch64", "generic+dotprod", ("asimddp",)),
-    Target("neon", "aarch64", "generic"),
-    Target("m1", "arm64", "apple_m1", system="darwin"),
+    Instructions("avx512-bf16", "x86_64", "x86_64_v4+avx512vnni+avx512bf16", _DOTS),
+    Instructions("avx512-vnni", "x86_64", "x86_64_v4+avx512vnni", (*_V4, "avx512_vnni")),
+    Instructions("avx512", "x86_64", "x86_64_v4", _V4),
+    Instructions("avx2-vnni", "x86_64", "x86_64_v3+avxvnni", (*_V3, "avx_vnni")),
+    Instructions("avx2", "x86_64", "x86_64_v3", _V3),
+    Instructions("bf16-i8mm", "aarch64", "generic+dotprod+bf16+i8mm", ("asimddp", "bf16", "i8mm")),
+    Instructions("dotprod", "aarch64", "generic+dotprod", ("asimddp",)),
+    Instructions("neon", "aarch64", "generic"),
+    Instructions("m1", "arm64", "apple_m1", system="darwin"),
 )  # fmt: skip
 
 
@@ -71,12 +71,12 @@ class Installed:
     why: str  # reason in words; empty where nothing is better
 
 
-def for_this_system() -> tuple[Target, ...]:
+def for_this_system() -> tuple[Instructions, ...]:
     """The targets of this machine's architecture and system, whether its processor can run them or not."""
     return tuple(each for each in TARGETS if (each.machine, each.system) == (platform.machine(), sys.platform))
 
 
-def runnable() -> Target | None:
+def runnable() -> Instructions | None:
     """The best target that this processor can run, whether its library is here or not."""
     return next((each for each in for_this_system() if not _missing(each)), None)
 
@@ -103,7 +103,7 @@ def library(name: str | None = None) -> Installed | str:
     return Installed(target.name, path, "asked for" if name is not None else why)
 
 
-def _missing(target: Target) -> str:
+def _missing(target: Instructions) -> str:
     """What the processor has not, but the target may use."""
     flags = processor_flags()
     return ", ".join(need for need in target.needs if need not in flags)

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from pagedcli.closing import Closes
 from pagedcli.config import EngineConfig
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.store import StoreFacts
 from pagedcli.events import Emit
+from pagedcli.process import Closes
 from pagedcli.runner.loading import load_engine
 from pagedcli.runner.store import open_store
 from pagedcli.runner.tensor_parallel import WorkerGroup

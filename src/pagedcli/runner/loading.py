@@ -21,7 +21,6 @@ from pagedcli.core.sequence import Sequence
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
-from pagedcli.memory_limit import shortage
 from pagedcli.models.base import CausalLM, DecoderRequest
 from pagedcli.models.loading import load_decoder
 from pagedcli.models.reading import read_spec
@@ -30,6 +29,7 @@ from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.decision import Decision, choose_pool
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.printable import plural
+from pagedcli.process import shortage
 from pagedcli.records import size
 from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders

@@ -1,6 +1,6 @@
 """A trace as Chrome-trace JSON for ui.perfetto.dev: a row per sequence, the engine's steps, counters for the pool.
 
-Used by `pagedcli replay --export perfetto`. Written as a stream; times are microseconds from the first step.
+Used by `pagedcli trace --export perfetto`. Written as a stream; times are microseconds from the first step.
 Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
 

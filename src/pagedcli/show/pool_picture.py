@@ -1,6 +1,6 @@
 """The block pool at a step next to the block tables of sequences, as a picture and in characters.
 
-Used by `replay --picture`, the notebooks and the lessons. Shared blocks have the letter and colour of their prefix.
+Used by `trace RUN --picture`, the notebooks and the lessons. Shared blocks have the letter and colour of their prefix.
 """
 
 from collections.abc import Collection, Sequence

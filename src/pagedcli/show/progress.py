@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.files import whole_file, writing
-from pagedcli.printable import plural
+from pagedcli.printable import duration_text, plural
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WINDOW_S = 10.0  # rates are averaged over this time
 _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
-TimeLeft = Callable[[BatchStats], tuple[float, float] | None]  # the fewest and the most seconds that are likely
+TimeLeft = Callable[[BatchStats], float | None]
 """Seconds until a run ends; None: not known."""
 
 
@@ -71,24 +71,16 @@ def rows_text(stats: BatchStats) -> str:
     return done + (f", {stats.num_finished_failed:,} failed" if stats.num_finished_failed else "")
 
 
-def average_pace(stats: BatchStats) -> tuple[float, float] | None:
-    """As if the rows that are left took as long as those that are done; of few less is known."""
+def average_pace(stats: BatchStats) -> float | None:
+    """As if the rows that are left took as long as those that are done."""
     if stats.num_rows is None or not stats.num_done:
         return None
-    left_s, doubt = (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done, stats.num_done**-0.5
-    return left_s * (1 - doubt), left_s * (1 + doubt)
+    return (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done
 
 
-def eta_text(left_s: tuple[float, float] | None) -> str | None:
-    """Time left as a clock shows it, from the least to the most; None if unknown."""
-    return None if left_s is None else " to ".join(dict.fromkeys(map(_clock, left_s)))
-
-
-def _clock(left_s: float) -> str:
-    seconds = round(left_s)
-    if seconds < 3600:
-        return f"{seconds // 60}:{seconds % 60:02}"
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+def _left(left_s: float | None) -> list[str]:
+    """The time left in words; nothing if it is unknown."""
+    return [] if left_s is None else [f"{duration_text(max(1.0, left_s))} left"]
 
 
 def details(stats: BatchStats, rates: _Rates) -> list[str]:
@@ -120,8 +112,7 @@ class _Progress(ProgressView):
 
     def show(self, stats: BatchStats) -> None:
         """A whole line, for logs."""
-        eta = eta_text(self._time_left(stats))
-        say(", ".join([rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]))
+        say(", ".join([rows_text(stats), *details(stats, self._rates), *_left(self._time_left(stats))]))
 
 
 class _LiveProgress(_Progress):
@@ -152,13 +143,12 @@ class _LiveProgress(_Progress):
         from rich.table import Table
         from rich.text import Text
 
-        eta = eta_text(self._time_left(stats))
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=stats.num_rows or None, completed=stats.num_finished, pulse=stats.num_rows is None)
-        line.add_row(rows_text(stats), bar, f"ETA {eta}" if eta else "")
+        line.add_row(rows_text(stats), bar, *_left(self._time_left(stats)))
         return Group(line, Text(" · ".join(details(stats, self._rates)), no_wrap=True, overflow="ellipsis"))
 
 

@@ -1,6 +1,6 @@
 """Pictures of a run: the life of a request, the tree of prefixes with its hits, and waste, contiguous against paged.
 
-Used by `replay --picture`, the notebooks and the lessons.
+Used by `trace RUN --picture`, the notebooks and the lessons.
 """
 
 import math

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.answers.hits import Hits, OutOfTimeError, hits
+from pagedcli.answers.time import Forecast
+from pagedcli.answers.time import time as forecast
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.planning.step_time import StepTime, step_time_named
-from pagedcli.printable import duration_text, percent_text, plural
-from pagedcli.simulation.forecast import Forecast, forecast
+from pagedcli.printable import percent_text, plural
 from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.settings import KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
@@ -46,14 +47,10 @@ class Trial:
     forecast: Forecast
     gain: float  # share of the time, or of the computed tokens, that it saves; expected, if it is not certain
     is_certain: bool  # whether the gain is exact by simulation
-    first_use_s: float = 0.0  # seconds of it for memory that is used for the first time, more than in the run
 
     @property
     def cost(self) -> str:
-        if not self.is_certain:
-            return _ONLY_TIMING
-        memory = f"memory used for the first time: {duration_text(self.first_use_s)}"
-        return "; ".join(filter(None, [self.setting.cost, memory if self.first_use_s > 0 else ""]))
+        return self.setting.cost if self.is_certain else _ONLY_TIMING
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +223,7 @@ def advise(
     if not subject.workload.requests:
         return Advice(not_tried="no request was served")
     deadline_s = None if budget_s is None else time.thread_time() + budget_s
-    reasons, search = [], _Search(subject, deadline_s, None if base is None else base.without_text, found)
+    reasons, search = [], _Search(subject, deadline_s, base, found)
     try:
         search.start()
         if not search.run_as_it_is.num_requests:  # nothing takes no time, whatever the setting
@@ -282,7 +279,7 @@ class _Search:
                 left_out=subject.left_out,
                 arrivals=subject.arrivals,
             )
-            self._runs[key] = found.without_text  # so that commands agree that do not know which prompts were text
+            self._runs[key] = found
         return self._runs[key]
 
     def _check_time(self, num_done: int) -> None:
@@ -294,13 +291,11 @@ class _Search:
         gain = 1 - _score(found) / max(_score(base), 1e-12)
         if found.num_refused > base.num_refused:
             gain = -1.0  # some rows would be refused
-        more_s = found.parts.get("memory", 0.0) - base.parts.get("memory", 0.0)
-        is_shown = setting.kind.key == POOL and more_s > _AS_GOOD * (base.seconds or 0.0)
         # Less time for as many tokens is only what a calibration says of steps of other sizes.
         fewest = (1 - WORTH_SAYING) * base.num_computed_tokens
         is_exact = not self.by_time or gain <= 0 or found.num_computed_tokens <= fewest
         is_certain = is_exact and not setting.kind.is_timed
-        return Trial(setting, found, gain, is_certain, more_s if is_shown else 0.0)
+        return Trial(setting, found, gain, is_certain)
 
     def explore(self, kinds: Iterable[Kind]) -> None:
         """Try the settings of these kinds. Raises: OutOfTimeError."""
@@ -367,7 +362,7 @@ def tune(
     doubt. `time_in_turns` times the run with the changes before and after, within so many seconds; `base`: the run as
     it is; `fixed`: keys that stay as they are. None: simulating takes longer than `budget_s`, the seconds of each
     part."""
-    search = _Search(subject, time.thread_time() + budget_s, base.without_text)
+    search = _Search(subject, time.thread_time() + budget_s, base)
     exact: Trial | None = None
     candidates: dict[str, Trial] = {}  # the one of each kind that may gain most
     try:

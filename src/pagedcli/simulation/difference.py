@@ -13,7 +13,6 @@ from pathlib import Path
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 from pagedcli.simulation.advice import recorded_plan
@@ -26,14 +25,11 @@ from pagedcli.views.stats import RunStats
 
 CAUSES = {
     "prompts": "other prompts",
-    "outputs": "other outputs",
     "order": "another order",
     "block_size": "another block size",
     "pool": "another pool",
     "policy": "another eviction policy",
-    "sequences": "another number of sequences",
-    "checkpoints": "checkpoints placed elsewhere",
-    "limits": "other limits of a step",
+    "limits": "other limits",
     "together": "together",
     "store": "tokens read from disk",
     "unexplained": "unexplained",
@@ -41,14 +37,11 @@ CAUSES = {
 _FIELDS = {  # limits that a cause takes from the later run
     "block_size": ("block_size",),
     "policy": ("eviction",),
-    "sequences": ("max_num_seqs",),
-    "checkpoints": ("checkpoints", "num_state_slots", "state_bytes"),
     "limits": (
-        "max_num_batched_tokens", "chunked_prefill_size", "min_prefill_tokens", "enable_prefix_caching",
-        "preemption_policy", "groups",
+        "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "min_prefill_tokens", "enable_prefix_caching",
+        "preemption_policy", "checkpoints", "num_state_slots", "state_bytes", "groups",
     ),
 }  # fmt: skip
-_OUTPUTS = ("num_output_tokens", "output_ids", "stopped", "max_new_tokens", "num_samples", "is_random")
 Measures = dict[str, Fraction]
 """What a run did, by name: the hit rate, and counts."""
 Key = tuple[object, ...]
@@ -74,11 +67,16 @@ class Side:
     workload: Requests
     plan: Plan
     recorded: Measures | None = None  # what it did; None: it has not run
+    seconds: float | None = None  # time of its steps; None: it has not run
     from_disk: Measures = field(default_factory=dict)  # what reading blocks from a prefix store changed in it
 
     @property
     def limits(self) -> Limits:
         return self.plan.limits
+
+    @property
+    def pool_tokens(self) -> int | None:
+        return None if self.limits.num_blocks is None else self.limits.num_blocks * self.limits.block_size
 
 
 # ---------------------------------------------------------------------- recorded runs
@@ -101,11 +99,12 @@ def _recorded_side(path: Path, chains: Chains) -> Side:
     workload.notes += reader.notes
     if not workload.requests:
         raise UsageError(f"{path}: no request finished in this run")
-    side = Side(path.name, workload, recorded_plan(state))
-    side.recorded = _measures(facts, facts.num_cached_tokens, facts.num_prompt_tokens)
-    disk_tokens = Fraction(facts.num_disk_tokens)
-    side.from_disk = {"hit_rate": disk_tokens / max(1, facts.num_prompt_tokens), "computed_tokens": -disk_tokens}
-    return side
+    measured, disk_tokens = _measures(facts, facts.num_cached_tokens, facts.num_prompt_tokens), facts.num_disk_tokens
+    from_disk = {
+        "hit_rate": Fraction(disk_tokens, max(1, facts.num_prompt_tokens)),
+        "computed_tokens": Fraction(-disk_tokens),
+    }
+    return Side(path.name, workload, recorded_plan(state), measured, 1e-9 * facts.steps_ns, from_disk)
 
 
 def _compare_by_hashes(before: Side, after: Side) -> str | None:
@@ -156,7 +155,6 @@ class Pairs:
 
     def __init__(self, before: Side, after: Side) -> None:
         self.requests = (before.workload.requests, after.workload.requests)
-        self._outputs_of = attrgetter(*_OUTPUTS)
         num_before, num_after = map(len, self.requests)
         self.partners: tuple[list[int | None], list[int | None]] = ([None] * num_before, [None] * num_after)
         self.same: set[int] = set()
@@ -192,16 +190,20 @@ class Pairs:
             if partner is not None and place not in self.same
         ]
 
-    @property
-    def num_moved(self) -> int:
-        """Pairs that come at another place among the pairs."""
-        partners = [partner for partner in self.partners[0] if partner is not None]
-        return sum(one != other for one, other in zip(partners, sorted(partners), strict=True))
-
-    @property
-    def num_other_outputs(self) -> int:
-        before = self.requests[0]
-        return sum(self._outputs_of(before[at]) != self._outputs_of(self.request(0, at, 1)) for at in self.same)
+    def counts(self, cause: str) -> dict[str, int]:
+        """Prompts by how they differ, for the causes `prompts` and `order`."""
+        first, second = self.requests
+        if cause == "order":
+            partners = [partner for partner in self.partners[0] if partner is not None]
+            moved = sum(one != other for one, other in zip(partners, sorted(partners), strict=True))
+            return {"at another place": moved}
+        of = attrgetter("num_output_tokens", "output_ids", "stopped", "max_new_tokens", "num_samples", "is_random")
+        return {
+            "only before": len(self.alone(0)),
+            "only after": len(self.alone(1)),
+            "with the same id and another text": len(self.changed),
+            "with another output": sum(of(first[at]) != of(second[self.partners[0][at] or 0]) for at in self.same),
+        }
 
     def places(self, side: int, order: int) -> list[int]:
         """The places of a side's requests, in the order of one of the sides. A prompt that the other one lacks comes
@@ -214,13 +216,6 @@ class Pairs:
             last = last if partner is None else partner
             keys.append((last, partner is None, place))
         return [place for _, _, place in sorted(keys)]
-
-    def request(self, side: int, place: int, outputs: int) -> Request:
-        """A request of a side, with the outputs of one of the sides if both have the same prompt."""
-        request, partner = self.requests[side][place], self.partners[side][place]
-        if outputs == side or partner is None or (place if side == 0 else partner) not in self.same:
-            return request
-        return replace(request, **dict(zip(_OUTPUTS, self._outputs_of(self.requests[outputs][partner]), strict=True)))
 
 
 # ---------------------------------------------------------------------- what differs
@@ -237,6 +232,7 @@ class Comparison:
         self.sides, self.no_prompts, self.pairs = (before, after), no_prompts, Pairs(before, after)
         details = {cause: self._detail(cause) for cause in CAUSES}
         self.details = {cause: detail for cause, detail in details.items() if detail is not None}
+        self.differing = frozenset(self.details)
         first, alone = self._run(()), {cause: self._run((cause,)) for cause in self.details}
         last = self._run(tuple(alone)) if len(alone) > 1 else next(iter(alone.values()), first)
         self.measured = (before.recorded or first, after.recorded or last)
@@ -246,8 +242,7 @@ class Comparison:
         disk = [{name: side.from_disk.get(name, Fraction(0)) for name in first} for side in self.sides]
         tokens = [-int(each["computed_tokens"]) for each in disk]
         self._add("store", f"{tokens[0]:,} -> {plural(tokens[1], 'token')}", _less(disk[1], disk[0]))
-        self.details["unexplained"] = "recorded, less simulated"
-        self.parts["unexplained"] = _less(self.change, *self.parts.values())
+        self._add("unexplained", "recorded, less simulated", _less(self.change, *self.parts.values()))
 
     def _add(self, cause: str, detail: str, part: Measures) -> None:
         if any(part.values()):
@@ -255,59 +250,29 @@ class Comparison:
 
     def _detail(self, cause: str) -> str | None:
         """What differs, in words; None: nothing."""
-        pairs, one, other = self.pairs, self.sides[0].limits, self.sides[1].limits
-        match cause:
-            case "prompts" | "outputs" | "order" if self.no_prompts is not None:
-                return None
-            case "prompts":
-                return _listed(
-                    _some(len(pairs.alone(0)), "only before"),
-                    _some(len(pairs.alone(1)), "only after"),
-                    _some(len(pairs.changed), "with the same id and another text"),
-                )
-            case "outputs":
-                return _some(pairs.num_other_outputs, "with another output")
-            case "order":
-                return _some(pairs.num_moved, "at another place")
-            case "pool":
-                same = _pool_tokens(one) == _pool_tokens(other)
-                return None if same else f"{_shown(one.num_blocks)} -> {_shown(other.num_blocks)} blocks"
+        if cause in ("prompts", "order"):
+            counts = {} if self.no_prompts is not None else self.pairs.counts(cause)
+            return ", ".join(f"{plural(count, 'prompt')} {words}" for words, count in counts.items() if count) or None
+        one, other = (side.limits for side in self.sides)
         names = ["windows" if name == "groups" else name for name in _FIELDS.get(cause, ())]
         both = {f"{name} " * (len(names) > 1): (getattr(one, name), getattr(other, name)) for name in names}
-        return _listed(*(f"{name}{_shown(a)} -> {_shown(b)}" for name, (a, b) in both.items() if a != b))
+        if cause == "pool" and self.sides[0].pool_tokens != self.sides[1].pool_tokens:
+            both = {"blocks ": (one.num_blocks, other.num_blocks)}
+        return ", ".join(f"{name}{_shown(a)} -> {_shown(b)}" for name, (a, b) in both.items() if a != b) or None
 
     def _run(self, later: Sequence[str]) -> Measures:
-        """A run with these causes as in the later run, and all else as in the earlier one."""
-        prompts, order, outputs = (int(cause in later) for cause in ("prompts", "order", "outputs"))
-        requests = [self.pairs.request(prompts, place, outputs) for place in self.pairs.places(prompts, order)]
+        """Measure a run with these causes as in the later run, and all else as in the earlier one."""
+        prompts, order = (int(cause in later) for cause in ("prompts", "order"))
+        requests = [self.pairs.requests[prompts][place] for place in self.pairs.places(prompts, order)]
         changes = {
             name: getattr(self.sides[cause in later].limits, name) for cause, names in _FIELDS.items() for name in names
         }
-        first, tokens = self.sides[0], _pool_tokens(self.sides["pool" in later].limits)  # kept with other blocks
+        first, tokens = self.sides[0], self.sides["pool" in later].pool_tokens  # kept with other blocks
         changes["num_blocks"] = None if tokens is None else max(1, tokens // changes["block_size"])
         changes["max_model_len"] = max(first.limits.max_model_len, *(side.workload.longest for side in self.sides))
         plan = replace(first.plan, limits=replace(first.limits, **changes))
         run = simulate(replace(first.workload, requests=requests), plan)
         return _measures(run.facts, *run.hit_tokens())
-
-
-def parted_at(one: Request, other: Request, block_size: int) -> int:
-    """The tokens that two prompts both begin with; with hashes whole blocks of them."""
-    if one.token_ids is not None and other.token_ids is not None:
-        return num_equal(one.token_ids, other.token_ids)
-    return num_equal(one.hashes, other.hashes) * block_size
-
-
-def _pool_tokens(limits: Limits) -> int | None:
-    return None if limits.num_blocks is None else limits.num_blocks * limits.block_size
-
-
-def _some(number: int, rest: str) -> str | None:
-    return f"{plural(number, 'prompt')} {rest}" if number else None
-
-
-def _listed(*parts: str | None) -> str | None:
-    return ", ".join(filter(None, parts)) or None
 
 
 def _shown(value: object) -> str:

@@ -1,30 +1,25 @@
-"""What `pagedcli diff` says: the answer in a sentence, what each difference changes, and the prompts that differ."""
+"""What `pagedcli diff` says: what changed most for the user, what each difference changes, which prompts differ."""
 
-from dataclasses import dataclass
 from html import escape
 from typing import Annotated, Any
 
-from pagedcli.printable import one_line, percent_text
-from pagedcli.records import number
+from pagedcli.printable import duration_text, one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Table, table
-from pagedcli.simulation.difference import CAUSES, Comparison, Measures, parted_at
-from pagedcli.simulation.requests import Request
-from pagedcli.views.explain import Decode
+from pagedcli.simulation.difference import CAUSES, Comparison
 
 MOST_LISTED = 20
-_CONTEXT = 8  # tokens shown on each side of the place where two prompts part
+_LEAST_S, _LEAST_SHARE = 0.5, 0.05  # seconds, and share of the time, by which runs differ by more than chance
+
+
+def whole(value: float) -> str:
+    """`+1,234`, `-65` or `0`: a change."""
+    return f"{round(value):+,}" if round(value) else "0"
 
 
 def points(share: float) -> str:
-    """+1.3 for a share of 0.013"""
-    if not share:
-        return "0"
-    return f"{100 * share:+.1f}" if abs(share) >= 5e-4 else f"{100 * share:+.2g}"
-
-
-def signed(value: float) -> str:
-    return ("+" if value > 0 else "") + number(round(value, 2))
+    """`-65` for a share of -0.651"""
+    return whole(100 * share)
 
 
 class CauseRow:
@@ -32,12 +27,11 @@ class CauseRow:
 
     cause: Annotated[str, lambda name: CAUSES[name]]
     detail: Annotated[str, "before -> after"]
-    hit_rate: Annotated[float, "hit rate, points", points]
-    computed_tokens: Annotated[float, "computed tokens", signed]
-    preemptions: Annotated[float, signed]
+    hit_rate: Annotated[float, "hits, points", points]
+    computed_tokens: Annotated[float, "computed tokens", whole]
+    preemptions: Annotated[float, whole]
 
 
-@dataclass(frozen=True, slots=True)
 class PromptRow:
     """A prompt that only one run has, or that has another text."""
 
@@ -45,32 +39,34 @@ class PromptRow:
     label: str
     tokens_before: Annotated[int | None, "tokens before"]
     tokens_after: Annotated[int | None, "tokens after"]
-    parted_at: Annotated[int | None, "equal until token"]
-    text: Annotated[str | None, "what follows there: before | after"]
 
 
 def sentence(found: Comparison) -> str:
-    """The answer: how the hit rate changed, and why."""
-    before, after = (float(each["hit_rate"]) for each in found.measured)
-    begin = f"The hit rate is {percent_text(after)} in both"
-    if change := float(found.change["hit_rate"]):
-        verb = "rose" if change > 0 else "fell"
-        begin = f"The hit rate {verb} from {percent_text(before)} to {percent_text(after)} ({points(change)} points)"
-    named = sorted(found.parts, key=lambda cause: -abs(found.parts[cause]["hit_rate"]))
-    words = {
-        cause: f"{CAUSES[cause]} ({found.details[cause]})" if cause not in ("together", "unexplained") else cause
-        for cause in named
-    }
-    if parts := [f"{words[each]} {points(float(rate))}" for each in named if (rate := found.parts[each]["hit_rate"])]:
-        return f"{begin}: {', '.join(parts)}."
-    if without := [words[cause] for cause in named if cause != "unexplained"]:
-        return f"{begin}; without effect on it: {', '.join(without)}."
-    return f"{begin}: nothing{'' if found.no_prompts is None else ' that can be compared'} differs."
+    """What changed most for the user, and why."""
+    before, after = (100 * float(each["hit_rate"]) for each in found.measured)
+    said = f"hits are {after:.0f} % in both runs"
+    if round(before) != round(after):
+        said = f"hits {'rose' if after > before else 'fell'} from {before:.0f} % to {after:.0f} %"
+    first_s, last_s = (side.seconds for side in found.sides)
+    if first_s is not None and last_s is not None and abs(last_s - first_s) > max(_LEAST_S, _LEAST_SHARE * first_s):
+        said = f"the later run took {duration_text(last_s)} instead of {duration_text(first_s)}, and {said}"
+    said = said[0].upper() + said[1:]
+    words = {each: CAUSES[each] + f" ({found.details[each]})" * (each in found.differing) for each in found.parts}
+    largest = sorted(found.parts, key=lambda cause: -abs(found.parts[cause]["hit_rate"]))
+    parts = [(words[cause], points(float(found.parts[cause]["hit_rate"]))) for cause in largest]
+    if shown := [f"{cause} {part}" for cause, part in parts if part != "0"]:
+        return f"{said}: {', '.join(shown)} points."
+    if without := [words[cause] for cause in found.parts if cause in found.differing]:
+        return f"{said}; without effect on them: {', '.join(without)}."
+    return f"{said}: nothing{'' if found.no_prompts is None else ' that can be compared'} differs."
 
 
 def causes_table(found: Comparison) -> Table:
-    """What differs, with what each changes alone. Measures that nothing changed are left out."""
-    rows = [{"cause": cause, "detail": found.details[cause], **_floats(part)} for cause, part in found.parts.items()]
+    """What differs, with what each changes. Measures that nothing changed are left out."""
+    rows = [
+        {"cause": cause, "detail": found.details[cause], **{name: float(value) for name, value in part.items()}}
+        for cause, part in found.parts.items()
+    ]
     others = [name for name in ("computed_tokens", "preemptions") if any(row[name] for row in rows)]
     notes = ["each alone: the earlier run with this one difference, in the simulator"]
     if found.no_prompts is not None:
@@ -79,42 +75,29 @@ def causes_table(found: Comparison) -> Table:
     return table(CauseRow, "causes", "Why it changed", rows, columns, notes=notes, wrapped_at=140)
 
 
-def prompts_table(found: Comparison, decode: Decode | None) -> Table:
+def prompts_table(found: Comparison) -> Table:
     """Prompts that differ."""
-    pairs, rows = found.pairs, []
-    pairs_of: dict[str, list[tuple[Request | None, Request | None]]] = {
-        "another text": [*pairs.changed],
-        "only before": [(each, None) for each in pairs.alone(0)],
-        "only after": [(None, each) for each in pairs.alone(1)],
-    }
-    for change, both in ((change, both) for change, each in pairs_of.items() for both in each):
-        known = [each for each in both if each is not None]
-        lengths = [None if each is None else each.num_prompt_tokens for each in both]
-        place = parted_at(known[0], known[1], found.sides[0].limits.block_size) if len(known) == 2 else None
-        has_text = place is not None and all(each.token_ids is not None for each in known)
-        text = " | ".join(_text_at(place or 0, each, decode) for each in known) if has_text else None
-        rows.append(PromptRow(change, one_line(known[0].label), lengths[0], lengths[1], place, text))
+    rows: list[dict[str, Any]] = [
+        {"change": "another text", "label": one_line(one.label), "tokens_before": one.num_prompt_tokens,
+         "tokens_after": other.num_prompt_tokens}
+        for one, other in found.pairs.changed
+    ]  # fmt: skip
+    for side, (change, key) in enumerate((("only before", "tokens_before"), ("only after", "tokens_after"))):
+        blank = {"change": change, "tokens_before": None, "tokens_after": None}
+        alone = found.pairs.alone(side)
+        rows += [{**blank, "label": one_line(each.label), key: each.num_prompt_tokens} for each in alone]
     notes = [f"the first {MOST_LISTED} of {len(rows):,}; --format json lists all"] if len(rows) > MOST_LISTED else []
     return table(PromptRow, "prompts", "Prompts that differ", rows, max_shown=MOST_LISTED, notes=notes)
 
 
-def _text_at(place: int, request: Request, decode: Decode | None) -> str:
-    ids = (request.token_ids or ())[place : place + _CONTEXT]
-    return "(its end)" if not ids else str(list(ids)) if decode is None else repr(decode(tuple(ids)))
-
-
 def facts(found: Comparison) -> dict[str, Any]:
     """What JSON says about the whole."""
-    return {
-        "answer": sentence(found),
-        "before": {"name": found.sides[0].name, **_floats(found.measured[0])},
-        "after": {"name": found.sides[1].name, **_floats(found.measured[1])},
-        "changes": _floats(found.change),
-    }
-
-
-def _floats(measures: Measures) -> dict[str, float]:
-    return {name: float(value) for name, value in measures.items()}
+    before, after = (
+        {"name": side.name, "seconds": side.seconds, **{name: float(value) for name, value in measured.items()}}
+        for side, measured in zip(found.sides, found.measured, strict=True)
+    )
+    changes = {name: float(value) for name, value in found.change.items()}
+    return {"answer": sentence(found), "before": before, "after": after, "changes": changes}
 
 
 def page(found: Comparison, tables: list[Table]) -> bytes:

@@ -1,32 +1,27 @@
 """A forecast as tables: what a run will take, and what for. Used by `plan`."""
 
 from collections.abc import Sequence
-from math import hypot
 from typing import Annotated, Any
 
-from pagedcli.planning.step_time import StepTime
-from pagedcli.printable import duration_text, expected_text, percent_text, plural
+from pagedcli.answers.time import Forecast
+from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.records import Share
 from pagedcli.show.tables import Quantity, Table, quantities, table
-from pagedcli.simulation.forecast import Forecast
 
 PART_NAMES = {
     "prompts": "prompts",
     "generation": "generated tokens",
     "attention": "attention to earlier tokens",
-    "sampling": "sampling",
-    "memory": "first use of KV blocks: memory from the system",
     "rows": "rows: reading, text and writing",
 }
 
 
-def forecast_row(found: Forecast, step_time: StepTime | None) -> dict[str, Any]:
+def forecast_row(found: Forecast) -> dict[str, Any]:
     """For JSON. Times are in seconds; None: there is no calibration."""
-    low, high = time_range(found, step_time)
     return {
         "seconds": found.seconds,
-        "seconds_low": low,
-        "seconds_high": high,
+        "seconds_low": found.low,
+        "seconds_high": found.high,
         "tokens_per_s": found.tokens_per_s,
         "first_row_s": found.first_row_s,
         "requests": found.num_requests,
@@ -44,35 +39,17 @@ def forecast_row(found: Forecast, step_time: StepTime | None) -> dict[str, Any]:
     }
 
 
-def time_range(found: Forecast, step_time: StepTime | None) -> tuple[float | None, float | None]:
-    """The shortest and the longest time of 19 of 20 such runs."""
-    if found.seconds is None or step_time is None:
-        return None, None
-    least_s, most_s, error = found.seconds - found.fewer_s, found.seconds + found.more_s, found.sample_error
-    low_s, high_s = step_time.likely(least_s)[0], step_time.likely(most_s)[1]
-    low_s = least_s - hypot(least_s - low_s, least_s * error / (1 + error))
-    return max(0.0, low_s), most_s + hypot(high_s - most_s, most_s * error)
-
-
-def time_text(found: Forecast, step_time: StepTime | None) -> str | None:
-    """The time of the run and its range; None: there is no calibration."""
-    low, high = time_range(found, step_time)
-    if found.seconds is None or low is None or high is None:
-        return None
-    return expected_text(found.seconds, low, high)
-
-
-def forecast_table(
-    found: Forecast, step_time: StepTime | None, *, num_blocks: int, source: str, notes: Sequence[str]
-) -> Table:
+def forecast_table(found: Forecast, *, num_blocks: int, source: str, notes: Sequence[str]) -> Table:
     """What the run will be. `source` says where times come from."""
-    low, high = time_range(found, step_time)
     values: list[Quantity] = []
-    if found.seconds is not None and low is not None and high is not None:
-        first_s, rate = found.first_row_s or 0.0, found.tokens_per_s or 0.0
-        time = time_text(found, step_time) or ""
+    if found.seconds is not None and found.in_words is not None:
+        first_s, rate, ends = (
+            found.first_row_s or 0.0,
+            found.tokens_per_s or 0.0,
+            {"low": found.low, "high": found.high},
+        )
         values += [
-            Quantity("seconds", "time", found.seconds, "s", time, {"low": low, "high": high}),
+            Quantity("seconds", "time", found.seconds, "s", found.in_words, ends),
             Quantity("first_row_s", "first row after", first_s, "s", duration_text(first_s)),
             Quantity("tokens_per_s", "generated tokens per second", rate, "tokens/s", f"{rate:,.0f}"),
         ]
@@ -100,9 +77,6 @@ def forecast_table(
         if found.seconds is None
         else f"time: without loading, as in the summary of generate; {source}"
     )
-    if step_time is not None and step_time.disturbed:
-        taken = percent_text(step_time.disturbed)
-        notes.append(f"other work took {taken} of the processor meanwhile: a later plan without it measures again")
     if found.num_refused:
         notes.append(f"{plural(found.num_refused, 'request')} that the pool cannot hold: left out")
     if found.share < 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pagedcli.answers.time import Forecast, in_prefix_order
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.checkpoints import POLICIES as CHECKPOINTS
 from pagedcli.core.eviction import POLICIES
@@ -14,7 +15,6 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.planning.step_time import StepTime
 from pagedcli.printable import byte_text, plural
-from pagedcli.simulation.forecast import Forecast, in_prefix_order
 from pagedcli.simulation.requests import Request, Requests, largest_output
 from pagedcli.simulation.run import Schedule
 

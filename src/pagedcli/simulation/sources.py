@@ -23,8 +23,16 @@ from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
-from pagedcli.simulation.requests import MAX_TOKENS, Chains, Request, Requests, largest_output, work_of
-from pagedcli.simulation.served import RowOutput, request_of
+from pagedcli.simulation.requests import (
+    MAX_TOKENS,
+    Chains,
+    Request,
+    Requests,
+    RowOutput,
+    largest_output,
+    request_of,
+    work_of,
+)
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold

@@ -1,6 +1,6 @@
 """All laws of a whole trace: those of a pool (laws.py), and those that the state does not depend on.
 
-Used by `pagedcli replay --check` and by the engine's tests. They restate no policy: what is admitted, preempted or
+Used by `pagedcli trace --check` and by the engine's tests. They restate no policy: what is admitted, preempted or
 evicted, and why a sequence waits, is not decided again. They say what must hold whatever is decided: conservation,
 prefix identity, that content in the pool is found, the order of the queue and of the sequences in a step.
 """

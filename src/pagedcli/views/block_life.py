@@ -1,6 +1,6 @@
 """The life of one block: who held it and when, what it contained, and its story in words. A view of PoolState.
 
-Used by `replay --block` and `explain --block`. With tokens recorded it also knows the tokens in the block.
+Used by `trace RUN --block` and `explain --block`. With tokens recorded it also knows the tokens in the block.
 """
 
 from dataclasses import dataclass

@@ -200,7 +200,6 @@ def _prefix_text(findings: Findings) -> str:
     blocks = plural(facts.longest_shared // facts.block_size, "block")
     return (
         f"longest shared {plural(facts.longest_shared, 'token')} = {blocks} of {facts.block_size}; "
-        f"found {percent_text(facts.num_cached_tokens / facts.num_prompt_tokens)}{_on_disk(facts)}, "
         f"ceiling {percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)} of the prompt tokens "
         f"({_ideal_cache(findings)})"
     )

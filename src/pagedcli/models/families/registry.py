@@ -124,5 +124,5 @@ FAMILIES = {
 @cache
 def defaults() -> dict[str, dict[str, Any]]:
     """Defaults of fields by model_type, where config.json leaves them out: those of transformers' config classes, which
-    take seconds to import. scripts/family_defaults.py writes them."""
+    take seconds to import. scripts/renew.py writes them."""
     return json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]

@@ -1,10 +1,11 @@
-"""What a run would be: its requests through the real scheduler, each step as long as it takes on this machine.
+"""How long a run takes: its requests through the real scheduler, each step as long as it takes on this machine.
 
-Counts are those of the run wherever output lengths are known. Used by `plan`, `simulate` and advice.
+Counts are those of the run wherever output lengths are known. Printed by `plan`; read by advice.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import hypot
 
 import numpy as np
 
@@ -13,15 +14,16 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.planning.step_time import StepTime, StepWork
-from pagedcli.simulation.caches import Bools
+from pagedcli.printable import expected_text
 from pagedcli.simulation.requests import Request, Requests, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
 MOST_SIMULATED = 2**20  # work that is simulated of a file, see requests.work_of: some 5 seconds
 MOST_IN_FULL = 2**18  # work that each trial of another setting simulates in full: about a second
 SAMPLED = 2**17  # work that it simulates of a file with more
+PARTS = ("prompts", "generation", "attention", "rows")
 _FEWEST_PARTS, _MOST_PARTS = 4, 16  # parts of a sample; their differences say how far off it may be
-PARTS = ("prompts", "generation", "attention", "sampling", "memory", "rows")
+_RANGE, _RANGE_S = 0.3, 0.1  # share of the time, and seconds, by which 18 of 20 runs differ at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +40,13 @@ class Forecast:
     num_preemptions: int  # sequences
     num_steps: int  # steps
     peak_used_blocks: int  # blocks
-    seconds: float | None  # the whole run without loading; None: no step time was given
-    first_row_s: float | None  # seconds until the first row is complete
+    seconds: float | None = None  # the whole run without loading; None: no step time was given
+    first_row_s: float | None = None  # seconds until the first row is complete
     parts: dict[str, float] = field(default_factory=dict)  # seconds, see PARTS
     share: float = 1.0  # share of the work that was simulated; the rest is assumed to be like it
     sample_error: float = 0.0  # share of the time by which that may be off, in 19 of 20 files
     fewer_s: float = 0.0  # seconds that hits save at most, besides, if the rest hits more than was simulated
     more_s: float = 0.0  # seconds that they cost, if it hits no more than that
-    as_tokens_s: float | None = None  # `seconds` if no prompt had to be tokenized
-
-    @property
-    def without_text(self) -> "Forecast":
-        """The same run if all prompts were tokens, as far as a recording knows. Settings differ in nothing else."""
-        return replace(self, seconds=self.as_tokens_s)
 
     @property
     def hit_rate(self) -> float:
@@ -62,9 +58,32 @@ class Forecast:
         """Generated tokens per second."""
         return None if not self.seconds else self.num_generated_tokens / self.seconds
 
+    @property
+    def low(self) -> float | None:
+        """The least seconds that are likely."""
+        if self.seconds is None:
+            return None
+        least_s, by_sample = self.seconds - self.fewer_s, self.sample_error / (1 + self.sample_error)
+        return max(0.0, least_s - hypot(least_s * _RANGE / (1 + _RANGE) + _RANGE_S, least_s * by_sample))
 
-def forecast(
-    workload: Requests,
+    @property
+    def high(self) -> float | None:
+        """The most seconds that are likely."""
+        if self.seconds is None:
+            return None
+        most_s = self.seconds + self.more_s
+        return most_s + hypot(most_s * _RANGE + _RANGE_S, most_s * self.sample_error)
+
+    @property
+    def in_words(self) -> str | None:
+        """The time with its range; None: no step time was given."""
+        if self.seconds is None or self.low is None or self.high is None:
+            return None
+        return expected_text(self.seconds, self.low, self.high)
+
+
+def time(
+    requests: Requests,
     plan: Plan,
     step_time: StepTime | None = None,
     *,
@@ -80,15 +99,24 @@ def forecast(
     `reorder` and `read_ahead` are those of the run. `observe` receives the number of finished requests after each
     step. `left_out`: work of requests like these that the run has among them (see requests.work_of).
     """
-    requests = in_prefix_order(workload.requests) if reorder == "prefix" else workload.requests
-    simulated = sum(map(work_of, requests))
+    ordered = in_prefix_order(requests.requests) if reorder == "prefix" else requests.requests
+    simulated = sum(map(work_of, ordered))
     share = simulated / (simulated + left_out) if left_out else 1.0
     timer = None if step_time is None else _Timer(step_time)
     schedule = arrivals or Schedule(step_time=timer, read_ahead=read_ahead)
-    run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
-    texts = np.fromiter((request.is_text for request in requests), np.bool_, len(requests))
-    found = _forecast(run, texts, step_time, timer, share)
-    return replace(found, sample_error=_sample_error(run, requests, share))
+    run = simulate(replace(requests, requests=ordered), plan, schedule, observe=observe)
+    found = counts_of(run, share)
+    if timer is None or step_time is None:
+        return found
+    num_rows, num_tokens = run.num_requests - run.num_refused, int(run.prompt_tokens[run.served()].sum())
+    rows_s = num_rows * step_time.row_s + num_tokens * step_time.prompt_token_s
+    return replace(
+        found,
+        seconds=(run.total_s + rows_s) / share,
+        first_row_s=run.first_s + rows_s / max(1, num_rows),
+        parts={name: each / share for name, each in {**timer.parts, "rows": rows_s}.items()},
+        sample_error=_sample_error(run, ordered, share),
+    )
 
 
 def with_hits_of_all(found: Forecast, *, ideal_of_sample: float, ideal_of_all: float) -> Forecast:
@@ -108,7 +136,6 @@ def with_hits_of_all(found: Forecast, *, ideal_of_sample: float, ideal_of_all: f
         num_cached_tokens=found.num_cached_tokens + more,
         num_computed_tokens=found.num_computed_tokens - more,
         seconds=None if found.seconds is None else found.seconds - saved_s,
-        as_tokens_s=None if found.as_tokens_s is None else found.as_tokens_s - saved_s,
         parts=found.parts | ({"prompts": computed_s(likely)} if found.parts else {}),
         fewer_s=computed_s(likely) - computed_s(most),
         more_s=saved_s,
@@ -134,9 +161,26 @@ def _sample_error(run: RunResult, requests: Sequence[Request], share: float) -> 
     return float(quantile * np.sqrt(num / (num - 1) * (off**2).sum() * (1 - share)) / times.sum())
 
 
-def counts_of(run: RunResult) -> Forecast:
-    """A run that has been simulated without the time of its steps."""
-    return _forecast(run, np.zeros(run.num_requests, dtype=np.bool_), None, None, 1.0)
+def counts_of(run: RunResult, share: float = 1.0) -> Forecast:
+    """The counts of a simulated run with this share of the work, without times."""
+    facts = run.facts
+
+    def whole(count: int) -> int:
+        return round(count / share)
+
+    return Forecast(
+        num_requests=whole(run.num_requests - run.num_refused),
+        num_refused=whole(run.num_refused),
+        num_prompt_tokens=whole(int(run.prompt_tokens[run.served()].sum())),
+        num_cached_tokens=whole(run.hit_tokens()[0]),
+        num_generated_tokens=whole(facts.num_generated_tokens),
+        num_computed_tokens=whole(facts.num_computed_tokens),
+        num_recomputed_tokens=whole(facts.num_recomputed_tokens),
+        num_preemptions=whole(facts.num_preemptions),
+        num_steps=whole(facts.num_steps),
+        peak_used_blocks=facts.peak_used_blocks,
+        share=share,
+    )
 
 
 class _Timer:
@@ -147,48 +191,10 @@ class _Timer:
         self.parts = dict.fromkeys(PARTS, 0.0)
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
-        done = StepWork.of(work, scheduler, self._step_time.layers)
-        for name, seconds in self._step_time.split(done).items():
+        parts = self._step_time.split(StepWork.of(work, scheduler, self._step_time.layers))
+        for name, seconds in parts.items():
             self.parts[name] += seconds
-        return round(1e9 * self._step_time.seconds(done))
-
-
-def _forecast(run: RunResult, texts: Bools, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:
-    served, facts = run.served(), run.facts
-    num_prompt, num_cached = int(run.prompt_tokens[served].sum()), run.hit_tokens()[0]
-    seconds = first_row_s = as_tokens_s = None
-    parts: dict[str, float] = {}
-    if step_time is not None and timer is not None:
-        num_rows = run.num_requests - run.num_refused
-        num_text = int(run.prompt_tokens[served & texts].sum())
-        rows_s = step_time.host_s(num_rows, num_prompt, facts.num_generated_tokens)
-        text_s = num_text * step_time.text_token_s
-        parts = {**timer.parts, "rows": rows_s + text_s}
-        as_tokens_s = (run.total_s + rows_s) / share
-        seconds = as_tokens_s + text_s / share
-        first_row_s = run.first_s + (rows_s + text_s) / max(1, num_rows)
-        parts = {name: each / share for name, each in parts.items()}
-
-    def whole(count: int) -> int:
-        return round(count / share)
-
-    return Forecast(
-        num_requests=whole(run.num_requests - run.num_refused),
-        num_refused=whole(run.num_refused),
-        num_prompt_tokens=whole(num_prompt),
-        num_cached_tokens=whole(num_cached),
-        num_generated_tokens=whole(facts.num_generated_tokens),
-        num_computed_tokens=whole(facts.num_computed_tokens),
-        num_recomputed_tokens=whole(facts.num_recomputed_tokens),
-        num_preemptions=whole(facts.num_preemptions),
-        num_steps=whole(facts.num_steps),
-        peak_used_blocks=facts.peak_used_blocks,
-        seconds=seconds,
-        first_row_s=first_row_s,
-        parts=parts,
-        share=share,
-        as_tokens_s=as_tokens_s,
-    )
+        return round(1e9 * sum(parts.values()))
 
 
 # ---------------------------------------------------------------------- the order of a run

@@ -31,67 +31,79 @@ def trace(tmp_path_factory, events):
 
 
 def test_check_says_ok_with_the_three_states_adding_up(trace, events):
-    out = pagedcli("replay", trace, "--check").stdout
+    out = pagedcli("trace", trace, "--check").stdout
     assert f"ok, {len(events):,} events in " in out
     assert "at the end in use 0 + cached 13 + empty 1 = 14 blocks" in out
-    facts = json.loads(pagedcli("replay", trace, "--check", "--format", "json").stdout)
+    facts = json.loads(pagedcli("trace", trace, "--check", "--format", "json").stdout)
     assert (facts["ok"], facts["num_events"]) == (True, len(events))
 
 
 def test_check_exits_with_1_and_names_the_line(tmp_path, events):
     place = next(i for i, event in enumerate(events) if isinstance(event, BlockEvicted))
     path = write(tmp_path / "bad.jsonl", events[:place] + events[place + 1 :])
-    result = pagedcli("replay", path, "--check", expect=1)
+    result = pagedcli("trace", path, "--check", expect=1)
     assert f"bad.jsonl:{place + 1}: blocks_allocated: block " in result.stderr
     assert result.stdout == ""
 
 
 def test_one_step_as_table_and_as_json(trace):
-    out = pagedcli("replay", trace, "--step", "3").stdout
+    out = pagedcli("trace", trace, "--step", "3").stdout
     assert "step 3, as its forward pass sees the cache" in out
     assert "step 4, as" not in out
-    document = json.loads(pagedcli("replay", trace, "--step", "3", "--format", "json").stdout)
+    document = json.loads(pagedcli("trace", trace, "--step", "3", "--format", "json").stdout)
     assert document["step"] == 3
     shown = {str(seq["seq_id"]) for seq in document["sequences"]}
     assert shown <= {line.split()[0] for line in out.splitlines() if line.split()}
 
 
 def test_every_step_as_json_lines(trace):
-    lines = pagedcli("replay", trace, "--no-live", "--format", "json").stdout.splitlines()
+    lines = pagedcli("trace", trace, "--dump-kv", "--format", "json").stdout.splitlines()
     documents = [json.loads(line) for line in lines]
     assert [document["step"] for document in documents] == list(range(len(documents)))
 
 
 def test_without_a_terminal_plain_lines(trace, events):
-    out = pagedcli("replay", trace).stdout
+    out = pagedcli("trace", trace).stdout
     assert "\x1b" not in out
     assert out.count(" preempt seq ") == sum(isinstance(event, RequestPreempted) for event in events)
     assert "step 0: " in out
 
 
 def test_following_one_request(trace):
-    out = pagedcli("replay", trace, "--follow", "request-3").stdout
+    out = pagedcli("trace", trace, "--follow", "request-3").stdout
     assert "add seq 3: request request-3" in out
     assert "finish seq 3" in out
     assert "finish seq 4" not in out
-    assert "add seq 3" in pagedcli("replay", trace, "--follow", "seq:3").stdout
+    assert "add seq 3" in pagedcli("trace", trace, "--follow", "seq:3").stdout
 
 
 def test_export_for_perfetto(trace, tmp_path):
     path = tmp_path / "run.json"
-    pagedcli("replay", trace, "--export", "perfetto", "-o", path)
-    to_stdout = pagedcli("replay", trace, "--export", "perfetto").stdout
+    pagedcli("trace", trace, "--export", "perfetto", "-o", path)
+    to_stdout = pagedcli("trace", trace, "--export", "perfetto").stdout
     assert json.loads(path.read_bytes()) == json.loads(to_stdout)
     assert json.loads(to_stdout)["traceEvents"]
 
 
+def test_flags_of_generating_are_refused_by_name_for_a_recorded_run(trace):
+    said = pagedcli("trace", trace, "--max-tokens", "3", "--paused", expect=2).stderr
+    assert "a recorded run generates nothing: --paused, --max-tokens do not apply" in said
+
+
+def test_the_old_name_works_and_says_the_new_one(trace):
+    old, new = (pagedcli(name, trace, "--check") for name in ("replay", "trace"))
+    assert old.stdout == new.stdout
+    assert "note: pagedcli replay is pagedcli trace now" in old.stderr
+    assert "replay" not in pagedcli("--help").stdout
+
+
 def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
-    assert "has no step 99999" in pagedcli("replay", trace, "--step", "99999", expect=2).stderr
-    assert "cannot read" in pagedcli("replay", tmp_path / "absent.jsonl", "--check", expect=2).stderr
-    assert "not named like a trace" in pagedcli("replay", tmp_path / "run.txt", expect=2).stderr
-    assert "-o needs --export" in pagedcli("replay", trace, "-o", "x", expect=2).stderr
+    assert "has no step 99999" in pagedcli("trace", trace, "--step", "99999", expect=2).stderr
+    assert "cannot read" in pagedcli("trace", tmp_path / "absent.jsonl", "--check", expect=2).stderr
+    assert "not named like a trace" in pagedcli("trace", tmp_path / "run.txt", "--check", expect=2).stderr
+    assert "-o needs --export" in pagedcli("trace", trace, "-o", "x", expect=2).stderr
     assert "there is no request 'zzz' in" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
-    assert "no request 'zzz'" in pagedcli("replay", trace, "--follow", "zzz", "--no-live", expect=2).stderr
+    assert "no request 'zzz'" in pagedcli("trace", trace, "--follow", "zzz", "--dump-kv", expect=2).stderr
 
 
 def test_explain_totals_reasons_and_the_longest_prefix(trace):
@@ -143,7 +155,7 @@ def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
     before = trace.read_bytes()
     other = tmp_path / "other"
     other.write_text("precious")
-    for command in (("report", trace), ("replay", trace, "--export", "perfetto")):
+    for command in (("report", trace), ("trace", trace, "--export", "perfetto")):
         said = pagedcli(*command, "-o", trace, "--overwrite", expect=2).stderr
         assert "the trace are the same file" in said
         assert "already exists" in pagedcli(*command, "-o", other, expect=2).stderr
@@ -165,12 +177,12 @@ def prompts(tmp_path):
 
 def test_trace_prints_steps_records_and_keeps_rows(prompts, tmp_path):
     record, rows = tmp_path / "run.jsonl.zst", tmp_path / "rows.jsonl"
-    options = ("--no-live", "--record", record, "--record-tokens", "-o", rows)
+    options = ("--dump-kv", "--record", record, "--record-tokens", "-o", rows)
     result = pagedcli("trace", prompts, *FAST, *options)
     assert "step 0, as its forward pass sees the cache" in result.stdout
     assert "not scheduled: sequence limit (2 run)" in result.stdout
     assert len(rows.read_text().splitlines()) == 4
-    assert "ok, " in pagedcli("replay", record, "--check").stdout
+    assert "ok, " in pagedcli("trace", record, "--check").stdout
     assert "first divergence at token " in pagedcli("explain", record, "--lookups").stdout
     assert '"' in pagedcli("explain", record, "--lookups").stdout.split("first divergence", 1)[1]
 

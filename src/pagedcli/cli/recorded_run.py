@@ -1,4 +1,4 @@
-"""`pagedcli replay`: step through a recorded run, in either direction."""
+"""A recorded run as the subject of `pagedcli trace`: its steps, in either direction. Needs no model and no GPU."""
 
 import sys
 from dataclasses import dataclass
@@ -9,21 +9,22 @@ from typing import Annotated, BinaryIO, Literal, cast
 import msgspec
 import typer
 
-from pagedcli.cli.block import replay_block
+from pagedcli.cli.block import print_block_at
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
-from pagedcli.cli.options import config_flags, option
-from pagedcli.cli.picture import PictureFlags, PictureOptions, draw_run
+from pagedcli.cli.options import option
+from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, Subject, ThemeOption, draw_run
 from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
-from pagedcli.files import check_files, whole_file, writing
+from pagedcli.files import beginning_of, check_files, whole_file, writing
+from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import plural, printable_json
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format, print_sentences
 from pagedcli.show.terminal import TerminalJson, is_interactive, say, say_notes
 from pagedcli.trace.check import check_trace
-from pagedcli.trace.files import TraceReader
+from pagedcli.trace.files import TraceReader, parts
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment, Replay
@@ -37,86 +38,89 @@ _BLOCK_HELP = "Print who holds block N, what it contains, and its story, at --st
 _FOLLOW_HELP = (
     "Highlight one request, by its id or its row's index (the id takes precedence), or one sequence (seq:31)."
 )
-Follow = Annotated[str | None, option(metavar="ID", help=_FOLLOW_HELP)]
+_view, _recorded = (partial(option, panel=panel) for panel in ("View", "Of a recorded run"))
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayFlags:
-    """The flags of `replay`, apart from those of pictures."""
+class ViewFlags:
+    """The flags that say what is shown of a run, live or recorded."""
 
-    step: Annotated[int | None, option(metavar="N", help="Print the tables of step N and exit.")] = None
-    block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None
-    follow: Follow = None
-    no_live: Annotated[bool, typer.Option("--no-live", help="The same as --dump-kv without a file.")] = False
+    follow: Annotated[str | None, _view(metavar="ID", help=_FOLLOW_HELP)] = None
+    step: Annotated[int | None, _view(metavar="N", help="Print only the tables of step N.")] = None
     dump_kv: DumpKv = None
     steps: Steps = None
     every: Every = 1
-    check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False
-    export: Annotated[Literal["perfetto"] | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None
-    output_file: Annotated[
-        str | None, option("-o", "--output-file", help="Output file of --export. Default: stdout.")
-    ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False
-    format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = "table"
+    format_: Annotated[StepFormat, _view("--format", help="Format of the tables.", show_default=True)] = "table"
 
-    def check_together(self, picture: PictureOptions | None) -> None:
+    @property
+    def dump(self) -> Dump:
+        """What --dump-kv and the choice of steps ask for. Raises: UsageError."""
+        return Dump.of(self.dump_kv, self.steps, self.every, step=self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFlags:
+    """The flags that only a recorded run takes."""
+
+    block: Annotated[int | None, _recorded(metavar="N", min=0, help=_BLOCK_HELP)] = None
+    check: Annotated[bool, _recorded("--check", help="Verify that the whole trace is consistent.")] = False
+    export: Annotated[Literal["perfetto"] | None, _recorded(help="Export the run to -o, e.g. for ui.perfetto.dev.")] = (
+        None
+    )
+    picture: Annotated[Path | None, _recorded(metavar="FILE", help=PICTURE_HELP)] = None
+    of: Annotated[Subject | None, _recorded(help=OF_HELP)] = None
+    shape: ShapeOption = None
+    theme: ThemeOption = None
+
+    def check_with(self, view: ViewFlags, picture: PictureOptions | None) -> None:
         """Raises: UsageError for flags that exclude each other."""
-        others = self.check or self.export is not None or self.dump_kv is not None or self.no_live
-        if self.output_file is not None and self.export is None:
-            raise UsageError("-o needs --export")
-        if self.check and self.format_ == "md":
+        others = self.check or self.export is not None or view.dump_kv is not None
+        if self.check and view.format_ == "md":
             raise UsageError("--check does not print --format md", hint="use table or json")
-        if picture is not None and (others or self.block is not None or self.format_ != "table"):
+        if picture is not None and (others or self.block is not None or view.format_ != "table"):
             raise UsageError("--picture is combined with --step, --steps, --every and --follow only")
-        if self.block is not None and (others or self.follow is not None or self.steps is not None):
+        if self.block is not None and (others or view.follow is not None or view.steps is not None):
             raise UsageError("--block is combined with --step and --format only")
 
 
-@config_flags()
-def replay(trace: TraceFile, *, flags: ReplayFlags, drawn: PictureFlags) -> None:
-    """Step through a recorded run, forward and backward. Needs no model and no GPU.
+def is_recorded(name: str) -> bool:
+    """Whether the input of `trace` is a recorded run, or a recording of KV events, not a file of prompts.
 
-    On a terminal it opens an application: . and , step, space plays, p / e / m jump to the next preemption, eviction or
-    prefix miss (P / E / M: the previous one), a number goes to that step, Enter tells the story of a sequence or a
-    block, ? shows all keys. Otherwise, and with NO_COLOR or TERM=dumb, it prints one line per step. Each step shows
-    the cache as its forward pass sees it. For recordings of `pagedcli attach`, each message is a step.
+    Raises: UsageError or TraceError if it cannot be read.
+    """
+    path = Path(name)
+    if not path.name.endswith((".jsonl", ".jsonl.zst")):
+        return False
+    found = next(iter(parts(path)), path)  # a killed run leaves another name
+    return found.is_file() and (beginning_of(found, 64).startswith(b'{"event"') or is_capture(found))
 
-    \b
-    Examples:
-      pagedcli replay run.jsonl.zst
-      pagedcli replay run.jsonl --step 812 --follow code-Mirano
-      pagedcli replay run.jsonl --block 37 --step 100
-      pagedcli replay run.jsonl --check
-      pagedcli replay run.jsonl --export perfetto -o run.json    (open at ui.perfetto.dev)
-      pagedcli replay run.jsonl --dump-kv --steps 100-120 | less -S
-      pagedcli replay run.jsonl --dump-kv kv.parquet    (every step as data: sequences, blocks, lookups, hit rates)
-      pagedcli replay run.jsonl --dump-kv --format json | jq .blocks
-      pagedcli replay run.jsonl --step 75 --picture pool.svg
-      pagedcli replay run.jsonl --steps 0-80 --picture pool.gif
-      pagedcli replay run.jsonl --picture life.svg --of request --follow code-Mirano
 
-    Exit codes: 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
-    """  # fmt: skip
-    dump = Dump.of(flags.dump_kv, flags.steps, flags.every, step=flags.step)
-    picture = PictureOptions.of_flags(drawn.picture, of=drawn.of, shape=drawn.shape, theme=drawn.theme)
-    flags.check_together(picture)
-    given = {name: getattr(flags, name) for name in ("check", "follow", "export", "dump_kv", "steps", "block")}
-    if is_recording(trace, **given, picture=drawn.picture):
-        replay_capture(trace, flags.step, as_json=flags.format_ == "json", every_step=flags.no_live)
+def look_at(
+    trace: Path, view: ViewFlags, flags: RecordedFlags, *, output_file: str | None = None, overwrite: bool = False
+) -> None:
+    """Open a recorded run in the application, or print, check, draw or export it. Raises: UsageError or TraceError."""
+    dump = view.dump
+    picture = PictureOptions.of_flags(flags.picture, of=flags.of, shape=flags.shape, theme=flags.theme)
+    if output_file is not None and flags.export is None:
+        raise UsageError("-o needs --export: a recorded run has no rows to write")
+    flags.check_with(view, picture)
+    given = {name: getattr(flags, name) for name in ("check", "export", "block", "picture")}
+    if is_recording(trace, **given, follow=view.follow, dump_kv=view.dump_kv or None, steps=view.steps):
+        replay_capture(trace, view.step, as_json=view.format_ == "json", every_step=dump.as_tables)
         return
-    request = None if flags.follow is None else find_request(TraceReader(trace), flags.follow, str(trace))
+    request = None if view.follow is None else find_request(TraceReader(trace), view.follow, str(trace))
     if picture is not None:
-        draw_run(trace, picture, dump.chosen, request, overwrite=flags.overwrite)
+        draw_run(trace, picture, dump.chosen, request, overwrite=overwrite)
     elif flags.block is not None:
-        replay_block(trace, flags.block, flags.step, Format(flags.format_))
+        print_block_at(trace, flags.block, view.step, Format(view.format_))
     elif flags.check:
-        _check(trace, flags.format_)
+        _check(trace, view.format_)
     elif flags.export is not None:
-        _export(trace, flags.output_file, overwrite=flags.overwrite)
+        _export(trace, output_file, overwrite=overwrite)
     elif dump.file is not None:
-        _write_tables(trace, dump, overwrite=flags.overwrite)
-    elif dump.as_tables or dump.chooses or flags.no_live or flags.format_ != "table":
-        _print_steps(trace, dump.chosen, request, flags.format_)
+        _write_tables(trace, dump, overwrite=overwrite)
+    elif dump.as_tables or dump.chooses or view.format_ != "table":
+        _print_steps(trace, dump.chosen, request, view.format_)
     elif is_interactive():
         _play(trace, request)
     else:
@@ -203,7 +207,7 @@ def _play(trace: Path, follow: NamedRequest | None) -> None:
     say(f"reading {trace} ...")
     past = Replay(reader, follow=follow)
     judge = partial(judged_recording, trace)
-    PoolApp(ReplayPlayer(past), f"pagedcli replay {trace.name}", judge=judge).show()
+    PoolApp(ReplayPlayer(past), f"pagedcli trace {trace.name}", judge=judge).show()
     say_notes(reader.notes)
     if past.damage is not None:
         raise TraceError(past.damage)
