@@ -25,7 +25,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"closing", "content_files", "garbage", "memory_limit", "verdicts"}
+LOW |= {"closing", "content_files", "garbage", "memory_limit"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -34,7 +34,6 @@ ALLOWED = {
     "events": {"errors"},
     "printable": set(),
     "records": {"printable"},
-    "verdicts": {"printable"},
     "interrupt": set(),
     "garbage": set(),
     "files": {"errors", "interrupt", "line_files"},
@@ -52,7 +51,7 @@ ALLOWED = {
     "layers": {"errors", "attention", "native"},
     "models": {*LOW, "core", "attention", "layers", "native"},
     "planning": {*LOW, *COMPUTE, "core"},
-    "answers": {*LOW, "core", "planning"},
+    "answers": {*LOW, "core", "models", "planning", "batch", "simulation"},
     "runner": {*LOW, *COMPUTE, "core", "planning", "answers", "assets"},
     "batch": BATCH,
     "trace": {*LOW, "core"},

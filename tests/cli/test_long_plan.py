@@ -1,12 +1,11 @@
-"""`plan` of a long file: progress, an estimate from its beginning, and bounded work after it."""
+"""`plan` of a long file: progress, and bounded work after it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from cli_harness import pagedcli
 
-from pagedcli.cli.prompt_scan import ReadingLine
+from pagedcli.cli.plan import Reading
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.simulation.requests import TraceRequest, work_of
 
@@ -17,51 +16,29 @@ def write_rows(path, num_rows, **fields):
     return path
 
 
-def test_a_long_file_gives_an_estimate_while_it_is_read(tmp_path, monkeypatch):
-    """It is due at once; the rows have one length, so that their number is known from the bytes of the first."""
-    monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
-    path = write_rows(tmp_path / "in.jsonl", 90)
-    path.write_text("".join(line for line in path.read_text().splitlines(True)[10:]))
-    said = pagedcli("plan", path, "--no-calibrate").stderr
-    assert "estimate from the first 1.2 % of the file: about 80 prompts" in said
-    assert said.count("estimate from") == 1
-
-
-@pytest.mark.parametrize("disturbed", [0.0, 0.4])
-def test_an_estimate_says_no_time_by_a_calibration_that_other_work_disturbed(disturbed, tmp_path, monkeypatch):
-    from pagedcli.planning import step_time
-
-    pagedcli("plan", write_rows(tmp_path / "short.jsonl", 3))
-    real = step_time.load_step_time
-    monkeypatch.setattr(step_time, "load_step_time", lambda key: replace(real(key), disturbed=disturbed))
-    monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
-    said = pagedcli("plan", write_rows(tmp_path / "in.jsonl", 90), "--no-calibrate").stderr
-    [estimate] = [line for line in said.splitlines() if line.startswith("estimate")]
-    assert ("under " in estimate) == (disturbed == 0)
-
-
-def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream(tmp_path):
+@pytest.mark.parametrize(("limit", "share"), [(None, ", 100%"), (200, ", 100%"), (25, ", 200%")])
+def test_the_share_that_has_been_read_is_that_of_the_bytes_or_of_the_limit(limit, share, tmp_path):
     path = write_rows(tmp_path / "in.jsonl", 50)
-    for name, limit, expected in ((path, None, 1.0), (path, 200, 1.0), (path, 25, 2.0), ("-", None, None)):
-        reading = ReadingLine(str(name), limit, lambda share: None)
-        for number, content in enumerate(path.read_bytes().splitlines()):
-            reading.observe(type("Line", (), {"content": content, "index": number}))
-        assert reading._share == expected
+    for name, expected in ((path, share), ("-", "" if limit is None else f", {50 / limit:.0%}")):
+        reading = Reading(str(name), limit)
+        for content in path.read_bytes().splitlines():
+            reading.add(type("Line", (), {"content": content}))
+        assert reading.text(0.0) == f"reading the prompts: 50 rows{expected}"
 
 
 def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr("pagedcli.simulation.forecast.MOST_IN_FULL", 6000)
     monkeypatch.setattr("pagedcli.simulation.forecast.SAMPLED", 2000)
-    from pagedcli.simulation import advice
+    from pagedcli.answers import cures
 
-    real = advice.advise
+    real = cures.cures
 
     def watched(subject, **given):
         tried.append((len(subject.workload.requests), subject.left_out))
         return real(subject, **given)
 
-    monkeypatch.setattr("pagedcli.simulation.advice.advise", watched)
+    monkeypatch.setattr("pagedcli.answers.cures.cures", watched)
     found = json.loads(
         pagedcli("plan", write_rows(tmp_path / "in.jsonl", 800), "--no-calibrate", "--format", "json").stdout
     )

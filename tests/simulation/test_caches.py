@@ -87,7 +87,7 @@ def test_a_pool_that_is_called_enough_is_enough_in_a_run_with_it(seed):
     sweep = Sweep(workload, accesses_of(workload, 2))
     swept = list(points(sweep, plan, sorted(rng.integers(1, 80, 2).tolist()), ["lru"], Schedule()))
     enough = enough_point(sweep, plan, swept, Schedule())
-    finding = pool_verdict(sweep, swept, enough, None).finding
+    finding = pool_verdict(sweep, swept, enough, None)
     if enough is None:
         assert "enough" not in finding
         return

@@ -3,35 +3,33 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
+from pagedcli.answers.survey import FirstAnswer, PromptScan, first_answer, prompt_model, scan_prompts
+from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.doctor import engine_table
-from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import advice_or_note, find_partings, in_words, or_note, with_settings
-from pagedcli.cli.plan_sample import first_answer
-from pagedcli.cli.plan_tables import full_tables, in_short, short_tables, survey_facts
-from pagedcli.cli.prompt_scan import PROMPT_KEYS, PromptScan, ReadingLine, prompt_model, scan_prompts
+from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.plan_tables import file_table, full_tables, survey_facts
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
-from pagedcli.printable import expected_text, percent_text, plural
-from pagedcli.show.tables import Format, Table, print_tables
+from pagedcli.printable import duration_text, percent_text, plural, refused_text
+from pagedcli.show.tables import Format, Table
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
-from pagedcli.verdicts import Verdict, refused_verdict
 
 if TYPE_CHECKING:
+    from pagedcli.answers.cures import Cure
     from pagedcli.batch.line_sample import LineSample
+    from pagedcli.batch.lines import Line
     from pagedcli.planning.decision import Decision
-    from pagedcli.planning.parting import Parting
-    from pagedcli.simulation.advice import Advice
     from pagedcli.simulation.forecast import Forecast
     from pagedcli.simulation.settings import Subject
     from pagedcli.simulation.sources import PromptRequests
@@ -42,10 +40,11 @@ _EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_toke
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
 _TUNE_HELP = "Only print the fastest settings as YAML, for -C of generate; times some in turns, for up to a minute."
 _ALL_HELP = (
-    "Show every table, and look in every row for where prompts part, not only in 20,000; of more than 67 million prompt"
-    " tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
+    "Show every table, and look in every row for where prompts diverge, not only in 20,000; of more than 67 million"
+    " prompt tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
 )
-_LONG_FILE_ADVICE_S = 5.0  # seconds of trials on the sample of a long file
+_LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
+_WIDE = 3  # times the least of a range from which only its end is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,10 @@ class PlanOptions:
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
-    Begins with what to change: where prompts part although they are equal afterwards, and which settings would save.
-    Then the expected time and the file in a few lines; with --all also prompt lengths, shared prefixes with their lines
-    and text, waste at block sizes from 8 to 256, how much this machine can hold, and which kernels it would use.
+    Begins with the expected time and how much comes from the cache. Then what to change, if that is sure to help: text
+    at which prompts diverge although they are equal afterwards, and settings. Then the file in a few lines; with --all
+    also the expected run, prompt lengths, shared prefixes with their lines and text, waste at block sizes from 8 to
+    256, how much this machine can hold, and which kernels it would use.
 
     The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
     measured. Settings that change the time of a step are tried by --tune alone.
@@ -91,7 +91,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
       pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
-      pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
+      pagedcli plan prompts.jsonl --format json | jq .forecast.hit_rate
 
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
@@ -102,102 +102,9 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
 
 
-def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
-    """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
-    from pagedcli.cli.tuning import tuned_settings
-    from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
-    from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
-    from pagedcli.simulation.tables import advice_table
-
-    engine = loaded.config.engine
-    survey = _survey(loaded, options)
-    scan, fit = survey.scan, survey.fit
-    code = EXIT_BAD_ROWS if scan.num_bad else 0
-    _say_what_is_missing(survey)
-    facts, advice, enough = survey_facts(scan, fit), None, None
-    run_tables: list[Table] = []
-    run: _ExpectedRun | None = None
-    if survey.is_of_a_run and options.tokenizer is None:
-        run = _expected_run(loaded, survey, options)
-        if options.tune:
-            print(tuned_settings(run.subject, run.found, loaded), end="")
-            return code
-        subject, budget_s = run.subject, ADVICE_S
-        base: Forecast | None = run.found
-        if survey.requests.work + survey.requests.left_out > MOST_IN_FULL:
-            workload, left_out = survey.requests.part(SAMPLED)
-            subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
-        with working("trying other settings"):
-            advice = advice_or_note(partial(advise, subject, base=base, budget_s=budget_s))
-        with working("looking for the smallest pool that is enough"):
-            search = partial(enough_blocks, replace(subject, step_time=None), base, budget_s=budget_s)
-            enough = or_note("the smallest pool that is enough", search, None)
-        run_tables = [*run.tables, advice_table(advice)]
-        if options.all_ and options.format_ is Format.TABLE:
-            run_tables += _curve_tables(run.subject)
-        facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}
-    elif options.tune:
-        raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
-    is_short = options.format_ is Format.TABLE and not options.all_
-    if is_short:
-        tables = short_tables(run_tables, scan, fit, enough)
-    else:
-        tables = [*run_tables, *full_tables(scan, engine, fit, enough)]
-    found = survey.refusal if survey.decision is None else survey.decision.expected_plan
-    if found is not None and (not is_short or survey.decision is None):
-        tables.append(engine_table("Engine settings on this machine", found))
-    partings = _partings(scan, engine)
-    verdicts = [*_refused(scan), *_verdicts(partings, engine, advice, scan.drawn.not_drawn, options)]
-    forecast, time = (None, None) if run is None else (run.found, run.time)
-    sizes = [each.block_size for each in partings if each.action == "block size"]  # The verdicts name them.
-    if sizes:
-        facts["recommended_block_size"] = sizes[0]
-    elif advice is not None:
-        facts["recommended_block_size"] = engine.block_size
-    best_size, num_beams = None if sizes else facts["recommended_block_size"], survey.requests.num_beam_searches
-    shortly = in_short(scan, forecast, time, best_size, num_beam_searches=num_beams)
-    print_tables(tables, options.format_, facts=facts, verdicts=verdicts, in_short=shortly)
-    return code
-
-
-def _partings(scan: PromptScan, engine: EngineConfig) -> "list[Parting]":
-    """Where prompts part; of drawn ones with the hits of the whole file as it is, where it has any."""
-    block_size, rates = engine.block_size, dict[int, float]()
-    if engine.enable_prefix_caching:
-        sizes = [size for size in {*BLOCK_SIZES, block_size} if size <= block_size and not size % UNIT]
-        rates = {size: scan.plan.ideal_hit_rate(size) for size in sizes}
-    return find_partings(scan.drawn, block_size, scan.tokenizer, rates_in_file=rates)
-
-
-def _refused(scan: PromptScan) -> list[Verdict]:
-    """How many rows a run would refuse, and the first one."""
-    if not scan.bad_rows:
-        return []
-    first = scan.bad_rows[0]
-    return [refused_verdict(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
-
-
-def _verdicts(
-    partings: "list[Parting]",
-    engine: EngineConfig,
-    advice: "Advice | None",
-    not_drawn: str | None,
-    options: PlanOptions,
-) -> list[Verdict]:
-    """Where prompts part, what settings would save, or that nothing is to change."""
-    found = in_words(partings, is_cached=engine.enable_prefix_caching, has_all=options.all_)
-    if advice is None:
-        return found
-    left = not_drawn if not_drawn is None or options.all_ else f"{not_drawn} (--all: every row)"
-    return with_settings(found, advice, left)
-
-
-# ---------------------------------------------------------------------- the run that a file would be
-
-
 @dataclass(frozen=True, slots=True)
-class _Survey:
-    """What one pass over a file has found, for the forecast and the adviser."""
+class _File:
+    """What one pass over a file has found."""
 
     scan: PromptScan
     requests: "PromptRequests"
@@ -211,14 +118,103 @@ class _Survey:
         return self.fit is not None and self.fit.num_kvcache_blocks > 0 and bool(self.requests.workload.requests)
 
 
-def _say_what_is_missing(survey: _Survey) -> None:
-    if not survey.scan.plan.num_prompts:
+def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
+    """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
+    file = _read(loaded, options)
+    scan, is_table = file.scan, options.format_ is Format.TABLE
+    code = EXIT_BAD_ROWS if scan.num_bad else 0
+    if not scan.plan.num_prompts:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
-    if survey.decision is not None and survey.decision.pool is None:
+    if file.decision is not None and file.decision.pool is None:
         say(f"no forecast: {NOT_PREDICTED}")
+    run = _expected_run(loaded, file, options) if file.is_of_a_run and options.tokenizer is None else None
+    if options.tune:
+        if run is None:
+            raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
+        from pagedcli.cli.plan_tune import tuned_settings
+
+        print(tuned_settings(run.subject, run.found, loaded), end="")
+        return code
+    with working("looking for what to change"):
+        cures = _cures(loaded.config.engine, file, run)
+    facts = survey_facts(scan, file.fit) | ({} if run is None else {"forecast": run.facts})
+    if is_table and not options.all_:
+        tables = [file_table(scan, file.fit, None if run is None else run.found, [] if run is None else run.doubts)]
+    else:
+        tables = [*([] if run is None else run.tables), *full_tables(scan, loaded.config.engine, file.fit)]
+        if run is not None and is_table:
+            tables += _curve_tables(run.subject)
+    engine = file.refusal if file.decision is None else file.decision.expected_plan
+    if engine is not None and (options.all_ or not is_table or file.decision is None):
+        tables.append(engine_table("Engine settings on this machine", engine))
+    print_answer(_answer(file, run), cures, tables, options.format_, facts)
+    return code
 
 
-def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
+def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
+    """How long the file takes, and how much of it comes from the cache; and how many rows a run would refuse."""
+    scan, survey = file.scan, file.scan.plan
+    parts, refused = [plural(scan.num_valid, "row")], list[str]()
+    if run is not None:
+        found = run.found
+        parts += [
+            f"{_count(found.num_prompt_tokens)} prompt tokens",
+            f"{percent_text(found.hit_rate)} of them from the cache",
+        ]
+        parts.append(f"{_count(found.num_generated_tokens)} to generate")
+    elif survey.num_prompts:
+        parts += [f"{_count(survey.prompt_tokens)} prompt tokens", f"up to {_count(survey.output_tokens)} to generate"]
+    if num := file.requests.num_beam_searches:
+        parts.append(f"without {plural(num, 'row')} of beam search")
+    time = None if run is None or run.time_s is None else f"{time_words(*run.time_s)} here: "
+    why = f". No time: {run.source}" if run is not None and time is None else ""
+    if scan.bad_rows:
+        first = scan.bad_rows[0]
+        refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
+    return [f"{time or ''}{', '.join(parts)}{why}.", *refused]
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e6:,.1f} million" if number >= 999_950 else f"{number:,.0f}"
+
+
+def time_words(seconds: float, low: float, high: float) -> str:
+    """`About 35 s (30 to 43)`; of a range wider than threefold only its end: `At most 43 s`."""
+    if high <= 1:
+        return f"Under {max(1, ceil(10 * high)) / 10:g} s"
+    least, most = duration_text(low), duration_text(high)
+    if high > _WIDE * low:
+        return f"At most {most}"
+    units = {least.partition(" ")[2], most.partition(" ")[2]}
+    least, most = (each.partition(" ")[0] for each in (least, most)) if units == {"s"} else (least, most)
+    return f"About {duration_text(seconds)} ({least} to {most})"
+
+
+def _cures(engine: EngineConfig, file: _File, run: "_ExpectedRun | None") -> "list[Cure]":
+    """What to change; of a long file by a part of its requests."""
+    from pagedcli.answers.cures import CURES_S
+    from pagedcli.simulation.forecast import MOST_IN_FULL, SAMPLED
+
+    size, scan, requests, rates = engine.block_size, file.scan, file.requests, dict[int, float]()
+    if engine.enable_prefix_caching:
+        sizes = [each for each in {*BLOCK_SIZES, size} if each <= size and not each % UNIT]
+        rates = {each: scan.plan.ideal_hit_rate(each) for each in sizes}
+    subject, base, budget_s = (None, None, 0.0) if run is None else (run.subject, run.found, CURES_S)
+    if subject is not None and requests.work + requests.left_out > MOST_IN_FULL:
+        workload, left_out = requests.part(SAMPLED)
+        subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S
+    return find_cures(
+        subject,
+        prompts=scan.drawn,
+        tokenizer=scan.tokenizer,
+        block_size=size,
+        rates_in_file=rates,
+        base=base,
+        budget_s=budget_s,
+    )
+
+
+def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
     """What is found in the file, after saying what a sample of a long one lets expect."""
     from pagedcli.garbage import old_objects_left_alone
     from pagedcli.planning.decide import decide
@@ -226,7 +222,7 @@ def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
     from pagedcli.simulation.forecast import MOST_SIMULATED
     from pagedcli.simulation.sources import PromptRequests, read_outputs
 
-    input_name, decision, refusal = options.prompts, None, None
+    name, decision, refusal = options.prompts, None, None
     folder, spec = prompt_model(loaded, options.tokenizer)
     try:
         if spec is not None:
@@ -235,35 +231,56 @@ def _survey(loaded: LoadedConfig, options: PlanOptions) -> _Survey:
     except BackendError as error:  # the rest of the plan is still useful
         refusal = error.message
     outputs = None if options.outputs is None else read_outputs(options.outputs)
-    requests = PromptRequests(input_name, outputs, expected_tokens=options.expected_output, most_tokens=MOST_SIMULATED)
+    requests = PromptRequests(name, outputs, expected_tokens=options.expected_output, most_tokens=MOST_SIMULATED)
     fit = None if decision is None or decision.pool is None else fits(decision)
-    running = None if fit is None or not fit.num_kvcache_blocks else fit.decision
     first = None
     if outputs is None and (sample := _sample(loaded, options)) is not None:
-        own = PromptRequests(input_name, expected_tokens=options.expected_output)
+        running = None if fit is None or not fit.num_kvcache_blocks else fit.decision
+        own = PromptRequests(name, expected_tokens=options.expected_output)
         first = first_answer(loaded, sample, folder, spec, running, own)
     if first is not None:
-        say_wrapped(f"{first.in_words}; reading all of them")
+        say_wrapped(f"{_first_words(first)}; reading all of them")
+    reading, progress = Reading(name, loaded.config.run.limit), ProgressLine(line_every_s=5.0)
 
-    def estimate(share: float) -> None:
-        if first is None and running is not None and requests.workload.requests:
-            _say_estimate(loaded, running, requests, share)
+    def observe(line: "Line") -> None:
+        reading.add(line)
+        progress.show(reading.text)
 
-    reading = ReadingLine(input_name, loaded.config.run.limit, estimate)
     with old_objects_left_alone():
         scan = scan_prompts(
             loaded,
-            input_name,
+            name,
             folder,
             spec,
             limits=None if fit is None else fit.decision.expected_plan.limits,
             requests=requests,
             tokenizer=None if first is None else first.scan.tokenizer,
             drawn=PromptSample(inf, MOST_TOKENS_OF_ALL) if options.all_ else None,
-            observe=reading.observe,
+            observe=observe,
         )
-    reading.close()
-    return _Survey(scan, requests, decision, fit, refusal)
+    progress.close()
+    return _File(scan, requests, decision, fit, refusal)
+
+
+class Reading:
+    """How far a file has been read."""
+
+    def __init__(self, input_name: str, limit: int | None) -> None:
+        path = Path(input_name)
+        is_plain = path.is_file() and path.suffix not in (".gz", ".zst", ".parquet")
+        self._all_bytes = path.stat().st_size if is_plain else None
+        self._limit = limit
+        self._num_rows = self._num_bytes = 0
+
+    def add(self, line: "Line") -> None:
+        self._num_rows += 1
+        self._num_bytes += len(line.content or b"") + 1
+
+    def text(self, _: float) -> str:
+        by_bytes = None if self._all_bytes is None else min(1.0, self._num_bytes / max(1, self._all_bytes))
+        by_rows = None if self._limit is None else self._num_rows / self._limit
+        share = max((share for share in (by_bytes, by_rows) if share is not None), default=None)
+        return f"reading the prompts: {plural(self._num_rows, 'row')}{'' if share is None else f', {share:.0%}'}"
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
@@ -278,24 +295,16 @@ def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
     return sample_lines(open_source(options.prompts, Columns.of(loaded.config.run)))
 
 
-def _say_estimate(loaded: LoadedConfig, decision: "Decision", requests: "PromptRequests", share: float) -> None:
-    """Say what the beginning of a long file lets expect, while the rest is read."""
-    from pagedcli.planning.step_time import load_step_time
-    from pagedcli.simulation.forecast import SAMPLED, forecast
-    from pagedcli.simulation.forecast_tables import time_range
-
-    workload, left_out = requests.part(SAMPLED)
-    step_time = load_step_time(decision.time_key)
-    if step_time is not None and step_time.disturbed:
-        step_time = None  # It is measured again once the file has been read.
-    left_out += (requests.work + requests.left_out) * (1 / share - 1)
-    read_ahead = loaded.config.run.read_ahead
-    found = forecast(workload, decision.expected_plan, step_time, read_ahead=read_ahead, left_out=left_out)
-    low, high = time_range(found, step_time)
-    parts = [plural(found.num_requests, "prompt"), plural(found.num_prompt_tokens, "token")]
-    if found.seconds is not None and low is not None and high is not None:
-        parts.append(expected_text(found.seconds, low, high))
-    say(f"estimate from the first {percent_text(share)} of the file: about {', '.join(parts)}; reading the rest")
+def _first_words(first: FirstAnswer) -> str:
+    """What a sample lets expect, in a sentence. Its counts have three digits: it does not know more."""
+    rows, tokens = (_count(float(f"{each.value:.3g}")) for each in (first.rows, first.prompt_tokens))
+    found = [f"about {rows} rows", f"{tokens} prompt tokens"]
+    if first.hit_rate is not None:
+        found.append(f"at least {percent_text(first.hit_rate)} of them from the cache")
+    if first.scan.num_bad:
+        found.append(f"{percent_text(first.scan.num_bad / first.scan.num_rows)} of the rows bad")
+    time = "" if first.time_range_s is None else f"{time_words(*first.time_range_s)} here: "
+    return f"{time}{', '.join(found)}, from {plural(first.scan.num_rows, 'row')} spread over the file"
 
 
 def _curve_tables(subject: "Subject") -> list[Table]:
@@ -315,59 +324,60 @@ def _curve_tables(subject: "Subject") -> list[Table]:
 class _ExpectedRun:
     """The run that a file would be."""
 
-    subject: "Subject"  # what advice is given for
+    subject: "Subject"  # the run that cures are about
     found: "Forecast"
+    time_s: tuple[float, float, float] | None  # seconds, likely, least and most; None: there is no calibration
+    source: str  # origin of the times, or why there are none
     facts: dict[str, Any]  # fields of the JSON
     tables: list[Table]
-    time: str | None  # time and its range in words; None: there is no calibration
+
+    @property
+    def doubts(self) -> list[str]:
+        """Notes that say how sure the run is."""
+        return [note for note in self.tables[0].notes if note.startswith(("other work", "rows with several samples"))]
 
 
-def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -> _ExpectedRun:
+def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.bench.calibration import step_time_here
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
     from pagedcli.simulation.forecast import forecast, with_hits_of_all
-    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table, time_text
+    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table, time_range
     from pagedcli.simulation.settings import Subject
 
-    decision, run, requests = survey.decision, loaded.config.run, survey.requests
+    decision, run, requests = file.decision, loaded.config.run, file.requests
     assert decision is not None, "it has a pool"
-    plan = decision.expected_plan
-    workload, progress = requests.workload, ProgressLine(line_every_s=5.0)
+    plan, workload, progress = decision.expected_plan, requests.workload, ProgressLine(line_every_s=5.0)
 
     def show(text: Callable[[Any], str], value: float) -> None:
         progress.show(lambda _: text(value))
 
-    step_time, source = step_time_here(
-        decision,
-        may_calibrate=not options.no_calibrate,
-        say=say,
-        on_progress=partial(show, "calibrating: {:.0%}".format),
-    )
+    on_progress, may_calibrate = partial(show, "calibrating: {:.0%}".format), not options.no_calibrate
+    step_time, source = step_time_here(decision, may_calibrate=may_calibrate, say=say, on_progress=on_progress)
     num_requests = plural(len(workload.requests), "request")
-    of_plan = partial(
-        forecast,
+    found = forecast(
         workload,
-        step_time=step_time,
+        plan,
+        step_time,
         reorder=run.reorder,
         read_ahead=run.read_ahead,
         observe=partial(show, ("simulating: {:,} of " + num_requests).format),
         left_out=requests.left_out,
     )
-    found = of_plan(plan)
     if found.share < 1 and plan.limits.block_size in BLOCK_SIZES and plan.limits.enable_prefix_caching:
         ideal = ideal_hit_rate(accesses_of(workload, plan.limits.block_size))
-        of_all = survey.scan.plan.ideal_hit_rate(plan.limits.block_size)
+        of_all = file.scan.plan.ideal_hit_rate(plan.limits.block_size)
         found = with_hits_of_all(found, ideal_of_sample=ideal, ideal_of_all=of_all)
     notes = [options.lengths, *workload.notes]
     if decision.plan.no_drafts is not None:
         notes.append(f"speculation: off, as {decision.plan.no_drafts}")
-    if requests.num_beam_searches:
-        notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
     if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):
         notes.append("rows with several samples: near, not exact, as samples that draw the same tokens share blocks")
     tables = [forecast_table(found, step_time, num_blocks=plan.num_blocks, source=source, notes=notes)]
     if found.seconds is not None:
         tables.append(parts_table(found))
+    progress.close()
+    low, high = time_range(found, step_time)
+    time_s = None if found.seconds is None or low is None or high is None else (found.seconds, low, high)
     subject = Subject(
         workload,
         plan,
@@ -377,6 +387,5 @@ def _expected_run(loaded: LoadedConfig, survey: _Survey, options: PlanOptions) -
         step_time=step_time,
         left_out=requests.left_out,
     )
-    progress.close()
     facts = {**forecast_row(found, step_time), "time_source": source}
-    return _ExpectedRun(subject, found, facts, tables, time_text(found, step_time))
+    return _ExpectedRun(subject, found, time_s, source, facts, tables)

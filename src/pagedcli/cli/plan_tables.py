@@ -1,11 +1,10 @@
 """The tables of `plan`: a file's rows, lengths, shared prefixes, block sizes and pools, in full and in short."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
-from pagedcli.cli.prompt_scan import MAX_LISTED, PromptScan
+from pagedcli.answers.survey import MAX_LISTED, PromptScan
 from pagedcli.config import EngineConfig
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
@@ -17,87 +16,44 @@ if TYPE_CHECKING:
     from pagedcli.simulation.forecast import Forecast
 
 _MAX_SHOWN = 10
-_MAX_BAD = 3  # most rows in the short plan
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
 _MOST_END_TOKENS = 64  # tokens decoded of each end
-_WORTH_A_ROW = 0.01  # share saved by a setting
 ALL_HINT = "every table: --all"
-_DOUBTS = ("time:", "other work", "rows with several samples")  # beginnings of notes that say how sure the run is
 
 
-def full_tables(scan: PromptScan, engine: EngineConfig, fit: Fit | None, enough: int | None) -> list[Table]:
+def full_tables(scan: PromptScan, engine: EngineConfig, fit: Fit | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
         lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
         tables += [lengths, _histogram_table(scan.plan), *_shared_tables(scan)]
-        tables += [_block_size_table(scan.plan, engine, enough), _pool_table(scan.plan, engine, fit)]
+        tables += [_block_size_table(scan.plan), _pool_table(scan.plan, engine, fit)]
     return tables
 
 
-def short_tables(run_tables: Sequence[Table], scan: PromptScan, fit: Fit | None, enough: int | None) -> list[Table]:
-    """What fits on a screen: the run, settings that change something, and the file in a few lines."""
-    tables = []
-    for each in run_tables:
-        if each.key == "expected_run":
-            tables.append(replace(each, notes=[note for note in each.notes if note.startswith(_DOUBTS)]))
-        elif each.key == "settings_tried":
-            tables += _settings(each)
-    if scan.num_bad:
-        bad = _bad_table(scan)
-        tables.append(replace(bad, max_shown=_MAX_BAD, notes=[] if scan.num_bad <= _MAX_BAD else ["and more: --all"]))
-    rows = [Fact("rows", f"{scan.num_rows:,}, of which {scan.num_valid:,} valid")]
-    if scan.plan.num_prompts:
-        rows += _file_facts(scan, fit, enough)
-    return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
-
-
-def in_short(
-    scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None, *, num_beam_searches: int = 0
-) -> list[str]:
-    """How long the run takes, the best block size and the prompts that share most, in a line. `time`: with its range;
-    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it.
-    `num_beam_searches`: rows that the run leaves out."""
-    survey, parts = scan.plan, []
-    if run is not None:
-        tokens = f"{plural(run.num_prompt_tokens, 'prompt token')} and {run.num_generated_tokens:,} to generate"
-        left_out = f", without {plural(num_beam_searches, 'row')} of beam search" if num_beam_searches else ""
-        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}{left_out}")
-        if block_size is not None:
-            parts.append(f"Best block size known: {block_size}")
+def file_table(scan: PromptScan, fit: Fit | None, run: "Forecast | None", doubts: Sequence[str]) -> Table:
+    """A file in a few lines. `doubts`: what makes the expected run unsure."""
+    survey, rows = scan.plan, list[Fact]()
     for shared in survey.shared_prompts()[:1]:
         more = shared.num_prompts - len(shared.rows)
         lines = ", ".join(map(str, dict.fromkeys(shared.rows))) + (f" and {more:,} more" if more else "")
-        tokens = plural(len(shared.token_ids), "token")
-        parts.append(f"Sharing most: {plural(shared.num_prompts, 'prompt')}, their first {tokens} (lines {lines})")
-    return [". ".join(parts) + "."] if parts else []
-
-
-def _settings(found: Table) -> list[Table]:
-    """The settings that change at least a hundredth, and how many do not."""
-    sure = [row for row in found.rows if row["saved"] is not None]
-    shown = [row for row in sure if row["setting"] == "as it is" or abs(row["saved"]) >= _WORTH_A_ROW]
-    if len(shown) < 2:
-        return []
-    num_others = len(sure) - len(shown)
-    return [replace(found, rows=shown[:4], notes=[f"{num_others:,} more change nothing"] if num_others else [])]
-
-
-def _file_facts(scan: PromptScan, fit: Fit | None, enough: int | None) -> list[Fact]:
-    survey = scan.plan
-    lengths = survey.length_rows()[0]
-    rates = [f"{row['block_size']}: {percent_text(row['hit_rate'])}" for row in survey.block_size_rows()]
-    facts = [
-        Fact(
-            "tokens of a prompt", f"mean {lengths['mean']:,.0f}, median {lengths['p50']:,}, longest {lengths['max']:,}"
-        ),
-        Fact("longest shared prefix", plural(survey.longest_shared_tokens(), "token")),
-        Fact("ideal hit rate by block size", ", ".join(rates)),
-    ]
+        prompts = f"{plural(shared.num_prompts, 'prompt')}: their first {plural(len(shared.token_ids), 'token')}"
+        rows.append(Fact("sharing most", f"{prompts} (lines {lines})"))
+    if survey.num_prompts:
+        lengths = survey.length_rows()[0]
+        mean = f"mean {lengths['mean']:,.0f}, median {lengths['p50']:,}, longest {lengths['max']:,}"
+        rates = [f"{row['block_size']}: {percent_text(row['hit_rate'])}" for row in survey.block_size_rows()]
+        rows += [
+            Fact("longest shared prefix", plural(survey.longest_shared_tokens(), "token")),
+            Fact("unlimited cache, by block size", ", ".join(rates)),
+            Fact("tokens of a prompt", mean),
+        ]
     if fit is not None:
-        more = "" if enough is None else f" With {enough:,} blocks nothing more would be computed."
-        facts.append(Fact("fits here", f"{fit_in_words(fit)}{more}"))
-    return facts
+        rows.append(Fact("fits here", fit_in_words(fit)))
+    if run is not None:
+        preempted = f", {plural(run.num_preemptions, 'preemption')}" if run.num_preemptions else ""
+        rows.append(Fact("used at the peak", f"{plural(run.peak_used_blocks, 'block')}{preempted}"))
+    return table(Fact, "file", "The file", rows, notes=[*doubts, ALL_HINT])
 
 
 def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
@@ -112,8 +68,6 @@ def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
         "num_prompt_tokens": scan.plan.prompt_tokens,
         "num_output_tokens": scan.plan.output_tokens,
         "longest_shared_prefix_tokens": scan.plan.longest_shared_tokens(),
-        "recommended_block_size": None,  # the verdict's, or the adviser's, where there is an engine to simulate
-        "recommended_num_blocks": None,
     }
     if fit is not None:
         names = "device block_size block_bytes num_kvcache_blocks num_kvcache_tokens num_kvcache_blocks_reason"
@@ -281,13 +235,11 @@ def _shared_in_words(tokens: int) -> str:
     return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
 
 
-def _block_size_table(survey: PromptSurvey, engine: EngineConfig, enough: int | None) -> Table:
+def _block_size_table(survey: PromptSurvey) -> Table:
     notes = [
         "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
     ]
-    if enough is not None:
-        notes.append(f"with {plural(enough, 'block')} of {engine.block_size} nothing more would be computed")
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 

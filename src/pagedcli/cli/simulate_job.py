@@ -4,17 +4,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pagedcli.answers.cures import CURES_S, Cure
+from pagedcli.answers.survey import prompt_model
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.decoder import recorded_tokenizer
-from pagedcli.cli.partings import advice_or_note, request_verdicts
 from pagedcli.cli.picture import PictureOptions, write_file
-from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.checkpoints import POLICIES
@@ -30,15 +30,14 @@ from pagedcli.planning.floors import StepFloor
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.pages import write_page
-from pagedcli.show.tables import Format, Table, print_tables
+from pagedcli.show.tables import Format, Table
 from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation import tables
-from pagedcli.simulation.advice import ADVICE_S, Advice, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.forecast import counts_of
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import VOCAB_SIZE, RunResult, Schedule
-from pagedcli.simulation.settings import Subject
+from pagedcli.simulation.settings import Subject, in_order, recorded_plan, timed_of
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
 from pagedcli.simulation.sweep import (
     DEFAULT_POOLS,
@@ -53,12 +52,11 @@ from pagedcli.simulation.sweep import (
 )
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
-from pagedcli.verdicts import MOST_SAID, Verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
 
-_LEAST_ADVICE_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
+_LEAST_CURES_S = 1.0  # seconds of processor time for other settings; otherwise as much as the runs took
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: PictureOptions | None = None) -> int:
@@ -99,9 +97,9 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         *_checkpoint_tables(sweep, plan, pools[-1], schedule),
         tables.answer_table(sentences, options.format_),
     ]
-    advice = None
+    cures: list[Cure] = []
     if schedule is not None and found[0].run is not None:
-        # The advice is about the smallest pool and the first policy. Without arrivals it is judged by time where steps
+        # Cures are about the smallest pool and the first policy. Without arrivals it is judged by time where steps
         # have been timed, as other commands do.
         is_timed = schedule.speed is None and options.step_ms is None
         subject = Subject(
@@ -113,8 +111,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
             arrivals=None if schedule.speed is None else schedule,
             largest_pool=found[-1].num_blocks,
         )
-        advice = _advice(subject, found[0].run, took_s)
-        shown.append(tables.advice_table(advice, subject.limits))
+        cures = _cures(subject, found[0].run, tokenizer, took_s)
     if options.output_file is not None:
         on_page = [table for table in shown if table.key not in ("answers", "curve")]  # a list and a chart there
         page = tables.render_page(options.traces, sweep, found, sentences, on_page, block_bytes)
@@ -124,10 +121,9 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     facts = tables.facts(sweep, block_size, block_bytes)
     if options.format_ is Format.JSON:
         shown = [table for table in shown if table.key != "answers"]
-        facts |= {"answers": sentences, **({} if advice is None else advice.document())}
-    judged = [pool_verdict(sweep, found, enough_point(sweep, plan, found, schedule), block_bytes)]
-    judged += [] if advice is None else _settings(advice, found[0].num_blocks)
-    print_tables(shown, options.format_, facts=facts, verdicts=_verdicts(workload, plan.limits, tokenizer, judged))
+        facts |= {"answers": sentences}
+    answer = [pool_verdict(sweep, found, enough_point(sweep, plan, found, schedule), block_bytes)]
+    print_answer(answer, cures, shown, options.format_, facts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
 
@@ -159,22 +155,6 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Workload, Po
     elif any(request.num_output_tokens is None for request in workload.requests):
         workload.notes.append("this format has no output lengths: one token each (see --output-tokens)")
     return workload, recorded, tokenizer
-
-
-def _verdicts(
-    workload: Workload, limits: Limits, tokenizer: "Tokenizer | None", judged: list[Verdict]
-) -> list[Verdict]:
-    """Where prompts with tokens part, and what is judged of pools and settings."""
-    parts: list[Verdict] = []
-    if workload.hash_size is None:
-        parts = request_verdicts(workload.requests, limits, tokenizer)[: MOST_SAID - 1]
-    return [*parts, *judged][:MOST_SAID]
-
-
-def _settings(advice: Advice, num_blocks: int) -> list[Verdict]:
-    """The settings that would save, with the pool that they are about."""
-    pool = f"in a pool of {plural(num_blocks, 'block')}"
-    return [replace(each, finding=f"{pool} {each.finding}") for each in advice.verdicts(or_nothing=False)]
 
 
 def _curve(sweep: Sweep, pools: list[int], block_bytes: int | None) -> list[Table]:
@@ -299,12 +279,14 @@ def _schedule(
     return Schedule(options.speed, floor, read_ahead)
 
 
-def _advice(subject: Subject, run: RunResult, took_s: float) -> Advice:
+def _cures(subject: Subject, run: RunResult, tokenizer: "Tokenizer | None", took_s: float) -> list[Cure]:
     """What to change about a run. For runs of our own there is as much time as in other commands, so that the answer is
     theirs; for traces as much as the sweep `took_s`."""
-    budget_s = ADVICE_S if subject.workload.format in ("prompts", "pagedcli") else max(_LEAST_ADVICE_S, took_s)
+    budget_s = CURES_S if subject.workload.format in ("prompts", "pagedcli") else max(_LEAST_CURES_S, took_s)
     base = counts_of(run) if subject.step_time is None else None
-    return advice_or_note(partial(advise, subject, base=base, budget_s=budget_s))
+    pool = f"In a pool of {plural(subject.num_blocks, 'block')}, "
+    found = find_cures(subject, tokenizer=tokenizer, base=base, budget_s=budget_s)
+    return [replace(each, text=f"{pool}{each.text[:1].lower()}{each.text[1:]}") for each in found]
 
 
 # ---------------------------------------------------------------------- runs

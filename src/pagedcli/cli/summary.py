@@ -17,15 +17,23 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
-from pagedcli.printable import byte_text, duration_text, expected_text, percent_text, plural, printable, seconds_text
+from pagedcli.printable import (
+    byte_text,
+    cut_reason,
+    duration_text,
+    expected_text,
+    percent_text,
+    plural,
+    printable,
+    seconds_text,
+)
 from pagedcli.show.tables import print_sentences
 from pagedcli.show.terminal import discard, say, say_wrapped
-from pagedcli.verdicts import Verdict, cut_reason, paragraph
 
 if TYPE_CHECKING:
+    from pagedcli.answers.cures import Cure
     from pagedcli.core.plan import Plan
     from pagedcli.core.store import StoreFacts
-    from pagedcli.simulation.advice import Advice
     from pagedcli.views.whole_run import Findings
 
 
@@ -75,9 +83,8 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
         say("prefix caching is off")
 
 
-def print_verdicts(verdicts: Sequence[Verdict], *, on_stdout: bool) -> None:
-    """Print the verdicts on a run, on stdout unless something else is there or it is closed or full."""
-    sentences = paragraph(verdicts)
+def print_told(sentences: Sequence[str], *, on_stdout: bool) -> None:
+    """Print what is said of a run, on stdout unless something else is there or it is closed or full."""
     if on_stdout:
         try:
             print_sentences(sentences)
@@ -186,7 +193,7 @@ def _say_line(text: str) -> None:
     say_wrapped(text, indent=15)
 
 
-def _findings_document(findings: "Findings", advice: "Advice | None") -> dict[str, object]:
+def _findings_document(findings: "Findings") -> dict[str, object]:
     """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
     facts = findings.facts
     looked_up = facts.num_prompt_tokens
@@ -198,7 +205,6 @@ def _findings_document(findings: "Findings", advice: "Advice | None") -> dict[st
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
         "waiting_s": facts.waiting_s,
-        **({} if advice is None else advice.document()),
     }
 
 
@@ -211,8 +217,7 @@ def write_summary(
     path: Path,
     result: BatchResult,
     findings: "Findings | None" = None,
-    advice: "Advice | None" = None,
-    verdicts: Sequence[Verdict] | None = None,
+    cures: "Sequence[Cure]" = (),
 ) -> None:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured, or not judged.
 
@@ -236,8 +241,8 @@ def write_summary(
             key: {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
             for key, values in times.items()
         },
-        "cache": None if findings is None else _findings_document(findings, advice),
-        "verdicts": verdicts,
+        "cache": None if findings is None else _findings_document(findings),
+        "cures": cures,
     }
     with writing(f"the summary {path}", PagedcliError), whole_file(path, overwrite=True) as file:
         file.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")

@@ -1,5 +1,5 @@
 """What differs between texts that are equal afterwards: its kind, where it is in each text, and the same texts with it
-moved, removed, rounded or sorted. Used by planning.parting; knows neither tokens nor hits.
+moved, normalized or sorted. Used by answers.divergence; knows neither tokens nor hits.
 """
 
 import re
@@ -321,11 +321,6 @@ def replaced(texts: Iterable[str], place: Place, new: Callable[[str], str]) -> l
         span = place.find(text)
         changed.append(text if span is None else text[: span[0]] + new(text[span[0] : span[1]]) + text[span[1] :])
     return changed
-
-
-def to_the_hour(part: str) -> str:
-    """A time without its minutes."""
-    return re.sub(r"(\d{1,2}[:.h])\d{2}(?:[:.]\d{2}(?:[.,]\d+)?)?", r"\g<1>00", part, count=1)
 
 
 # ---------------------------------------------------------------------- parts in another order

@@ -33,7 +33,6 @@ from pagedcli.simulation.caches import (
 )
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
-from pagedcli.verdicts import Verdict
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
 MOST_BLOCKS = 2**24  # blocks of a simulated pool: each takes about 200 bytes
@@ -251,9 +250,7 @@ def _num_refused(point: SweepPoint) -> int:
     return 0 if point.run is None else point.run.num_refused
 
 
-def pool_verdict(
-    sweep: Sweep, points: Sequence[SweepPoint], enough: SweepPoint | None, block_bytes: int | None
-) -> Verdict:
+def pool_verdict(sweep: Sweep, points: Sequence[SweepPoint], enough: SweepPoint | None, block_bytes: int | None) -> str:
     """The pool that hits nearly as much as one without limit, or why there is none."""
     curve = sweep.curve
     unlimited, of_all = curve.ceiling[1] / max(1, curve.num_tokens), _percent(curve.ceiling[1], curve)
@@ -281,7 +278,7 @@ def pool_verdict(
             certainty = f"exact for {enough.policy.upper()} without running requests, which need blocks, too"
         else:
             certainty += f"; {plural(enough.run.facts.num_preemptions, 'preemption')}"
-    return Verdict(finding=finding, measure="hits", certainty=certainty)
+    return f"{capitalized(finding)} ({certainty})."
 
 
 def _refused(points: Sequence[SweepPoint]) -> list[str]:

@@ -11,12 +11,11 @@ import numpy as np
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
-from pagedcli.records import LEFT, Bytes, Means, columns_of, count, percent, size
+from pagedcli.records import Bytes, Means, columns_of, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
 from pagedcli.show.tables import Format, Quantity, Table, quantities, table
-from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import PARTS, LruCurve
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule
@@ -57,18 +56,6 @@ def seconds(value: float) -> str:
 
 
 Hits = Annotated[float | None, percent]
-
-
-class SettingRow:
-    """A setting that was tried, and the run with it."""
-
-    setting: Annotated[str, LEFT]
-    saved: Hits
-    seconds: Annotated[float | None, "time", seconds]
-    num_computed_tokens: Annotated[int, "computed tokens"]
-    hit_rate: Hits
-    num_preemptions: Annotated[int, "preemptions"]
-    cost: Annotated[str, "costs"]
 
 
 class Checkpoints:
@@ -117,19 +104,6 @@ class Misses:
 
 
 PART_NAMES = {name: columns_of(Misses)[f"{name}_share"].header for name in PARTS}
-
-
-def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
-    """Every setting that was tried, best first. `limits`: of the run as it is, where there are several."""
-    notes = [*advice.notes, *([f"not tried: {advice.not_tried}"] if advice.not_tried else [])]
-    if advice.by_time:
-        notes.append("time: as if all prompts were given as tokens, which is the same for every setting")
-    title = "What other settings would do, each run in the simulator"
-    if limits is not None:
-        title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
-    columns = f"setting saved {'seconds ' if advice.by_time else ''}num_computed_tokens hit_rate num_preemptions cost"
-    headers = {"saved": "time saved" if advice.by_time else "not computed"}
-    return table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:
