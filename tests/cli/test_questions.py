@@ -201,7 +201,9 @@ def test_13_what_was_preempted_for_whom_and_what_did_it_cost(files):
     assert re.search(preempted + r"for seq \d \(row-\d\) which needed 1", text)
     text = answer("trace", files / "tight.jsonl", *SMALL_POOL, "--max-num-seqs", "3")
     assert re.search(r"preemptions +2, [1-9]\d* tokens recomputed", text)
-    assert re.search(r"^With --num-gpu-blocks-override \d+ .*2 preemptions become 0; it takes .* more memory", text, re.M)
+    assert re.search(
+        r"^With --num-gpu-blocks-override \d+ .*2 preemptions become 0; it takes .* more memory", text, re.M
+    )
 
 
 def test_14_is_it_a_leak_that_blocks_stay_occupied(files):

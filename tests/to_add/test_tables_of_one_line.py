@@ -1,5 +1,5 @@
-"""To add a command, a view, marks of reasoning, a format of tool calls or a setting that a cure changes: one line in the
-table that the architecture page names, and what it stands for."""
+"""To add a command, a view, marks of reasoning, a format of tool calls or a setting that a cure changes: one line in
+the table that the architecture page names, and what it stands for."""
 
 import sys
 from array import array

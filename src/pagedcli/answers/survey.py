@@ -111,16 +111,11 @@ def scan_prompts(
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
-    from pagedcli.core.admission import shares_prompts
 
     engine = loaded.config.engine
     check_defaults(loaded.config.sampling)
     without_pool = limits_without_pool(engine, spec)
-    survey = PromptSurvey(
-        shares_prompts=engine.enable_prefix_caching, beams_share=shares_prompts(limits or without_pool)
-    )
-    if limits is not None:
-        survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
+    survey = PromptSurvey(1 if limits is None else len(limits.windows))
     max_model_len = None if spec is None else without_pool.max_model_len
     prompts = open_prompts(
         loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe

@@ -141,9 +141,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if is_table and not options.all_:
         tables = [file_table(scan, file.fit, None if run is None else run.found, [] if run is None else run.doubts)]
     else:
-        tables = [*([] if run is None else run.tables), *full_tables(scan, loaded.config.engine, file.fit)]
-        if run is not None and is_table:
-            tables += _curve_tables(run.subject)
+        tables = [*([] if run is None else run.tables), *full_tables(scan, file.fit)]
     engine = file.refusal if file.decision is None else file.decision.expected_plan
     if engine is not None and (options.all_ or not is_table or file.decision is None):
         tables.append(engine_table("Engine settings on this machine", engine))
@@ -305,19 +303,6 @@ def _first_words(first: FirstAnswer) -> str:
         found.append(f"{percent_text(first.scan.num_bad / first.scan.num_rows)} of the rows bad")
     time = "" if first.time_range_s is None else f"{time_words(*first.time_range_s)} here: "
     return f"{time}{', '.join(found)}, from {plural(first.scan.num_rows, 'row')} spread over the file"
-
-
-def _curve_tables(subject: "Subject") -> list[Table]:
-    """The hit rate of pools of any size, where all rows are known and no layer has a window."""
-    from pagedcli.simulation.caches import accesses_of, lru_curve, stack_distances
-    from pagedcli.simulation.tables import curve_tables
-
-    limits = subject.limits
-    if subject.left_out or limits.tables.has_windows or not limits.enable_prefix_caching:
-        return []
-    accesses = accesses_of(subject.workload, limits.block_size)
-    curve = lru_curve(accesses, stack_distances(accesses))
-    return curve_tables(curve, [subject.num_blocks], accesses.num_unique, subject.plan.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
 from pagedcli.answers.survey import MAX_LISTED, PromptScan
-from pagedcli.config import EngineConfig
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
-from pagedcli.records import LEFT, Bytes, Share, count
+from pagedcli.records import LEFT, Share, count
 from pagedcli.show.tables import Fact, Table, table
 
 if TYPE_CHECKING:
@@ -21,13 +20,15 @@ _MOST_END_TOKENS = 64  # tokens decoded of each end
 ALL_HINT = "every table: --all"
 
 
-def full_tables(scan: PromptScan, engine: EngineConfig, fit: Fit | None) -> list[Table]:
+def full_tables(scan: PromptScan, fit: Fit | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
         lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
-        tables += [lengths, _histogram_table(scan.plan), *_shared_tables(scan)]
-        tables += [_block_size_table(scan.plan), _pool_table(scan.plan, engine, fit)]
+        tables += [lengths, _shared_table(scan), _block_size_table(scan.plan)]
+        if fit is not None:
+            notes = filter(None, [groups_and_states(fit)])
+            tables.append(table(Fact, "fit", "Fits here", [Fact("the model", fit_in_words(fit))], notes=[*notes]))
     return tables
 
 
@@ -103,36 +104,12 @@ class Lengths:
     total: Annotated[int, "total tokens"]
 
 
-class Bucket:
-    """Prompts of these lengths."""
-
-    from_tokens: Annotated[int, "from tokens"]
-    to_tokens: Annotated[int, "to tokens"]
-    num_prompts: int
-    share_of_largest: Annotated[
-        float, "of the largest", lambda share: "#" * max(1, round(32 * share)) if share else "", LEFT
-    ]
-
-
 class SharedPrefix:
-    """A prefix that several prompts begin with, and its full blocks at each block size."""
+    """A prefix that several prompts begin with, these prompts, and its text."""
 
     num_tokens: int
     num_prompts: int
-    first_line: Annotated[int, str]
-    last_line: Annotated[int, str]
-    blocks_at_16: Annotated[int, "blocks at 16"]
-    blocks_at_32: Annotated[int, "blocks at 32"]
-    blocks_at_64: Annotated[int, "blocks at 64"]
-    blocks_at_128: Annotated[int, "blocks at 128"]
-    blocks_at_256: Annotated[int, "blocks at 256"]
-
-
-class SharedText:
-    """The prompts that share a prefix, and its text."""
-
-    num_tokens: int
-    num_prompts: int
+    saved_tokens: int
     lines: Annotated[list[int], "first lines", lambda lines: ", ".join(map(str, lines))]
     num_more_prompts: Annotated[int, "more prompts"]
     text: Annotated[str, lambda text: f'"{text}"', LEFT]
@@ -147,16 +124,6 @@ class AtBlockSize:
     waste: Share
     num_blocks: int
     num_slots: int
-    longest_table: Annotated[int, "longest table, blocks"]
-
-
-class PoolRow:
-    """A number of blocks, and its use."""
-
-    enough_for: Annotated[str, "pool for"]
-    num_blocks: int
-    kv_cache_bytes: Annotated[Bytes, "KV cache"]
-    fits: Annotated[bool, "fits here"]
 
 
 def _rows_table(scan: PromptScan) -> Table:
@@ -186,35 +153,22 @@ def _bad_table(scan: PromptScan) -> Table:
     return table(BadRow, "bad_rows", "Bad rows", scan.bad_rows, notes=notes, max_shown=_MAX_SHOWN)
 
 
-def _histogram_table(survey: PromptSurvey) -> Table:
-    rows = survey.histogram_rows()
-    most = max(row["num_prompts"] for row in rows)
-    rows = [{**row, "share_of_largest": row["num_prompts"] / most} for row in rows]
-    return table(Bucket, "histogram", "Prompts by length (tokens)", rows)
-
-
-def _shared_tables(scan: PromptScan) -> list[Table]:
-    """The prefixes that several prompts begin with, and if there are any, these prompts and the text."""
-    survey = scan.plan
-    prefixes = survey.longest_shared()
-    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if prefixes else []
-    title = "Shared prefixes that save most, and their full blocks at each block size"
-    notes.append(_shared_in_words(survey.longest_shared_tokens()))
-    tables = [table(SharedPrefix, "shared_prefixes", title, prefixes, notes=notes)]
-    texts = [
+def _shared_table(scan: PromptScan) -> Table:
+    """The prefixes that several prompts begin with, these prompts, and the text."""
+    rows = [
         {
             "num_tokens": len(shared.token_ids),
             "num_prompts": shared.num_prompts,
+            "saved_tokens": (shared.num_prompts - 1) * len(shared.token_ids),
             "lines": list(dict.fromkeys(shared.rows)),
             "num_more_prompts": shared.num_prompts - len(shared.rows),
             "text": _both_ends(scan.tokenizer, shared.token_ids),
         }
-        for shared in survey.shared_prompts()
+        for shared in scan.plan.shared_prompts()
     ]
-    if texts:
-        title = "The prompts that share these prefixes, and the text"
-        tables.append(table(SharedText, "shared_texts", title, texts))
-    return tables
+    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
+    notes.append(_shared_in_words(scan.plan.longest_shared_tokens()))
+    return table(SharedPrefix, "shared_prefixes", "Shared prefixes that save most", rows, notes=notes)
 
 
 def _both_ends(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
@@ -241,23 +195,3 @@ def _block_size_table(survey: PromptSurvey) -> Table:
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
     ]
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
-
-
-def _pool_table(survey: PromptSurvey, engine: EngineConfig, fit: Fit | None) -> Table:
-    rows, title = survey.pool_rows(engine.block_size, engine.max_num_seqs), f"Pools at block size {engine.block_size}"
-    if fit is None:
-        return table(PoolRow, "pools", title, rows)
-    for row in rows:
-        num_blocks = row["num_blocks"]
-        row |= {"kv_cache_bytes": num_blocks * fit.block_bytes, "fits": num_blocks <= fit.num_kvcache_blocks}
-    longest = survey.most_cached_tokens()
-    notes = [
-        fit_in_words(fit),
-        f"room for {plural(int(fit.tables.concurrency(fit.num_kvcache_blocks, longest)), 'row')} as long as the longest"
-        f" ({plural(longest, 'token')}) at once, if they share nothing",
-    ]
-    if (words := groups_and_states(fit)) is not None:
-        notes.append(words)
-    if rows[0]["num_blocks"] > fit.num_kvcache_blocks:
-        notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
-    return table(PoolRow, "pools", title, rows, notes=notes)
