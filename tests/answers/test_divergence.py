@@ -174,6 +174,20 @@ def test_passages_are_sorted_within_their_message():
     assert len(set(changed)) <= 6 < len(set(texts)), "as many as there are halves of the pool"
 
 
+def test_passages_with_names_of_their_own_keep_them_when_they_are_sorted_whatever_number_a_question_has():
+    draw, passages = random.Random(0), [planted.words(random.Random(place), 40) for place in range(5)]
+    texts = []
+    for number in range(24):
+        shown = "".join(f"[{place + 1}] {passages[place]}\n\n" for place in draw.sample(range(5), 5))
+        texts.append(f"{shown}Question {number}: which of {number % 8}?")
+    (found,) = found_in(planted.File(texts))
+    assert (found.action, found.kind) == ("sort", "documents")
+    assert found.new_rate > found.rate + 0.4
+    changed = found.change.apply(texts)
+    assert [sorted(text.split()) for text in changed] == [sorted(text.split()) for text in texts]
+    assert all(f"[{place + 1}] {passages[place]}" in text for text in changed for place in range(5))
+
+
 def test_no_text_moves_over_a_mark_that_the_tokenizer_alone_knows():
     shared, other = planted.words(random.Random(1), 60), planted.words(random.Random(2), 60)
     place = Place("time", before="It is ", after=". ", is_first=True, pattern=r"\d+:\d+", values=())

@@ -42,9 +42,8 @@ def test_the_first_line_is_the_answer_the_second_where_prompts_diverge_and_the_p
     assert re.match(
         r"(.* here: )?60 rows, 19,905 prompt tokens, 0\.0 % of them from the cache, 240 to generate", shown[0]
     )
-    assert re.match(
-        r"59 of 60 prompts diverge at tokens? .*Moving the time behind the .* raises hits from 0.0 % to [89]\d\.\d %\.$", shown[1]
-    )
+    cure = r"59 of 60 prompts diverge at tokens? .* Moving the time behind the .* raises hits from 0.0 % to [89]\d\.\d"
+    assert re.match(cure, shown[1])
     assert len(shown) <= 30
     assert len(pagedcli("plan", path, "--no-calibrate", "--all").stdout.splitlines()) > 50
 

@@ -1,11 +1,10 @@
-"""`plan` of a long file: progress, and bounded work after it."""
+"""`plan` of a long file: bounded work after it has been read."""
 
 import json
 
 import pytest
 from cli_harness import pagedcli
 
-from pagedcli.cli.plan import Reading
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.simulation.requests import TraceRequest, work_of
 
@@ -14,16 +13,6 @@ def write_rows(path, num_rows, **fields):
     rows = ({"prompt": f"row {n}: and a fox", "max_tokens": 4, "ignore_eos": True, **fields} for n in range(num_rows))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.mark.parametrize(("limit", "share"), [(None, ", 100%"), (200, ", 100%"), (25, ", 200%")])
-def test_the_share_that_has_been_read_is_that_of_the_bytes_or_of_the_limit(limit, share, tmp_path):
-    path = write_rows(tmp_path / "in.jsonl", 50)
-    for name, expected in ((path, share), ("-", "" if limit is None else f", {50 / limit:.0%}")):
-        reading = Reading(str(name), limit)
-        for content in path.read_bytes().splitlines():
-            reading.add(type("Line", (), {"content": content}))
-        assert reading.text(0.0) == f"reading the prompts: 50 rows{expected}"
 
 
 def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):

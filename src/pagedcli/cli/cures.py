@@ -66,12 +66,10 @@ def recorded_cures(view: "RecordedRequests", state: PoolState, tokenizer: "Token
     )
 
 
-def seen_cures(found: "Lookups", tokenizer: "Tokenizer | None") -> "list[Cure] | None":
-    """What to change about the prompts that the KV events of a server show; None if they show no tokens."""
+def seen_cures(found: "Lookups", tokenizer: "Tokenizer | None") -> "list[Cure]":
+    """What to change about the prompts that the KV events of a server show, if they show their tokens."""
     sample = PromptSample.of(found.prompts())
-    if not sample.num_seen or found.block_size is None:
-        return None
-    return find_cures(None, prompts=sample, tokenizer=tokenizer, block_size=found.block_size)
+    return find_cures(None, prompts=sample, tokenizer=tokenizer, block_size=found.block_size or 1)
 
 
 def told_of_recording(trace: Path) -> list[str]:

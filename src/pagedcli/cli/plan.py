@@ -165,7 +165,7 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     if num := file.requests.num_beam_searches:
         parts.append(f"without {plural(num, 'row')} of beam search")
     time = None if run is None or run.time_s is None else f"{time_words(*run.time_s)} here: "
-    why = f". No time: {run.source}" if run is not None and time is None else ""
+    why = f". No time: {run.source.replace(': ', '; ', 1)}" if run is not None and time is None else ""
     if scan.bad_rows:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
@@ -238,11 +238,10 @@ def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
         first = first_answer(loaded, sample, folder, spec, running, own)
     if first is not None:
         say_wrapped(f"{_first_words(first)}; reading all of them")
-    reading, progress = Reading(name, loaded.config.run.limit), ProgressLine(line_every_s=5.0)
+    progress = ProgressLine(line_every_s=5.0)
 
     def observe(line: "Line") -> None:
-        reading.add(line)
-        progress.show(reading.text)
+        progress.show(lambda _: f"reading the prompts: {plural(line.index, 'row')}")
 
     with old_objects_left_alone():
         scan = scan_prompts(
@@ -258,27 +257,6 @@ def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
         )
     progress.close()
     return _File(scan, requests, decision, fit, refusal)
-
-
-class Reading:
-    """How far a file has been read."""
-
-    def __init__(self, input_name: str, limit: int | None) -> None:
-        path = Path(input_name)
-        is_plain = path.is_file() and path.suffix not in (".gz", ".zst", ".parquet")
-        self._all_bytes = path.stat().st_size if is_plain else None
-        self._limit = limit
-        self._num_rows = self._num_bytes = 0
-
-    def add(self, line: "Line") -> None:
-        self._num_rows += 1
-        self._num_bytes += len(line.content or b"") + 1
-
-    def text(self, _: float) -> str:
-        by_bytes = None if self._all_bytes is None else min(1.0, self._num_bytes / max(1, self._all_bytes))
-        by_rows = None if self._limit is None else self._num_rows / self._limit
-        share = max((share for share in (by_bytes, by_rows) if share is not None), default=None)
-        return f"reading the prompts: {plural(self._num_rows, 'row')}{'' if share is None else f', {share:.0%}'}"
 
 
 def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":

@@ -87,8 +87,7 @@ def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple
     tokenizer = None if model is None else _tokenizer_of(model)
     lookups = read_lookups(CaptureReader(reader.path), keep_tokens=reader.has_tokens)
     decode = None if tokenizer is None else _decode_with(tokenizer)
-    cures = seen_cures(lookups, tokenizer)
-    told = None if cures is None else [cure.text for cure in cures]
+    told = [cure.text for cure in seen_cures(lookups, tokenizer)]
     answer, tables = summary(state, decode, curve(watchers), cures=told, in_full=in_full)
     return state, answer, [*tables, *_salts(lookups)]
 

@@ -248,7 +248,7 @@ def summary(
     decode: Decode | None,
     points: Sequence[CurvePoint] | None = None,
     *,
-    cures: Sequence[str] | None = None,
+    cures: Sequence[str] = (),
     in_full: bool = False,
 ) -> tuple[list[str], list[Table]]:
     """The answer, and all tables of a summary; empty ones are left out.

@@ -10,19 +10,14 @@ from pagedcli.kvevents.tree import (
     Decode,
     Shape,
     Shapes,
-    Twins,
     branch_label,
-    hash_text,
     largest_branches,
-    near_twins,
-    text_around,
 )
 from pagedcli.printable import capitalized, percent_text, plural
 
 WORTH_SAYING = 0.01  # share of the blocks that were stored
 _MOST_OF_IT = 0.9  # share of what the largest cache would have kept
 _MOST_TREES, _MOST_BRANCHES = 8, 12
-_AROUND = 6  # tokens shown on each side of the place where two prompts diverge
 _MORE_MEMORY = (
     "give the cache more memory (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static,"
     " TensorRT-LLM: free_gpu_memory_fraction)"
@@ -35,17 +30,20 @@ def verdict(
     decode: Decode | None,
     shapes: Shapes | None = None,
     *,
-    cures: Sequence[str] | None = None,
+    cures: Sequence[str] = (),
 ) -> list[str]:
     """What was stored again, and which prompts diverge where. points: what larger caches would have kept, if known.
-    cures: what to change about the prompts, as all commands say it; without any the blocks tell where most diverge, and
-    if tokens are not known (None) also of places within a block."""
+    cures: what to change about the prompts, as all commands say it; without any the blocks tell where most diverge."""
     num_stored = state.total("num_stored")
     if not num_stored:
         return ["No block was stored, so there is nothing to judge."]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
     again = _again(num_stored, evicted, state.num_alone["evicted"], points)
-    return [again, *(cures or [_diverging(state, decode, shapes or Shapes(), of_twins=cures is None)])]
+    if cures:
+        return [again, *cures]
+    trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
+    shape_of = shapes or Shapes()
+    return [again, f"{capitalized(_of_forks([shape_of(tree, with_gone=True) for tree in trees], decode))}."]
 
 
 def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
@@ -65,34 +63,6 @@ def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoin
     counts = f"{percent_text(again / num_stored)} of the stored blocks ({again:,} of {num_stored:,})"
     to_do = f"; {_MORE_MEMORY}" if again >= WORTH_SAYING * num_stored else ""
     return f"{counts} had been evicted before{kept}{answers}{to_do}."
-
-
-def _diverging(state: KVState, decode: Decode | None, shape_of: Shapes, *, of_twins: bool) -> str:
-    """Where prompts diverge, if they may also within a block: `of_twins`."""
-    trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
-    shapes = [shape_of(tree, with_gone=True) for tree in trees]
-    found = (twin for shape in shapes for twin in near_twins(shape, 1)) if of_twins else ()
-    twins = max(found, key=_weight, default=None)
-    if twins is None:
-        return f"{capitalized(_of_forks(shapes, decode))}."
-    to_do = "put what differs between prompts after what they share, or use smaller blocks"
-    return f"{capitalized(_of_twins(twins, decode))}; {to_do}."
-
-
-def _weight(twins: Twins) -> tuple[int, int]:
-    return twins.num_tokens, twins.num_equal
-
-
-def _of_twins(twins: Twins, decode: Decode | None) -> str:
-    place = twins.num_prefix_tokens + twins.num_equal
-    texts = []
-    for node in (twins.first, twins.second):
-        text = "" if decode is None else text_around(node, twins.num_equal, _AROUND, _AROUND, decode)
-        texts.append(text or f"block {hash_text(node.hash)}")
-    return (
-        f"prompts diverge at token {place:,}, inside a block: {texts[0]} and {texts[1]}"
-        f" ({plural(twins.num_tokens, 'token')} after it are not shared)"
-    )
 
 
 def _of_forks(shapes: Sequence[Shape], decode: Decode | None) -> str:
