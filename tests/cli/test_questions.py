@@ -267,4 +267,4 @@ def test_21_which_rows_failed_where_and_why(files):
 
 def test_22_which_prompts_share_most_by_line_and_text(files):
     text = answer("plan", files / "clock.jsonl", "--all")
-    assert re.search(r'^ +8 +2 +1, 2 +0  "Once upon a time it was 1"$', text, re.MULTILINE)
+    assert re.search(r'^ +8 +2 +8 +1, 2 +0  "Once upon a time it was 1"$', text, re.MULTILINE)

@@ -95,7 +95,7 @@ def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
 
 
 def test_explain_totals_reasons_and_the_longest_prefix(trace):
-    out = pagedcli("explain", trace).stdout
+    out = pagedcli("explain", trace, "--all").stdout
     assert "ceiling: an unlimited cache" in out
     assert "minimum cacheable prefix: 2 tokens (one block)" in out
     assert "longest shared prefix seen: " in out

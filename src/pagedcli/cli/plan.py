@@ -156,12 +156,12 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     if run is not None:
         found = run.found
         parts += [
-            f"{_count(found.num_prompt_tokens)} prompt tokens",
+            _count(found.num_prompt_tokens, "prompt token"),
             f"{percent_text(found.hit_rate)} of them from the cache",
         ]
-        parts.append(f"{_count(found.num_generated_tokens)} to generate")
+        parts.append(f"{found.num_generated_tokens:,} to generate")
     elif survey.num_prompts:
-        parts += [f"{_count(survey.prompt_tokens)} prompt tokens", f"up to {_count(survey.output_tokens)} to generate"]
+        parts += [_count(survey.prompt_tokens, "prompt token"), f"up to {survey.output_tokens:,} to generate"]
     if num := file.requests.num_beam_searches:
         parts.append(f"without {plural(num, 'row')} of beam search")
     time = None if run is None or run.time_s is None else f"{time_words(*run.time_s)} here: "
@@ -172,8 +172,8 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     return [f"{time or ''}{', '.join(parts)}{why}.", *refused]
 
 
-def _count(number: float) -> str:
-    return f"{number / 1e6:,.1f} million" if number >= 999_950 else f"{number:,.0f}"
+def _count(number: float, noun: str) -> str:
+    return plural(round(number), noun) if number < 999_950 else f"{number / 1e6:,.1f} million {noun}s"
 
 
 def time_words(seconds: float, low: float, high: float) -> str:
@@ -273,8 +273,8 @@ def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
 
 def _first_words(first: FirstAnswer) -> str:
     """What a sample lets expect, in a sentence. Its counts have three digits: it does not know more."""
-    rows, tokens = (_count(float(f"{each.value:.3g}")) for each in (first.rows, first.prompt_tokens))
-    found = [f"about {rows} rows", f"{tokens} prompt tokens"]
+    rows, tokens = (float(f"{each.value:.3g}") for each in (first.rows, first.prompt_tokens))
+    found = [f"about {_count(rows, 'row')}", _count(tokens, "prompt token")]
     if first.hit_rate is not None:
         found.append(f"at least {percent_text(first.hit_rate)} of them from the cache")
     if first.scan.num_bad:

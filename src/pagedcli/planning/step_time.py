@@ -1,5 +1,5 @@
 """How long a step takes: measured once for a machine, a model and a format (bench.calibration), kept in a file, and
-read by `plan`, `simulate`, advice and the end time of a run. Needs no torch.
+read by `plan`, `simulate`, cures and the end time of a run. Needs no torch.
 """
 
 import hashlib
