@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_players import ReplayPlayer
+from pagedcli.cli.cures import told_of_recording
 from pagedcli.show.report import render_report
-from pagedcli.simulation.advice import recorded_advice
 from pagedcli.trace.files import TraceReader
 from pagedcli.views.moment import Replay
 
@@ -81,7 +81,7 @@ def draw(trace: Path, target: Path, command: str, *arguments: str) -> None:
 def report_picture(trace: Path, target: Path) -> None:
     """The top of the report at the step with the most blocks in use, as PNG."""
     page = trace.with_suffix(".html")
-    page.write_bytes(render_report(TraceReader(trace), make_verdicts=lambda _: recorded_advice(trace).verdicts()))
+    page.write_bytes(render_report(TraceReader(trace), what_to_change=lambda _: told_of_recording(trace)))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     window = [f"--user-data-dir={trace.parent / 'profile'}", "--window-size=1220,840", f"--screenshot={target}"]
     subprocess.run(["chromium", *options, *window, page.as_uri()], check=True, capture_output=True)

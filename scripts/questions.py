@@ -1,6 +1,6 @@
 """The answers of docs/questions.md: python scripts/questions.py [--write]
 
-Runs the command of each question on files made here, with the built-in model, and takes the first three lines that it
+Runs the command of each question on files made here, with the built-in model, and takes the first lines that it
 prints. Without --write it says whether the document has them, but for times; tests/test_questions_doc.py does, too.
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import shlex
 import sys
@@ -38,11 +39,12 @@ class Question:
     code: int = 0  # exit code
     is_timed: bool = False  # measures this machine first
     remark: str = ""
+    num_lines: int = MOST_LINES  # shown
 
 
 QUESTIONS = (
     Question("Why did row 17 find so little in the cache?", "explain run.jsonl --request 17"),
-    Question("Which prompts share most?", "plan prompts.jsonl --no-calibrate"),
+    Question("Which prompts share most?", "plan prompts.jsonl --no-calibrate", num_lines=5),
     Question("What would twice the memory bring?", "simulate prompts.jsonl --pool 20"),
     Question(
         "How many users fit on a card with 24 GB, at 8,192 tokens each?",
@@ -69,7 +71,18 @@ QUESTIONS = (
         " --target-concurrency 8",
     ),
     Question("How do I score multiple-choice answers?", "generate choices.jsonl"),
-    Question("Which block size?", "plan prompts.jsonl --no-calibrate"),
+    Question(
+        "Which block size?",
+        "plan short.jsonl --no-calibrate",
+        remark="Of prompts that share less than a block; where the default is as good as any, nothing is said.",
+        num_lines=2,
+    ),
+    Question(
+        "What would sorting the file save?",
+        "plan prompts.jsonl --no-calibrate --num-gpu-blocks-override 20 --max-num-seqs 4",
+        num_lines=2,
+    ),
+    Question("Would another order of the retrieved passages help?", "plan passages.jsonl --no-calibrate", num_lines=2),
     Question(
         "A prompt template over the columns of a CSV file?",
         "generate people.csv --template 'The code of {name} is {code}. The code is' --max-tokens 4",
@@ -104,13 +117,13 @@ OTHERS = {
     ),
 }
 
-INTRODUCTION = f"""\
+INTRODUCTION = """\
 # Questions, and the command that answers each
 
 What people ask about a KV cache, each with one command and the first lines that it prints, which are the answer. The
 files are small ones that `scripts/questions.py` makes, with the built-in model on a CPU; `run.jsonl` is
 `generate prompts.jsonl --record run.jsonl --record-tokens` with a pool of 20 blocks. The script runs every command and
-renews this page; a test compares it. Up to {MOST_LINES} lines are shown, times are those of one machine.
+renews this page; a test compares it. A few lines are shown, times are those of one machine.
 
 """
 
@@ -149,6 +162,11 @@ def _prompts(num: int, begin: str = "") -> list[dict[str, object]]:
     ]
 
 
+def _passages(order: list[int], number: int) -> str:
+    passages = "".join(f"[{place + 1}] {_codes(1000 * place)}\n\n" for place in order)
+    return f"{passages}Question {number}: the code of {_NAMES[number % 8]}?"
+
+
 def make_files(folder: Path) -> None:
     """Write the files and record the runs that the commands read."""
 
@@ -158,6 +176,10 @@ def make_files(folder: Path) -> None:
     rows("prompts.jsonl", _prompts(24))
     rows("overnight.jsonl", _prompts(10_000))
     rows("monday.jsonl", _prompts(24))
+    rows("short.jsonl", [{"prompt": [*range(10, 20), *[30 + n] * 10], "max_tokens": 2} for n in range(20)])
+    draw = random.Random(0)
+    orders = [draw.sample(range(5), 5) for _ in range(24)]
+    rows("passages.jsonl", [{"prompt": _passages(order, n), "max_tokens": 4} for n, order in enumerate(orders)])
     rows(
         "friday.jsonl", [{**row, "prompt": f"It is 9:{10 + n}. {row['prompt']}"} for n, row in enumerate(_prompts(24))]
     )
@@ -226,7 +248,7 @@ def first_lines(question: Question) -> list[str]:
         out, said = run(question.command, question.code)
     lines = [line.rstrip() for line in out.splitlines() if line.strip()]
     end = said.partition("(one block)\n")[2]
-    return lines[:MOST_LINES] or end.splitlines()[:MOST_LINES] or said.splitlines()[-1:]
+    return lines[: question.num_lines] or end.splitlines()[: question.num_lines] or said.splitlines()[-1:]
 
 
 def without_times(text: str) -> str:

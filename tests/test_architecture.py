@@ -25,7 +25,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"content_files", "verdicts"}
+LOW |= {"content_files"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -34,7 +34,6 @@ ALLOWED = {
     "events": {"errors"},
     "printable": set(),
     "records": {"printable"},
-    "verdicts": {"printable"},
     "files": {"errors", "line_files", "process"},
     "line_files": {"errors"},
     "content_files": {"errors", "files", "printable"},
@@ -49,7 +48,7 @@ ALLOWED = {
     "layers": {"errors", "attention", "native"},
     "models": {*LOW, "core", "attention", "layers", "native"},
     "planning": {*LOW, *COMPUTE, "core"},
-    "answers": {*LOW, "core", "planning", "batch", "simulation"},
+    "answers": {*LOW, "core", "models", "planning", "batch", "simulation"},
     "runner": {*LOW, *COMPUTE, "core", "planning", "answers", "assets"},
     "batch": BATCH,
     "trace": {*LOW, "core"},

@@ -23,8 +23,8 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_the_page_has_the_23_questions():
-    assert len(questions.QUESTIONS) + len(questions.OTHERS) == 23
+def test_the_page_has_the_25_questions():
+    assert len(questions.QUESTIONS) + len(questions.OTHERS) == 25
     asked = re.findall(r"^## (.+)$", DOCUMENT, re.MULTILINE)
     assert asked == [*(each.text for each in questions.QUESTIONS), *questions.OTHERS]
 

@@ -113,6 +113,20 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 3600:,} h {whole // 60 % 60} min"
 
 
+_MOST_REASON = 300  # characters of why a row failed, which may have a number of thousands of digits; the row has all
+
+
+def cut_reason(reason: str) -> str:
+    """Why a row failed, not longer than one reads."""
+    return reason if len(reason) <= _MOST_REASON else reason[:_MOST_REASON] + "…"
+
+
+def refused_text(num_refused: int, num_rows: int, line: int, reason: str, *, has_run: bool) -> str:
+    """How many rows failed, or would fail, with the first one: its line and why."""
+    verb = "failed" if has_run else "would fail"
+    return f"{num_refused:,} of {plural(num_rows, 'row')} {verb}, the first in line {line:,}: {cut_reason(reason)}."
+
+
 def expected_text(seconds: float, low: float, high: float) -> str:
     """An expected time with its range: `5.8 s (4.4 s to 7.6 s)`; one bound of a second or less, `under 0.2 s`, and of a
     range wider than threefold, `at most 43 s`."""

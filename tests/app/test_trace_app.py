@@ -97,10 +97,10 @@ def test_a_paused_run_does_one_step_for_each_press():
 
 def test_at_its_end_the_verdicts_on_the_run_are_on_the_first_page():
     run = Run()
-    run.app = PoolApp(run.player, "pagedcli trace", judge=lambda: ["Nothing to change."])
+    run.app = PoolApp(run.player, "pagedcli trace", judge=lambda: ["With --reorder prefix hits rise."])
 
     async def script(pilot):
-        await until(pilot, lambda: "Nothing to change." in screen_text(pilot.app))
+        await until(pilot, lambda: "With --reorder prefix hits rise." in screen_text(pilot.app))
         assert run.player.has_ended
 
     run.under(script)

@@ -10,12 +10,12 @@ import pytest
 from batch_harness import Harness
 from effort import Effort
 
+from pagedcli.answers.divergence import divergences
 from pagedcli.batch.chat_template import TimeLimit
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import MAX_LINE_BYTES, skip_line
 from pagedcli.batch.parquet import ParquetSource
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.cli.partings import find_partings
 from pagedcli.errors import ModelError, PagedcliError, RequestError, UsageError
 from pagedcli.models.hub import resolve_model
 from pagedcli.planning.prompt_sample import PromptSample
@@ -96,7 +96,7 @@ def test_a_template_that_makes_millions_of_characters_is_not_tokenized_in_whole(
     drawn = PromptSample()
     for place in range(2):
         drawn.add([place, *range(100)])
-    find_partings(drawn, 16, tokenizer)
+    divergences(drawn, 16, tokenizer)
     assert max(lengths) < 2**20
 
 

@@ -27,7 +27,7 @@ run()
 """
 # The end of a run and other commands and models need these, which take long to import.
 LATER = (
-    *("rich.console", "transformers.models", "pagedcli.simulation.advice", "pagedcli.answers.time"),
+    *("rich.console", "transformers.models", "pagedcli.answers.cures", "pagedcli.answers.time"),
     *("pagedcli.kvevents", "pagedcli.views.explain", "pagedcli.views.whole_run", "pagedcli.show.data_files"),
     *(f"pagedcli.models.families.{name}" for name in ("mixtures", "hybrids", "latents", "gemma4")),
 )

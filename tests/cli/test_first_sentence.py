@@ -1,4 +1,4 @@
-"""Every command begins with where prompts part; `plan` fits on a screen."""
+"""Every command says where prompts diverge right after its answer; `plan` fits on a screen."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import planted_prompts as planted
 from cli_harness import pagedcli
 
-from pagedcli.cli.partings import judged_recording
+from pagedcli.cli.cures import told_of_recording
 
 LIBRARY = planted.words(planted.random.Random(1), 120)
 
@@ -35,74 +35,82 @@ def as_json(*arguments):
     return json.loads(pagedcli("plan", *arguments, "--no-calibrate", "--format", "json").stdout)
 
 
-def test_the_first_sentence_is_where_prompts_part_and_the_plan_fits_on_a_screen(tmp_path):
+def test_the_first_line_is_the_answer_the_second_where_prompts_diverge_and_the_plan_fits_on_a_screen(tmp_path):
     path = tmp_path / "clock.jsonl"
     clock_chats(path)
     shown = pagedcli("plan", path, "--no-calibrate").stdout.splitlines()
-    assert "prompts part at token" in shown[0]
-    assert "the time differs" in shown[0]
+    assert re.match(
+        r"(.* here: )?60 rows, 19,905 prompt tokens, 0\.0 % of them from the cache, 240 to generate", shown[0]
+    )
+    cure = r"59 of 60 prompts diverge at tokens? .* Moving the time behind the .* raises hits from 0.0 % to [89]\d\.\d"
+    assert re.match(cure, shown[1])
     assert len(shown) <= 30
     assert len(pagedcli("plan", path, "--no-calibrate", "--all").stdout.splitlines()) > 50
 
 
-def test_all_looks_at_what_memory_has_room_for_and_says_what_was_left_out(tmp_path, monkeypatch):
+def test_all_looks_at_what_memory_has_room_for(tmp_path, monkeypatch):
     path = tmp_path / "clock.jsonl"
     clock_chats(path)
     monkeypatch.setattr("pagedcli.cli.plan.MOST_TOKENS_OF_ALL", 3_000)
-    (verdict,) = as_json(path, "--all")["verdicts"]
-    assert "drawn prompts part at token" in verdict["finding"]
-    assert verdict["not_looked_at"] == "rows that were not drawn"
+    [cure] = as_json(path, "--all")["cures"]
+    assert "drawn prompts diverge at token" in cure["text"]
+    assert " to at least " in cure["text"]
 
 
-def test_all_commands_begin_with_the_same_verdicts(tmp_path):
+def test_all_commands_say_the_same_after_their_answer(tmp_path):
     path, trace, page = tmp_path / "clock.jsonl", tmp_path / "run.jsonl", tmp_path / "page.html"
     clock_chats(path, 20)
     flags = ("--max-tokens", "1", "--num-gpu-blocks-override", "48", "--max-num-seqs", "2")
     said = pagedcli("generate", path, *flags, "--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl").stderr
-    verdicts = said.splitlines()[-2:-1]  # above the place of the rows
-    assert "prompts part at token" in verdicts[0]
-    assert "the time differs" in verdicts[0]
-
-    def first_lines(*arguments):
-        return pagedcli(*arguments).stdout.splitlines()[: len(verdicts)]
-
-    assert first_lines("explain", trace) == verdicts
-    assert judged_recording(trace)[:1] == verdicts, "the application"
+    cure = said.splitlines()[-2]  # above the place of the rows
+    assert re.match(r"19 of 20 prompts diverge at token.*Moving the time behind the ", cure)
+    assert told_of_recording(trace)[0] == cure, "the application"
+    for command in (("explain", trace), ("plan", path, "--no-calibrate", *flags)):
+        assert pagedcli(*command).stdout.splitlines()[1] == cure
     pagedcli("report", trace, "-o", page)
-    said = json.loads(re.search(r'"verdicts":(\[.*?\]),"', page.read_text(encoding="utf-8"))[1])
-    assert said[: len(verdicts)] == verdicts
-    planned = first_lines("plan", path, "--no-calibrate", *flags)
-    assert planned == verdicts
-    answer, first, *_ = pagedcli("simulate", trace).stdout.splitlines()
-    assert "an unlimited cache finds 0.0 %" in answer
-    assert first == verdicts[0]
-    assert "prompts part at token" not in pagedcli("explain", trace, "--request", "3").stdout
-    assert verdicts[0] in pagedcli("trace", path, "--dump-kv", *flags).stderr
+    assert json.loads(re.search(r'"verdicts":(\[.*?\]),"', page.read_text(encoding="utf-8"))[1])[0] == cure
+    first, second, *_ = pagedcli("simulate", trace).stdout.splitlines()
+    assert "an unlimited cache finds 0.0 %" in first
+    assert second == cure
+    assert "prompts diverge at token" not in pagedcli("explain", trace, "--request", "3").stdout
+    assert cure in pagedcli("trace", path, "--dump-kv", *flags).stderr
 
 
-def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_part(tmp_path):
+def test_the_hits_that_a_change_of_the_prompts_promises_are_those_of_a_run_of_the_changed_prompts(tmp_path):
+    """The time is moved behind the library by hand, within its message."""
+    path, moved = tmp_path / "clock.jsonl", tmp_path / "moved.jsonl"
+    rows = clock_chats(path)
+    for row in rows:
+        system = row["messages"][0]
+        time = system["content"].partition(LIBRARY)[0]
+        system["content"] = f"{LIBRARY} {time.strip()}"
+    moved.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [cure] = as_json(path)["cures"]
+    assert abs(cure["hit_rate_after"] - as_json(moved)["forecast"]["hit_rate"]) < 0.02
+    assert cure["hit_rate"] == as_json(path)["forecast"]["hit_rate"]
+    assert as_json(moved)["cures"] == []
+
+
+def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge(tmp_path):
     path, trace = tmp_path / "clock.jsonl", tmp_path / "run.jsonl"
     clock_chats(path, 20)
     kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
     said = pagedcli("generate", path, "--max-tokens", "1", *kept).stderr.splitlines()[-2]
-    assert said.startswith("With prefix caching, which is off, 19 of 20 prompts part at token")
-    assert (
-        "; turn it on (--enable-prefix-caching) and move it behind them, but not into another message: hits 0.0 % -> "
-        in said
-    )
-    assert pagedcli("explain", trace).stdout.splitlines()[0] == said
-    assert judged_recording(trace)[0] == said
+    assert re.match(r"19 of 20 prompts diverge at .*\. With --enable-prefix-caching, moving the time behind the ", said)
+    assert told_of_recording(trace)[0] == said
+    explained = pagedcli("explain", trace).stdout.splitlines()
+    assert explained[0].startswith("Prefix caching was off: all of ")
+    assert explained[1] == said
     planned = pagedcli("plan", path, "--no-calibrate", "--max-tokens", "1", "--no-enable-prefix-caching").stdout
-    assert planned.splitlines()[0] == said
+    assert planned.splitlines()[1] == said
     story = pagedcli("explain", trace, "--request", "7").stdout
     assert "without a prefix lookup, as prefix caching is off" in story
     assert "divergence" not in story
 
 
-def test_the_first_lines_name_one_block_size(tmp_path):
+def test_another_block_size_is_named_only_where_it_is_a_cure(tmp_path):
     path = tmp_path / "short.jsonl"
     rows = ({"prompt": [*range(10, 20), *[30 + number] * 10], "max_tokens": 2} for number in range(20))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = pagedcli("plan", path, "--no-calibrate").stdout
-    assert "use --block-size 8: hits 0.0 % -> " in shown.splitlines()[0]
-    assert "Best block size known" not in shown
+    assert "before a block of 16 tokens is full. --block-size 8 raises hits from 0.0 % to " in shown.splitlines()[1]

@@ -1,11 +1,10 @@
-"""`plan` of a long file: progress, an estimate from its beginning, and bounded work after it."""
+"""`plan` of a long file: bounded work after it has been read."""
 
 import json
 
 import pytest
 from cli_harness import pagedcli
 
-from pagedcli.cli.prompt_scan import ReadingLine
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.simulation.requests import Request, work_of
 
@@ -16,38 +15,19 @@ def write_rows(path, num_rows, **fields):
     return path
 
 
-def test_a_long_file_gives_an_estimate_while_it_is_read(tmp_path, monkeypatch):
-    """It is due at once; the rows have one length, so that their number is known from the bytes of the first."""
-    monkeypatch.setattr("pagedcli.cli.prompt_scan.ESTIMATE_AFTER_S", 0.0)
-    path = write_rows(tmp_path / "in.jsonl", 90)
-    path.write_text("".join(line for line in path.read_text().splitlines(True)[10:]))
-    said = pagedcli("plan", path, "--no-calibrate").stderr
-    assert "estimate from the first 1.2 % of the file: about 80 prompts" in said
-    assert said.count("estimate from") == 1
-
-
-def test_the_share_is_that_of_the_bytes_or_of_the_limit_and_unknown_for_a_stream(tmp_path):
-    path = write_rows(tmp_path / "in.jsonl", 50)
-    for name, limit, expected in ((path, None, 1.0), (path, 200, 1.0), (path, 25, 2.0), ("-", None, None)):
-        reading = ReadingLine(str(name), limit, lambda share: None)
-        for number, content in enumerate(path.read_bytes().splitlines()):
-            reading.observe(type("Line", (), {"content": content, "index": number}))
-        assert reading._share == expected
-
-
 def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr("pagedcli.answers.time.MOST_IN_FULL", 6000)
     monkeypatch.setattr("pagedcli.answers.time.SAMPLED", 2000)
-    from pagedcli.simulation import advice
+    from pagedcli.answers import cures
 
-    real = advice.advise
+    real = cures.cures
 
     def watched(subject, **given):
         tried.append((len(subject.workload.requests), subject.left_out))
         return real(subject, **given)
 
-    monkeypatch.setattr("pagedcli.simulation.advice.advise", watched)
+    monkeypatch.setattr("pagedcli.answers.cures.cures", watched)
     found = json.loads(
         pagedcli("plan", write_rows(tmp_path / "in.jsonl", 800), "--no-calibrate", "--format", "json").stdout
     )

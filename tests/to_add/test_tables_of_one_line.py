@@ -1,5 +1,5 @@
-"""To add a command, a view, marks of reasoning, a format of tool calls or a setting of the adviser: one line in the
-table that the architecture page names, and what it stands for."""
+"""To add a command, a view, marks of reasoning, a format of tool calls or a setting that a cure changes: one line in
+the table that the architecture page names, and what it stands for."""
 
 import sys
 from array import array
@@ -12,8 +12,8 @@ from scripted import Simulation
 import pagedcli.batch.reasoning as reasoning
 import pagedcli.batch.tool_calls as tool_calls
 import pagedcli.cli.main as main
-import pagedcli.simulation.advice as advice
 import pagedcli.simulation.settings as settings
+from pagedcli.answers.cures import Trials
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.simulation.requests import Request, Requests
@@ -89,12 +89,12 @@ def test_a_format_of_tool_calls(monkeypatch):
     assert [(call.name, call.arguments) for call in calls] == [("go", {"value": "on"})]
 
 
-def test_a_setting_that_the_adviser_tries(monkeypatch):
+def test_a_setting_that_a_cure_changes():
     kind = settings.Kind("held prompts", "engine.min_prefill_tokens", lambda subject, found: [7], cost="latency")
-    monkeypatch.setattr(advice, "KINDS", (*settings.KINDS, kind))
     requests = [Request(str(n), None, 24, 4, token_ids=array("q", [n] * 24), max_new_tokens=4) for n in range(12)]
     limits = Limits(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=64)
-    found = advice.advise(settings.Subject(Requests(requests, format="prompts"), Plan(limits=limits, model="m")))
-    tried = [trial.setting for trial in found.trials if trial.setting.kind is kind]
+    trials = Trials(settings.Subject(Requests(requests, format="prompts"), Plan(limits=limits, model="m")))
+    trials.explore([kind])
+    tried = [trial.setting for trial in trials.tried]
     assert [setting.changes for setting in tried] == [{"engine.min_prefill_tokens": 7}]
     assert "--min-prefill-tokens 7" in " ".join(settings.flags_of(tried[0].changes))

@@ -52,7 +52,8 @@ def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():
 
 def test_explain_shows_it(tmp_path):
     trace = write(tmp_path / "run.jsonl", vetoed_events())
-    result = pagedcli("explain", trace, columns=200)
+    assert "cached without a checkpoint of the recurrent state" in pagedcli("explain", trace).stdout.splitlines()[0]
+    result = pagedcli("explain", trace, "--all", columns=200)
     assert "lost: no checkpoint of the recurrent state" in result.stdout
     assert "but no checkpoint of the recurrent state" in result.stdout
     pagedcli("trace", trace, "--check")

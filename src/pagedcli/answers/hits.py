@@ -1,11 +1,12 @@
 """How much a prefix cache finds: in a pool, in pools of other sizes and without a limit; and which pool is as good.
 
-By the real scheduler and block manager. Read by `simulate`, `plan` and the advice on a larger pool.
+By the real scheduler and block manager. Read by `simulate`, `plan` and cures.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.limits import Limits
@@ -58,6 +59,10 @@ class Hits:
     enough: Found  # the smallest pool within NEARLY of the unlimited one that refuses no more requests
     tried: tuple[Found, ...]  # every pool that was simulated, the smallest first
     doubt: str | None = None  # why smaller pools than `enough` may do, in words; None: a tenth less does not
+
+    def document(self) -> dict[str, Any]:
+        """The pool that is as good, for JSON."""
+        return {"num_blocks": self.enough.num_blocks, "hit_rate": self.enough.hit_rate, "doubt": self.doubt}
 
 
 def hits(

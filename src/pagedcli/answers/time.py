@@ -1,6 +1,6 @@
 """How long a run takes: its requests through the real scheduler, each step as long as it takes on this machine.
 
-Counts are those of the run wherever output lengths are known. Printed by `plan`; read by advice.
+Counts are those of the run wherever output lengths are known. Used by `plan`, `simulate` and cures.
 """
 
 from collections.abc import Callable, Sequence

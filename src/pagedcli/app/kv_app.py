@@ -27,7 +27,6 @@ from pagedcli.kvevents.tables import CacheRow, ChurnRow, LoraRow, cache_rows, ch
 from pagedcli.kvevents.tree import Branch, Decode, Shapes, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.kvevents.verdict import verdict
 from pagedcli.printable import one_line, plural, seconds_text
-from pagedcli.verdicts import paragraph
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -67,7 +66,7 @@ class Snapshot:
             branches += [(branch, branch.num_tokens / total) for branch in largest_branches(shape, most)]
         churn = [row for row in churn_rows(state) if row.num_blocks]
         notes = [*reversed(state.notes), *limits(state)]
-        findings = paragraph(verdict(state, None, decode, shapes))
+        findings = verdict(state, None, decode, shapes)
         return cls(seconds, facts(state), cache_rows(state, shapes), lora_rows(state), churn, branches, findings, notes)
 
 

@@ -103,10 +103,10 @@ def attach(
 
 def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:
     gc.freeze()  # the collector would walk over all blocks several times while the tables are made
-    verdicts, tables = summary(state, decode)
+    answer, tables = summary(state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))
-    print_summary(verdicts, tables, state, format_)
+    print_summary(answer, tables, state, format_)
     if not state.num_messages:
         unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 from pagedcli.cli.decoder import Decode, recorded_decoder
 from pagedcli.errors import UsageError
 from pagedcli.events import StepScheduled
-from pagedcli.printable import one_line, plural
+from pagedcli.printable import capitalized, one_line, plural
 from pagedcli.records import RIGHT, hash_text
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import say_notes
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
-from pagedcli.verdicts import Verdict
 from pagedcli.views.block_life import BlockLife, Content, Tenure
 from pagedcli.views.cache_groups import group_of, group_words
 from pagedcli.views.rows import ShownRow, tokens_in_block
@@ -84,7 +83,7 @@ def print_block_at(trace: Path, block_id: int, step: int | None, format_: Format
         [table(_OwnerRow, "owners", _title(facts), owners, shown, notes=notes), _story(life)],
         format_,
         facts=facts,
-        verdicts=[_verdict(life, state)],
+        story=[_answer(life, state)],
     )
 
 
@@ -107,7 +106,7 @@ def explain_block(trace: Path, block_id: int, tokenizer: str | None, format_: Fo
         _story(life),
     ]  # fmt: skip
     tables = tables[:1] if format_ is Format.CSV else tables
-    print_tables(tables, format_, facts=_facts(life, state, decode), verdicts=[_verdict(life, state)])
+    print_tables(tables, format_, facts=_facts(life, state, decode), story=[_answer(life, state)])
 
 
 def _lived(trace: Path, block_id: int, step: int | None) -> tuple[BlockLife, PoolState]:
@@ -126,7 +125,7 @@ def _lived(trace: Path, block_id: int, step: int | None) -> tuple[BlockLife, Poo
     return life, folding.state
 
 
-def _verdict(life: BlockLife, state: PoolState) -> Verdict:
+def _answer(life: BlockLife, state: PoolState) -> str:
     """Who holds the block now, or who did, and for whom its last content was evicted."""
     block, owners = f"block {life.block_id}", life.owners
     finding = f"{_when(state.step_number)} "
@@ -147,7 +146,7 @@ def _verdict(life: BlockLife, state: PoolState) -> Verdict:
         finding += (
             f"; content of {seq_name(state, last.seq_id)} was evicted {_when(last.until)}{last.evicted_for}{number}"
         )
-    return Verdict(finding=finding, measure="blocks", certainty="exact, from the trace")
+    return f"{capitalized(finding)}."
 
 
 def _when(step: int | None, at: str = "at ") -> str:

@@ -5,20 +5,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedcli.answers.survey import prompt_model
+from pagedcli.cli.cures import find_cures
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
-from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.partings import request_verdicts
-from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model
+from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE, check_files
 from pagedcli.line_files import LineReader
+from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import say, working
-from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
+    from pagedcli.answers.cures import Cure
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.simulation.difference import Comparison, Side
 
@@ -83,17 +84,19 @@ def diff(
         shown.append(tables.prompts_table(found))
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
-    verdicts, story = _verdicts(found, text), [tables.sentence(found)]
-    print_tables(shown, format_, facts=tables.facts(found), story=story, verdicts=verdicts)
+    cures = _cures(found, text)
+    told = [tables.sentence(found), *(each.text for each in cures)]
+    print_tables(shown, format_, facts={**tables.facts(found), "cures": cures}, story=told)
     raise typer.Exit(EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0)
 
 
-def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdict] | None:
-    """Where the later prompts part, if they lost hits and their tokens are known."""
+def _cures(found: "Comparison", tokenizer: "Tokenizer | None") -> "list[Cure]":
+    """What to change about the later prompts, if they lost hits and their tokens are known."""
     if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
-        return None
+        return []
     side = found.sides[1]
-    return request_verdicts(side.workload.requests, side.limits, tokenizer)
+    prompts = PromptSample.of((each.token_ids, each.cache_salt) for each in side.workload.requests if each.token_ids)
+    return find_cures(None, prompts=prompts, tokenizer=tokenizer, block_size=side.limits.block_size)
 
 
 def _is_trace(path: Path) -> bool:

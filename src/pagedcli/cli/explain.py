@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pagedcli.cli.block import explain_block
+from pagedcli.cli.cures import print_answer, recorded_cures
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.partings import advice_or_note, run_verdicts
 from pagedcli.cli.plan_tables import ALL_HINT
 from pagedcli.cli.recorded_run import TraceFile
 from pagedcli.cli.recording import is_recording, print_capture
@@ -19,10 +18,9 @@ from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
 from pagedcli.printable import capitalized, percent_text, plural
 from pagedcli.records import Share
-from pagedcli.show.tables import Format, Table, as_text, print_tables, table
+from pagedcli.show.tables import Format, Table, table
 from pagedcli.show.terminal import say_notes
-from pagedcli.simulation.advice import ADVICE_S, Adviser
-from pagedcli.simulation.tables import advice_table
+from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.explain import (
@@ -31,7 +29,6 @@ from pagedcli.views.explain import (
     ExplainedLookup,
     Explainer,
     Lookup,
-    PromptsSeen,
     SaltRow,
     Totals,
     explain_trace,
@@ -44,12 +41,11 @@ from pagedcli.views.words import accepted_words, again_words
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
-_ALL_HELP = "Show every table in full: also the settings that were tried, checkpoints and salts."
+_ALL_HELP = "Show every table in full: also where all tokens were, why lookups ended, checkpoints and salts."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
-_MOST_IN_SHORT = 3  # rows without --all
-_IN_SHORT = ("step", "label", "num_tokens", "tokens_hit", "lost_tokens", "why")  # columns of these
-_MOST_LINES = 30  # lines without --all, in a pipe
+_LOST_MOST = "Lookups that lost most"
+_IN_SHORT = ("step", "label", "num_tokens", "tokens_hit", "lost_tokens", "why")  # columns without --all
 _MOST_CHECKPOINTS = 20
 _MOST_TOLD = 4  # lookups of a request that are told in sentences
 _MOST_SALTS = 20
@@ -88,45 +84,36 @@ def explain(
         return
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)
-    adviser = Adviser() if request is None and not lookups and format_ is not Format.CSV else None
-    prompts = PromptsSeen()
-    explainer, state = explain_trace(reader, prompts, *([] if adviser is None else [adviser]))
+    is_run, is_short = request is None and not lookups, format_ is Format.TABLE and not all_
+    requests = RecordedRequests() if is_run and format_ is not Format.CSV else None
+    explainer, state = explain_trace(reader, *([] if requests is None else [requests]))
     say_notes(reader.notes)
-    chosen = list(explainer.lookups) if named is None else _lookups_of(named, explainer, trace)
     loaded = recorded_tokenizer(trace, tokenizer)
     decode = None if loaded is None else loaded.decode
-    is_short = adviser is not None and format_ is Format.TABLE and not all_
-    title = "Lookups"
-    if request is None and not lookups:
-        chosen, title = _that_lost_most(chosen, _MOST_IN_SHORT if is_short else _MOST_LOST), "Lookups that lost most"
-    is_story = request is not None and format_ is Format.TABLE and not all_
-    tables = []
-    if request is None:
-        tables = [_totals_table(explainer, in_full=format_ is Format.CSV), _reasons_table(explainer)]
-    if (chosen and not is_story) or format_ in (Format.JSON, Format.CSV):
-        tables.append(_lookups_table(chosen, title, decode, is_short=is_short))
-    if request is None:
-        tables += _tables_of_states_and_salts(explainer)
-    facts, verdicts, shortly = _facts(explainer, state), None, list[str]()
-    if adviser is not None:
-        advice = advice_or_note(partial(adviser.advice, state, budget_s=ADVICE_S))
-        verdicts = run_verdicts(prompts.drawn, advice, state.started, loaded)
-        tables.append(advice_table(advice))
-        facts |= advice.document()
-        shortly = [in_short(explainer, state)]
-    if is_short:
-        tables = within_lines(tables[:-1], _MOST_LINES - len(verdicts or ()) - len(shortly) - 1)
-    elif format_ is Format.CSV:  # one table per file
-        tables = [each for each in tables if each.key == ("lookups" if lookups or request is not None else "totals")]
-    story = [] if named is None else _story(chosen, decode, filter(None, map(state.seq, named.seq_ids)))
-    if is_story:
-        story.append("As a table: --all.")
-    print_tables(tables, format_, facts=facts, verdicts=verdicts, story=story, in_short=shortly)
+    cures = [] if requests is None else recorded_cures(requests, state, loaded)
+    if named is None:
+        answer = [] if lookups else [why_in_words(explainer, state)]
+        tables = _tables(explainer, decode, in_short=is_short and is_run, every_lookup=lookups)
+    else:
+        chosen = _lookups_of(named, explainer, trace)
+        answer = _story(chosen, decode, filter(None, map(state.seq, named.seq_ids)))
+        answer += ["As a table: --all."] if is_short else []
+        tables = [] if is_short else [_lookups_table(chosen, "Lookups", decode)]
+    if format_ is Format.CSV:  # one table per file
+        tables = [each for each in tables if each.key == ("totals" if is_run else "lookups")]
+    print_answer(answer, cures, tables, format_, _facts(explainer, state))
 
 
-def _that_lost_most(lookups: list[Lookup], most: int) -> list[Lookup]:
-    lost = [lookup for lookup in lookups if lookup.num_lost_tokens()]
-    return sorted(lost, key=Lookup.num_lost_tokens, reverse=True)[:most]
+def _tables(explainer: Explainer, decode: Decode | None, *, in_short: bool, every_lookup: bool) -> list[Table]:
+    """The tables of a run. `in_short`: the lookups that lost most, or why all ended where they did."""
+    lost = sorted(filter(Lookup.num_lost_tokens, explainer.lookups), key=Lookup.num_lost_tokens, reverse=True)
+    if in_short:
+        found = _lookups_table(lost[:_MOST_LOST], _LOST_MOST, decode, _IN_SHORT) if lost else _reasons_table(explainer)
+        return [replace(found, notes=[*found.notes, _prefix_notes(explainer)[-1], ALL_HINT])]
+    lookups = _lookups_table(lost[:_MOST_LOST], _LOST_MOST, decode)
+    if every_lookup:
+        lookups = _lookups_table(explainer.lookups, "Lookups", decode)
+    return [_totals_table(explainer), _reasons_table(explainer), lookups, *_tables_of_states_and_salts(explainer)]
 
 
 def _lookups_of(named: NamedRequest, explainer: Explainer, trace: Path) -> list[Lookup]:
@@ -148,43 +135,28 @@ def _story(lookups: Sequence[Lookup], decode: Decode | None, seqs: Iterable[SeqS
     return [*told, *(f"{capitalized(each)}." for each in words if each is not None)]
 
 
-def within_lines(tables: Sequence[Table], num_lines: int) -> list[Table]:
-    """The tables that have room in so many lines, in their order; of one that has not, the rows that have. The last
-    one says how to see all."""
-    found: list[Table] = []
-    num_lines -= 1
-    for each in tables:
-        num_too_many = _num_lines(each) - num_lines
-        if num_too_many > 0:
-            each = replace(each, rows=each.rows[: max(0, len(each.rows) - num_too_many)])
-        if each.rows:
-            found.append(each)
-            num_lines -= _num_lines(each)
-    return [*found[:-1], replace(found[-1], notes=[*found[-1].notes, ALL_HINT])] if found else []
-
-
-def _num_lines(table: Table) -> int:
-    """Lines of a table in a pipe, with the empty one before it."""
-    return as_text(table).count("\n") + 1
-
-
-def in_short(explainer: Explainer, state: PoolState) -> str:
-    """The hit rate of a run, the possible one, what was lost and what preemptions cost, in a line."""
+def why_in_words(explainer: Explainer, state: PoolState) -> str:
+    """How much of a run's prompts came from the cache, how much could have, and what the rest was lost to."""
     first = explainer.totals(own=False)
     if not first.num_tokens:
         return "No prompt was looked up in the prefix cache."
-    hit, possible = (percent_text(part / first.num_tokens) for part in (first.num_found, first.ideal))
+    tokens, num_blocks = plural(first.num_tokens, "prompt token"), plural(state.started.num_blocks, "block")
+    were = "was" if state.started.num_blocks == 1 else "were"
     lost = {
-        "evicted before they were looked up": first.evicted,
-        "computed by two sequences at once": first.in_flight,
-        "cached without a checkpoint of the recurrent state": first.vetoed,
+        f"{num_blocks} {were} too few ({{}} evicted before reuse)": first.evicted,
+        "{} computed by two sequences at once": first.in_flight,
+        "{} cached without a checkpoint of the recurrent state": first.vetoed,
     }
-    parts = [f"{plural(count, 'token')} {words}" for words, count in lost.items() if count]
-    tokens = plural(first.num_tokens, "prompt token")
-    said = f"Hits: {hit} of {tokens}, without limit {possible}"
+    why = [words.format(plural(count, "token")) for words, count in lost.items() if count]
     if first.caching_off:
         said = f"Prefix caching was off: all of {tokens} were computed"
-    said += f"; lost: {', '.join(parts)}" if parts else ""
+    else:
+        said = f"{percent_text(first.num_found / first.num_tokens)} of {tokens} came from the cache"
+        if first.ideal > first.num_found:
+            could = percent_text(first.ideal / first.num_tokens)
+            said += f"; an unlimited cache would find {could}" + (f": {', '.join(why)}" if why else "")
+        else:
+            said += ", as much as an unlimited cache would find"
     if num_preemptions := sum(seq.num_preemptions for seq in state.all_seqs()):
         again = plural(state.num_recomputed_tokens, "token")
         said += f"; {plural(num_preemptions, 'preemption')}: {again} computed again"
@@ -235,8 +207,8 @@ class _ReasonRow:
     meaning: Annotated[str, "because"]
 
 
-def _totals_table(explainer: Explainer, *, in_full: bool) -> Table:
-    """Where the looked up tokens were. Without later lookups they have no columns, unless `in_full`."""
+def _totals_table(explainer: Explainer) -> Table:
+    """Where the looked up tokens were."""
     first, own = explainer.totals(own=False), explainer.totals(own=True)
     labels = {
         "hit": "hit",
@@ -258,15 +230,10 @@ def _totals_table(explainer: Explainer, *, in_full: bool) -> Table:
     rows = [_TotalsRow(key, label, *_share(first, key), *_share(own, key)) for key, label in labels.items()]
     always = ("num_tokens",) if first.caching_off else ("hit", "num_tokens", "ideal")
     kept = [row for row in rows if row.tokens or row.own_tokens or row.part in always]
-    title, columns = f"Prefix cache: {plural(first.num_lookups, 'lookup')}", "label tokens share"
-    headers = {"tokens": "tokens"}
-    if own.num_lookups:
-        later = f"{own.num_lookups:,} later, after a preemption or for n > 1"
-        title = f"Prefix cache: {plural(first.num_lookups, 'first lookup')}, {later} (first, later: tokens)"
-        headers = {}
-    if own.num_lookups or in_full:
-        columns += " own_tokens own_share"
-    return table(_TotalsRow, "totals", title, kept, columns, headers=headers, notes=_prefix_notes(explainer))
+    later = f"{own.num_lookups:,} later, after a preemption or for n > 1"
+    title = f"Prefix cache: {plural(first.num_lookups, 'first lookup')}, {later} (first, later: tokens)"
+    columns = "label tokens share own_tokens own_share"
+    return table(_TotalsRow, "totals", title, kept, columns, notes=_prefix_notes(explainer))
 
 
 def _share(totals: Totals, key: str) -> tuple[int, float | None]:
@@ -327,11 +294,11 @@ def _salts_table(salts: list[SaltRow]) -> Table:
     return Table("salts", title, chosen(SaltRow, "table"), rows, notes, max_shown=_MOST_SALTS)
 
 
-def _lookups_table(lookups: list[Lookup], title: str, decode: Decode | None, *, is_short: bool) -> Table:
-    """`is_short`: what was found, what was lost and why, in so many columns as a terminal has room for."""
+def _lookups_table(
+    lookups: Sequence[Lookup], title: str, decode: Decode | None, columns: Sequence[str] | None = None
+) -> Table:
+    """What was found, what was lost and why. `columns`: None for all, with where prompts diverge as notes."""
     rows = [values_of(ExplainedLookup(lookup, decode), "json") for lookup in lookups]
-    if is_short:
-        columns = [each for each in chosen(ExplainedLookup, "table") if each.key in _IN_SHORT]
-        return Table("lookups", title, columns, rows)
-    notes = [f"seq {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
-    return Table("lookups", title, chosen(ExplainedLookup, "table"), rows, notes)
+    shown = [each for each in chosen(ExplainedLookup, "table") if columns is None or each.key in columns]
+    diverged = [f"seq {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
+    return Table("lookups", title, shown, rows, diverged if columns is None else [])

@@ -1,103 +1,67 @@
 """The tables of `plan`: a file's rows, lengths, shared prefixes, block sizes and pools, in full and in short."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
-from pagedcli.cli.prompt_scan import MAX_LISTED, PromptScan
-from pagedcli.config import EngineConfig
+from pagedcli.answers.survey import MAX_LISTED, PromptScan
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
-from pagedcli.records import LEFT, Bytes, Share, count
+from pagedcli.records import LEFT, Share, count
 from pagedcli.show.tables import Fact, Table, table
 
 if TYPE_CHECKING:
+    from pagedcli.answers.hits import Hits
     from pagedcli.answers.time import Forecast
     from pagedcli.batch.tokenizer import Tokenizer
 
 _MAX_SHOWN = 10
-_MAX_BAD = 3  # most rows in the short plan
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
 _MOST_END_TOKENS = 64  # tokens decoded of each end
-_WORTH_A_ROW = 0.01  # share saved by a setting
 ALL_HINT = "every table: --all"
-_DOUBTS = ("time:", "other work", "rows with several samples")  # beginnings of notes that say how sure the run is
 
 
-def full_tables(scan: PromptScan, engine: EngineConfig, fit: Fit | None, enough: int | None) -> list[Table]:
+def full_tables(scan: PromptScan, fit: Fit | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
         lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
-        tables += [lengths, _histogram_table(scan.plan), *_shared_tables(scan)]
-        tables += [_block_size_table(scan.plan, engine, enough), _pool_table(scan.plan, engine, fit)]
+        tables += [lengths, _shared_table(scan), _block_size_table(scan.plan)]
+        if fit is not None:
+            notes = filter(None, [groups_and_states(fit)])
+            tables.append(table(Fact, "fit", "Fits here", [Fact("the model", fit_in_words(fit))], notes=[*notes]))
     return tables
 
 
-def short_tables(run_tables: Sequence[Table], scan: PromptScan, fit: Fit | None, enough: int | None) -> list[Table]:
-    """What fits on a screen: the run, settings that change something, and the file in a few lines."""
-    tables = []
-    for each in run_tables:
-        if each.key == "expected_run":
-            tables.append(replace(each, notes=[note for note in each.notes if note.startswith(_DOUBTS)]))
-        elif each.key == "settings_tried":
-            tables += _settings(each)
-    if scan.num_bad:
-        bad = _bad_table(scan)
-        tables.append(replace(bad, max_shown=_MAX_BAD, notes=[] if scan.num_bad <= _MAX_BAD else ["and more: --all"]))
-    rows = [Fact("rows", f"{scan.num_rows:,}, of which {scan.num_valid:,} valid")]
-    if scan.plan.num_prompts:
-        rows += _file_facts(scan, fit, enough)
-    return [*tables, table(Fact, "file", "The file", rows, notes=[ALL_HINT])]
+def file_table(
+    scan: PromptScan, fit: Fit | None, run: "Forecast | None", pools: "Hits | None", doubts: Sequence[str]
+) -> Table:
+    """A file in a few lines. `pools`: what other pools find; `doubts`: what makes the expected run unsure."""
+    from pagedcli.answers.hits import NEARLY  # loads numpy, which help does without
 
-
-def in_short(
-    scan: PromptScan, run: "Forecast | None", time: str | None, block_size: int | None, *, num_beam_searches: int = 0
-) -> list[str]:
-    """How long the run takes, the best block size and the prompts that share most, in a line. `time`: with its range;
-    None: there is no calibration. `block_size`: the best one, where there is a run; None: a verdict names it.
-    `num_beam_searches`: rows that the run leaves out."""
-    survey, parts = scan.plan, []
-    if run is not None:
-        tokens = f"{plural(run.num_prompt_tokens, 'prompt token')} and {run.num_generated_tokens:,} to generate"
-        left_out = f", without {plural(num_beam_searches, 'row')} of beam search" if num_beam_searches else ""
-        parts.append(f"Expected: {time or 'no time, without a calibration'}, for {tokens}{left_out}")
-        if block_size is not None:
-            parts.append(f"Best block size known: {block_size}")
+    survey, rows = scan.plan, list[Fact]()
     for shared in survey.shared_prompts()[:1]:
         more = shared.num_prompts - len(shared.rows)
         lines = ", ".join(map(str, dict.fromkeys(shared.rows))) + (f" and {more:,} more" if more else "")
-        tokens = plural(len(shared.token_ids), "token")
-        parts.append(f"Sharing most: {plural(shared.num_prompts, 'prompt')}, their first {tokens} (lines {lines})")
-    return [". ".join(parts) + "."] if parts else []
-
-
-def _settings(found: Table) -> list[Table]:
-    """The settings that change at least a hundredth, and how many do not."""
-    sure = [row for row in found.rows if row["saved"] is not None]
-    shown = [row for row in sure if row["setting"] == "as it is" or abs(row["saved"]) >= _WORTH_A_ROW]
-    if len(shown) < 2:
-        return []
-    num_others = len(sure) - len(shown)
-    return [replace(found, rows=shown[:4], notes=[f"{num_others:,} more change nothing"] if num_others else [])]
-
-
-def _file_facts(scan: PromptScan, fit: Fit | None, enough: int | None) -> list[Fact]:
-    survey = scan.plan
-    lengths = survey.length_rows()[0]
-    rates = [f"{row['block_size']}: {percent_text(row['hit_rate'])}" for row in survey.block_size_rows()]
-    facts = [
-        Fact(
-            "tokens of a prompt", f"mean {lengths['mean']:,.0f}, median {lengths['p50']:,}, longest {lengths['max']:,}"
-        ),
-        Fact("longest shared prefix", plural(survey.longest_shared_tokens(), "token")),
-        Fact("ideal hit rate by block size", ", ".join(rates)),
-    ]
+        prompts = f"{plural(shared.num_prompts, 'prompt')}: their first {plural(len(shared.token_ids), 'token')}"
+        rows.append(Fact("sharing most", f"{prompts} (lines {lines})"))
+    if survey.num_prompts:
+        lengths = survey.length_rows()[0]
+        mean = f"mean {lengths['mean']:,.0f}, median {lengths['p50']:,}, longest {lengths['max']:,}"
+        rates = [f"{row['block_size']}: {percent_text(row['hit_rate'])}" for row in survey.block_size_rows()]
+        rows += [
+            Fact("longest shared prefix", plural(survey.longest_shared_tokens(), "token")),
+            Fact("unlimited cache, by block size", ", ".join(rates)),
+            Fact("tokens of a prompt", mean),
+        ]
     if fit is not None:
-        more = "" if enough is None else f" {plural(enough, 'block')} find as much as an unlimited cache."
-        facts.append(Fact("fits here", f"{fit_in_words(fit)}{more}"))
-    return facts
+        rows.append(Fact("fits here", fit_in_words(fit)))
+    if run is not None:
+        preempted = f", {plural(run.num_preemptions, 'preemption')}" if run.num_preemptions else ""
+        rows.append(Fact("used at the peak", f"{plural(run.peak_used_blocks, 'block')}{preempted}"))
+    if pools is not None and pools.unlimited.hit_rate > NEARLY:
+        rows.append(Fact("as good as unlimited", plural(pools.enough.num_blocks, "block")))
+    return table(Fact, "file", "The file", rows, notes=[*doubts, ALL_HINT])
 
 
 def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
@@ -112,8 +76,6 @@ def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
         "num_prompt_tokens": scan.plan.prompt_tokens,
         "num_output_tokens": scan.plan.output_tokens,
         "longest_shared_prefix_tokens": scan.plan.longest_shared_tokens(),
-        "recommended_block_size": None,  # the verdict's, or the adviser's, where there is an engine to simulate
-        "recommended_num_blocks": None,
     }
     if fit is not None:
         names = "device block_size block_bytes num_kvcache_blocks num_kvcache_tokens num_kvcache_blocks_reason"
@@ -149,36 +111,12 @@ class Lengths:
     total: Annotated[int, "total tokens"]
 
 
-class Bucket:
-    """Prompts of these lengths."""
-
-    from_tokens: Annotated[int, "from tokens"]
-    to_tokens: Annotated[int, "to tokens"]
-    num_prompts: int
-    share_of_largest: Annotated[
-        float, "of the largest", lambda share: "#" * max(1, round(32 * share)) if share else "", LEFT
-    ]
-
-
 class SharedPrefix:
-    """A prefix that several prompts begin with, and its full blocks at each block size."""
+    """A prefix that several prompts begin with, these prompts, and its text."""
 
     num_tokens: int
     num_prompts: int
-    first_line: Annotated[int, str]
-    last_line: Annotated[int, str]
-    blocks_at_16: Annotated[int, "blocks at 16"]
-    blocks_at_32: Annotated[int, "blocks at 32"]
-    blocks_at_64: Annotated[int, "blocks at 64"]
-    blocks_at_128: Annotated[int, "blocks at 128"]
-    blocks_at_256: Annotated[int, "blocks at 256"]
-
-
-class SharedText:
-    """The prompts that share a prefix, and its text."""
-
-    num_tokens: int
-    num_prompts: int
+    saved_tokens: int
     lines: Annotated[list[int], "first lines", lambda lines: ", ".join(map(str, lines))]
     num_more_prompts: Annotated[int, "more prompts"]
     text: Annotated[str, lambda text: f'"{text}"', LEFT]
@@ -193,16 +131,6 @@ class AtBlockSize:
     waste: Share
     num_blocks: int
     num_slots: int
-    longest_table: Annotated[int, "longest table, blocks"]
-
-
-class PoolRow:
-    """A number of blocks, and its use."""
-
-    enough_for: Annotated[str, "pool for"]
-    num_blocks: int
-    kv_cache_bytes: Annotated[Bytes, "KV cache"]
-    fits: Annotated[bool, "fits here"]
 
 
 def _rows_table(scan: PromptScan) -> Table:
@@ -232,35 +160,22 @@ def _bad_table(scan: PromptScan) -> Table:
     return table(BadRow, "bad_rows", "Bad rows", scan.bad_rows, notes=notes, max_shown=_MAX_SHOWN)
 
 
-def _histogram_table(survey: PromptSurvey) -> Table:
-    rows = survey.histogram_rows()
-    most = max(row["num_prompts"] for row in rows)
-    rows = [{**row, "share_of_largest": row["num_prompts"] / most} for row in rows]
-    return table(Bucket, "histogram", "Prompts by length (tokens)", rows)
-
-
-def _shared_tables(scan: PromptScan) -> list[Table]:
-    """The prefixes that several prompts begin with, and if there are any, these prompts and the text."""
-    survey = scan.plan
-    prefixes = survey.longest_shared()
-    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if prefixes else []
-    title = "Shared prefixes that save most, and their full blocks at each block size"
-    notes.append(_shared_in_words(survey.longest_shared_tokens()))
-    tables = [table(SharedPrefix, "shared_prefixes", title, prefixes, notes=notes)]
-    texts = [
+def _shared_table(scan: PromptScan) -> Table:
+    """The prefixes that several prompts begin with, these prompts, and the text."""
+    rows = [
         {
             "num_tokens": len(shared.token_ids),
             "num_prompts": shared.num_prompts,
+            "saved_tokens": (shared.num_prompts - 1) * len(shared.token_ids),
             "lines": list(dict.fromkeys(shared.rows)),
             "num_more_prompts": shared.num_prompts - len(shared.rows),
             "text": _both_ends(scan.tokenizer, shared.token_ids),
         }
-        for shared in survey.shared_prompts()
+        for shared in scan.plan.shared_prompts()
     ]
-    if texts:
-        title = "The prompts that share these prefixes, and the text"
-        tables.append(table(SharedText, "shared_texts", title, texts))
-    return tables
+    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
+    notes.append(_shared_in_words(scan.plan.longest_shared_tokens()))
+    return table(SharedPrefix, "shared_prefixes", "Shared prefixes that save most", rows, notes=notes)
 
 
 def _both_ends(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
@@ -281,31 +196,9 @@ def _shared_in_words(tokens: int) -> str:
     return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
 
 
-def _block_size_table(survey: PromptSurvey, engine: EngineConfig, enough: int | None) -> Table:
+def _block_size_table(survey: PromptSurvey) -> Table:
     notes = [
         "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
     ]
-    if enough is not None:
-        notes.append(f"{plural(enough, 'block')} of {engine.block_size} find as much as an unlimited cache")
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
-
-
-def _pool_table(survey: PromptSurvey, engine: EngineConfig, fit: Fit | None) -> Table:
-    rows, title = survey.pool_rows(engine.block_size, engine.max_num_seqs), f"Pools at block size {engine.block_size}"
-    if fit is None:
-        return table(PoolRow, "pools", title, rows)
-    for row in rows:
-        num_blocks = row["num_blocks"]
-        row |= {"kv_cache_bytes": num_blocks * fit.block_bytes, "fits": num_blocks <= fit.num_kvcache_blocks}
-    longest = survey.most_cached_tokens()
-    notes = [
-        fit_in_words(fit),
-        f"room for {plural(int(fit.tables.concurrency(fit.num_kvcache_blocks, longest)), 'row')} as long as the longest"
-        f" ({plural(longest, 'token')}) at once, if they share nothing",
-    ]
-    if (words := groups_and_states(fit)) is not None:
-        notes.append(words)
-    if rows[0]["num_blocks"] > fit.num_kvcache_blocks:
-        notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
-    return table(PoolRow, "pools", title, rows, notes=notes)

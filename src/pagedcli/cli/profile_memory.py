@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pagedcli.answers import fits as answers
 from pagedcli.answers.fits import AtOnce, Fit, Held, MemoryTerm, ServedNeed
-from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
+from pagedcli.answers.survey import prompt_model, scan_prompts
+from pagedcli.cli.options import MEASURED_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.planning.cards import CARDS

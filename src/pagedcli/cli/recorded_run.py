@@ -201,12 +201,12 @@ def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
 def _play(trace: Path, follow: NamedRequest | None) -> None:
     from pagedcli.app.pool_app import PoolApp
     from pagedcli.app.pool_players import ReplayPlayer
-    from pagedcli.cli.partings import judged_recording
+    from pagedcli.cli.cures import told_of_recording
 
     reader = TraceReader(trace)
     say(f"reading {trace} ...")
     past = Replay(reader, follow=follow)
-    judge = partial(judged_recording, trace)
+    judge = partial(told_of_recording, trace)
     PoolApp(ReplayPlayer(past), f"pagedcli trace {trace.name}", judge=judge).show()
     say_notes(reader.notes)
     if past.damage is not None:

@@ -18,7 +18,6 @@ from pagedcli.printable import one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import is_interactive, say_notes
-from pagedcli.verdicts import Verdict, paragraph
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
@@ -76,21 +75,21 @@ def _decode_with(tokenizer: "Tokenizer") -> Decode:
 
 def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bool = False) -> None:
     """What `attach` prints at its end; `in_full`: also why blocks were recomputed, and what would have helped."""
-    state, verdicts, tables = _judged(open_capture(path, model), model, in_full=in_full)
-    print_summary(verdicts, tables, state, format_)
+    state, answer, tables = _judged(open_capture(path, model), model, in_full=in_full)
+    print_summary(answer, tables, state, format_)
 
 
-def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple[KVState, list[Verdict], list[Table]]:
-    """The state at the end of a recording, the verdicts on it and its tables."""
-    from pagedcli.cli.partings import seen_verdicts  # loads numpy, without which a server is watched
+def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple[KVState, list[str], list[Table]]:
+    """The state at the end of a recording, what is said of it and its tables."""
+    from pagedcli.cli.cures import seen_cures  # loads numpy, without which a server is watched
 
     state, watchers = fold_with_curve(reader)
     tokenizer = None if model is None else _tokenizer_of(model)
     lookups = read_lookups(CaptureReader(reader.path), keep_tokens=reader.has_tokens)
     decode = None if tokenizer is None else _decode_with(tokenizer)
-    parts = seen_verdicts(lookups, tokenizer)
-    verdicts, tables = summary(state, decode, curve(watchers), parts=parts, in_full=in_full)
-    return state, verdicts, [*tables, *_salts(lookups)]
+    told = [cure.text for cure in seen_cures(lookups, tokenizer)]
+    answer, tables = summary(state, decode, curve(watchers), cures=told, in_full=in_full)
+    return state, answer, [*tables, *_salts(lookups)]
 
 
 _MOST_SALTS = 20
@@ -179,10 +178,10 @@ _MOST_POINTS = 600
 
 def capture_page(path: Path, model: str | None) -> bytes:
     """The HTML page of a recording; prefixes as text if a model is given and tokens were recorded."""
-    _, verdicts, tables = _judged(open_capture(path, model), model, in_full=True)
+    _, answer, tables = _judged(open_capture(path, model), model, in_full=True)
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
-    said = pages.section("Verdict", *(f"<p>{escape(one_line(line))}</p>" for line in paragraph(verdicts)))
+    said = pages.section("Verdict", *(f"<p>{escape(one_line(line))}</p>" for line in answer))
     shown = (pages.as_html(table) for table in tables if table.rows)
     body = "\n".join([said, chart, *shown])
     return pages.html_page(f"KV events of {one_line(path.name)}", body)

@@ -1,23 +1,21 @@
 """`pagedcli report`: an HTML report of a recorded run."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pagedcli.cli.cures import recorded_cures
 from pagedcli.cli.decoder import TokenizerOption, recorded_decoder, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.partings import advice_or_note, run_verdicts
 from pagedcli.cli.recorded_run import TraceFile
 from pagedcli.cli.recording import capture_page, is_recording
 from pagedcli.files import check_files, whole_file, writing
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size
 from pagedcli.show.terminal import say, say_notes
-from pagedcli.simulation.advice import ADVICE_S, Adviser
+from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
-from pagedcli.views.explain import PromptsSeen
 from pagedcli.views.names import find_request
 
 _REQUEST_HELP = "Open the page at this request, by its id or its row's index, or at one sequence (seq:31)."
@@ -54,18 +52,15 @@ def report(
     else:
         reader = TraceReader(trace)
         named = None if request is None else find_request(TraceReader(trace), request, str(trace))
-        adviser, prompts = Adviser(), PromptsSeen()
+        requests = RecordedRequests()
         page = render_report(
             reader,
             lambda: recorded_decoder(trace, tokenizer),
             selected=() if named is None else named.seq_ids,
-            views=[adviser, prompts],
-            make_verdicts=lambda state: run_verdicts(
-                prompts.drawn,
-                advice_or_note(partial(adviser.advice, state, budget_s=ADVICE_S)),
-                state.started,
-                recorded_tokenizer(trace, tokenizer),
-            ),
+            views=[requests],
+            what_to_change=lambda state: [
+                cure.text for cure in recorded_cures(requests, state, recorded_tokenizer(trace, tokenizer))
+            ],
         )
         say_notes(reader.notes)
     with writing(path), whole_file(path, overwrite=overwrite) as file:

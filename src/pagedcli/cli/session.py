@@ -14,7 +14,7 @@ from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.summary import (
-    failed_verdict,
+    failed_rows,
     resume_command,
     say_figures,
     say_model,
@@ -32,15 +32,14 @@ from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
 from pagedcli.simulation.served import ServedRequests
-from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
+    from pagedcli.answers.cures import Cure
     from pagedcli.runner.llm_engine import LLMEngine
-    from pagedcli.simulation.advice import Advice
     from pagedcli.views.whole_run import Findings
 
-# the time that advice may take at the end of a run
-ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.1, 1.0, 5.0
+# the time that trials of other settings may take at the end of a run
+CURES_SHARE, LEAST_CURES_S, MOST_CURES_S = 0.1, 1.0, 5.0
 
 
 def run_job(
@@ -52,14 +51,14 @@ def run_job(
     all_figures: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
     findings_of_events: Callable[[], "Findings | None"] = lambda: None,
-    observe_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None,
+    observe_told: Callable[[list[str]], None] = lambda told: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
     `all_figures`: the summary has more than its first lines. `findings_of_events` returns, once it has ended, what its
-    events say about it; None: its counters do. `observe_verdicts` receives all that is found of the run at its end.
+    events say about it; None: its counters do. `observe_told` receives all that is said of the run at its end.
     `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
@@ -89,8 +88,7 @@ def run_job(
         if metrics is not None:
             metrics.update(result.stats, now=True)
         of_store = engine.close_store()
-        advice = _advice(job, served, result, key)
-        found = _found(work, engine, served, advice)
+        cures = _cures(work, engine, served, result, key)
         say_summary(result)
         if all_figures:
             say_figures(result.stats, findings)
@@ -99,12 +97,11 @@ def run_job(
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-        for cure in [each for each in found if each.after is not None or each.to_do is not None][:1]:
-            say_wrapped(cure.text())
-        verdicts = [each for each in (failed_verdict(result.stats), *found) if each is not None]
-        observe_verdicts(verdicts)
+        for cure in cures[:1]:
+            say_wrapped(cure.text)
+        observe_told([*failed_rows(result.stats), *(cure.text for cure in cures)])
         if job.summary_json is not None:
-            write_summary(job.summary_json, result, findings, advice, verdicts)
+            write_summary(job.summary_json, result, findings, cures)
         _say_rows(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
             return EXIT_FATAL
@@ -154,24 +151,20 @@ def _run(
             raise
 
 
-def _found(work: OpenJob, engine: "LLMEngine", served: ServedRequests, advice: "Advice") -> list[Verdict]:
-    """Where the prompts of the run part, and which settings would save; nothing if none was served."""
-    if not served.drawn.num_seen:
-        return []
-    from pagedcli.cli.partings import run_verdicts
-
-    return run_verdicts(served.drawn, advice, engine.plan.limits, work.tokenizer)
-
-
-def _advice(job: Job, served: ServedRequests, result: BatchResult, key: TimeKey) -> "Advice":
+def _cures(
+    work: OpenJob, engine: "LLMEngine", served: ServedRequests, result: BatchResult, key: TimeKey
+) -> "list[Cure]":
     """What to change. `key`: of the time of steps, as calibrated here and refined by this run."""
-    from pagedcli.cli.partings import advice_or_note
+    from pagedcli.cli.cures import find_cures
 
-    run = job.loaded.config.run
-    budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
-    is_reordered = run.reorder == "prefix"
-    return advice_or_note(
-        lambda: served.advice(key, is_reordered=is_reordered, read_ahead=run.read_ahead, budget_s=budget_s)
+    run, limits = work.job.loaded.config.run, engine.plan.limits
+    subject = served.subject(key, is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead)
+    return find_cures(
+        subject,
+        prompts=None if subject is not None and served.has_all else served.drawn,
+        tokenizer=work.tokenizer,
+        block_size=limits.block_size,
+        budget_s=min(max(LEAST_CURES_S, CURES_SHARE * result.stats.elapsed_s), MOST_CURES_S),
     )
 
 

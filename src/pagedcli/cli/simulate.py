@@ -4,9 +4,8 @@ from pathlib import Path
 
 import typer
 
-from pagedcli.cli.options import Flags, config_flags
+from pagedcli.cli.options import PROMPT_KEYS, Flags, config_flags
 from pagedcli.cli.picture import PictureOptions
-from pagedcli.cli.prompt_scan import PROMPT_KEYS
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import load_config
 from pagedcli.errors import UsageError

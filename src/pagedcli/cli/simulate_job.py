@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagedcli.answers.cures import CURES_S, Cure
 from pagedcli.answers.hits import (
     MOST_BLOCKS,
     Found,
@@ -19,12 +20,12 @@ from pagedcli.answers.hits import (
     hits_one_at_a_time,
     least_pool,
 )
+from pagedcli.answers.survey import prompt_model
 from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.decoder import recorded_tokenizer
-from pagedcli.cli.partings import advice_or_note, request_verdicts
 from pagedcli.cli.picture import PictureOptions, write_file
-from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig, parse_bytes
 from pagedcli.core.eviction import POLICIES
@@ -37,18 +38,16 @@ from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import percent_text, plural
-from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine
-from pagedcli.simulation.advice import ADVICE_S, advise, in_order, recorded_plan, timed_of
 from pagedcli.simulation.caches import Accesses, accesses_of, lru_curve
 from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import VOCAB_SIZE, Schedule
-from pagedcli.simulation.settings import POOL, Subject
+from pagedcli.simulation.settings import Subject, in_order, recorded_plan, timed_of
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
-from pagedcli.simulation.tables import advice_table, curve_table, hit_rate_picture, pool_row, pool_table, trace_table
+from pagedcli.simulation.tables import curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
-from pagedcli.verdicts import MOST_SAID
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
@@ -80,9 +79,9 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     rows = [pool_row(each, accesses, limits.windows, options.warmup, is_timed=is_timed) for each in points]
     shown = [pool_table(rows, schedule, block_bytes, _notes(requests, found, limits.windows, options.warmup))]
     facts = _facts(requests, accesses, plan, found, block_bytes)
-    cures = request_verdicts(requests.requests, limits, tokenizer) if requests.hash_size is None else []
+    cures: list[Cure] = []
     if schedule is not None and found.here.tokens[1]:
-        # The advice is about the smallest pool and the first policy. Without arrivals it is judged by time where steps
+        # Cures are about the smallest pool and the first policy. Without arrivals it is judged by time where steps
         # have been timed, as other commands do.
         subject = Subject(
             requests,
@@ -93,11 +92,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
             arrivals=None if schedule.speed is None else schedule,
         )
         base = counts_of(found.here.run) if subject.step_time is None and found.here.run is not None else None
-        advice = advice_or_note(partial(advise, subject, base=base, budget_s=ADVICE_S, found=found))
-        facts |= advice.document()
-        shown.append(advice_table(advice, plan.limits))
-        others = tuple(each for each in advice.trials if each.setting.kind.key != POOL)  # that is in the first line
-        cures += replace(advice, trials=others, not_tried=None).verdicts(or_nothing=False)
+        told = find_cures(subject, tokenizer=tokenizer, base=base, found=found, budget_s=CURES_S)
+        cures = [each for each in told if each.kind != "pool"]  # that is in the first line
     if drawing is not None:
         picture = hit_rate_picture(found, rows, facts, drawing.shape)
         write_file(drawing, iter([picture]), overwrite=True)
@@ -105,7 +101,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         shown += [trace_table(facts), curve_table(found, block_bytes)]
         shown = shown if options.all_ else shown[:1]
     answer = hits_in_words(found, block_bytes)
-    print_tables(shown, options.format_, facts={"answer": answer, **facts}, story=[answer], verdicts=cures[:MOST_SAID])
+    print_answer([answer], cures, shown, options.format_, facts)
     return EXIT_BAD_ROWS if requests.num_bad else 0
 
 
@@ -167,7 +163,6 @@ def _notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], war
 
 def _facts(requests: Requests, accesses: Accesses, plan: Plan, found: Hits, block_bytes: int | None) -> dict[str, Any]:
     """What JSON says besides the pools."""
-    enough = found.enough
     return {
         "format": requests.format,
         "num_requests": len(requests.requests),
@@ -184,7 +179,7 @@ def _facts(requests: Requests, accesses: Accesses, plan: Plan, found: Hits, bloc
         "windows": list(plan.limits.windows),
         "ideal_hit_rate": found.ideal_hit_rate,
         "unlimited_hit_rate": found.unlimited.hit_rate,
-        "enough": {"num_blocks": enough.num_blocks, "hit_rate": enough.hit_rate, "doubt": found.doubt},
+        "enough": found.document(),
         "tried": [{"num_blocks": each.num_blocks, "hit_rate": each.hit_rate} for each in found.tried],
     }
 

@@ -16,14 +16,13 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
-from pagedcli.printable import byte_text, duration_text, plural, printable, seconds_text
+from pagedcli.printable import byte_text, cut_reason, duration_text, plural, printable, refused_text, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
-from pagedcli.verdicts import Verdict, cut_reason, refused_verdict
 
 if TYPE_CHECKING:
+    from pagedcli.answers.cures import Cure
     from pagedcli.core.plan import Plan
     from pagedcli.core.store import StoreFacts
-    from pagedcli.simulation.advice import Advice
     from pagedcli.views.whole_run import Findings
 
 
@@ -100,8 +99,8 @@ _ENDINGS = {"complete": "", "interrupted": "Interrupted after ", "too_many_error
 def say_summary(result: BatchResult) -> None:
     """Print how a run went: its failed rows, its rows with their tokens, and its cache."""
     stats, facts = result.stats, result.stats.facts
-    if (failed := failed_verdict(stats)) is not None:
-        say_wrapped(f"{failed.finding}.")
+    for failed in failed_rows(stats):
+        say_wrapped(failed)
     rows = f"{_ENDINGS[result.outcome]}{plural(stats.num_finished, 'row')} in {run_text(stats.elapsed_s)}"
     rows += f" ({stats.num_resumed:,} of them from the journal)" if stats.num_resumed else ""
     rows += "" if stats.num_finished_failed else ", none failed"
@@ -124,12 +123,12 @@ def run_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 9.95 else duration_text(seconds)
 
 
-def failed_verdict(stats: BatchStats) -> Verdict | None:
-    """How many rows failed, and the first one."""
+def failed_rows(stats: BatchStats) -> list[str]:
+    """How many rows failed, and the first one; empty: none did."""
     if not stats.first_failed:
-        return None
+        return []
     line, reason = stats.first_failed[0]
-    return refused_verdict(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)
+    return [refused_text(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
 def say_figures(stats: BatchStats, findings: "Findings") -> None:
@@ -169,7 +168,7 @@ def say_odd(result: BatchResult) -> None:
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
-def _findings_document(findings: "Findings", advice: "Advice | None") -> dict[str, object]:
+def _findings_document(findings: "Findings") -> dict[str, object]:
     """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
     facts = findings.facts
     looked_up = facts.num_prompt_tokens
@@ -181,7 +180,6 @@ def _findings_document(findings: "Findings", advice: "Advice | None") -> dict[st
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
         "waiting_s": facts.waiting_s,
-        **({} if advice is None else advice.document()),
     }
 
 
@@ -194,8 +192,7 @@ def write_summary(
     path: Path,
     result: BatchResult,
     findings: "Findings | None" = None,
-    advice: "Advice | None" = None,
-    verdicts: Sequence[Verdict] | None = None,
+    cures: "Sequence[Cure]" = (),
 ) -> None:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured, or not judged.
 
@@ -219,8 +216,8 @@ def write_summary(
             key: {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
             for key, values in times.items()
         },
-        "cache": None if findings is None else _findings_document(findings, advice),
-        "verdicts": verdicts,
+        "cache": None if findings is None else _findings_document(findings),
+        "cures": cures,
     }
     with writing(f"the summary {path}", PagedcliError), whole_file(path, overwrite=True) as file:
         file.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")

@@ -30,7 +30,6 @@ from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.files import TraceWriter
-from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.names import NamedRequest, unknown_request
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
@@ -178,19 +177,19 @@ def _run_under_application(
     from pagedcli.app.pool_players import LivePlayer
 
     player = LivePlayer(whole_run, follow=follow, paused=paused, recorded=recorded)
-    verdicts: list[Verdict] = []
+    told: list[str] = []
 
     def work() -> int:
         return run(
             player,
             terminal_is_taken=True,
             stop_requested=lambda: player.stop_requested,
-            observe_verdicts=verdicts.extend,
+            observe_told=told.extend,
             clock_ns=player.clock_ns,
         )
 
     try:
-        return watch(PoolApp(player, "pagedcli trace", judge=lambda: paragraph(verdicts)), player, work)
+        return watch(PoolApp(player, "pagedcli trace", judge=lambda: told), player, work)
     finally:
         print_ending(player.live, player.damage, Console(stderr=True))
 

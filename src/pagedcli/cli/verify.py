@@ -13,9 +13,8 @@ from pagedcli.batch.compare import ComparedRow, RowDifference, compare, pairs, r
 from pagedcli.batch.score_comparison import BestAnswers, LogitComparison, LogitMeasure, ScoreComparison
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
-from pagedcli.printable import plural
+from pagedcli.printable import capitalized, plural
 from pagedcli.show.tables import Format, Table, print_tables, table
-from pagedcli.verdicts import Verdict
 
 EXIT_DIFFERENT = 1
 _MAX_SHOWN, _MAX_LISTED = 10, 1000
@@ -93,7 +92,7 @@ def verify(
     found = _Comparison(tolerance)
     for first, second in pairs(*rows):
         found.add(first, second)
-    print_tables(found.tables(), format_, facts=found.facts(), verdicts=[found.verdict()])
+    print_tables(found.tables(), format_, facts=found.facts(), story=[found.answer()])
     raise typer.Exit(EXIT_DIFFERENT if found.differences else 0)
 
 
@@ -118,15 +117,11 @@ def _compare_logits(rows: Iterable[tuple[ComparedRow | None, ComparedRow | None]
     compared = f"{plural(found.num_tokens, 'token')} of {plural(found.num_prompts, 'prompt')}"
     lists = f"KL of the tokens that both files list, {found.num_listed} at most, and all others as one"
     left_out = f"{plural(found.num_left_out, 'prompt')} without the same tokens in both files"
-    verdict = Verdict(
-        finding=found.finding(),
-        measure="perplexity",
-        certainty=f"{compared}; {lists}",
-        not_looked_at=left_out if found.num_left_out else None,
-    )
+    answer = f"{capitalized(found.finding())} ({compared}; {lists})."
+    answer += f" Left out: {left_out}." if found.num_left_out else ""
     facts = {"num_prompts": found.num_prompts, "num_tokens": found.num_tokens, "num_left_out": found.num_left_out}
     tables = [table(LogitMeasure, "logits", "Log-probabilities of the prompts", found.measures())]
-    print_tables(tables, format_, facts=facts, verdicts=[verdict])
+    print_tables(tables, format_, facts=facts, story=[answer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,7 @@ class _Comparison:
             **(self.scores.facts() if self.scores.num_rows else {}),
         }
 
-    def verdict(self) -> Verdict:
+    def answer(self) -> str:
         """Whether the rows are equal; otherwise how many differ, and where the first one does."""
         num_different, all_rows = self.kinds.total(), plural(self.num_rows, "row")
         finding = f"{self.num_rows:,} of {all_rows} {'is' if self.num_rows == 1 else 'are'} equal"
@@ -199,7 +194,7 @@ class _Comparison:
         if self.num_with_logprobs:
             compared.append("log-probabilities")
         within = f" within {self.tolerance:g}" if self.tolerance else ""
-        return Verdict(finding=finding, measure="rows", certainty=f"compared: {', '.join(compared)}{within}")
+        return f"{finding} (compared: {', '.join(compared)}{within})."
 
     def tables(self) -> list[Table]:
         num_different = self.kinds.total()

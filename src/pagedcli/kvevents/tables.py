@@ -23,7 +23,6 @@ from pagedcli.kvevents.verdict import verdict
 from pagedcli.printable import plural
 from pagedcli.records import Means, Share, as_row, columns_of, computed, number
 from pagedcli.show.tables import Format, Table, print_tables, table
-from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -249,12 +248,12 @@ def summary(
     decode: Decode | None,
     points: Sequence[CurvePoint] | None = None,
     *,
-    parts: Sequence[Verdict] | None = None,
+    cures: Sequence[str] = (),
     in_full: bool = False,
-) -> tuple[list[Verdict], list[Table]]:
-    """The verdicts, and all tables of a summary; empty ones are left out.
+) -> tuple[list[str], list[Table]]:
+    """The answer, and all tables of a summary; empty ones are left out.
 
-    points: what larger caches would have kept, None if that is not known. parts: where prompts part, see `verdict`.
+    points: what larger caches would have kept, None if that is not known. cures: see `verdict`.
     in_full: with a table of larger caches, and near twins among all blocks ever seen.
     """
     shapes = Shapes()
@@ -274,14 +273,15 @@ def summary(
     tables = [each for each in tables if each.rows]
     if in_full:
         tables.append(_curve_table(points or [], state))
-    return verdict(state, points, decode, shapes, parts=parts), tables
+    return verdict(state, points, decode, shapes, cures=cures), tables
 
 
-def print_summary(verdicts: list[Verdict], tables: list[Table], state: KVState, format_: Format) -> None:
-    """Print the verdicts and the tables; JSON has the figures as plain keys instead of a table."""
+def print_summary(answer: list[str], tables: list[Table], state: KVState, format_: Format) -> None:
+    """Print the answer and the tables; JSON has the figures as plain keys instead of a table."""
     is_json = format_ is Format.JSON
     tables = [each for each in tables if (each.key != "figures" if is_json else each.rows)]
-    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)}, verdicts=verdicts)
+    about = {**facts(state), "limits": limits(state), "answer": answer}
+    print_tables(tables, format_, facts=about, story=answer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""The verdicts on a cache from its events: what was computed again although it had been cached, and where prompts part;
-with what to change. Used by `attach`, `explain` and the page of a recording.
+"""What the events of a cache say: what was computed again although it had been cached, and where prompts diverge; with
+what to change. Used by `attach`, `explain` and the page of a recording.
 """
 
 from collections.abc import Sequence
@@ -10,27 +10,18 @@ from pagedcli.kvevents.tree import (
     Decode,
     Shape,
     Shapes,
-    Twins,
     branch_label,
-    hash_text,
     largest_branches,
-    near_twins,
-    text_around,
 )
-from pagedcli.printable import percent_text, plural
-from pagedcli.verdicts import Verdict
+from pagedcli.printable import capitalized, percent_text, plural
 
 WORTH_SAYING = 0.01  # share of the blocks that were stored
 _MOST_OF_IT = 0.9  # share of what the largest cache would have kept
 _MOST_TREES, _MOST_BRANCHES = 8, 12
-_AROUND = 6  # tokens shown on each side of the place where two prompts part
 _MORE_MEMORY = (
     "give the cache more memory (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static,"
     " TensorRT-LLM: free_gpu_memory_fraction)"
 )
-
-
-_LARGER = "what a larger cache would have kept (attach --record, then explain)"
 
 
 def verdict(
@@ -39,32 +30,29 @@ def verdict(
     decode: Decode | None,
     shapes: Shapes | None = None,
     *,
-    parts: Sequence[Verdict] | None = None,
-) -> list[Verdict]:
-    """Which prompts part where, and what was stored again; what can be changed comes first. points: what larger caches
-    would have kept, if known. parts: where prompts part, as all commands say it; without any the blocks tell where most
-    do, and if tokens are not known (None) also of places within a block."""
+    cures: Sequence[str] = (),
+) -> list[str]:
+    """What was stored again, and which prompts diverge where. points: what larger caches would have kept, if known.
+    cures: what to change about the prompts, as all commands say it; without any the blocks tell where most diverge."""
     num_stored = state.total("num_stored")
     if not num_stored:
-        return [_said("no block was stored, so there is nothing to judge")]
+        return ["No block was stored, so there is nothing to judge."]
     evicted = sum(tree.num_again["evicted"] for tree in state.trees)
     again = _again(num_stored, evicted, state.num_alone["evicted"], points)
-    found = [*parts, again] if parts else [again, _parting(state, decode, shapes or Shapes(), of_twins=parts is None)]
-    return sorted(found, key=lambda each: each.to_do is None)
+    if cures:
+        return [again, *cures]
+    trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
+    shape_of = shapes or Shapes()
+    return [again, f"{capitalized(_of_forks([shape_of(tree, with_gone=True) for tree in trees], decode))}."]
 
 
-def _said(finding: str, to_do: str | None = None, not_looked_at: str | None = None) -> Verdict:
-    certainty = "counted in the events"
-    return Verdict(finding=finding, measure="hits", to_do=to_do, certainty=certainty, not_looked_at=not_looked_at)
-
-
-def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoint] | None) -> Verdict:
+def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
     again, answers = evicted - alone, ""
     if alone:
         came_back = plural(alone, "more block" if again else "block")
         answers = f"; {came_back} came back alone, as answers do that are generated again: a cache saves none of these"
     if not again:
-        return _said(f"no block of a prompt was stored again after an eviction{answers}")
+        return f"No block of a prompt was stored again after an eviction{answers}."
     kept = ""
     if points and (most := points[-1].num_prompt_blocks_kept):
         enough = next(point for point in points if point.num_prompt_blocks_kept >= _MOST_OF_IT * most)
@@ -73,37 +61,8 @@ def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoin
             f" {enough.num_prompt_blocks_kept:,} of these"
         )
     counts = f"{percent_text(again / num_stored)} of the stored blocks ({again:,} of {num_stored:,})"
-    to_do = _MORE_MEMORY if again >= WORTH_SAYING * num_stored else None
-    return _said(f"{counts} had been evicted before{kept}{answers}", to_do, _LARGER if points is None else None)
-
-
-def _parting(state: KVState, decode: Decode | None, shape_of: Shapes, *, of_twins: bool) -> Verdict:
-    """Where prompts part, if they may also within a block: `of_twins`."""
-    trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
-    shapes = [shape_of(tree, with_gone=True) for tree in trees]
-    found = (twin for shape in shapes for twin in near_twins(shape, 1)) if of_twins else ()
-    twins = max(found, key=_weight, default=None)
-    if twins is None:
-        return _said(_of_forks(shapes, decode))
-    return _said(
-        _of_twins(twins, decode), "put what differs between prompts after what they share, or use smaller blocks"
-    )
-
-
-def _weight(twins: Twins) -> tuple[int, int]:
-    return twins.num_tokens, twins.num_equal
-
-
-def _of_twins(twins: Twins, decode: Decode | None) -> str:
-    place = twins.num_prefix_tokens + twins.num_equal
-    texts = []
-    for node in (twins.first, twins.second):
-        text = "" if decode is None else text_around(node, twins.num_equal, _AROUND, _AROUND, decode)
-        texts.append(text or f"block {hash_text(node.hash)}")
-    return (
-        f"prompts part at token {place:,}, inside a block: {texts[0]} and {texts[1]}"
-        f" ({plural(twins.num_tokens, 'token')} after it are not shared)"
-    )
+    to_do = f"; {_MORE_MEMORY}" if again >= WORTH_SAYING * num_stored else ""
+    return f"{counts} had been evicted before{kept}{answers}{to_do}."
 
 
 def _of_forks(shapes: Sequence[Shape], decode: Decode | None) -> str:
@@ -111,10 +70,10 @@ def _of_forks(shapes: Sequence[Shape], decode: Decode | None) -> str:
     branches = [branch for shape in shapes for branch in largest_branches(shape, _MOST_BRANCHES)]
     forks = [branch for branch in branches if branch.num_children > 1]
     if not forks:
-        return "no two prompts begin with the same block and part later"
+        return "no two prompts begin with the same block and diverge later"
     fork = max(forks, key=lambda branch: branch.num_tokens)
     num_blocks = fork.depth + len(fork.nodes) - 1
     return (
-        f"prompts that begin with {branch_label(fork, decode)} part after {plural(num_blocks, 'block')}"
+        f"prompts that begin with {branch_label(fork, decode)} diverge after {plural(num_blocks, 'block')}"
         f" into {fork.num_children:,} ways"
     )

@@ -1,5 +1,5 @@
 """What differs between texts that are equal afterwards: its kind, where it is in each text, and the same texts with it
-moved, removed, rounded or sorted. Used by planning.parting; knows neither tokens nor hits.
+moved, normalized or sorted. Used by answers.divergence; knows neither tokens nor hits.
 """
 
 import re
@@ -323,11 +323,6 @@ def replaced(texts: Iterable[str], place: Place, new: Callable[[str], str]) -> l
     return changed
 
 
-def to_the_hour(part: str) -> str:
-    """A time without its minutes."""
-    return re.sub(r"(\d{1,2}[:.h])\d{2}(?:[:.]\d{2}(?:[.,]\d+)?)?", r"\g<1>00", part, count=1)
-
-
 # ---------------------------------------------------------------------- parts in another order
 
 SEPARATORS = (
@@ -347,7 +342,7 @@ def looks_like_tools(text: str) -> bool:
 
 def sorted_parts(texts: Sequence[str], separator: str, marks: re.Pattern[str] = MARK) -> list[str]:
     """The texts with the parts that several of them have in one order, by their mean place. A number that a part begins
-    with stays where it is, unless each part has its own in all texts. No part moves into another message."""
+    with stays where it is, unless most parts have their own in all texts. No part moves into another message."""
     splits = [re.split(f"((?:{marks.pattern}){_ROLE}|{separator})", text) for text in texts]
     places: dict[int, list[int]] = {}  # content -> number of texts that have it, sum of its places
     for pieces in splits:
@@ -358,7 +353,8 @@ def sorted_parts(texts: Sequence[str], separator: str, marks: re.Pattern[str] = 
     for part in (part for pieces in splits for part in pieces[::2]):
         if (found := _NUMBERED.match(part)) is not None:
             numbers.setdefault(_content(part), set()).add(found[2])
-    has_names = all(len(each) == 1 for each in numbers.values())
+    shared = {key: places[key][0] for key in numbers if places[key][0] > 1}
+    has_names = 2 * sum(num for key, num in shared.items() if len(numbers[key]) == 1) > sum(shared.values())
     return [_in_order(pieces, places, marks, has_names=has_names) for pieces in splits]
 
 

@@ -1,7 +1,7 @@
 """Equal runs of tokens in many prompts, at any offset, and the hits that prompts have in an unlimited cache.
 
-Used by planning.parting. Works on rolling hashes, a batch of prompts at a time: what is kept per prompt are the hashes
-of its blocks, and of about one window in `block_size / 2` tokens.
+Used by answers.divergence. Works on rolling hashes, a batch of prompts at a time: what is kept per prompt are the
+hashes of its blocks, and of about one window in `block_size / 2` tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class EqualRuns:
-    """What prompts have in common after they part."""
+    """What prompts have in common after they diverge."""
 
     pairs: list[Pair]  # one of each prompt that has such a window
     share: float  # share of all tokens in such windows, roughly

@@ -1,12 +1,10 @@
-"""Some prompts of a file or a run, drawn by hash, for planning.parting."""
+"""Some prompts of a file or a run, drawn by hash, for answers.divergence."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
-
-from pagedcli.printable import plural
 
 MOST_ROWS, MOST_TOKENS = 20_000, 2**22  # looked at without --all
 MOST_TOKENS_OF_ALL = 2**26  # limit with that flag
@@ -30,6 +28,14 @@ class PromptSample:
     _kept: list[tuple[int, int, Prompt]] = field(default_factory=list)  # a heap: the largest hash first
     _num_tokens: int = 0
 
+    @classmethod
+    def of(cls, prompts: "Iterable[tuple[Sequence[int], str | None]]") -> "PromptSample":
+        """A sample of these prompts, each with its salt."""
+        sample = cls()
+        for token_ids, salt in prompts:
+            sample.add(token_ids, salt)
+        return sample
+
     def add(self, token_ids: Sequence[int], salt: str | None = None) -> None:
         number = self.num_seen
         self.num_seen += 1
@@ -40,12 +46,6 @@ class PromptSample:
         self._num_tokens += len(token_ids)
         while len(self._kept) > self.most_rows or (self._num_tokens > self.most_tokens and len(self._kept) > 1):
             self._num_tokens -= len(heapq.heappop(self._kept)[2].token_ids)
-
-    @property
-    def not_drawn(self) -> str | None:
-        """What nobody looked at, in words."""
-        num_left = self.num_seen - len(self._kept)
-        return f"where {plural(num_left, 'prompt')} part that were not drawn" if num_left else None
 
     @property
     def prompts(self) -> list[Prompt]:

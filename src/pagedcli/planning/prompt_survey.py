@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import (
     BLOCK_SIZES,
     PrefixRows,
@@ -35,7 +34,6 @@ class _Shared:
 
     num_units: int
     first_row: int
-    last_row: int
     parent: int | None  # digest of the prefix one unit shorter
     tokens: bytes  # the last unit
     num_rows: int = 2
@@ -93,11 +91,7 @@ class _Shape(NamedTuple):
 class PromptSurvey:
     """The fold over a file's prompts. Rows are numbered as the caller likes (line numbers)."""
 
-    # of the engine that is planned for:
-    windows: tuple[int | None, ...] = (None,)  # one per group of layers, see core.groups
-    chunk_size: int = 1  # most tokens of one sequence in a step
-    shares_prompts: bool = True  # whether the samples of a request share the blocks of their prompt
-    beams_share: bool = True  # whether its beams always do, see admission.shares_prompts
+    num_groups: int = 1  # groups of layers of the engine that is planned for, each with blocks of its own
     num_repeated: int = 0  # prompts equal to an earlier one
     _shapes: Counter[_Shape] = field(default_factory=Counter)
     _seen: PrefixRows = field(default_factory=PrefixRows)
@@ -148,10 +142,9 @@ class PromptSurvey:
                 first_row = self._seen.first_row(digest)
                 assert first_row is not None, "a known prefix has a row"
                 tokens = token_bytes(token_ids[(depth - 1) * UNIT : depth * UNIT])
-                shared = self._shared[digest] = _Shared(depth, first_row, row, parent, tokens)
+                shared = self._shared[digest] = _Shared(depth, first_row, parent, tokens)
             else:
                 shared.num_rows += 1
-                shared.last_row = row
             parent = digest
         if shared is not None and len(shared.ends or ()) < _MOST_ROWS:
             shared.ends = [*(shared.ends or ()), row]
@@ -212,28 +205,13 @@ class PromptSurvey:
                     "waste": 1 - num_tokens / slots if slots else 0.0,
                     "num_blocks": self._all_blocks(size),
                     "num_slots": slots - self._total(_Shape.hit_spans, size) * size,
-                    "longest_table": self._tables(size).num_entries(self.most_cached_tokens()),
                 }
             )
         return rows
 
-    def longest_shared(self) -> list[Row]:
-        """Shared prefixes, those that save most tokens first. A prefix is omitted if a longer one is shared by as many
-        prompts. num_tokens is rounded down to a whole unit."""
-        return [
-            {
-                "num_tokens": shared.num_units * UNIT,
-                "num_prompts": shared.num_rows,
-                "first_line": shared.first_row,
-                "last_line": shared.last_row,
-                "saved_tokens": (shared.num_rows - 1) * shared.num_units * UNIT,
-                **{f"blocks_at_{size}": shared.num_units * UNIT // size for size in BLOCK_SIZES},
-            }
-            for shared in map(self._shared.__getitem__, self._best_shared())
-        ]
-
     def shared_prompts(self) -> list[SharedPrompts]:
-        """The tokens of the same prefixes, in the same order, and the prompts that begin with them."""
+        """Shared prefixes, those that save most tokens first, and the prompts that begin with them. A prefix is omitted
+        if a longer one is shared by as many. It ends with a whole unit of tokens."""
         best = self._best_shared()
         rows: dict[int, list[int]] = {digest: [self._shared[digest].first_row] for digest in best}
         within: dict[int, tuple[int, ...]] = {}  # a prefix -> those of the best that it begins with
@@ -293,69 +271,10 @@ class PromptSurvey:
             rows.append(row)
         return rows
 
-    def histogram_rows(self) -> list[Row]:
-        """Prompts by length, in buckets of powers of two."""
-        buckets: Counter[int] = Counter()
-        for length, count in self.prompt_lengths.items():
-            buckets[max(length, 1).bit_length() - 1] += count
-        if not buckets:
-            return []
-        return [
-            {"from_tokens": 1 << b, "to_tokens": (2 << b) - 1, "num_prompts": buckets[b]}
-            for b in range(min(buckets), max(buckets) + 1)
-        ]
-
-    def most_cached_tokens(self) -> int:
-        """Tokens of the longest sequence that are in the cache at its end."""
-        return max((shape.num_cached for shape in self._shapes), default=0)
-
-    def pool_rows(self, block_size: int, num_running: int) -> list[Row]:
-        """Pool sizes, in blocks, and what each is enough for. The last row exists only for block sizes in BLOCK_SIZES,
-        whose hits are counted."""
-        num_seqs = min(num_running, self._total(lambda shape: shape.num_seqs))
-        rows = [
-            {"enough_for": "every row alone: none is refused", "num_blocks": self._blocks_alone(block_size)},
-            {
-                "enough_for": f"the {num_seqs:,} longest sequences at once: no preemption",
-                "num_blocks": self._blocks_at_once(num_running, block_size),
-            },
-        ]
-        if block_size in BLOCK_SIZES:
-            kept = "all rows kept: no eviction, ideal hit rate"
-            rows.append({"enough_for": kept, "num_blocks": self._all_blocks(block_size)})
-        return rows
-
-    def _tables(self, block_size: int) -> TableShape:
-        return TableShape(block_size, self.windows)
-
-    def _blocks_of(self, shape: _Shape, block_size: int, num_seqs: int) -> int:
-        shares = self.beams_share if shape.at_once else self.shares_prompts
-        return self._tables(block_size).blocks_of_request(
-            shape.num_prompt, shape.num_cached, num_seqs, chunk=self.chunk_size, shares_prompt=shares
-        )
-
-    def _blocks_alone(self, block_size: int) -> int:
-        """Blocks that the request of each row needs at least: those of one sample, or of all beams."""
-        blocks = (self._blocks_of(shape, block_size, shape.num_seqs if shape.at_once else 1) for shape in self._shapes)
-        return max(blocks, default=0)
-
-    def _blocks_at_once(self, num_seqs: int, block_size: int) -> int:
-        """An upper bound on the blocks of requests with num_seqs sequences in total, without sharing between requests.
-        Rows are not split: the last one may exceed num_seqs."""
-        blocks = {shape: self._blocks_of(shape, block_size, shape.num_seqs) for shape in self._shapes}
-        num_blocks = 0
-        for shape in sorted(self._shapes, key=lambda shape: blocks[shape] / shape.num_seqs, reverse=True):
-            num_rows = min(self._shapes[shape], blocks_for(num_seqs, shape.num_seqs))
-            num_blocks += num_rows * blocks[shape]
-            num_seqs -= num_rows * shape.num_seqs
-            if num_seqs <= 0:
-                break
-        return num_blocks
-
     def _all_blocks(self, block_size: int) -> int:
         """Blocks of all rows together, shared ones once, none released before the end."""
         spans = self._total(_Shape.num_spans, block_size) - self._total(_Shape.hit_spans, block_size)
-        return spans * len(self.windows)
+        return spans * self.num_groups
 
 
 def percentile(lengths: Counter[int], share: float) -> int:

@@ -22,7 +22,6 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
-from pagedcli.verdicts import Verdict, paragraph
 from pagedcli.views.cache_groups import group_uses, group_words
 from pagedcli.views.explain import (
     REASON_WORDS,
@@ -159,10 +158,10 @@ def render_report(
     *,
     selected: Collection[int] = (),
     views: Sequence[View] = (),
-    make_verdicts: Callable[[PoolState], Sequence[Verdict]] = lambda state: (),
+    what_to_change: Callable[[PoolState], Sequence[str]] = lambda state: (),
 ) -> bytes:
     """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids
-    into text, without which they stay numbers, and `make_verdicts` the first paragraph of the story; `views` see all
+    into text, without which they stay numbers, and `what_to_change` the first paragraph of the story; `views` see all
     events before that. The page opens at the `selected` sequences.
 
     Raises: TraceError if the trace is damaged or inconsistent.
@@ -178,7 +177,7 @@ def render_report(
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
         "groups": _groups_document(state),
-        "verdicts": paragraph(make_verdicts(state)),
+        "verdicts": list(what_to_change(state)),
         "story": story(run.findings(state), run.elapsed_s),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),

@@ -24,7 +24,6 @@ from pagedcli.records import decimal as decimal
 from pagedcli.records import percent as percent
 from pagedcli.records import size as size
 from pagedcli.records import text as text
-from pagedcli.verdicts import Verdict, paragraph
 
 Row = Mapping[str, Any]
 
@@ -135,18 +134,15 @@ def print_tables(
     format: Format,
     *,
     facts: Mapping[str, Any] | None = None,
-    verdicts: Sequence[Verdict] | None = None,
     story: Sequence[str] = (),
-    in_short: Sequence[str] = (),
 ) -> None:
-    """Write tables to stdout, after their story, or the verdicts on what they show, if it is judged, and what they say
-    in short. `facts` are added to the JSON object: {facts..., verdicts: [...], table key: [rows]}.
+    """Write tables to stdout, after their story, which JSON and CSV leave out. `facts` are added to the
+    JSON object: {facts..., table key: [rows]}.
 
     In CSV, several tables follow each other, each after a line '# title', with an empty line between them.
     """
     if format is Format.JSON:
-        judged = {} if verdicts is None else {"verdicts": verdicts}
-        document = {**(facts or {}), **judged, **{table.key: list(table.rows) for table in tables}}
+        document = {**(facts or {}), **{table.key: list(table.rows) for table in tables}}
         document_text = printable_json(msgspec.json.format(msgspec.json.encode(document), indent=2))
         sys.stdout.write(document_text.decode() + "\n")
         return
@@ -157,7 +153,7 @@ def print_tables(
         Format.CSV: lambda table: csv_text(as_csv(table, with_title=len(tables) > 1)),
         Format.MD: as_markdown,
     }[format]
-    said = [printable(line) for line in (*story, *paragraph(verdicts or ()), *in_short)]
+    said = [printable(line) for line in story]
     if format is not Format.CSV and said:
         sys.stdout.write("\n".join([*(_lines(said, width) if format is Format.TABLE else said), "", ""]))
     sys.stdout.write("\n".join(render(table) for table in tables))

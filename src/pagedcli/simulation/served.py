@@ -1,4 +1,4 @@
-"""The requests that a run has served, kept while it runs, so that the adviser can simulate it at its end."""
+"""The requests that a run has served, kept while it runs, so that its end can be simulated with other settings."""
 
 from array import array
 from typing import TYPE_CHECKING
@@ -11,37 +11,35 @@ from pagedcli.planning.step_time import TimeKey, load_step_time
 from pagedcli.simulation.requests import Request, Requests, RowOutput, request_of
 
 if TYPE_CHECKING:
-    from pagedcli.simulation.advice import Advice
+    from pagedcli.simulation.settings import Subject
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they part: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
 
 
 class ServedRequests:
-    """Takes in rows as they are done; `advice` tells what to change about the run."""
+    """Takes in rows as they are done; `subject` is the run that they were."""
 
     def __init__(self, plan: Plan) -> None:
         self._requests: dict[int, list[Request]] = {}  # row number -> its requests
         self._plan = plan
         self._num_tokens = 0
-        self._why_not: str | None = None
+        self._is_too_much = False  # or cannot be simulated
         self.drawn = PromptSample(most_rows=_MOST_DRAWN, most_tokens=_MOST_DRAWN_TOKENS)
 
     def add(self, row: BatchRow, answers: list[RowPrompt]) -> None:
         """A row is done; one with the answers of another row has not been started."""
         for prompt in row.prompts:
             self.drawn.add(array("q", prompt.token_ids), row.cache_salt)
-        if self._why_not is not None or row.number is None:
+        if self._is_too_much or row.number is None:
             return
-        if any(prompt.params.beam_width is not None for prompt in row.prompts):
-            self._why_not = "the run has beam searches, which are not simulated"
         for prompt in answers:
             self._num_tokens += len(prompt.token_ids)
             self._num_tokens += sum(len(sample.token_ids) for sample in prompt.result.samples)
             self._num_tokens += sum(map(len, prompt.scored.continuations)) if prompt.scored else 0
-        if self._num_tokens > _MOST_TOKENS:
-            self._why_not = f"the run has over {_MOST_TOKENS:,} tokens; pagedcli explain looks at a recording of it"
-        if self._why_not is not None:
+        is_beam_search = any(prompt.params.beam_width is not None for prompt in row.prompts)
+        if is_beam_search or self._num_tokens > _MOST_TOKENS:
+            self._is_too_much = True
             self._requests.clear()
             return
         self._requests[row.number] = []
@@ -54,21 +52,23 @@ class ServedRequests:
                 request_of(prompt.result.request_id, prompt, row.cache_salt, max_tokens, output)
             )
 
-    def advice(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None, budget_s: float) -> "Advice":
-        """What to change. `key`: of the time of the run's steps. Rows of a run with --reorder prefix have come in that
-        order."""
-        from pagedcli.simulation.advice import Advice, advise  # delays the first row of a run otherwise
-        from pagedcli.simulation.settings import Subject
+    @property
+    def has_all(self) -> bool:
+        """Whether all prompts have been drawn."""
+        return len(self.drawn.prompts) == self.drawn.num_seen
 
-        if self._why_not is not None:
-            return Advice(not_tried=self._why_not)
+    def subject(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None) -> "Subject | None":
+        """The run, with the time of its steps by `key`; None: there were beam searches, or too many tokens. Rows of a
+        run with --reorder prefix have come in that order."""
+        from pagedcli.simulation.settings import Subject  # delays the first row of a run otherwise
+
+        if self._is_too_much:
+            return None
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
-        workload = Requests(requests, format="prompts")
-        subject = Subject(
-            workload,
+        return Subject(
+            Requests(requests, format="prompts"),
             self._plan,
             may_reorder=not is_reordered,
             read_ahead=read_ahead,
             step_time=load_step_time(key),
         )
-        return advise(subject, budget_s=budget_s)

@@ -1,9 +1,10 @@
-"""A run that advice is about, and the settings of it that the adviser changes: one table. A setting is values of
-configuration keys; flags are printed from them. Used by `advice`.
+"""A run that cures are about, and the settings of it that they change: one table. A setting is values of configuration
+keys; flags are printed from them. Used by `answers.cures`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from pagedcli.answers.time import Forecast, in_prefix_order
@@ -13,10 +14,11 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
-from pagedcli.planning.step_time import StepTime
+from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.requests import Request, Requests, largest_output
 from pagedcli.simulation.run import Schedule
+from pagedcli.trace.state import PoolState
 
 CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
 BLOCK_SIZE, POOL = "engine.block_size", "engine.num_gpu_blocks_override"
@@ -85,6 +87,36 @@ class Subject:
         return replace(self, plan=replace(plan, limits=limits))
 
 
+def recorded_subject(workload: Requests, state: PoolState) -> Subject | None:
+    """A recorded run, with the pool at its end; None of beam searches, which are not simulated."""
+    if workload.num_left_out:
+        return None
+    return Subject(workload, recorded_plan(state), may_reorder=in_order(workload), step_time=timed_of(state))
+
+
+def recorded_plan(state: PoolState) -> Plan:
+    """The engine of a recorded run."""
+    started, slots = state.started, state.slots
+    limits = Limits.of(started)
+    if slots is not None:
+        limits = replace(
+            limits, num_state_slots=slots.num_slots, state_bytes=slots.slot_bytes, checkpoints=slots.policy
+        )
+    return Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)
+
+
+def timed_of(state: PoolState) -> StepTime | None:
+    """The time of a recorded run's steps, if the machine that made it is this one, and has been calibrated."""
+    name = state.started.step_times
+    return None if name is None else step_time_named(name)
+
+
+def in_order(workload: Requests) -> bool:
+    """Whether the rows were started in the order of their file."""
+    numbers = [int(each.request_id.partition("/")[0]) for each in workload.requests if each.request_id[:1].isdecimal()]
+    return all(before <= after for before, after in pairwise(numbers))
+
+
 def _blocks_of(request: Request, limits: Limits) -> int:
     """Blocks of a request if it shares none and releases none."""
     num_tokens = request.num_prompt_tokens + largest_output(request)
@@ -96,7 +128,7 @@ def _blocks_of(request: Request, limits: Limits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A configuration key that the adviser changes."""
+    """A configuration key that a cure changes."""
 
     name: str
     key: str
@@ -154,7 +186,7 @@ def _num_seqs(subject: Subject, _: Forecast) -> list[int]:
 KINDS = (
     Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
     Kind("policy", "engine.eviction", _other_policies, needs_caching=True),
-    Kind("order", ORDER, _orders, "rows that start in another order", needs_caching=True),
+    Kind("order", ORDER, _orders, "rows start in another order", needs_caching=True),
     Kind("checkpoints", "engine.checkpoints", _checkpoints, needs_caching=True),
     Kind("block size", BLOCK_SIZE, _smaller_blocks, "more blocks to read", needs_caching=True, keeps_pool=True,
          is_timed=True),
@@ -190,7 +222,11 @@ class Setting:
         if kind.key == POOL:
             more = value - subject.num_blocks
             num_bytes = more * subject.plan.block_bytes
-            cost = f"{byte_text(num_bytes)} of memory" if num_bytes else f"{plural(more, 'block')} more"
+            cost = (
+                f"it takes {byte_text(num_bytes)} more memory"
+                if num_bytes
+                else f"it takes {plural(more, 'block')} more"
+            )
         return cls(kind, changes, then, cost)
 
     @property

@@ -8,30 +8,16 @@ import numpy as np
 
 from pagedcli.answers.hits import Found, Hits
 from pagedcli.core.eviction import POLICIES
-from pagedcli.core.limits import Limits
 from pagedcli.printable import plural
-from pagedcli.records import LEFT, Bytes, Means, Seconds, count, percent, size
+from pagedcli.records import Bytes, Means, Seconds, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
 from pagedcli.show.tables import Table, table
-from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import Accesses, best_hits
 from pagedcli.simulation.run import Schedule
 
 Rate = Annotated[float | None, percent]
-
-
-class SettingRow:
-    """A setting that was tried, and the run with it."""
-
-    setting: Annotated[str, LEFT]
-    saved: Rate
-    seconds: Annotated[Seconds | None, "time"]
-    num_computed_tokens: Annotated[int, "computed tokens"]
-    hit_rate: Rate
-    num_preemptions: Annotated[int, "preemptions"]
-    cost: Annotated[str, "costs"]
 
 
 class Point:
@@ -56,19 +42,6 @@ class TraceRow:
 
     what: str
     value: Annotated[float, count]
-
-
-def advice_table(advice: Advice, limits: Limits | None = None) -> Table:
-    """Every setting that was tried, best first. `limits`: of the run as it is, where there are several."""
-    notes = [*advice.notes, *([f"not tried: {advice.not_tried}"] if advice.not_tried else [])]
-    if advice.by_time:
-        notes.append("time: as if all prompts were given as tokens, which is the same for every setting")
-    title = "What other settings would do, each run in the simulator"
-    if limits is not None:
-        title = f"{title}: {plural(limits.num_blocks or 0, 'block')}, {limits.eviction}"
-    columns = f"setting saved {'seconds ' if advice.by_time else ''}num_computed_tokens hit_rate num_preemptions cost"
-    headers = {"saved": "time saved" if advice.by_time else "not computed"}
-    return table(SettingRow, "settings_tried", title, advice.rows(), columns, headers=headers, notes=notes)
 
 
 _TRACE = {

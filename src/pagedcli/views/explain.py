@@ -15,7 +15,6 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.core.prefixes import TOKEN_BYTES, PrefixTree, token_bytes, token_ids_of
 from pagedcli.events import PrefixLookedUp
-from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import percent_text, plural
 from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
@@ -648,18 +647,6 @@ def lookup_story(lookup: Lookup) -> str:
         f"{said}. The block of tokens {first:,} to {first + size - 1:,} had been cached in block"
         f" {lookup.evicted_block_id}, but was evicted at step {lookup.evicted_step}{culprit}{last}.{kept}"
     )
-
-
-class PromptsSeen(View):
-    """Some of the prompts of a run with recorded tokens. Older traces do not tell salts apart: without those."""
-
-    def __init__(self) -> None:
-        self.drawn = PromptSample()
-
-    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
-        is_known = event.salt is not UNSET or not event.salted
-        if event.token_ids and not event.sample_index and is_known:
-            self.drawn.add(event.token_ids, None if event.salt is UNSET else str(event.salt))
 
 
 def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None, ...]:

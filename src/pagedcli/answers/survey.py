@@ -1,10 +1,12 @@
-"""Surveys a prompt file for `plan` and `profile-memory --prompts`."""
+"""What a prompt file is, found in one pass, or about what it is, by a sample of a long one. For `plan` and
+`profile-memory --prompts`.
+"""
 
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +14,17 @@ from pagedcli.config import LoadedConfig
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.prompt_survey import PromptSurvey
-from pagedcli.printable import plural
-from pagedcli.show.terminal import ProgressLine
 
 if TYPE_CHECKING:
+    from pagedcli.batch.line_sample import About, LineSample
     from pagedcli.batch.lines import Line
     from pagedcli.batch.requests import BatchRow
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
+    from pagedcli.planning.decision import Decision
     from pagedcli.simulation.sources import PromptRequests
 
-PROMPT_KEYS = (
-    *("sampling.max_tokens", "sampling.response_format", "run.system_prompt", "run.tools", "run.chat_template"),
-    *("run.input_format", "run.field", "run.template", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
-)
-ESTIMATE_AFTER_S = 3.0  # seconds of reading
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
 
@@ -76,48 +73,6 @@ class PromptScan:
             self.bad_rows.append({"line": row.line.number, "id": row.id, **what})
 
 
-class ReadingLine:
-    """Shows on stderr how far a file has been read, and calls `estimate` once with the share that has been, if after
-    some seconds the end is not near."""
-
-    def __init__(self, input_name: str, limit: int | None, estimate: Callable[[float], None]) -> None:
-        path = Path(input_name)
-        is_plain = path.is_file() and path.suffix not in (".gz", ".zst", ".parquet")
-        self._all_bytes = path.stat().st_size if is_plain else None
-        self._limit = limit
-        self._estimate = estimate
-        self._estimate_at_s: float | None = None  # seconds after the first row: what is loaded before takes time, too
-        self._line = ProgressLine(line_every_s=5.0)
-        self._num_rows = self._num_bytes = 0
-
-    def observe(self, line: "Line") -> None:
-        """A line comes, and those before it have been taken in."""
-        if not self._num_rows:
-            self._estimate_at_s = time.monotonic() + ESTIMATE_AFTER_S
-        elif self._estimate_at_s is not None and time.monotonic() > self._estimate_at_s:
-            self._estimate_at_s = None
-            if self._share is not None and self._share < 0.5:
-                self._line.close()
-                self._estimate(self._share)
-        self._num_rows += 1
-        self._num_bytes += len(line.content or b"") + 1
-        self._line.show(self._text)
-
-    @property
-    def _share(self) -> float | None:
-        """The share of the rows that has been read; None if their number is not known."""
-        by_bytes = None if self._all_bytes is None else min(1.0, self._num_bytes / max(1, self._all_bytes))
-        by_rows = None if self._limit is None else self._num_rows / self._limit
-        return max((share for share in (by_bytes, by_rows) if share is not None), default=None)
-
-    def _text(self, _: float) -> str:
-        share = "" if self._share is None else f", {self._share:.0%}"
-        return f"reading the prompts: {plural(self._num_rows, 'row')}{share}"
-
-    def close(self) -> None:
-        self._line.close()
-
-
 def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
     """The tokenizer's folder and its model; None for a folder with only a tokenizer."""
     from pagedcli.models.gguf.header import is_gguf
@@ -156,16 +111,11 @@ def scan_prompts(
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
-    from pagedcli.core.admission import shares_prompts
 
     engine = loaded.config.engine
     check_defaults(loaded.config.sampling)
     without_pool = limits_without_pool(engine, spec)
-    survey = PromptSurvey(
-        shares_prompts=engine.enable_prefix_caching, beams_share=shares_prompts(limits or without_pool)
-    )
-    if limits is not None:
-        survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
+    survey = PromptSurvey(1 if limits is None else len(limits.windows))
     max_model_len = None if spec is None else without_pool.max_model_len
     prompts = open_prompts(
         loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe
@@ -198,3 +148,57 @@ def scan_prompts(
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
     scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
     return scan
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAnswer:
+    """What a sample lets expect of a file."""
+
+    scan: PromptScan  # of the sample
+    rows: "About"
+    prompt_tokens: "About"
+    hit_rate: float | None = None  # lower bound, as more rows have more beginnings in common; None: there is no engine
+    time_range_s: tuple[float, float, float] | None = None  # seconds, likely, least and most; None: no calibration
+
+
+def first_answer(
+    loaded: LoadedConfig,
+    sample: "LineSample",
+    folder: Path,
+    spec: "ModelSpec | None",
+    decision: "Decision | None",
+    requests: "PromptRequests",
+) -> FirstAnswer | None:
+    """What the sample lets expect. `requests` is empty, and receives those of the sample; `decision`: the engine, if a
+    block fits. None: no row of the sample is valid."""
+    from pagedcli.answers.time import time
+    from pagedcli.planning.step_time import load_step_time
+    from pagedcli.simulation.requests import work_of
+
+    limits = None if decision is None else decision.expected_plan.limits
+    scan = scan_prompts(loaded, "", folder, spec, limits=limits, requests=requests, lines=sample)
+    if not requests.workload.requests:
+        return None
+    prompt_tokens, work = ([0.0] * scan.num_rows for _ in range(2))
+    for request in requests.workload.requests:
+        row = int(request.request_id.partition("/")[0])
+        prompt_tokens[row] += request.num_prompt_tokens
+        work[row] += work_of(request)
+    rows, all_tokens = sample.about([1.0] * scan.num_rows), sample.about(prompt_tokens)
+    if decision is None:
+        return FirstAnswer(scan, rows, all_tokens)
+    step_time, all_work, run = load_step_time(decision.time_key), sample.about(work), loaded.config.run
+    found = time(
+        requests.workload,
+        decision.expected_plan,
+        step_time,
+        reorder=run.reorder,
+        read_ahead=run.read_ahead,
+        left_out=all_work.value - sum(work),
+    )
+    time_s = None
+    if found.seconds is not None and found.low is not None and found.high is not None:
+        by_sample = (all_work.high - all_work.value) / all_work.value  # doubts of the sample and of the time of steps
+        down, up = hypot(1 - found.low / found.seconds, by_sample), hypot(found.high / found.seconds - 1, by_sample)
+        time_s = found.seconds, found.seconds * max(0.0, 1 - down), found.seconds * (1 + up)
+    return FirstAnswer(scan, rows, all_tokens, found.hit_rate, time_s)

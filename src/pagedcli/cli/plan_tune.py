@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
+from pagedcli.answers.cures import LEAST_TIMED_S, Tuned, tune
 from pagedcli.answers.time import Forecast, in_prefix_order
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import percent_text, plural
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.terminal import ProgressLine, say
-from pagedcli.simulation.advice import LEAST_TIMED_S, Tuned, tune
 from pagedcli.simulation.requests import Request, largest_output, work_of
 from pagedcli.simulation.settings import ORDER, POOL, Changes, Subject, flags_of
 from pagedcli.simulation.turns import Turns, in_turns, pass_s
@@ -97,7 +97,7 @@ def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> st
     found = tune(subject, timing, base=base, fixed=frozenset(loaded.sources), budget_s=_TUNE_S)
     if found is None:
         raise UsageError(f"--tune: to simulate this file takes over {_TUNE_S:.0f} s", hint="try it on a part: --limit")
-    if not found.by_time:
+    if not found.is_timed:
         is_short = subject.step_time is not None
         why = f"a run under {LEAST_TIMED_S:.0f} s is too short" if is_short else "there is no calibration"
         say(f"note: nothing was timed: {why}")
@@ -108,14 +108,11 @@ def _gains(found: Tuned) -> list[str]:
     """What each change gains, and what it costs."""
     gains = []
     if found.exact is not None:
-        unit, how = ("less time", "simulated") if found.by_time else ("fewer tokens to compute", "exact by simulation")
-        gains.append((found.exact, f"{percent_text(found.exact.gain)} {unit} ({how})"))
+        saved = f"{percent_text(found.exact.gain)} fewer tokens to compute (exact by simulation)"
+        gains.append((found.exact.setting, saved))
     if found.timed is not None and found.turns is not None:
         gains.append((found.timed, f"{percent_text(found.turns.gain)} less time (timed in turns)"))
-    said = [
-        f"{text} with {each.setting.text}" + (f"; costs {each.setting.cost}" if each.setting.cost else "")
-        for each, text in gains
-    ]
+    said = [f"{text} with {each.text}" + (f"; {each.cost}" if each.cost else "") for each, text in gains]
     return said or ["no other setting is sure to be faster"]
 
 

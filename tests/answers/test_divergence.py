@@ -1,4 +1,4 @@
-"""Where prompts part: planted causes are found and named, files without one are left alone, promises are kept."""
+"""Where prompts diverge: planted causes are found and named, files without one are left alone, promises are kept."""
 
 import random
 import re
@@ -12,15 +12,12 @@ import pytest
 from effort import Effort
 
 import pagedcli.assets
+from pagedcli.answers.divergence import LEAST_GAIN, Finder, divergences
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.cli.partings import find_partings
 from pagedcli.core.prefixes import unit_digests
 from pagedcli.planning.differences import Place, moved, sorted_parts
 from pagedcli.planning.equal_runs import equal_runs, hit_tokens
-from pagedcli.planning.parting import LEAST_GAIN, Finder
-from pagedcli.planning.parting_words import parting_verdict
 from pagedcli.planning.prompt_sample import MOST_ROWS, Prompt, PromptSample
-from pagedcli.printable import percent_text
 
 BLOCK = 16
 
@@ -43,7 +40,7 @@ def found_in(file, *, with_words=True, most_rows=MOST_ROWS, rates_in_file=None):
     drawn = PromptSample(most_rows=most_rows)
     for ids, salt in zip(tokens_of(file), file.salts, strict=True):
         drawn.add(ids, salt)
-    return find_partings(drawn, BLOCK, tokenizer() if with_words else None, rates_in_file=rates_in_file or {})
+    return divergences(drawn, BLOCK, tokenizer() if with_words else None, rates_in_file=rates_in_file or {})
 
 
 def is_kept(found, fixed_rate, *, in_pairs):
@@ -53,8 +50,12 @@ def is_kept(found, fixed_rate, *, in_pairs):
     return abs(found.new_rate - fixed_rate) <= 0.03 + found.margin
 
 
+def words_of(found):
+    return f"{found.finding(BLOCK)}. {found.to_do}"
+
+
 def is_named(case, found):
-    return bool(found) and any(word in parting_verdict(found[0]).text() for word in case.words)
+    return bool(found) and any(word in words_of(found[0]) for word in case.words)
 
 
 # ---------------------------------------------------------------------- the law of hits, and equal runs
@@ -114,7 +115,6 @@ def test_a_sample_is_bounded_in_rows_and_tokens_and_keeps_the_order():
         drawn.add([number] * 5)
     kept = [prompt.token_ids[0] for prompt in drawn.prompts]
     assert (len(kept), drawn.num_seen, kept) == (40, 1000, sorted(kept))
-    assert drawn.not_drawn == "where 960 prompts part that were not drawn"
     assert max(kept) - min(kept) > 500  # from all over the file
 
 
@@ -125,7 +125,7 @@ def test_a_sample_is_bounded_in_rows_and_tokens_and_keeps_the_order():
 def test_a_planted_cause_is_named_first_and_its_promise_is_kept(name):
     case = planted.drawn(planted.CAUSES[name], 40, 1)
     found = found_in(case.file)
-    assert is_named(case, found), [parting_verdict(each).text() for each in found]
+    assert is_named(case, found), list(map(words_of, found))
     assert len(found) == 1, "one cause was planted"
     if case.fixed is not None:
         assert found[0].new_rate == pytest.approx(rate_of(case.fixed), abs=0.03)
@@ -174,6 +174,20 @@ def test_passages_are_sorted_within_their_message():
     assert len(set(changed)) <= 6 < len(set(texts)), "as many as there are halves of the pool"
 
 
+def test_passages_with_names_of_their_own_keep_them_when_they_are_sorted_whatever_number_a_question_has():
+    draw, passages = random.Random(0), [planted.words(random.Random(place), 40) for place in range(5)]
+    texts = []
+    for number in range(24):
+        shown = "".join(f"[{place + 1}] {passages[place]}\n\n" for place in draw.sample(range(5), 5))
+        texts.append(f"{shown}Question {number}: which of {number % 8}?")
+    (found,) = found_in(planted.File(texts))
+    assert (found.action, found.kind) == ("sort", "documents")
+    assert found.new_rate > found.rate + 0.4
+    changed = found.change.apply(texts)
+    assert [sorted(text.split()) for text in changed] == [sorted(text.split()) for text in texts]
+    assert all(f"[{place + 1}] {passages[place]}" in text for text in changed for place in range(5))
+
+
 def test_no_text_moves_over_a_mark_that_the_tokenizer_alone_knows():
     shared, other = planted.words(random.Random(1), 60), planted.words(random.Random(2), 60)
     place = Place("time", before="It is ", after=". ", is_first=True, pattern=r"\d+:\d+", values=())
@@ -211,32 +225,26 @@ def test_a_sample_promises_no_more_than_a_lower_bound_as_partners_may_not_be_dra
     case = planted.drawn(make, 600, 1)
     now, fixed = rate_of(case.file), rate_of(case.fixed)
     (found,) = found_in(case.file, most_rows=120, rates_in_file={BLOCK: now})
-    verdict = parting_verdict(found)
+    before, after, is_bound = found.rates
     assert found.is_sample
-    assert verdict.now == pytest.approx(now), "counted over the whole file"
-    assert verdict.low <= fixed
-    assert f"-> at least {percent_text(verdict.low)}" in verdict.text()
-    assert "--all" in verdict.text()
+    assert before == pytest.approx(now), "counted over the whole file"
+    assert is_bound
+    assert before + LEAST_GAIN <= after <= fixed
 
 
 def test_a_sample_of_a_file_whose_own_rate_is_unknown_speaks_of_the_drawn_prompts():
     case = planted.drawn(planted.blank, 600, 1)
     (found,) = found_in(case.file, most_rows=120)
-    text = parting_verdict(found).text()
-    assert "hits of those drawn 0.0 % -> " in text
-    assert "of all prompts at least" in text
+    assert found.rates == (0.0, found.new_rate, False)
+    assert "of 120 drawn prompts diverge" in words_of(found)
 
 
-def test_a_sample_that_shares_less_than_the_file_does_already_promises_no_rate():
-    """Most partners begin alike as it is, but are rarely drawn together."""
+def test_a_sample_that_shares_less_than_the_file_does_already_finds_nothing():
+    """Most partners begin alike as it is, but are rarely drawn together: no gain is sure."""
     case = planted.drawn(planted.blank_in_half, 600, 1)
     now = rate_of(case.file)
-    (found,) = found_in(case.file, most_rows=120, rates_in_file={BLOCK: now})
-    assert found.new_rate < now
-    verdict = parting_verdict(found)
-    assert (verdict.now, verdict.after, verdict.low) == (now, None, None)
-    assert "->" not in verdict.text()
-    assert "--all" in verdict.text()
+    assert found_in(case.file, most_rows=120)
+    assert found_in(case.file, most_rows=120, rates_in_file={BLOCK: now}) == []
 
 
 @pytest.mark.parametrize("gain", [0.01, 0.3])
@@ -247,9 +255,8 @@ def test_of_a_sample_shorter_blocks_are_found_if_the_whole_file_hits_more_with_t
     if gain < LEAST_GAIN:
         assert found == []
         return
-    verdict = parting_verdict(found[0])
-    assert (verdict.now, verdict.after, verdict.low) == (0.1, 0.1 + gain, None)
-    assert "use --block-size 8: hits 10.0 % -> 40.0 % (all prompts in an unlimited cache)" in verdict.text()
+    assert found[0].rates == (0.1, 0.1 + gain, False)
+    assert words_of(found[0]).endswith("before a block of 16 tokens is full. --block-size 8")
     assert found_in(case.file, most_rows=120, rates_in_file={16: 0.9}) == [], "less than the file hits already"
 
 
@@ -275,7 +282,7 @@ def test_a_sample_says_so_and_has_an_interval_that_holds_the_rate_of_the_whole_f
     assert found.num_looked_at == 500
     assert 0 < found.margin < 0.05
     assert abs(found.new_rate - rate_of(case.fixed)) < found.margin + 0.02
-    assert "drawn" in parting_verdict(found).text()
+    assert "drawn" in words_of(found)
 
 
 def test_few_or_empty_prompts_are_no_error():

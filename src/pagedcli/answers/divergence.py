@@ -1,7 +1,7 @@
-"""Where prompts part: groups of prompts that differ early and are equal afterwards, with what that costs and what it
-would give to change it, by the law of hits on the changed prompts.
+"""Where prompts diverge: groups of prompts that differ early and are equal afterwards, what differs, and what moving,
+sorting or normalizing it, one cache_salt or smaller blocks give, by the law of hits on the changed prompts.
 
-A pure function of token ids, salts and texts, for prompt files, recordings and comparisons of runs.
+A pure function of token ids, salts and texts, for prompt files, recordings and servers.
 """
 
 import math
@@ -9,13 +9,16 @@ import re
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from pagedcli.core.prefixes import BLOCK_SIZES
+from pagedcli.errors import RequestError
 from pagedcli.planning import differences as diff
 from pagedcli.planning.differences import Difference, Place
 from pagedcli.planning.equal_runs import (
@@ -28,7 +31,11 @@ from pagedcli.planning.equal_runs import (
     hit_tokens,
     shared_tokens,
 )
-from pagedcli.planning.prompt_sample import Prompt
+from pagedcli.planning.prompt_sample import Prompt, PromptSample
+from pagedcli.printable import plural
+
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
 
 LEAST_SHARE = 0.05  # smallest share of the prompts that makes a finding
 LEAST_PROMPTS = 3
@@ -41,19 +48,29 @@ _OUT_OF_ORDER = 0.2  # share of the pairs whose parts are elsewhere in the other
 _UTF_32 = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 _MOST_MERGED = 6  # marks of a template that are made alike one after the other
 
-Action = Literal["move", "sort", "replace", "one salt", "block size"]
+_NO_LIMIT = 2**31  # tokens of a text
+_MOST_OF_TEMPLATE = 2**15  # tokens that a chat template may add: it can make millions
+_LOOKED_AT = 1_000  # prompts that show which special tokens there are
+_TEXTS_AT_ONCE = 1_000  # the tokenizer takes some hundred bytes for a token, until their ids are copied
+_KINDS = {
+    "time": "the time", "date": "the date", "id": "the id", "counter": "the counter", "number": "the number",
+    "language": "the language", "name": "the name", "text": "the text there", "start": "the mark at the beginning",
+    "blank": "the blank", "template": "the chat template", "tools": "the tools", "documents": "the documents",
+}  # fmt: skip
+
+Action = Literal["move", "sort", "normalize", "one salt", "block size"]
 Texts = Sequence[str]
 Decode = Callable[[Ids], str]
 Encode = Callable[[Texts], Iterable[Ids]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Divergence:
     """A cause why prompts share less than they could. Tokens are counted from 0, rates are shares of prompt tokens."""
 
     kind: str  # kind of text that differs
     action: Action
-    first_token: int  # the earliest one at which prompts part
+    first_token: int  # the earliest one at which prompts diverge
     last_token: int  # the latest one
     texts: tuple[str, ...]  # the text there, in some prompts
     num_equal: int  # tokens that are equal after it, in the middle one of these prompts
@@ -64,10 +81,48 @@ class Parting:
     new_rate: float  # hits after the change, with the changes before
     margin: float  # half the 95 % interval of a sample's rate; a lower bound for the file is the rate less this
     block_size: int  # block size of the rates; for the action `block size` the one to use
-    others: tuple[tuple[str, float], ...] = ()  # other changes and their rates
     change: "Change | None" = None
+    changed: Sequence[Ids] = ()  # all prompts after the change, and after the changes before
     rate_in_file: float | None = None  # hits of the whole file before the change, of a sample; None: not counted
     new_rate_in_file: float | None = None  # the same after the change; None: not counted
+
+    @property
+    def rates(self) -> tuple[float, float, bool]:
+        """Hits before and after, and whether the latter is a lower bound: a prompt has hits on those before it, of
+        which a file has more than a sample."""
+        if self.rate_in_file is None:
+            return self.rate, self.new_rate, False
+        if self.new_rate_in_file is not None:
+            return self.rate_in_file, self.new_rate_in_file, False
+        return self.rate_in_file, max(0.0, self.new_rate - self.margin), True
+
+    def finding(self, block_size: int) -> str:
+        """Where prompts diverge, in words."""
+        what = "drawn prompt" if self.is_sample else "prompt"
+        prompts = f"{self.num_prompts:,} of {plural(self.num_looked_at, what)}"
+        if self.action == "one salt":
+            return f"{prompts} begin with {plural(self.num_equal, 'equal token')}, but with another cache_salt"
+        last = f"s {self.first_token:,} to {self.last_token:,}"
+        at = f"token {self.first_token:,}" if self.first_token == self.last_token else f"token{last}"
+        if self.action == "block size":
+            return f"{prompts} diverge at {at}, before a block of {block_size} tokens is full"
+        shown = " / ".join(f'"{text}"' for text in self.texts)
+        return f"{prompts} diverge at {at}" + (f" ({shown})" if shown else "")
+
+    @property
+    def to_do(self) -> str:
+        """The change, in words that begin a sentence."""
+        match self.action:
+            case "move":
+                return f"moving {_KINDS[self.kind]} behind the {self.num_equal:,} shared tokens, within its message,"
+            case "sort":
+                return f"sorting {_KINDS[self.kind]} into one order"
+            case "normalize":
+                return f"writing {_KINDS[self.kind]} in one way"
+            case "one salt":
+                return "one cache_salt for those that may share"
+            case "block size":
+                return f"--block-size {self.block_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +138,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """A prompt and the one that it is equal to after they part."""
+    """A prompt and the one that it is equal to after they diverge."""
 
     mine: Difference
     other: Difference
@@ -136,7 +191,7 @@ class Finder:
     def has_words(self) -> bool:
         return self.decode is not _as_text
 
-    def find(self, prompts: Sequence[Prompt], most: int = 3) -> list[Parting]:
+    def find(self, prompts: Sequence[Prompt], most: int = 3) -> list[Divergence]:
         """Causes, the largest first; each with the rates after those before it."""
         ids = [prompt.token_ids for prompt in prompts]
         if len(prompts) < 3 or not any(map(len, ids)):
@@ -151,17 +206,18 @@ class Finder:
                 is_quote = all(any(text.rstrip("…") in original for original in originals) for text in each.texts)
                 each = each if is_quote else replace(each, texts=())
             found.append(each)
-        now = self.rates_in_file.get(self.block_size)
         if len(found) < most:
             found += self._shorter_blocks(state, is_as_in_file=not found)
-        if now is None:
+        now = self.rates_in_file.get(self.block_size)
+        if now is None or len(prompts) >= (self.num_in_file or 0):
             return found
-        after_others = [replace(each, rate_in_file=max(now, each.rate)) for each in found[1:]]
-        return [replace(each, rate_in_file=now) for each in found[:1]] + after_others
+        # Of a sample only what the whole file gains for sure.
+        found = [replace(each, rate_in_file=max(now, each.rate) if place else now) for place, each in enumerate(found)]
+        return [each for each in found if each.rates[1] - each.rates[0] >= LEAST_GAIN]
 
     # ------------------------------------------------------------------ causes
 
-    def _one_salt(self, state: _State) -> list[Parting]:
+    def _one_salt(self, state: _State) -> list[Divergence]:
         """Prompts that differ in nothing but their salts, as far as they share blocks without."""
         if len(set(state.salts)) < 2:
             return []
@@ -170,13 +226,13 @@ class Finder:
         if not self._is_enough(state, state.ids, hits):
             return []
         gains = (hits - state.hits)[hits > state.hits]
-        found = self._parting(
+        found = self._divergence(
             state, state.ids, hits, kind="salt", action="one salt", places=[0], num_equal=int(median(gains))
         )
         state.salts, state.hits = list(none), hits
         return [found]
 
-    def _next(self, state: _State) -> Parting | None:
+    def _next(self, state: _State) -> Divergence | None:
         """The cause that costs most, and the prompts changed; None: there is no other."""
         pairs = self._pairs(state)
         if not pairs:
@@ -198,16 +254,15 @@ class Finder:
         if not self._is_enough(state, ids, hits):
             return None
         compared = found.differences
-        parting = self._parting(
+        parting = self._divergence(
             state, ids, hits, kind=found.kind, action=found.action, places=[each.token for each in compared],
             num_equal=int(median(each.num_equal for each in compared)),
-            texts=_shown(compared) if self.has_words else (),
-            others=self._alternatives(state, found), change=found,
+            texts=_shown(compared) if self.has_words else (), change=found,
         )  # fmt: skip
         state.ids, state.texts, state.hits = ids, texts, hits
         return parting
 
-    def _shorter_blocks(self, state: _State, *, is_as_in_file: bool) -> list[Parting]:
+    def _shorter_blocks(self, state: _State, *, is_as_in_file: bool) -> list[Divergence]:
         """Prompts that begin alike, but not for a block. `is_as_in_file`: none has been changed, so that the rates of
         the whole file are theirs."""
         size = self.block_size
@@ -227,16 +282,12 @@ class Finder:
         smaller, hits = best
         beginnings = [ids[:size] for ids in state.ids]  # no longer, or the block would be full
         shared = shared_tokens(beginnings, state.salts, 1)[hits > state.hits]
-        found = self._parting(
+        found = self._divergence(
             state, state.ids, hit_tokens(state.ids, state.salts, smaller), kind="short", action="block size",
             places=[int(each) for each in shared], num_equal=0, block_size=smaller,
         )  # fmt: skip
-        now, then = self.rates_in_file.get(size), self.rates_in_file.get(smaller)
-        if not found.is_sample or now is None:
-            return [found]
-        if is_as_in_file and then is not None:
-            return [replace(found, new_rate_in_file=then)] if then - now >= LEAST_GAIN else []
-        return [found] if found.new_rate - found.margin - max(now, found.rate) >= LEAST_GAIN else []
+        then = self.rates_in_file.get(smaller) if found.is_sample and is_as_in_file else None
+        return [replace(found, new_rate_in_file=then)]
 
     # ------------------------------------------------------------------ parts
 
@@ -306,7 +357,7 @@ class Finder:
                 continue
             if place.values:
                 apply = partial(diff.replaced, place=place, new=partial(_first, place.values[0]))
-                changes.append(Change("replace", place.kind, apply, group, place))
+                changes.append(Change("normalize", place.kind, apply, group, place))
             if place.kind not in ("start", "blank", "template"):
                 apply = partial(diff.moved, place=place, tail=tail, has_words=self.has_words, marks=self.marks)
                 changes.append(Change("move", place.kind, apply, group, place))
@@ -332,9 +383,9 @@ class Finder:
     def _merged(self, state: _State, change: Change) -> tuple[list[str], list[Ids], Ints]:
         """The prompts after the change; of two templates after all their marks have been made alike."""
         ids, hits, texts = self._changed(state, change)
-        for _ in range(_MOST_MERGED if change.action == "replace" else 0):
+        for _ in range(_MOST_MERGED if change.action == "normalize" else 0):
             now = _State(ids, state.salts, texts, hits)
-            further = [each for each in self._changes(now, self._pairs(now)) if each.action == "replace"]
+            further = [each for each in self._changes(now, self._pairs(now)) if each.action == "normalize"]
             if not further:
                 break
             new_ids, new_hits, new_texts = self._changed(now, further[0])
@@ -343,27 +394,13 @@ class Finder:
             ids, hits, texts = new_ids, new_hits, new_texts
         return texts, ids, hits
 
-    def _alternatives(self, state: _State, change: Change) -> tuple[tuple[str, float], ...]:
-        """Other changes at the same place, with the rate that each gives."""
-        if change.place is None or change.action != "move":
-            return ()
-        others: list[tuple[str, Callable[[str], str]]] = [("removed", partial(_first, ""))]
-        if change.kind == "time":
-            others.append(("rounded to the hour", diff.to_the_hour))
-        rates = []
-        for name, new in others:
-            apply = partial(diff.replaced, place=change.place, new=new)
-            ids, hits, _ = self._changed(state, Change("replace", change.kind, apply))
-            rates.append((name, _rate(ids, hits)))
-        return tuple(rates)
-
-    def _parting(
+    def _divergence(
         self, state: _State, ids: Sequence[Ids], hits: Ints, *, places: Sequence[int], texts: tuple[str, ...] = (),
         block_size: int | None = None, **cause: Any,
-    ) -> Parting:  # fmt: skip
-        """`places`: the tokens at which prompts part. `cause`: the other fields of Parting that are not counted."""
+    ) -> Divergence:  # fmt: skip
+        """`places`: the tokens at which prompts diverge. `cause`: the other fields, which are not counted."""
         ordered = sorted(places)
-        return Parting(
+        return Divergence(
             first_token=ordered[len(ordered) // 20],
             last_token=ordered[len(ordered) - 1 - len(ordered) // 20],
             texts=texts,
@@ -374,6 +411,7 @@ class Finder:
             new_rate=_rate(ids, hits),
             margin=self._margin(ids, hits),
             block_size=block_size or self.block_size,
+            changed=list(ids),
             **cause,
         )
 
@@ -385,6 +423,39 @@ class Finder:
         rate = _rate(ids, hits)
         squares = sum((float(hit) - rate * len(each)) ** 2 for hit, each in zip(hits, ids, strict=True))
         return 1.96 * math.sqrt(squares * num / (num - 1) * (1 - num / all_rows)) / sum(map(len, ids))
+
+
+def divergences(
+    drawn: PromptSample,
+    block_size: int,
+    tokenizer: "Tokenizer | None",
+    *,
+    rates_in_file: Mapping[int, float] = MappingProxyType({}),
+) -> list[Divergence]:
+    """Causes why these prompts share less than they could. Without a tokenizer they are found, but not named.
+    `rates_in_file`: block size -> the hits of all prompts in an unlimited cache, drawn or not, where counted."""
+    finder = Finder(block_size, num_in_file=drawn.num_seen, rates_in_file=rates_in_file)
+    if tokenizer is None:
+        return finder.find(drawn.prompts)
+
+    def encode(texts: Texts) -> Iterator[Ids]:
+        for first in range(0, len(texts), _TEXTS_AT_ONCE):
+            some = list(texts[first : first + _TEXTS_AT_ONCE])
+            for ids in tokenizer.encode_all(some, _NO_LIMIT, add_special_tokens=False):
+                yield array("i", () if isinstance(ids, RequestError) else ids)
+
+    def decode(ids: Ids) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    finder.decode, finder.encode = decode, encode
+    special = set(tokenizer.special_token_ids)
+    used = set[int]().union(*(special.intersection(each.token_ids) for each in drawn.prompts[:_LOOKED_AT]))
+    texts = [re.escape(text) for text in map(decode, zip(sorted(used))) if text.strip()]
+    finder.marks = re.compile("|".join([finder.marks.pattern, *texts]))
+    with suppress(RequestError):  # no template, or none that takes a single word and makes few tokens of it
+        word = [{"role": "user", "content": "word"}]
+        finder.template = tokenizer.encode_chat(word, num_allowed=_MOST_OF_TEMPLATE)
+    return finder.find(drawn.prompts)
 
 
 def _rate(ids: Sequence[Ids], hits: Ints) -> float:
@@ -401,7 +472,7 @@ def num_equal_ids(a: Ids, b: Ids) -> int:
 
 
 def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:
-    """Prompts that part after the same text, the largest groups first."""
+    """Prompts that diverge after the same text, the largest groups first."""
     groups: dict[tuple[str, bool], list[_Compared]] = defaultdict(list)
     for each in compared:
         before = each.mine.text[: each.mine.start]
