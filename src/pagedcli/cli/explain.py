@@ -109,7 +109,7 @@ def _tables(explainer: Explainer, decode: Decode | None, *, in_short: bool, ever
     lost = sorted(filter(Lookup.num_lost_tokens, explainer.lookups), key=Lookup.num_lost_tokens, reverse=True)
     if in_short:
         found = _lookups_table(lost[:_MOST_LOST], _LOST_MOST, decode, _IN_SHORT) if lost else _reasons_table(explainer)
-        return [replace(found, notes=[*found.notes, _prefix_notes(explainer)[-1], ALL_HINT])]
+        return [replace(found, notes=[*found.notes, *_prefix_notes(explainer, in_short=True), ALL_HINT])]
     lookups = _lookups_table(lost[:_MOST_LOST], _LOST_MOST, decode)
     if every_lookup:
         lookups = _lookups_table(explainer.lookups, "Lookups", decode)
@@ -242,18 +242,21 @@ def _share(totals: Totals, key: str) -> tuple[int, float | None]:
     return num_tokens, num_tokens / totals.num_tokens if totals.num_tokens else None
 
 
-def _prefix_notes(explainer: Explainer) -> list[str]:
+def _prefix_notes(explainer: Explainer, *, in_short: bool = False) -> list[str]:
     size, longest = explainer.block_size, explainer.longest_shared_prefix()
     sizes = sorted({size, 16, 256} - {0})
     blocks = ", ".join(f"{plural(longest // s, 'block')} at block {s}" for s in sizes)
     failed = explainer.num_failed_steps
     lost = f"{plural(failed, 'step')} failed; the content of {plural(explainer.num_lost_blocks, 'block')} was dropped"
     has_ceiling = not explainer.totals(own=False).caching_off
+    shared = f"longest shared prefix seen: {plural(longest, 'token')} = {blocks}"
+    if in_short:
+        return [*([lost] if failed else []), shared]
     return [
         *([lost] if failed else []),
         *(["ceiling: hits if no block were evicted or computed twice"] if has_ceiling else []),
         f"minimum cacheable prefix: {plural(size, 'token')} (one block)",
-        f"longest shared prefix seen: {plural(longest, 'token')} = {blocks}",
+        shared,
     ]
 
 
