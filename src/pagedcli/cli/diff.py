@@ -16,24 +16,20 @@ from pagedcli.line_files import LineReader
 from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import say, working
-from pagedcli.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.simulation.difference import Comparison, Side
-
-_SIDES_HELP = "A trace, or a prompt file."
-_PAGE_HELP = "Also write an HTML page."
+    from pagedcli.simulation.difference import Side
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="BEFORE", help=_SIDES_HELP, show_default=False)],
-    after: Annotated[
-        Path, typer.Argument(metavar="AFTER", help="The other one, of the same kind.", show_default=False)
-    ],
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A trace, or a prompt file.", show_default=False)],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="The other one.", show_default=False)],
     *,
-    output_file: Annotated[Path | None, option("-o", "--output-file", metavar="PAGE.html", help=_PAGE_HELP)] = None,
+    output_file: Annotated[
+        Path | None, option("-o", "--output-file", metavar="PAGE.html", help="Also write an HTML page.")
+    ] = None,
     tokenizer: TokenizerOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
     config: ConfigFile = None,
@@ -49,7 +45,6 @@ def diff(
 
     \b
     Examples:
-      pagedcli diff monday.jsonl.zst friday.jsonl.zst
       pagedcli diff monday.jsonl.zst friday.jsonl.zst -o why.html
       pagedcli diff before.jsonl after.jsonl --format json | jq .causes
       pagedcli diff prompts-v1.jsonl prompts-v2.jsonl -m ./Qwen3-8B --num-gpu-blocks-override 4000
@@ -62,8 +57,7 @@ def diff(
     check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
-        trace, prompts = (before, after) if is_trace else (after, before)
-        raise UsageError(f"{trace} is a recorded run, {prompts} a prompt file", hint="compare two of the same kind")
+        raise UsageError("one is a recorded run, the other a prompt file", hint="compare two of the same kind")
     if flags and is_trace:
         names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
         raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
@@ -83,17 +77,11 @@ def diff(
         shown.append(tables.prompts_table(found))
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
-    verdicts, story = _verdicts(found, text), [tables.sentence(found)]
-    print_tables(shown, format_, facts=tables.facts(found), story=story, verdicts=verdicts)
+    verdicts, later = None, found.sides[1]
+    if "prompts" in found.parts and found.parts["prompts"]["hit_rate"] < 0:  # where the later prompts diverge
+        verdicts = request_verdicts(later.workload.requests, later.limits, text)
+    print_tables(shown, format_, facts=tables.facts(found), story=[tables.sentence(found)], verdicts=verdicts)
     raise typer.Exit(EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0)
-
-
-def _verdicts(found: "Comparison", tokenizer: "Tokenizer | None") -> list[Verdict] | None:
-    """Where the later prompts part, if they lost hits and their tokens are known."""
-    if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
-        return None
-    side = found.sides[1]
-    return request_verdicts(side.workload.requests, side.limits, tokenizer)
 
 
 def _is_trace(path: Path) -> bool:
