@@ -18,11 +18,13 @@ from pagedcli.answers.hits import (
     hits_one_at_a_time,
     least_pool,
 )
+from pagedcli.answers.time import time
 from pagedcli.core.eviction import POLICIES
 from pagedcli.events import CacheGroup
 from pagedcli.simulation.caches import accesses_of, lru_curve
 from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import Schedule, simulate
+from pagedcli.simulation.settings import Subject
 
 
 def random_requests(seed):
@@ -145,6 +147,22 @@ def test_the_first_line_says_what_this_pool_finds_and_which_one_is_enough(num_bl
     assert hits_in_words(hits(requests, plan)) == said
     with_memory = said.replace("6 blocks", "6 blocks (6.0 MiB)").replace("5 blocks", "5 blocks (5.0 MiB)")
     assert hits_in_words(hits(requests, plan), 2**20) == with_memory.replace("7 blocks", "7 blocks (7.0 MiB)")
+
+
+def test_what_is_found_is_that_of_the_order_in_which_the_run_starts_the_requests():
+    rows = [request for pair in zip(*[alike(8, head=12 + place, tail=2).requests for place in (0, 1)], strict=True)
+            for request in pair]  # fmt: skip
+    for number, request in enumerate(rows):
+        request.request_id = str(number)
+        request.token_ids[0] = number % 4
+    requests = Requests(rows)
+    plan = plan_for(requests, num_blocks=8, block_size=2, max_num_seqs=1, max_num_batched_tokens=64)
+    found = {}
+    for order in ("none", "prefix"):
+        given = Subject(requests, plan, reorder=order)
+        found[order] = hits(given.in_order, plan).here.tokens[0]
+        assert found[order] == time(requests, plan, reorder=order).num_cached_tokens
+    assert found["prefix"] > found["none"]
 
 
 def test_prompts_that_share_nothing_are_said_to_and_one_block_finds():

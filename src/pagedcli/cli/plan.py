@@ -104,7 +104,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
 
 def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a prompt file, or with --tune only the best settings, as YAML. Returns the exit code."""
-    from pagedcli.answers.hits import Hits, hits
+    from pagedcli.answers.hits import NEARLY, Hits, hits
     from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
     from pagedcli.cli.tuning import tuned_settings
     from pagedcli.simulation.advice import ADVICE_S, advise
@@ -131,13 +131,13 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
             subject, base, budget_s = replace(subject, workload=workload, left_out=left_out), None, _LONG_FILE_ADVICE_S
         with working("looking for the smallest pool that is enough"):
             schedule = Schedule(read_ahead=subject.read_ahead)
-            search = partial(hits, subject.workload, subject.plan, schedule, search_s=budget_s)
+            search = partial(hits, subject.in_order, subject.plan, schedule, search_s=budget_s)
             found_in_pools: Hits | None = or_note("the smallest pool that is enough", search, None)
         with working("trying other settings"):
             advice = advice_or_note(partial(advise, subject, base=base, budget_s=budget_s, found=found_in_pools))
         run_tables = [*run.tables, advice_table(advice)]
         if found_in_pools is not None:
-            enough = found_in_pools.enough.num_blocks
+            enough = found_in_pools.enough.num_blocks if found_in_pools.unlimited.hit_rate > NEARLY else None
             if options.all_ and options.format_ is Format.TABLE:
                 run_tables.append(curve_table(found_in_pools, subject.plan.block_bytes))
         facts |= {"forecast": run.facts, **advice.document(), "recommended_num_blocks": enough}

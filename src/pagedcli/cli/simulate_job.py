@@ -273,15 +273,11 @@ def _check_unscheduled(loaded: LoadedConfig, options: SimulateOptions, plan: Pla
         raise UsageError(
             "--checkpoints needs recurrent state", hint="name a model that has it (-m), or --num-state-slots"
         )
-    if not options.no_schedule:
-        return
-    for is_given, what in (
-        (plan.limits.has_states, "the slots of recurrent state"),
-        (plan.limits.tables.has_windows, "the layers with a window"),
-        (policies != ["lru"], "every policy but lru"),
-    ):
-        if is_given:
-            raise UsageError(f"--no-schedule leaves out {what}", hint="leave out --no-schedule")
+    left_out = "the slots of recurrent state" if plan.limits.has_states else None
+    left_out = "the layers with a window" if plan.limits.tables.has_windows else left_out
+    left_out = "every policy but lru" if policies != ["lru"] else left_out
+    if options.no_schedule and left_out is not None:
+        raise UsageError(f"--no-schedule leaves out {left_out}", hint="leave out --no-schedule")
 
 
 # ---------------------------------------------------------------------- the engine

@@ -313,7 +313,7 @@ class _Search:
             return []
         schedule = subject.arrivals or Schedule(read_ahead=subject.read_ahead)
         found = self.found or hits(
-            subject.workload, subject.plan, schedule, observe=lambda _, num: self._check_time(num)
+            subject.in_order, subject.plan, schedule, observe=lambda _, num: self._check_time(num)
         )
         used = found.unlimited.run.facts.peak_used_blocks if found.unlimited.run else 0
         sizes = [found.enough.num_blocks, *([used] if self.run_as_it_is.num_preemptions else [])]

@@ -8,9 +8,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from pagedcli.core.prefixes import Prefix, compute_hash
 from pagedcli.printable import plural
+
+if TYPE_CHECKING:
+    from pagedcli.batch.requests import RowPrompt
 
 MAX_TOKENS = 2**24  # tokens of one request: more is a broken line
 MAX_LISTED = 20  # bad lines kept with their reason; all are counted
@@ -128,6 +132,53 @@ class Requests:
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return 1 + max(request.num_positions for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What an earlier run generated for a row, or for one of its prompts."""
+
+    num_tokens: int  # tokens of all samples
+    token_ids: list[list[int]]  # token ids per sample, if the rows have them
+    stopped: list[bool]  # whether each sample stopped by itself
+
+    def shares(self, num_prompts: int) -> "list[RowOutput]":
+        """The outputs of each prompt of the row: samples are listed prompt after prompt."""
+        each = len(self.stopped) // num_prompts
+        spans = [slice(place * each, (place + 1) * each) for place in range(num_prompts)]
+        return [RowOutput(self.num_tokens // num_prompts, self.token_ids[span], self.stopped[span]) for span in spans]
+
+
+def request_of(
+    request_id: str,
+    prompt: "RowPrompt",
+    cache_salt: str | None,
+    max_tokens: int,
+    output: RowOutput | None,
+    *,
+    with_tokens: bool = True,
+) -> Request:
+    """A prompt of a row that may generate so many tokens, or that has generated this output."""
+    num_samples = prompt.params.n
+    request = Request(
+        request_id,
+        None,
+        len(prompt.computed_ids),
+        max_tokens,
+        token_ids=array("q", prompt.computed_ids) if with_tokens else None,
+        max_new_tokens=max_tokens,
+        num_samples=num_samples,
+        cache_salt=cache_salt,
+        is_random=not prompt.params.greedy,
+    )
+    if prompt.scored is not None:
+        request.continuations = prompt.scored.continuations if with_tokens else None
+    elif output is not None:
+        request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)
+        if len(output.token_ids) == num_samples:
+            request.output_ids = [array("q", ids) for ids in output.token_ids]
+            request.stopped = output.stopped
+    return request
 
 
 def largest_output(request: Request) -> int:

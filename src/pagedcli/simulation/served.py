@@ -1,7 +1,6 @@
-"""The requests of rows: of a prompt file, and those that a run has served, kept to simulate it at its end."""
+"""The requests that a run has served, kept while it runs, so that the adviser can simulate it at its end."""
 
 from array import array
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedcli.batch.requests import BatchRow, RowPrompt
@@ -9,60 +8,13 @@ from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import TimeKey, load_step_time
-from pagedcli.simulation.requests import Request, Requests
+from pagedcli.simulation.requests import Request, Requests, RowOutput, request_of
 
 if TYPE_CHECKING:
     from pagedcli.simulation.advice import Advice
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they part: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
-
-
-def request_of(
-    request_id: str,
-    prompt: RowPrompt,
-    cache_salt: str | None,
-    max_tokens: int,
-    output: "RowOutput | None",
-    *,
-    with_tokens: bool = True,
-) -> Request:
-    """A prompt of a row that may generate so many tokens, or that has generated this output."""
-    num_samples = prompt.params.n
-    request = Request(
-        request_id,
-        None,
-        len(prompt.computed_ids),
-        max_tokens,
-        token_ids=array("q", prompt.computed_ids) if with_tokens else None,
-        max_new_tokens=max_tokens,
-        num_samples=num_samples,
-        cache_salt=cache_salt,
-        is_random=not prompt.params.greedy,
-    )
-    if prompt.scored is not None:
-        request.continuations = prompt.scored.continuations if with_tokens else None
-    elif output is not None:
-        request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)
-        if len(output.token_ids) == num_samples:
-            request.output_ids = [array("q", ids) for ids in output.token_ids]
-            request.stopped = output.stopped
-    return request
-
-
-@dataclass(frozen=True, slots=True)
-class RowOutput:
-    """What an earlier run generated for a row, or for one of its prompts."""
-
-    num_tokens: int  # tokens of all samples
-    token_ids: list[list[int]]  # token ids per sample, if the rows have them
-    stopped: list[bool]  # whether each sample stopped by itself
-
-    def shares(self, num_prompts: int) -> "list[RowOutput]":
-        """The outputs of each prompt of the row: samples are listed prompt after prompt."""
-        each = len(self.stopped) // num_prompts
-        spans = [slice(place * each, (place + 1) * each) for place in range(num_prompts)]
-        return [RowOutput(self.num_tokens // num_prompts, self.token_ids[span], self.stopped[span]) for span in spans]
 
 
 class ServedRequests:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagedcli.answers.time import Forecast
+from pagedcli.answers.time import Forecast, in_prefix_order
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.checkpoints import POLICIES as CHECKPOINTS
 from pagedcli.core.eviction import POLICIES
@@ -53,6 +53,13 @@ class Subject:
     @property
     def num_blocks(self) -> int:
         return self.limits.num_blocks or 0
+
+    @property
+    def in_order(self) -> Requests:
+        """The requests in the order in which the run starts them."""
+        if self.reorder == "none":
+            return self.workload
+        return replace(self.workload, requests=in_prefix_order(self.workload.requests))
 
     @property
     def has_tokens(self) -> bool:

@@ -23,8 +23,16 @@ from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
-from pagedcli.simulation.requests import MAX_TOKENS, Chains, Request, Requests, largest_output, work_of
-from pagedcli.simulation.served import RowOutput, request_of
+from pagedcli.simulation.requests import (
+    MAX_TOKENS,
+    Chains,
+    Request,
+    Requests,
+    RowOutput,
+    largest_output,
+    request_of,
+    work_of,
+)
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
@@ -55,7 +63,6 @@ class RecordedRequests(View):
         self._by_id: dict[str, Request] = {}
         self._links = _Links()
         self._ends: dict[int, int | None] = {}  # seq_id -> hash of the last full block in its table
-        self._num_beam_searches = 0
         self._outputs: dict[int, array[int]] = {}  # seq_id -> tokens
         # request id -> sample -> tokens of finished sequences, and whether they stopped by themselves
         self._samples: dict[str, dict[int, tuple[array[int], bool]]] = {}
@@ -85,7 +92,7 @@ class RecordedRequests(View):
             else:
                 first.continuations[event.sample_index - 1 : event.sample_index] = [_continuation(event)]
             return
-        self._num_beam_searches += event.beam_width is not None
+        self.workload.num_left_out += event.beam_width is not None
         request = Request(
             event.request_id,
             self._now_ns / 1e9,
@@ -147,11 +154,8 @@ class RecordedRequests(View):
     def finish(self) -> Requests:
         """The requests that finished, with their outputs."""
         workload = self.workload
-        workload.num_left_out = self._num_beam_searches
-        if self._num_beam_searches:
-            workload.notes.append(
-                f"{plural(self._num_beam_searches, 'beam search')}, which simulate does not model: left out"
-            )
+        if num := workload.num_left_out:
+            workload.notes.append(f"{plural(num, 'beam search')}, which simulate does not model: left out")
         finished = [request for request in workload.requests if request.num_output_tokens is not None]
         if len(finished) < len(workload.requests):
             workload.notes.append(
