@@ -19,22 +19,18 @@ from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import say, working
 
 if TYPE_CHECKING:
-    from pagedcli.answers.cures import Cure
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.simulation.difference import Comparison, Side
-
-_SIDES_HELP = "A trace, or a prompt file."
-_PAGE_HELP = "Also write an HTML page."
+    from pagedcli.simulation.difference import Side
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="BEFORE", help=_SIDES_HELP, show_default=False)],
-    after: Annotated[
-        Path, typer.Argument(metavar="AFTER", help="The other one, of the same kind.", show_default=False)
-    ],
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A trace, or a prompt file.", show_default=False)],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="The other one.", show_default=False)],
     *,
-    output_file: Annotated[Path | None, option("-o", "--output-file", metavar="PAGE.html", help=_PAGE_HELP)] = None,
+    output_file: Annotated[
+        Path | None, option("-o", "--output-file", metavar="PAGE.html", help="Also write an HTML page.")
+    ] = None,
     tokenizer: TokenizerOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
     config: ConfigFile = None,
@@ -50,7 +46,6 @@ def diff(
 
     \b
     Examples:
-      pagedcli diff monday.jsonl.zst friday.jsonl.zst
       pagedcli diff monday.jsonl.zst friday.jsonl.zst -o why.html
       pagedcli diff before.jsonl after.jsonl --format json | jq .causes
       pagedcli diff prompts-v1.jsonl prompts-v2.jsonl -m ./Qwen3-8B --num-gpu-blocks-override 4000
@@ -63,8 +58,7 @@ def diff(
     check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
-        trace, prompts = (before, after) if is_trace else (after, before)
-        raise UsageError(f"{trace} is a recorded run, {prompts} a prompt file", hint="compare two of the same kind")
+        raise UsageError("one is a recorded run, the other a prompt file", hint="compare two of the same kind")
     if flags and is_trace:
         names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
         raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
@@ -84,19 +78,13 @@ def diff(
         shown.append(tables.prompts_table(found))
     if output_file is not None:
         write_page(output_file, tables.page(found, shown))
-    cures = _cures(found, text)
+    cures, later = [], found.sides[1]
+    if "prompts" in found.parts and found.parts["prompts"]["hit_rate"] < 0:
+        prompts = PromptSample.of((each.token_ids or (), each.cache_salt) for each in later.workload.requests)
+        cures = find_cures(None, prompts=prompts, tokenizer=text, block_size=later.limits.block_size)
     told = [tables.sentence(found), *(each.text for each in cures)]
     print_tables(shown, format_, facts={**tables.facts(found), "cures": cures}, story=told)
     raise typer.Exit(EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0)
-
-
-def _cures(found: "Comparison", tokenizer: "Tokenizer | None") -> "list[Cure]":
-    """What to change about the later prompts, if they lost hits and their tokens are known."""
-    if "prompts" not in found.parts or found.parts["prompts"]["hit_rate"] >= 0:
-        return []
-    side = found.sides[1]
-    prompts = PromptSample.of((each.token_ids, each.cache_salt) for each in side.workload.requests if each.token_ids)
-    return find_cures(None, prompts=prompts, tokenizer=tokenizer, block_size=side.limits.block_size)
 
 
 def _is_trace(path: Path) -> bool:

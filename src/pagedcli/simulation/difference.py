@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -86,10 +85,8 @@ def recorded_sides(before: Path, after: Path) -> tuple[Side, Side, str | None]:
     """Two recorded runs, and why their prompts cannot be compared; None: they can. Raises: UsageError or TraceError."""
     chains = Chains()
     one, other = (_recorded_side(path, chains) for path in (before, after))
-    no_prompts = None
-    if one.workload.hash_size is not None or other.workload.hash_size is not None:
-        no_prompts = _compare_by_hashes(one, other)
-    return one, other, no_prompts
+    have_tokens = one.workload.hash_size is None and other.workload.hash_size is None
+    return one, other, None if have_tokens else _compare_by_hashes(one, other)
 
 
 def _recorded_side(path: Path, chains: Chains) -> Side:
@@ -133,19 +130,6 @@ def _compare_by_hashes(before: Side, after: Side) -> str | None:
 # ---------------------------------------------------------------------- pairs of prompts
 
 
-def _content(request: Request, hash_size: int | None) -> Key:
-    """Equal for equal prompts."""
-    if hash_size is None:
-        assert request.token_ids is not None, "without hashes there are tokens"
-        return request.token_ids.tobytes(), request.cache_salt
-    return request.hashes[: request.num_prompt_tokens // hash_size].tobytes(), request.num_prompt_tokens
-
-
-def _identity(request: Request) -> Key:
-    """The prompt's name: the user's own id, or the request's number, and its place in the row."""
-    return request.label, request.request_id.partition("/")[2]
-
-
 class Pairs:
     """The prompts of two runs, each with its partner: one of equal content, or else one with the same id.
 
@@ -158,10 +142,20 @@ class Pairs:
         num_before, num_after = map(len, self.requests)
         self.partners: tuple[list[int | None], list[int | None]] = ([None] * num_before, [None] * num_after)
         self.same: set[int] = set()
-        content = partial(_content, hash_size=before.workload.hash_size)
-        self._match(lambda request: (_identity(request), content(request)), same=True)
+        size = before.workload.hash_size
+
+        def content(request: Request) -> Key:
+            if size is None:
+                assert request.token_ids is not None, "without hashes there are tokens"
+                return request.token_ids.tobytes(), request.cache_salt
+            return request.hashes[: request.num_prompt_tokens // size].tobytes(), request.num_prompt_tokens
+
+        def identity(request: Request) -> Key:  # the user's own id, or its number, and its place in the row
+            return request.label, request.request_id.partition("/")[2]
+
+        self._match(lambda request: (identity(request), content(request)), same=True)
         self._match(content, same=True)
-        self._match(_identity, same=False)
+        self._match(identity, same=False)
 
     def _match(self, key: Callable[[Request], Key], *, same: bool) -> None:
         """Pair those that are still alone, in their order."""
