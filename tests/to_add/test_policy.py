@@ -98,11 +98,11 @@ def test_the_laws_notice_what_lru_would_not_choose_and_a_policy_that_does_not_ex
     assert "'nru' is unknown" in pagedcli("trace", run / "unknown.jsonl", "--check", expect=1)
 
 
-def test_simulations_and_their_page_have_it(pagedcli, run):
-    page = run / "page.html"
-    flags = ("--pool", "24", "--policy", "lru,next-use,mru", "-o", page, "--format", "json")
+def test_simulations_and_their_picture_have_it(pagedcli, run):
+    picture = run / "hits.svg"
+    flags = ("--pool", "24", "--policy", "lru,next-use,mru", "--picture", picture, "--format", "json")
     found = json.loads(pagedcli("simulate", run / "in.jsonl", *flags, *POOL[2:]))
     rates = {row["policy"]: row["hit_rate_tokens"] for row in found["pools"]}
     assert rates.keys() == {"lru", "next-use", "mru"}
     assert rates["next-use"] > max(rates["lru"], rates["mru"])
-    assert "mru" in page.read_text()
+    assert "mru" in picture.read_text()
