@@ -1,7 +1,7 @@
 """One page of what gpu_check.py found: python scripts/gpu_report.py DIR [--write]
 
 It answers: does it run, is it right, how fast, which kernel is far from the roof. --write puts it into
-docs/performance.md, under its own heading; gpu_check.py writes it to DIR/summary.md.
+docs/lab/performance.md, under its own heading; gpu_check.py writes it to DIR/summary.md.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Stage = dict[str, Any]
-DOC = Path(__file__).parents[1] / "docs" / "performance.md"
+DOC = Path(__file__).parents[1] / "docs" / "lab" / "performance.md"
 HEADING = "## On a GPU"
 FLOOR = 35_400  # output tokens per second of nano-vllm's workload that an H200's bandwidth and arithmetic allow
 LEAST_SHARE = 0.7  # of the roof: what is below is named
@@ -99,7 +99,7 @@ def with_page(document: str, text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="what gpu_check.py wrote")
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="into docs/lab/performance.md")
     args = parser.parse_args()
     results: list[Stage] = json.loads((args.folder / "results.json").read_text(encoding="utf-8"))
     text = page(results)

@@ -2,7 +2,7 @@
 
 Records a run of the built-in model on a pool that is too small for it, opens the application on the trace at a step
 with hits, waiting and preempted requests, and exports its screen. Where Chromium is installed, it also photographs the
-top of the report. The pictures of docs/pictures.md are drawn by the commands that it names.
+top of the report. The pictures of docs/look-inside.md are drawn by the commands that it names.
 """
 
 import asyncio

@@ -121,7 +121,7 @@ def columns_of(table: str) -> str:
 
 
 def dump_kv() -> Files:
-    return with_tables(DOCS / "reading-the-tables.md", {name: partial(columns_of, name) for name in TABLES})
+    return with_tables(DOCS / "look-inside.md", {name: partial(columns_of, name) for name in TABLES})
 
 
 def kv_cache() -> Files:
@@ -140,7 +140,7 @@ INDEX = """\
 `pagedcli learn` teaches these lessons in a terminal: it asks for a prediction, runs the command, shows the block pool,
 and the trace of the run says whether you were right. Nothing is downloaded. Here they are to be read; all commands can
 be run as they stand, in a folder with the file that is shown. `pagedcli learn 3 --picture copy.svg` also
-[draws the pool](../pictures.md).
+[draws the pool](../look-inside.md#pictures-of-a-run).
 
 """
 

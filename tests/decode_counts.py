@@ -19,7 +19,7 @@ KINDS = {
 }
 
 
-# as docs/performance.md names them -> (family of model_zoo, what differs from it)
+# as docs/lab/performance.md names them -> (family of model_zoo, what differs from it)
 FAMILIES = {
     "Llama, Mistral": ("llama", {}),
     "Qwen3": ("qwen3", {}),

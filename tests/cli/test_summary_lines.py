@@ -55,7 +55,7 @@ def test_a_page_explains_every_label_of_the_summary(tmp_path):
     labels = set(re.findall(r"^  (\S.{10}\S?) +\S", result.stderr.split("none failed")[1], re.MULTILINE))
     labels = {label.split("  ")[0].strip() for label in labels}
     assert {"TTFT", "TPOT", "prefixes", "waste"} <= labels
-    shown = (ROOT / "docs" / "reading-the-tables.md").read_text(encoding="utf-8")
+    shown = (ROOT / "docs" / "look-inside.md").read_text(encoding="utf-8")
     assert {label for label in labels if label not in shown} == set()
 
 

@@ -113,7 +113,7 @@ def test_a_record_is_found_again_from_the_steps_that_it_predicts():
 
 
 def test_a_step_has_six_measured_numbers():
-    """A number more has to be worth 3 points of error, see docs/measurements.md."""
+    """A number more has to be worth 3 points of error, see docs/lab/measurements.md."""
     assert len({each.name for each in fields(StepTime)} - {"layers"}) == 6
 
 

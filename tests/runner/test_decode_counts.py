@@ -1,4 +1,4 @@
-"""What a decode step asks of a GPU is what docs/performance.md says: kernels, operations of torch, uploads."""
+"""What a decode step asks of a GPU is what docs/lab/performance.md says: kernels, operations of torch, uploads."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from interpreter import interpreted
 from model_zoo import tiny_model
 
 pytest.importorskip("triton")
-DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs/lab/performance.md").read_text()
 
 
 @pytest.fixture(scope="module")

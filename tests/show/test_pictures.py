@@ -30,7 +30,7 @@ from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
 from pagedcli.views.stats import memory_use
 
-PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "look-inside.md"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -314,7 +314,9 @@ def test_what_does_not_go_together_is_refused(trace, tmp_path, monkeypatch, argu
 
 
 COMMANDS = re.findall(
-    r"^pagedcli (trace run.*?|simulate run.*?)(?: *#.*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    r"^pagedcli ((?:trace|simulate) run[^\n#]*?--picture[^\n#]*?)(?: *#.*)?$",
+    PAGE.read_text(encoding="utf-8"),
+    re.MULTILINE,
 )
 
 

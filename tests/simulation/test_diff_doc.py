@@ -1,4 +1,4 @@
-"""docs/diff.md: its commands print what it shows, and it names every cause."""
+"""docs/look-inside.md: its commands print what it shows, and it names every cause."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from test_tutorial import pattern
 
 from pagedcli.simulation.difference import CAUSES
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "diff.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "look-inside.md").read_text(encoding="utf-8")
 
 
 def test_the_example_is_what_the_command_prints(tmp_path, monkeypatch):

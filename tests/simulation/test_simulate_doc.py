@@ -1,4 +1,4 @@
-"""The figures in docs/simulate.md that take no long run: of the trace and of the clairvoyant."""
+"""The figures in docs/predict.md that take no long run: of the trace and of the clairvoyant."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.simulation.caches import accesses_of, best_hits
 from pagedcli.simulation.formats import FORMATS, read_traces
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "predict.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^ *([\d,]+) +([\d.]+) % +(\S+) +([\d.]+) % +([\d.]+) % +([\d.]+) % +[\d,]+ +\d+$", re.M)
 
 

@@ -13,7 +13,7 @@ from cli_harness import pagedcli
 from pagedcli.cli import simulate_flags
 from pagedcli.simulation import formats
 
-DOCS = Path(__file__).parents[2] / "docs" / "simulate.md"
+DOCS = Path(__file__).parents[2] / "docs" / "predict.md"
 
 
 class Fake(formats.TraceRow, rename={"input_length": "length", "hash_ids": "words"}, kw_only=True):

@@ -57,7 +57,7 @@ def attach(
 ) -> None:
     """Watch the KV cache of a running vLLM, SGLang or TensorRT-LLM server.
 
-    Reads the KV events that the server publishes (docs/attach.md: how to enable them) and rebuilds its prefix tree:
+    Reads the KV events that the server publishes (docs/servers.md: how to enable them) and rebuilds its prefix tree:
     what is resident, how long blocks live, and which are evicted and recomputed. On a terminal it opens an application
     (q quits, ? shows all keys); at the end it prints a summary to stdout. KV events contain no hits or requests:
     --metrics adds the server's counts.
@@ -108,7 +108,7 @@ def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None,
         tables.append(metrics_table(scraper))
     print_summary(answer, tables, state, format_)
     if not state.num_messages:
-        unknown = "no messages received; does the server publish KV events there? See docs/attach.md"
+        unknown = "no messages received; does the server publish KV events there? See docs/servers.md"
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
 
 

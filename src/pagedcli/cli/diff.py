@@ -42,7 +42,7 @@ def diff(
 
     Other prompts, order, block size, pool, policy or limits: the earlier run is simulated with one difference at a
     time; what they change only together is said as "together". Two prompt files are compared as this machine would run
-    them, with the configuration given here. See docs/diff.md.
+    them, with the configuration given here. See docs/look-inside.md.
 
     \b
     Examples:

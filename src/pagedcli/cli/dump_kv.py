@@ -24,7 +24,7 @@ _INPUTS = ("prompts", "trace")  # parameters that name what a command reads
 _TABLES = ""  # the value of a bare --dump-kv
 
 _DUMP_HELP = "Print each step's block tables, ref counts and prefix hits, or write FILE.csv."
-_panel = "Tables of the steps (docs/reading-the-tables.md)"
+_panel = "Tables of the steps (docs/look-inside.md)"
 DumpKv = Annotated[str | None, option(_FLAG, help=_DUMP_HELP, metavar="[FILE]", panel=_panel)]
 Steps = Annotated[
     str | None, option("--steps", help="Only these steps, e.g. 100-120, 100- or 100.", metavar="A-B", panel=_panel)

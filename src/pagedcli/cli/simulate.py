@@ -26,7 +26,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
 
     Begins with what the smallest pool finds, and which pool finds as much as an unlimited cache. Runs the real
     scheduler and block manager without a model, on traces of other engines (--trace-format lists them), prompt files,
-    recorded runs of pagedcli, and KV events of other engines. See docs/simulate.md.
+    recorded runs of pagedcli, and KV events of other engines. See docs/predict.md.
 
     \b
     Examples:
