@@ -62,7 +62,7 @@ MASKED_KEYS = (
     "longest_request_left_tokens",
 )  # fmt: skip
 # Commands whose output depends on nothing but their input files: only versions and paths are masked.
-EXACT_COMMANDS = ("replay", "explain", "report", "simulate", "merge", "verify", "attach")
+EXACT_COMMANDS = ("replay", "explain", "simulate", "merge", "verify", "attach")
 _VERSION = (re.compile(r'(pagedcli(?:_version)?"?[ :"]{1,3})\d+\.\d+\.\d+\S*?(?=[",\s)])'), r"\1VERSION")
 # Durations and speeds in texts for people, and what is computed from durations.
 _TEXT_MASKS = (
@@ -137,7 +137,7 @@ _INSPECT = (
     "replay run.jsonl --check",
     "replay run.jsonl --dump-kv --format json",
     "explain run.jsonl --lookups --format json",
-    "report run.jsonl -o report.html",
+    "explain run.jsonl -o report.html",
 )
 _FORMATS = ("table", "json", "csv", "md")
 
@@ -213,7 +213,7 @@ GENERATES = (
         f"generate {IN}/bad.jsonl -o out.jsonl --max-num-seqs 3 --block-size 8 --resume --record run.jsonl",
         "replay run.jsonl --check",
         "explain run.jsonl --lookups --format json",
-        "report run.jsonl -o report.html",
+        "explain run.jsonl -o report.html",
         f"generate {IN}/bad.jsonl -o out.jsonl --max-num-seqs 3 --resume",
         f"generate {IN}/shared.jsonl -o out.jsonl --resume",
     )),
@@ -288,7 +288,7 @@ TABLES = (
         "replay run.jsonl",
         "replay run.jsonl --dump-kv",
         "replay run.jsonl --export perfetto -o perfetto.json",
-        "report run.jsonl -o report.html --request r7",
+        "explain run.jsonl -o report.html --request r7",
         "simulate run.jsonl --format json --pool 30,60",
         "damage run.jsonl damaged.jsonl",
         "replay damaged.jsonl --check",
@@ -299,14 +299,14 @@ TABLES = (
         *each_format(f"explain {IN}/kv_events.jsonl", ("table", "json")),
         f"replay {IN}/kv_events.jsonl --dump-kv",
         f"replay {IN}/kv_events.jsonl --check",
-        f"report {IN}/kv_events.jsonl -o report.html",
+        f"explain {IN}/kv_events.jsonl -o report.html",
         f"simulate {IN}/kv_events.jsonl --format json",
     )),
     Run("vllm_recording", (
         f"attach {IN}/vllm.jsonl --format json",
         f"explain {IN}/vllm.jsonl --format json",
         f"replay {IN}/vllm.jsonl --check",
-        f"report {IN}/vllm.jsonl -o report.html",
+        f"explain {IN}/vllm.jsonl -o report.html",
     )),
     Run("kv_published", (
         f"publish {IN}/stories.jsonl --block-size 8 --num-gpu-blocks-override 160 --max-num-seqs 3 --max-tokens 300"
@@ -314,11 +314,11 @@ TABLES = (
         "attach recorded.jsonl --format json",
         "explain recorded.jsonl --format json",
         "replay recorded.jsonl --dump-kv",
-        "report recorded.jsonl -o report.html",
+        "explain recorded.jsonl -o report.html",
     )),
     Run("help", (
         "--version", "-h", "bench -h",
-        *(f"{name} -h" for name in ("generate", "merge", "verify", "trace", "attach", "replay", "explain", "report",
+        *(f"{name} -h" for name in ("generate", "merge", "verify", "trace", "attach", "explain",
                                     "simulate", "plan", "profile-memory", "doctor")),
         *(f"bench {name} -h" for name in ("throughput", "cache")),
         "no-such-command",

@@ -284,7 +284,7 @@ def test_all_commands_say_the_same(runs):
         assert as_json(*command)["cures"] == [each for each in found if each["kind"] != "pool"]
     explained = pagedcli("explain", folder / "run.jsonl", columns=1000).stdout.splitlines()
     assert explained[1 : 1 + len(said)] == said
-    pagedcli("report", folder / "run.jsonl", "-o", folder / "page.html")
+    pagedcli("explain", folder / "run.jsonl", "-o", folder / "page.html")
     assert json.loads(re.search(r'"verdicts":(\[.*?\]),"', (folder / "page.html").read_text())[1]) == said
 
 

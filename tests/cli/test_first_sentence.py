@@ -67,7 +67,7 @@ def test_all_commands_say_the_same_after_their_answer(tmp_path):
     assert told_of_recording(trace)[0] == cure, "the application"
     for command in (("explain", trace), ("plan", path, "--no-calibrate", *flags)):
         assert pagedcli(*command).stdout.splitlines()[1] == cure
-    pagedcli("report", trace, "-o", page)
+    pagedcli("explain", trace, "-o", page)
     assert json.loads(re.search(r'"verdicts":(\[.*?\]),"', page.read_text(encoding="utf-8"))[1])[0] == cure
     first, second, *_ = pagedcli("simulate", trace).stdout.splitlines()
     assert "an unlimited cache finds 0.0 %" in first

@@ -124,7 +124,7 @@ def test_no_hint_and_no_flag_leads_to_lost_rows(prompts, out, tmp_path):
     """`explain` of an output of generate says what it is, and no recording takes its place."""
     pagedcli("generate", prompts, "-o", out, *FAST)
     before = files_in(tmp_path)
-    for command in (("explain",), ("report",), ("trace", "--check")):
+    for command in (("explain",), ("trace", "--check")):
         said = pagedcli(command[0], out, *command[1:], expect=1).stderr
         assert "rows of generate" in said
         assert "--overwrite" not in said
@@ -146,7 +146,7 @@ def test_rows_replace_no_trace_and_no_model_file(prompts, tmp_path):
     before = files_in(tmp_path)
     for arguments in (("generate", prompts, "-o", trace), ("generate", prompts, "--dump-kv", page)):
         assert "use another name" in pagedcli(*arguments, "--overwrite", *FAST, expect=2).stderr
-    said = pagedcli("report", trace, "-o", trace, "--overwrite", expect=2).stderr
+    said = pagedcli("explain", trace, "-o", trace, "--overwrite", expect=2).stderr
     assert "same file" in said
     assert files_in(tmp_path) == before
 

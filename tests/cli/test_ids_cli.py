@@ -33,7 +33,7 @@ def test_every_view_names_requests_by_the_users_id(folder, tmp_path):
     names = pagedcli("trace", trace, "--export", "perfetto").stdout
     assert "seq 2 (request 7)" in names
     assert "seq 3 (request 3)" in names
-    pagedcli("report", trace, "-o", tmp_path / "report.html")
+    pagedcli("explain", trace, "-o", tmp_path / "report.html")
     assert '"code-Tavek"' in (tmp_path / "report.html").read_text()
     assert " code-Tavek " in pagedcli("explain", trace, "--lookups").stdout
 

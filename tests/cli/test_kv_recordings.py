@@ -71,7 +71,7 @@ def test_explain_shows_where_near_twins_part_in_text(tmp_path):
 
 def test_report_is_one_page_without_a_network(recording, tmp_path):
     path = tmp_path / "page.html"
-    pagedcli("report", recording, "-o", path)
+    pagedcli("explain", recording, "-o", path)
     page = path.read_text()
     assert "<polyline" in page
     assert "What a larger cache would have kept" in page

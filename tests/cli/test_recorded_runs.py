@@ -93,7 +93,7 @@ def test_flags_of_generating_are_refused_by_name_for_a_recorded_run(trace):
 def test_the_old_name_works_and_says_the_new_one(trace):
     old, new = (pagedcli(name, trace, "--check") for name in ("replay", "trace"))
     assert old.stdout == new.stdout
-    assert "note: pagedcli trace is pagedcli trace now" in old.stderr
+    assert "note: pagedcli replay is pagedcli trace now" in old.stderr
     assert "replay" not in pagedcli("--help").stdout
 
 
@@ -145,17 +145,17 @@ def test_paused_needs_a_terminal(prompts):
 
 def test_report_is_written(trace, tmp_path):
     path = tmp_path / "report.html"
-    said = pagedcli("report", trace, "-o", path).stderr
+    said = pagedcli("explain", trace, "-o", path).stderr
     assert str(path) in said
     assert path.read_text().startswith("<!doctype html>")
-    assert "there is no folder" in pagedcli("report", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
+    assert "there is no folder" in pagedcli("explain", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
 
 
 def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
     before = trace.read_bytes()
     other = tmp_path / "other"
     other.write_text("precious")
-    for command in (("report", trace), ("trace", trace, "--export", "perfetto")):
+    for command in (("explain", trace), ("trace", trace, "--export", "perfetto")):
         said = pagedcli(*command, "-o", trace, "--overwrite", expect=2).stderr
         assert "the trace are the same file" in said
         assert "already exists" in pagedcli(*command, "-o", other, expect=2).stderr

@@ -51,7 +51,7 @@ def _analysed(tmp_path, seed):
         pagedcli("simulate", trace),
         pagedcli("explain", trace),
         pagedcli("trace", trace, "--check"),
-        pagedcli("report", trace, "-o", tmp_path / "page.html"),
+        pagedcli("explain", trace, "-o", tmp_path / "page.html"),
         pagedcli("diff", path, other),
     ]
     return [part for run in runs for part in (run.stdout, run.stderr)]

@@ -64,7 +64,7 @@ def test_its_trace_is_lawful_and_explained(runs):
     told = pagedcli("explain", folder / "b.trace.jsonl").stdout
     hits = (tokens["hit"] + tokens["disk_hit"]) / tokens["num_tokens"]
     assert told.startswith(f"{percent_text(hits)} of ")
-    pagedcli("report", folder / "b.trace.jsonl", "-o", folder / "b.html")
+    pagedcli("explain", folder / "b.trace.jsonl", "-o", folder / "b.html")
 
 
 def test_diff_names_the_tokens_that_were_read_from_disk(runs):

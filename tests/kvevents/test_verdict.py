@@ -99,7 +99,7 @@ def test_the_commands_begin_with_the_answer(tmp_path):
         assert pagedcli(command, path).stdout.startswith(begins)
         document = json.loads(pagedcli(command, path, "--format", "json").stdout)
         assert document["answer"][0].startswith(begins)
-    pagedcli("report", path, "-o", tmp_path / "page.html")
+    pagedcli("explain", path, "-o", tmp_path / "page.html")
     assert begins in (tmp_path / "page.html").read_text()
 
 

@@ -205,7 +205,7 @@ def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
     path.write_bytes(with_script(page, script))
     found = probe_of(chromium(path))
     assert found["ready"] == "yes"
-    assert found["title"] == "pagedcli report: run.jsonl"
+    assert found["title"] == "pagedcli: run.jsonl"
     assert found["scripts"] == 3  # the data, the page's own and the probe: none came from the data
     assert NASTY in found["lookups"]
     assert CHINESE in found["lookups"]

@@ -156,7 +156,7 @@ def test_commands_show_slots_and_checkpoints(events, tmp_path):
     shown = pagedcli("trace", trace, "--step", "3", columns=200).stdout
     assert "Slots of recurrent state" in shown
     assert "4 state slots of" in shown
-    pagedcli("report", trace, "-o", tmp_path / "run.html")
+    pagedcli("explain", trace, "-o", tmp_path / "run.html")
     assert '"checkpoints":[[' in (tmp_path / "run.html").read_text()
     pagedcli("trace", trace, "--export", "perfetto", "-o", tmp_path / "run.json")
     counters = [each for each in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if each["ph"] == "C"]

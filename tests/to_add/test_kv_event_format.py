@@ -47,7 +47,7 @@ def test_a_file_of_it_is_recognised_and_every_command_reads_it(lines, tmp_path):
     assert (figures(lines)["num_unique_blocks"], figures(lines)["num_malformed"]) == (3, 0)
     assert "resident 3" in pagedcli("trace", lines).stdout
     assert json.loads(pagedcli("explain", lines, "--format", "json").stdout)["num_unique_blocks"] == 3
-    pagedcli("report", lines, "-o", tmp_path / "page.html")
+    pagedcli("explain", lines, "-o", tmp_path / "page.html")
     assert "KV events of fake.jsonl" in (tmp_path / "page.html").read_text()
     assert json.loads(pagedcli("simulate", lines, "--format", "json").stdout)["format"] == "kv-events"
 

@@ -72,7 +72,7 @@ def test_explain_and_the_page_have_it(tmp_path):
     found = json.loads(pagedcli("explain", TRACE, "--lookups", "--format", "json").stdout)["lookups"]
     assert all(row["luck"] == 700 + row["seq_id"] for row in found)
     assert "| luck |" in pagedcli("explain", TRACE, "--lookups", "--format", "md").stdout
-    pagedcli("report", TRACE, "-o", tmp_path / "page.html")
+    pagedcli("explain", TRACE, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     data = json.loads(page.partition('id="trace-data"')[2].partition(">")[2].partition("</script>")[0])
     assert ["luck", "luck", "int"] in data["requestTable"]

@@ -11,6 +11,7 @@ from pagedcli.cli.block import explain_block
 from pagedcli.cli.cures import print_answer, recorded_cures
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
+from pagedcli.cli.page import write_run_page
 from pagedcli.cli.plan_tables import ALL_HINT
 from pagedcli.cli.recorded_run import TraceFile
 from pagedcli.cli.recording import is_recording, print_capture
@@ -40,7 +41,8 @@ from pagedcli.views.rows import chosen, values_of
 from pagedcli.views.words import accepted_words, again_words
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
-_BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
+_BLOCK_HELP = "Show the history of block N instead: who held it, and what it contained."
+_PAGE_HELP = "Write an HTML page instead, with --request opened there."
 _ALL_HELP = "Show every table in full: also where all tokens were, why lookups ended, checkpoints and salts."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
@@ -58,6 +60,8 @@ def explain(
     block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
     lookups: Annotated[bool, option("--lookups", help="List every lookup, not only those that lost most.")] = False,
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False,
+    output_file: Annotated[Path | None, option("-o", "--output-file", metavar="PAGE.html", help=_PAGE_HELP)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
     tokenizer: TokenizerOption = None,
     format_: Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)] = Format.TABLE,
 ) -> None:
@@ -65,7 +69,9 @@ def explain(
 
     The ceiling is the hit rate of an unlimited cache in which every block is computed once. With --record-tokens, a
     recording also shows the text where prompts diverge. Recordings of `pagedcli attach` have no lookups: for these,
-    explain shows which blocks were recomputed and why, and what a larger cache would have kept.
+    explain shows which blocks were recomputed and why, and what a larger cache would have kept. With -o it writes a
+    page that needs no network: block map and tables at any step, charts over time, every request and lookup. If tokens
+    were recorded, it contains parts of the prompts: share with care.
 
     \b
     Examples:
@@ -73,7 +79,13 @@ def explain(
       pagedcli explain run.jsonl --request code-Mirano
       pagedcli explain run.jsonl --block 37                (pagedcli trace run.jsonl --block 37 --step 100: at one step)
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
+      pagedcli explain run.jsonl -o run.html
     """  # fmt: skip
+    if output_file is not None:
+        if block is not None or lookups or all_ or format_ is not Format.TABLE:
+            raise UsageError("-o writes the whole page, which is combined with --request and --tokenizer only")
+        write_run_page(trace, output_file, request, tokenizer, overwrite=overwrite)
+        return
     if is_recording(trace, request=request, lookups=lookups, block=block, all=all_):
         print_capture(trace, tokenizer, format_, in_full=True)
         return

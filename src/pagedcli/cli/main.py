@@ -31,8 +31,7 @@ COMMANDS = {
     "verify": ("Run", "Compare two outputs row by row."),
     "merge": ("Run", "Merge the outputs of all shards of a run."),
     "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
-    "explain": ("Look inside", "Explain why each prefix lookup of a run hit or missed."),
-    "report": ("Look inside", "Write an HTML report of a recorded run."),
+    "explain": ("Look inside", "Explain why prefixes of a run were found or missed."),
     "diff": ("Look inside", "List what differs between two runs, and what each changes."),
     "plan": ("Predict", "Predict how long a file takes and what its KV cache does."),
     "profile-memory": ("Predict", "Show where memory goes and how many KV blocks fit."),
@@ -44,7 +43,8 @@ COMMANDS = {
     "store": ("This machine", "Look after the folder of --prefix-store."),
     "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
 }
-RENAMED = {"replay": "trace"}  # old names of commands, for one version
+# old names of commands, for one version -> what stands for them
+RENAMED = {"replay": ("trace",), "report": ("explain", "-o", "report.html")}
 
 
 class _Commands(TyperGroup):
@@ -68,9 +68,9 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
-        if (name := RENAMED.get(args[0])) is not None:
-            say(f"note: pagedcli {args[0]} is pagedcli {name} now")
-            args = [name, *args[1:]]
+        if (words := RENAMED.get(args[0])) is not None:
+            say(f"note: pagedcli {args[0]} is pagedcli {words[0]} now")
+            args = [*words, *args[1:]]
         near = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.6)
         if near and args[0] not in COMMANDS:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")

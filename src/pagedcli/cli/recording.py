@@ -1,4 +1,4 @@
-"""Recordings of KV events as subjects of the commands: `attach`, `trace`, `explain`, and the page of `report`."""
+"""Recordings of KV events as subjects of the commands: `attach`, `trace`, `explain`, and its page."""
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape

@@ -26,7 +26,7 @@ _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Defau
 _CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
 _PICTURE_HELP = "Also draw the hit rate by pool size, as .svg or .png."
 _ALL_HELP = "Also show the trace, the hit rate drawn over pools of any size, and the settings that were tried."
-_RECORD_HELP = "Record the run's events, for trace, explain and report (one pool and policy)."
+_RECORD_HELP = "Record the run's events, for trace and explain (one pool and policy)."
 _POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}. Default: lru, or that of the recorded run."
 
 

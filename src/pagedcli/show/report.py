@@ -1,7 +1,7 @@
 """One self-contained HTML page of a recorded run: the files of report_page/ with the folded trace inside. No
 network, no libraries.
 
-Used by `pagedcli report`. The page only draws; all counting is done here, by the same folds as elsewhere.
+Used by `pagedcli explain -o`. The page only draws; all counting is done here, by the same folds as elsewhere.
 """
 
 import dataclasses
@@ -196,7 +196,7 @@ def render_report(
         "selected": sorted(selected),
         "explain": _explain_document(run.explainer, make_decoder()),
     }
-    return _page(f"pagedcli report: {reader.path.name}", document)
+    return _page(f"pagedcli: {reader.path.name}", document)
 
 
 def _groups_document(state: PoolState) -> list[dict[str, Any]]:
