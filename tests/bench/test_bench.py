@@ -92,7 +92,7 @@ SMALL = ("-m", str(shape_folder("qwen3-small")), "--load-format", "dummy")
 
 def test_throughput_says_how_far_from_the_floor_it_is():
     lengths = ("--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--repeat", "2")
-    document = json.loads(bench("throughput", *SMALL, *lengths, "--format", "json"))
+    document = json.loads(bench(*SMALL, *lengths, "--format", "json"))
     [row] = document["throughput"]
     assert len(row["all_wall_s"]) == 2
     assert row["wall_s"] == pytest.approx(sum(row["all_wall_s"]) / 2)
@@ -139,7 +139,7 @@ def test_a_model_with_a_small_vocabulary_can_be_measured(tmp_path):
     small = ("-m", str(tmp_path), "--load-format", "dummy", "--dtype", "float32", "--format", "json")
     lengths = ("--input-len", "12", "--output-len", "3")
     assert json.loads(bench("cache", *small, *lengths))["same_tokens"]
-    assert json.loads(bench("throughput", *small, *lengths, "--num-prompts", "2", "--repeat", "1"))["throughput"]
+    assert json.loads(bench(*small, *lengths, "--num-prompts", "2", "--repeat", "1"))["throughput"]
 
 
 def test_ids_within_the_vocabulary_stay_and_others_wrap_around():
@@ -165,14 +165,14 @@ SHORT = (*SMALL, "--num-prompts", "2", "--input-len", "8", "--output-len", "4", 
 
 @pytest.mark.usefixtures("measured_once")
 def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
-    (tmp_path / "before.json").write_text(bench("throughput", *SHORT, "--format", "json"))
-    found = json.loads(bench("throughput", *SHORT, "--compare", str(tmp_path / "before.json"), "--format", "json"))
+    (tmp_path / "before.json").write_text(bench(*SHORT, "--format", "json"))
+    found = json.loads(bench(*SHORT, "--compare", str(tmp_path / "before.json"), "--format", "json"))
     figures = {row["figure"]: row for row in found["compared"]}
     assert {"wall_s", "output_tokens_per_s", "ttft_ms", "tpot_ms"} <= set(figures)
     before = json.loads((tmp_path / "before.json").read_text())["throughput"][0]
     assert figures["wall_s"]["before"] == before["wall_s"]
     assert figures["wall_s"]["now"] == found["throughput"][0]["wall_s"]
-    first = bench("throughput", *SHORT).splitlines()[0]
+    first = bench(*SHORT).splitlines()[0]
     assert re.match(r"random: [\d,]+ tokens/s \([\d,]+ to [\d,]+ in 2 passes\)", first)
 
 
@@ -199,7 +199,7 @@ def test_a_change_counts_only_where_the_passes_do_not_overlap():
 def test_a_file_that_is_no_measurement_is_refused_before_measuring(tmp_path, content):
     (tmp_path / "before.json").write_text(content)
     for path in (tmp_path / "before.json", tmp_path / "none.json"):
-        result = CliRunner().invoke(app, ["bench", "throughput", *SHORT, "--compare", str(path)])
+        result = CliRunner().invoke(app, ["bench", *SHORT, "--compare", str(path)])
         assert result.exit_code == 2
         assert str(path) in result.stderr
 
@@ -241,11 +241,11 @@ def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, cap
 @pytest.mark.slow
 def test_passes_are_shown_as_they_end_and_by_default_fit_a_minute(monkeypatch, capsys):
     lengths = ("--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--format", "json")
-    result = CliRunner().invoke(app, ["bench", "throughput", *SMALL, *lengths], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["bench", *SMALL, *lengths], catch_exceptions=False)
     assert len(json.loads(result.stdout)["throughput"][0]["all_wall_s"]) == 3
     assert len([line for line in result.stderr.splitlines() if "out tok/s, TTFT " in line]) == 3
     monkeypatch.setattr("pagedcli.cli.bench._MINUTE_S", 0.0)
-    result = CliRunner().invoke(app, ["bench", "throughput", *SMALL, *lengths], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["bench", *SMALL, *lengths], catch_exceptions=False)
     assert len(json.loads(result.stdout)["throughput"][0]["all_wall_s"]) == 1
 
 

@@ -52,7 +52,7 @@ def limited(mebibytes, *arguments, folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux only")
 @pytest.mark.parametrize(
-    "command", ["generate in.jsonl", "trace in.jsonl", "plan in.jsonl", "profile-memory", "bench throughput", "doctor"]
+    "command", ["generate in.jsonl", "trace in.jsonl", "plan in.jsonl", "profile-memory", "bench", "doctor"]
 )
 def test_too_little_memory_for_torch_is_one_error(command, tmp_path):
     error, hint = limited(400, *command.split(), folder=tmp_path).splitlines()

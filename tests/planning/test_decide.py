@@ -169,7 +169,7 @@ def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
     assert (shown["attention"], shown["dtype"], shown["not used"]) == (plan.backend, plan.dtype, plan.refused[0])
     path = tiny_model("qwen3", tmp_path / "m")
     flags = ["-m", path, "--dtype", "float32", "--attention-backend", "sdpa", "--quantization", "int8"]
-    refused = pagedcli("bench", "throughput", "--num-prompts", "1", *flags, expect=2).stderr
+    refused = pagedcli("bench", "--num-prompts", "1", *flags, expect=2).stderr
     assert "no decoder runs Qwen3ForCausalLM with weights int8" in refused
 
 

@@ -58,7 +58,7 @@ def found(tmp_path_factory):
     dummy = ["-m", str(folder), "--load-format", "dummy", "--quantization", "fake8"]
     lengths = ["--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--repeat", "1"]
     prompts, described = str(folder / "prompts.jsonl"), ["profile-memory", "-m", str(folder), "--memory", "8GiB"]
-    with_help = ("generate", "profile-memory", "plan", "bench throughput")
+    with_help = ("generate", "profile-memory", "plan", "bench")
     int8 = ["int8" if each == "fake8" else each for each in small]
     commands = {
         **{f"help {name}": [*name.split(), "--help"] for name in with_help},
@@ -70,7 +70,7 @@ def found(tmp_path_factory):
         "profile": [*described, "--format", "json"],
         "table": [*described, "--all"],
         "measured": ["profile-memory", *dummy, "--max-num-seqs", "2", "--max-model-len", "64", "--format", "json"],
-        "throughput": ["bench", "throughput", *dummy, *lengths, "--format", "json"],
+        "throughput": ["bench", *dummy, *lengths, "--format", "json"],
         "doctor": ["doctor", "--device", "cpu", "--format", "json"],
     }
     done = subprocess.run(

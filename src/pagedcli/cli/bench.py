@@ -11,7 +11,7 @@ import typer
 
 from pagedcli.bench.spread import Busy, Earlier, FigureChange, compared_rows, worst
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
-from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, command_group, config_flags, option
+from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
@@ -56,7 +56,7 @@ def read_earlier(path: Path) -> list[Earlier]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (*NOT_JSON, KeyError) as error:
-        hint = "make one with pagedcli bench throughput --format json"
+        hint = "make one with pagedcli bench --format json"
         raise UsageError(f"{path} is not a measurement to compare with", hint=hint) from error
 
 
@@ -102,8 +102,13 @@ def _busy_warning(busy: Busy | None) -> list[str]:
     ]
 
 
-bench = command_group("Measure speed and compare it with the machine's limits.")
-_workload = partial(option, panel="BenchWorkload", metavar="N", show_default=True)
+bench = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_workload = partial(option, panel="Workload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
@@ -112,9 +117,10 @@ _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_
 _COMPARE_HELP = "Compare with an earlier measurement, printed with --format json."
 
 
-@bench.command()
+@bench.callback()
 @config_flags(*MEASURED_KEYS)
 def throughput(
+    context: typer.Context,
     *,
     preset: Annotated[
         list[str] | None,
@@ -140,15 +146,17 @@ def throughput(
 
     \b
     Examples:
-      pagedcli bench throughput --preset W1
-      pagedcli bench throughput --preset W1 --preset W5 --format json > before.json
-      pagedcli bench throughput --preset W1 --preset W5 --compare before.json
-      pagedcli bench throughput --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
-      pagedcli bench throughput --num-prompts 1 --output-len 64
-      pagedcli bench throughput -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
+      pagedcli bench --preset W1
+      pagedcli bench --preset W1 --preset W5 --format json > before.json
+      pagedcli bench --preset W1 --preset W5 --compare before.json
+      pagedcli bench --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
+      pagedcli bench --num-prompts 1 --output-len 64
+      pagedcli bench -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    if context.invoked_subcommand is not None:
+        return
     from pagedcli.bench.throughput import WorkloadRow, throughput_row
 
     loaded = load_config(config, flags)

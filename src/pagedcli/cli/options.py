@@ -24,17 +24,6 @@ _SHORT = {"engine.model": "-m", "run.system_prompt": "--system"}
 _METAVARS = {int: "N", float: "X"}
 
 
-def command_group(help_: str) -> typer.Typer:
-    """A command that has commands."""
-    return typer.Typer(
-        help=help_,
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-
-
 def option(*names: str, panel: str | None = None, show_default: bool = False, **settings: Any) -> Any:
     """A flag in a section of the help, by default without its default. `settings` are those of typer.Option."""
     return typer.Option(*names, rich_help_panel=panel, show_default=show_default, **settings)
