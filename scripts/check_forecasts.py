@@ -167,7 +167,7 @@ def write_rows(job: Job, num_rows: int, path: Path, vocab_size: int) -> None:
 
 
 def job_config(job: Job, config: EngineConfig) -> EngineConfig:
-    return msgspec.structs.replace(config, max_num_seqs=job.num_seqs, num_gpu_blocks_override=job.pool)
+    return msgspec.structs.replace(config, max_num_seqs=job.num_seqs, num_kvcache_blocks=job.pool)
 
 
 def predicted(job: Job, model: Model, path: Path) -> Forecast:

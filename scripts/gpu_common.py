@@ -116,7 +116,7 @@ TINY = Scale(
     block_sizes=(16,),
     num_prompts=3,
     lengths=(4, 9),
-    engine={"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 16},
+    engine={"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 16},
     batch=3,
 )  # fmt: skip
 

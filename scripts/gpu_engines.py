@@ -62,7 +62,7 @@ def engine_of(path: Path, device: str, **options: Any) -> Any:
     from pagedcli.runner.llm_engine import LLMEngine
 
     backend = {"attention_backend": "reference"} if device == "cpu" else {}
-    config = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 200, **backend, **options}
+    config = {"dtype": "float32", "max_num_seqs": 8, "num_kvcache_blocks": 200, **backend, **options}
     return LLMEngine(EngineConfig(model=str(path), device=device, **config))
 
 
@@ -87,7 +87,7 @@ def smoke(scale: Scale, rows: Rows) -> Result:
     num_prompts, num_new = (8, 32) if scale.on_gpu else (2, 3)
     prompts = [[5 + (7 * i + row) % 300 for i in range(20 + row)] for row in range(num_prompts)]
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
-    limits: Row = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": num_prompts, "max_model_len": 64}
+    limits: Row = {"dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": num_prompts, "max_model_len": 64}
     ways = {"graphs": LOOPS["graphs, ahead"], "eager": LOOPS["plain"]}
     ways["sdpa"] = {**LOOPS["plain"], "attention_backend": "sdpa"}
     first: list[list[int]] | None = None
@@ -307,7 +307,7 @@ def graphs(scale: Scale, rows: Rows) -> Result:
     ]
     params[::2] = [msgspec.structs.replace(each, temperature=0.0) for each in params[::2]]
     tokens = {}
-    limits: Row = {"dtype": "float32", "num_gpu_blocks_override": 512}
+    limits: Row = {"dtype": "float32", "num_kvcache_blocks": 512}
     limits |= {"max_num_seqs": 21 if scale.on_gpu else 3, "max_model_len": 256 if scale.on_gpu else 64}
     with tempfile.TemporaryDirectory() as folder:
         for name, options in LOOPS.items():

@@ -85,11 +85,11 @@ MODES = (
     Mode("several_prompts", "--id-field qid --keep label,meta --n 2 --temperature 1", num_lines=40, line=_several),
     Mode("openai_chat", "--logprobs 2", line=_chat),
     Mode("pipe", "--temperature 1", input_name="-"),
-    Mode("preemption", "--num-gpu-blocks-override 26 --output-token-ids --chunked-prefill-size 24", num_lines=80,
+    Mode("preemption", "--num-kvcache-blocks 26 --output-token-ids --chunked-prefill-size 24", num_lines=80,
          line=_long),
     Mode("int8", "--quantization int8 --kv-cache-dtype int8 --logprobs 3"),
     Mode("record", "--record run.jsonl --record-tokens --output-metrics"),
-    Mode("prefix_order", "--reorder prefix --eviction next-use --num-gpu-blocks-override 60",
+    Mode("prefix_order", "--reorder prefix --eviction next-use --num-kvcache-blocks 60",
          line=_long),
 )  # fmt: skip
 _ALWAYS = "--max-tokens 60 --ignore-eos --max-num-seqs 8 --dtype float32"

@@ -57,7 +57,7 @@ def record(folder: Path) -> Path:
     """The trace of the run."""
     source, trace = folder / "prompts.jsonl", folder / "run.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in prompts()), encoding="utf-8")
-    limits = ["--num-gpu-blocks-override", "40", "--max-num-seqs", "12", "--max-num-batched-tokens", "128"]
+    limits = ["--num-kvcache-blocks", "40", "--max-num-seqs", "12", "--max-num-batched-tokens", "128"]
     command = [sys.executable, "-m", "pagedcli", "generate", str(source), "-o", str(folder / "out.jsonl")]
     subprocess.run([*command, "--record", str(trace), *limits], check=True)
     return trace

@@ -79,7 +79,7 @@ QUESTIONS = (
     ),
     Question(
         "What would sorting the file save?",
-        "plan prompts.jsonl --no-calibrate --num-gpu-blocks-override 20 --max-num-seqs 4",
+        "plan prompts.jsonl --no-calibrate --num-kvcache-blocks 20 --max-num-seqs 4",
         num_lines=2,
     ),
     Question("Would another order of the retrieved passages help?", "plan passages.jsonl --no-calibrate", num_lines=2),
@@ -87,12 +87,10 @@ QUESTIONS = (
         "A prompt template over the columns of a CSV file?",
         "generate people.csv --template 'The code of {name} is {code}. The code is' --max-tokens 4",
     ),
-    Question(
-        "Which settings?", "plan prompts.jsonl --tune --num-gpu-blocks-override 20 --max-num-seqs 1", is_timed=True
-    ),
+    Question("Which settings?", "plan prompts.jsonl --tune --num-kvcache-blocks 20 --max-num-seqs 1", is_timed=True),
     Question(
         "Which rows failed, and why?",
-        "generate long.jsonl -o long.out.jsonl --num-gpu-blocks-override 8 --overwrite",
+        "generate long.jsonl -o long.out.jsonl --num-kvcache-blocks 8 --overwrite",
         code=3,
     ),
     Question("Why did the hit rate fall after I changed the system prompt?", "diff monday.jsonl friday.jsonl"),
@@ -193,12 +191,12 @@ def make_files(folder: Path) -> None:
     for name, config in (("qwen3-8b", _QWEN3_8B), ("qwen2.5-7b", _QWEN25_7B)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    small = "--num-gpu-blocks-override 20 --max-num-seqs 4"
+    small = "--num-kvcache-blocks 20 --max-num-seqs 4"
     for command in (
         f"generate prompts.jsonl -o out.jsonl {small} --record run.jsonl --record-tokens",
-        "generate four.jsonl -o four.out.jsonl --num-gpu-blocks-override 8 --max-num-seqs 3 --record tight.jsonl",
+        "generate four.jsonl -o four.out.jsonl --num-kvcache-blocks 8 --max-num-seqs 3 --record tight.jsonl",
         f"generate prompts.jsonl -o again.jsonl {small} --block-size 8",
-        "generate prompts.jsonl -o later.out.jsonl --num-gpu-blocks-override 80 --max-num-seqs 4 --record later.jsonl"
+        "generate prompts.jsonl -o later.out.jsonl --num-kvcache-blocks 80 --max-num-seqs 4 --record later.jsonl"
         " --record-tokens",
         "simulate states.jsonl --record hybrid.jsonl --pool 40 --num-state-slots 8 --max-num-seqs 1 --output-tokens 4"
         " --checkpoints end",

@@ -155,25 +155,25 @@ def each_format(command: str, formats: tuple[str, ...] = _FORMATS) -> tuple[str,
     return tuple(f"{command} --format {name}" for name in formats)
 
 
-_SMALL = "--num-gpu-blocks-override 24 --block-size 16 --max-num-seqs 6"
+_SMALL = "--num-kvcache-blocks 24 --block-size 16 --max-num-seqs 6"
 TRACES = (
     traced("plain", ""),
-    traced("preemption", "--num-gpu-blocks-override 26 --max-num-seqs 8"),
-    traced("preempt_largest", "--num-gpu-blocks-override 26 --max-num-seqs 8 --preemption-policy largest"),
+    traced("preemption", "--num-kvcache-blocks 26 --max-num-seqs 8"),
+    traced("preempt_largest", "--num-kvcache-blocks 26 --max-num-seqs 8 --preemption-policy largest"),
     traced("no_prefix_caching", "--no-enable-prefix-caching --max-num-seqs 6"),
-    traced("block_1", "--block-size 1 --num-gpu-blocks-override 600 --max-num-seqs 6"),
-    traced("block_64", "--block-size 64 --num-gpu-blocks-override 14 --max-num-seqs 4 --record-tokens"),
+    traced("block_1", "--block-size 1 --num-kvcache-blocks 600 --max-num-seqs 6"),
+    traced("block_64", "--block-size 64 --num-kvcache-blocks 14 --max-num-seqs 4 --record-tokens"),
     traced("chunks", "--max-num-batched-tokens 24 --chunked-prefill-size 7 --max-num-seqs 5"),
-    traced("samples", "--max-num-seqs 8 --num-gpu-blocks-override 60 --block-size 4", rows="samples.jsonl"),
-    traced("bad_rows", "--num-gpu-blocks-override 40 --no-ids", rows="bad.jsonl"),
+    traced("samples", "--max-num-seqs 8 --num-kvcache-blocks 60 --block-size 4", rows="samples.jsonl"),
+    traced("bad_rows", "--num-kvcache-blocks 40 --no-ids", rows="bad.jsonl"),
     traced("async", f"-C {IN}/async.yaml {_SMALL}"),
     *(traced(f"eviction_{name}", f"--eviction {name} {_SMALL}") for name in ("fifo", "lfu", "prefix-lru")),
     traced("eviction_lru", f"--eviction lru {_SMALL} --reorder prefix"),
     traced("eviction_next_use", f"--eviction next-use {_SMALL} -C {IN}/read_ahead.yaml"),
-    traced("windows", f"-m {MODEL}/windows --block-size 4 --num-gpu-blocks-override 90 --ignore-eos",
+    traced("windows", f"-m {MODEL}/windows --block-size 4 --num-kvcache-blocks 90 --ignore-eos",
            rows="windows.jsonl"),
     traced("all_windows", f"-m {MODEL}/all_windows --block-size 4 --chunked-prefill-size 7 --max-num-seqs 3"
-           " --num-gpu-blocks-override 40", rows="windows_bad.jsonl"),
+           " --num-kvcache-blocks 40", rows="windows_bad.jsonl"),
     Run("trace_one_step", (
         *each_format(f"trace {IN}/prompts.jsonl --step 3 --record run.jsonl.zst --overwrite", ("table", "json")),
         "replay run.jsonl.zst --check",
@@ -198,13 +198,13 @@ GENERATES = (
     generated("dump_kv", "--dump-kv --max-tokens 3 --limit 5"),
     generated("config", f"-C {IN}/run.yaml --logprobs 1 --prompt-logprobs 1 --n 2 --temperature 0.7"),
     Run("generate_errors", (
-        f"generate {IN}/bad.jsonl -o out.jsonl --num-gpu-blocks-override 40",
+        f"generate {IN}/bad.jsonl -o out.jsonl --num-kvcache-blocks 40",
         f"generate {IN}/bad.jsonl -o out.jsonl",
-        f"generate {IN}/bad.jsonl -o strict.jsonl --strict --num-gpu-blocks-override 40",
+        f"generate {IN}/bad.jsonl -o strict.jsonl --strict --num-kvcache-blocks 40",
         f"generate {IN}/missing.jsonl -o missing_out.jsonl",
         f"generate {IN}/prompts.jsonl -m ../models/missing -o model.jsonl",
         f"generate {IN}/prompts.jsonl --block-size 0",
-        f"generate {IN}/prompts.jsonl --num-gpu-blocks-override 1 -o tiny.jsonl",
+        f"generate {IN}/prompts.jsonl --num-kvcache-blocks 1 -o tiny.jsonl",
         "generate --no-such-flag",
     )),
     Run("generate_resume", (
@@ -247,11 +247,11 @@ TABLES = (
     Run("dry_run", each_format(f"generate {IN}/shared.jsonl --dry-run", ("table", "json"))),
     Run("plan", (
         *each_format(f"plan {IN}/shared.jsonl", ("table", "json")),
-        f"plan {IN}/bad.jsonl --num-gpu-blocks-override 40 --format csv",
+        f"plan {IN}/bad.jsonl --num-kvcache-blocks 40 --format csv",
         f"plan {IN}/columns.jsonl --field question --format md",
     )),
     # where it measures, all but the pool depends on the memory that is free
-    Run("profile_memory_measured", ("profile-memory --format json --num-gpu-blocks-override 300",),
+    Run("profile_memory_measured", ("profile-memory --format json --num-kvcache-blocks 300",),
         ("num_tokens", "max_concurrency"), r'largest: [^"]*|--kv-cache-memory [^"]*'),
     Run("profile_memory", (
         f"profile-memory -m {MODEL}/windows --gpu h200 --target-concurrency 64 --prompts {IN}/windows.jsonl",
@@ -309,7 +309,7 @@ TABLES = (
         f"explain {IN}/vllm.jsonl -o report.html",
     )),
     Run("kv_published", (
-        f"publish {IN}/stories.jsonl --block-size 8 --num-gpu-blocks-override 160 --max-num-seqs 3 --max-tokens 300"
+        f"publish {IN}/stories.jsonl --block-size 8 --num-kvcache-blocks 160 --max-num-seqs 3 --max-tokens 300"
         " --ignore-eos",
         "attach recorded.jsonl --format json",
         "explain recorded.jsonl --format json",

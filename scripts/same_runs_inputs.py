@@ -167,7 +167,7 @@ def write_inputs(folder: Path) -> None:
     write_lines(folder / "windows_bad.jsonl", [*window_rows(), {"prompt": [5] * 400}])
     (folder / "async.yaml").write_text("engine: {async_scheduling: true}\n")
     (folder / "read_ahead.yaml").write_text("run: {read_ahead: 3000}\n")
-    (folder / "pool.yaml").write_text("engine:\n  block_size: 8\n  num_gpu_blocks_override: 80\nrun:\n  strict: true\n")
+    (folder / "pool.yaml").write_text("engine:\n  block_size: 8\n  num_kvcache_blocks: 80\nrun:\n  strict: true\n")
     try:
         write_parquet(folder / "columns.parquet")
     except ImportError:

@@ -38,7 +38,7 @@ class Harness:
     """An engine with a small pool, used for one run after the other."""
 
     def __init__(self, **engine):
-        settings = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 4}
+        settings = {"dtype": "float32", "block_size": 4, "num_kvcache_blocks": 200, "max_num_seqs": 4}
         self.engine = LLMEngine(EngineConfig(**(settings | engine)))
         self.tokenizer = Tokenizer(self.engine.model_path)
 

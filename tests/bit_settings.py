@@ -69,9 +69,9 @@ def changed(config: Any, setting: Setting, folder: Path) -> Any:
     """An engine's configuration under a setting."""
     keys = dict(setting.keys)
     if "block_size" in keys and config.kv_cache_memory is None:
-        given = config.num_gpu_blocks_override
+        given = config.num_kvcache_blocks
         num_tokens = ROOMY_TOKENS if given is None else given * config.block_size
-        keys["num_gpu_blocks_override"] = num_tokens // keys["block_size"]
+        keys["num_kvcache_blocks"] = num_tokens // keys["block_size"]
     if "prefix_store" in keys:
         keys["prefix_store"] = config.prefix_store or str(folder / "store")
     return msgspec.structs.replace(config, **keys)

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from pagedcli.cli.main import app
 
 PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "The fox", "Hello"))
-FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4")
+FAST = ("--max-tokens", "4", "--num-kvcache-blocks", "64", "--max-num-seqs", "4")
 
 
 def pagedcli(*arguments, stdin=None, expect=0, columns=80):

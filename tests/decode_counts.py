@@ -56,7 +56,7 @@ def counts_of_a_family(gpu, make_model, name):
 
 def counts_of_a_step(gpu, path, kind="greedy", *, num_rows=NUM_ROWS, **options):
     """Kernels, operations, uploads and steps ahead of one decode step of so many such requests."""
-    config = {"max_num_seqs": num_rows, "num_gpu_blocks_override": 90, "max_model_len": 128}
+    config = {"max_num_seqs": num_rows, "num_kvcache_blocks": 90, "max_model_len": 128}
     engine = LLMEngine(EngineConfig(model=str(path), device="cuda", **{"dtype": "float32", **config, **options}))
     options = {"ignore_eos": True, "max_tokens": 30, "seed": 1, **KINDS[kind]}
     for number in range(num_rows):

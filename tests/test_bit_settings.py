@@ -22,9 +22,9 @@ HAS_EFFECT = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_changes_the_engine_and_no_token(name, tmp_path_factory, tmp_path):
     path = cached_model("qwen3_5" if name == "checkpoints" else "qwen3", tmp_path_factory)
-    expected = run(make_engine(path, num_gpu_blocks_override=200), PROMPTS, GREEDY)
+    expected = run(make_engine(path, num_kvcache_blocks=200), PROMPTS, GREEDY)
     with applied(SETTINGS[name], tmp_path):
-        engine = make_engine(path, num_gpu_blocks_override=200)
+        engine = make_engine(path, num_kvcache_blocks=200)
         assert run(engine, PROMPTS, GREEDY) == expected
     assert HAS_EFFECT[name](engine)
 
@@ -32,7 +32,7 @@ def test_a_setting_changes_the_engine_and_no_token(name, tmp_path_factory, tmp_p
 def test_an_engine_that_refuses_a_setting_runs_without_it_and_says_so(tmp_path_factory, tmp_path):
     path = cached_model("qwen3", tmp_path_factory)
     with applied(SETTINGS["store"], tmp_path), pytest.warns(UserWarning, match="attention backend reference"):
-        engine = make_engine(path, num_gpu_blocks_override=200, attention_backend="reference")
+        engine = make_engine(path, num_kvcache_blocks=200, attention_backend="reference")
     assert engine.cache.store is None
     with applied(SETTINGS["checkpoints"], tmp_path), pytest.raises(pytest.skip.Exception, match="no layers with"):
         make_engine(path)

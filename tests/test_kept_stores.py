@@ -14,7 +14,7 @@ from pagedcli.core.store import StoredNote
 pytestmark = pytest.mark.usefixtures("own_digests")
 KEPT = sorted(path.parent for path in (Path(__file__).parent / "data" / "kept").glob("*/store"))
 STORES = ("store", "encrypted", "states")
-FLAGS = ("--dtype", "float32", "--block-size", "4", "--num-gpu-blocks-override", "200", "--max-num-seqs", "2")
+FLAGS = ("--dtype", "float32", "--block-size", "4", "--num-kvcache-blocks", "200", "--max-num-seqs", "2")
 
 
 @pytest.fixture(params=KEPT, ids=lambda path: path.name)

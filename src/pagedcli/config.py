@@ -84,7 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1, affects_rows=False)] = 1
 
     block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, at_most=2**20, affects_rows=False)] = 16
-    num_gpu_blocks_override: Annotated[
+    num_kvcache_blocks: Annotated[
         int | None,
         _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1, affects_rows=False),
     ] = None
@@ -233,6 +233,7 @@ _REMOVED = {
     "prefix_store_key": (None, "a prefix store is no longer encrypted, its folder has mode 700"),
     "prefix_store_read": ("always", "what is in a prefix store is always read"),
 }
+OLD_POOL = "num_gpu_blocks_override"  # vLLM's name of num_kvcache_blocks, read in files, flags and keywords
 BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size", "weight_cache_size"))  # may be text with a unit
 
 
@@ -377,6 +378,8 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     for name, (nothing, instead) in _REMOVED.items():
         if document.get("engine", {}).pop(name, nothing) != nothing:
             raise ConfigError(f"{path}: engine.{name} was removed, leave it out: {instead}")
+    if OLD_POOL in document.get("engine", {}):
+        document["engine"].setdefault("num_kvcache_blocks", document["engine"].pop(OLD_POOL))
     sources = {key: str(path) for key in _leaf_keys(document)}
     for dotted, value in (flags or {}).items():
         if value is not None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.config import BYTE_KEYS, EngineConfig, parse_bytes, refuse_removed
+from pagedcli.config import BYTE_KEYS, OLD_POOL, EngineConfig, parse_bytes, refuse_removed
 from pagedcli.errors import ConfigError
 
 _ALIASES = {
     "kvcache_block_size": "block_size",  # nano-vllm
-    "num_kvcache_blocks": "num_gpu_blocks_override",  # nano-vllm, where -1 means automatic
+    OLD_POOL: "num_kvcache_blocks",  # vLLM
     "kv_cache_memory_bytes": "kv_cache_memory",  # vLLM
 }
 # vLLM's keywords without effect here: name -> values that are accepted; empty: any
@@ -54,7 +54,7 @@ def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
             nearest = difflib.get_close_matches(name, [*known, *_ALIASES], n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
             raise TypeError(f"LLM() got an unexpected keyword argument {name!r}; {hint}")
-        if value is not None and not (name == "num_kvcache_blocks" and value < 0):
+        if value is not None and not (key == "num_kvcache_blocks" and value == -1):  # nano-vllm: automatic
             refuse_removed(EngineConfig, key, value, name)
             values[key] = parse_bytes(value) if key in BYTE_KEYS and isinstance(value, str) else value
     try:

@@ -98,7 +98,7 @@ def test_smaller_blocks_are_tried_where_the_kernels_have_them():
 
 def test_the_blocks_of_a_small_pool_are_part_of_the_advice_on_their_size():
     given = subject([[1] * 24 + own(n, 9) for n in range(40)], num_blocks=12)
-    assert Setting.of(BLOCK_SIZES, given, 8).text == "--block-size 8 --num-gpu-blocks-override 24"
+    assert Setting.of(BLOCK_SIZES, given, 8).text == "--block-size 8 --num-kvcache-blocks 24"
 
 
 def random_subject(seed):
@@ -122,7 +122,7 @@ def test_the_pool_is_the_smallest_that_is_as_good():
     prompts = [own(n % 12, 64) + own(50 + n, 8) for n in range(48)]
     given = subject(prompts, num_blocks=24, max_num_seqs=1, block_bytes=2**20)
     [pool] = [trial for trial in tried(given).tried if trial.setting.kind.name == "pool"]
-    number = pool.setting.changes["engine.num_gpu_blocks_override"]
+    number = pool.setting.changes["engine.num_kvcache_blocks"]
     assert pool.setting.cost == f"it takes {number - 24:.1f} MiB more memory"
     for num_blocks, is_enough in ((number, True), (number - 4, False)):
         limits = replace(given.limits, num_blocks=num_blocks)
@@ -257,7 +257,7 @@ def runs(tmp_path_factory):
     shown = pagedcli(
         "generate", folder / "in.jsonl", "-o", folder / "out.jsonl",
         "--record", folder / "run.jsonl", "--record-tokens",
-        "--summary-json", folder / "summary.json", "--output-token-ids", "--num-gpu-blocks-override", "16", *FLAGS,
+        "--summary-json", folder / "summary.json", "--output-token-ids", "--num-kvcache-blocks", "16", *FLAGS,
         columns=1000,
     )  # fmt: skip
     return folder, shown.stderr.splitlines()
@@ -274,7 +274,7 @@ def test_all_commands_say_the_same(runs):
     said = [each["text"] for each in found]
     assert said == told_of_recording(folder / "run.jsonl")
     assert [line in said for line in shown].count(True) == 1
-    lengths, limits = ("--outputs", folder / "out.jsonl"), ("--num-gpu-blocks-override", "16", *FLAGS)
+    lengths, limits = ("--outputs", folder / "out.jsonl"), ("--num-kvcache-blocks", "16", *FLAGS)
     assert as_json("explain", folder / "run.jsonl")["cures"] == found
     assert as_json("plan", folder / "in.jsonl", "--no-calibrate", *lengths, *limits)["cures"] == found
     for command in (
@@ -291,7 +291,7 @@ def test_all_commands_say_the_same(runs):
 def test_a_run_with_the_flags_of_a_cure_does_what_was_promised(runs):
     folder, _ = runs
     for number, cure in enumerate(as_json("explain", folder / "run.jsonl")["cures"]):
-        pool = () if "--num-gpu-blocks-override" in cure["flags"] else ("--num-gpu-blocks-override", "16")
+        pool = () if "--num-kvcache-blocks" in cure["flags"] else ("--num-kvcache-blocks", "16")
         pagedcli(
             "generate", folder / "in.jsonl", "-o", folder / f"{number}.jsonl", "--summary-json",
             folder / f"{number}.json", *FLAGS, *pool, *cure["flags"],
@@ -327,15 +327,15 @@ def test_generate_takes_the_settings_that_plan_tune_prints(runs, tmp_path, monke
 
 def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys):
     folder, _ = runs
-    loaded = load_config(None, {"engine.max_num_seqs": 4, "engine.num_gpu_blocks_override": 16})
+    loaded = load_config(None, {"engine.max_num_seqs": 4, "engine.num_kvcache_blocks": 16})
     workload, state = read_recorded_run(folder / "run.jsonl")
     given = Subject(workload, recorded_plan(state))
-    before, changes = {"run.reorder": "prefix"}, {"engine.block_size": 8, "engine.num_gpu_blocks_override": 32}
+    before, changes = {"run.reorder": "prefix"}, {"engine.block_size": 8, "engine.num_kvcache_blocks": 32}
     turns = time_in_turns(loaded, given, 3.0, before, {**before, **changes}, 20.0)
     assert len(turns.before_s) == len(turns.after_s) >= 1
     assert all(seconds > 0 for seconds in (*turns.before_s, *turns.after_s))
     said = capsys.readouterr().err
     assert re.search("and the settings of before in turns, on [1-9][0-9]* prompts", said)
-    assert f"--block-size 8 --num-gpu-blocks-override 32: {turns.text}, by {len(turns.after_s)} passes each" in said
+    assert f"--block-size 8 --num-kvcache-blocks 32: {turns.text}, by {len(turns.after_s)} passes each" in said
     assert time_in_turns(loaded, given, 3.0, {}, {"engine.kv_cache_dtype": "fp8"}, 1.0) is None
     assert "not timed: kv_cache_dtype fp8 needs a CUDA GPU" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_three_commands_give_one_answer_for_a_machine(model, card, tmp_path, mon
 def test_the_shape_of_the_cache_is_that_of_the_engines_tensor(family, tmp_path_factory):
     config = EngineConfig(
         model=str(cached_model(family, tmp_path_factory)), device="cpu", attention_backend="reference",
-        num_gpu_blocks_override=9,
+        num_kvcache_blocks=9,
     )  # fmt: skip
     engine = LLMEngine(config)
     fit = fits(decide(config, engine.spec, machine.this_machine()))

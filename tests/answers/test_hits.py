@@ -191,7 +191,7 @@ def test_generate_finds_in_the_pool_that_is_enough_what_simulate_promises(tmp_pa
     found = json.loads(pagedcli("simulate", prompts, "--pool", "8", *limits, "--format", "json").stdout)
     for num_blocks, rate in ((each["num_blocks"], each["hit_rate"]) for each in (found["enough"], found["tried"][0])):
         pagedcli(
-            "generate", prompts, "-o", out, "--num-gpu-blocks-override", num_blocks, *limits, "--overwrite",
+            "generate", prompts, "-o", out, "--num-kvcache-blocks", num_blocks, *limits, "--overwrite",
             "--summary-json", tmp_path / "summary.json",
         )  # fmt: skip
         done = json.loads((tmp_path / "summary.json").read_text())

@@ -56,11 +56,11 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
 
 POOLS = [  # flags, samples of some rows, least preemptions
     ({}, 1, 0),
-    ({"engine.num_gpu_blocks_override": 7, "engine.max_num_seqs": 6}, 1, 10),
-    ({"engine.num_gpu_blocks_override": 30, "engine.block_size": 4, "engine.max_num_batched_tokens": 40}, 1, 0),
-    ({"engine.num_gpu_blocks_override": 8, "run.reorder": "prefix", "engine.max_num_seqs": 8}, 1, 5),
-    ({"engine.num_gpu_blocks_override": 11, "engine.max_num_seqs": 5, "engine.eviction": "next-use"}, 2, 1),
-    ({"engine.num_gpu_blocks_override": 24, "engine.enable_prefix_caching": False}, 2, 1),
+    ({"engine.num_kvcache_blocks": 7, "engine.max_num_seqs": 6}, 1, 10),
+    ({"engine.num_kvcache_blocks": 30, "engine.block_size": 4, "engine.max_num_batched_tokens": 40}, 1, 0),
+    ({"engine.num_kvcache_blocks": 8, "run.reorder": "prefix", "engine.max_num_seqs": 8}, 1, 5),
+    ({"engine.num_kvcache_blocks": 11, "engine.max_num_seqs": 5, "engine.eviction": "next-use"}, 2, 1),
+    ({"engine.num_kvcache_blocks": 24, "engine.enable_prefix_caching": False}, 2, 1),
 ]
 
 

@@ -274,7 +274,7 @@ def test_paused_time_is_no_time_of_the_run(tmp_path):
     """Neither in its figures, nor in waiting and TTFT, nor on the clock of its recording."""
     prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 3}\n{"prompt": "Once upon a time", "max_tokens": 5}\n')
-    loaded = load_config(None, {"engine.num_gpu_blocks_override": 64})
+    loaded = load_config(None, {"engine.num_kvcache_blocks": 64})
     player = LivePlayer(paused=True)
     player.clock_ns = WatchedClock()
     job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
@@ -357,7 +357,7 @@ def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
     """The second request waits while the first is paused: no figure of it and no time of the recording says so."""
     prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 12}\n{"prompt": "Once upon a time", "max_tokens": 3}\n')
-    loaded = load_config(None, {"engine.num_gpu_blocks_override": 64, "engine.max_num_seqs": 1})
+    loaded = load_config(None, {"engine.num_kvcache_blocks": 64, "engine.max_num_seqs": 1})
     player = LivePlayer(paused=True)
     player.clock_ns = WatchedClock()
     job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")

@@ -125,7 +125,7 @@ def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
 
     path = tiny_model("qwen3", tmp_path / "model", max_position_embeddings=64)
     config = EngineConfig(
-        model=str(path), dtype="float32", device="cpu", attention_backend="triton", num_gpu_blocks_override=8
+        model=str(path), dtype="float32", device="cpu", attention_backend="triton", num_kvcache_blocks=8
     )
     seq = Sequence(0, "r", list(range(3, 63)), SamplingParams(), max_new_tokens=1)
     seq.row, seq.block_table = 0, [3, 1, 5, 2]

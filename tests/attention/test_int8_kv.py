@@ -268,7 +268,7 @@ def test_cache_chunk_pool_and_batch_never_change_the_tokens(library, model, quan
             quantization=quantization,
             enable_prefix_caching=caching,
             chunked_prefill_size=chunk,
-            num_gpu_blocks_override=blocks,
+            num_kvcache_blocks=blocks,
         )
         assert run_engine(engine, prompts, GREEDY) == expected, (caching, chunk, blocks)
         assert by_default((engine.stats.num_preemptions > 0) == (blocks is not None))
@@ -283,7 +283,7 @@ def test_samples_that_share_and_copy_blocks_are_those_without_sharing(library, m
     together = engine_for(model)
     expected = run_engine(together, prompts, params)
     for config in (
-        {"max_num_seqs": 4, "num_gpu_blocks_override": 24},
+        {"max_num_seqs": 4, "num_kvcache_blocks": 24},
         {"block_size": 256},
         {"chunked_prefill_size": 3},
     ):
@@ -319,7 +319,7 @@ def test_logits_stay_close(library, tmp_path):
 
 
 def _logits(path, dtype, kv):
-    engine = engine_for(path, dtype=dtype, kv_cache_dtype=kv, load_format="dummy", num_gpu_blocks_override=20)
+    engine = engine_for(path, dtype=dtype, kv_cache_dtype=kv, load_format="dummy", num_kvcache_blocks=20)
     tokens = np.random.default_rng(0).integers(0, 4096, 300).tolist()
     seq = Sequence(0, "r", tokens, SamplingParams(), max_new_tokens=1)
     seq.row, seq.block_table = 0, list(range(19, 0, -1))

@@ -41,7 +41,7 @@ def idle_gpu(monkeypatch):
 
 def make_engine(path, device, **config):
     # few tokens per step, as loading runs a step of as many
-    config = {"max_num_seqs": 3, "num_gpu_blocks_override": 20, "max_model_len": 64, **config}
+    config = {"max_num_seqs": 3, "num_kvcache_blocks": 20, "max_model_len": 64, **config}
     config = {"max_num_batched_tokens": 24, **config}
     return LLMEngine(EngineConfig(model=str(path), dtype="float32", device=device, **config))
 
@@ -65,7 +65,7 @@ PARAMS = [
             *("auto", {"async_scheduling": False, "enforce_eager": True, "chunked_prefill_size": 9}),
             marks=pytest.mark.slow,
         ),
-        pytest.param("sdpa", {"num_gpu_blocks_override": 4}, marks=pytest.mark.slow),
+        pytest.param("sdpa", {"num_kvcache_blocks": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_the_tokens_are_those_of_the_reference(model, gpu, backend, options):
@@ -104,7 +104,7 @@ def test_layers_with_a_state_in_graphs_give_the_tokens_of_the_reference(family, 
     sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]} if "qwen" in family else {}
     path, shared = tiny_model(family, tmp_path / "model", **sizes), list(range(5, 25))
     prompts = [shared, [*shared, 9, 9, 8, 9], [7, 8]]
-    config = {"max_num_seqs": 3, "num_gpu_blocks_override": 20, "max_model_len": 64, "chunked_prefill_size": 17}
+    config = {"max_num_seqs": 3, "num_kvcache_blocks": 20, "max_model_len": 64, "chunked_prefill_size": 17}
     config |= {"num_state_slots": 6}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     expected = run(make_engine(path, "cpu", attention_backend="reference", **config), prompts, params)
@@ -120,7 +120,7 @@ def test_layers_with_a_state_in_graphs_give_the_tokens_of_the_reference(family, 
 @interpreted
 @pytest.mark.slow
 def test_a_graph_serves_lengths_of_several_splits_without_growing_its_memory(model, gpu):
-    config = {"max_model_len": 300, "num_gpu_blocks_override": 60, "max_num_seqs": 2}
+    config = {"max_model_len": 300, "num_kvcache_blocks": 60, "max_num_seqs": 2}
     prompts = [[5 + i % 300 for i in range(length)] for length in (254, 3)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     expected = run(make_engine(model, "cpu", attention_backend="reference", **config), prompts, params)
@@ -377,7 +377,7 @@ def test_a_model_longer_than_what_graphs_serve_is_captured(tmp_path, idle_gpu, m
     monkeypatch.setattr(triton_paged, "DEVICE_LIST_ITEMS", 4)
     monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", 2 * triton_paged.SPLIT)
     path = tiny_model("qwen3", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=2048)
-    engine = make_engine(path, "cuda", max_model_len=2000, num_gpu_blocks_override=200, max_num_seqs=2)
+    engine = make_engine(path, "cuda", max_model_len=2000, num_kvcache_blocks=200, max_num_seqs=2)
     replays = idle_gpu.replays
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     run(engine, [[5] * 10, [6] * 700], params)

@@ -105,7 +105,7 @@ def test_vllm_on_a_cpu(qwen, cache, tmp_path):
     command = [
         command_in("PAGEDCLI_VLLM_PYTHON"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(qwen),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
-        "--max-model-len", "1100", "--block-size", "32", "--num-gpu-blocks-override", "256", "--max-num-seqs", "8",
+        "--max-model-len", "1100", "--block-size", "32", "--num-kvcache-blocks", "256", "--max-num-seqs", "8",
         "--enable-prompt-tokens-details", "--enforce-eager",
         "--enable-prefix-caching" if cache else "--no-enable-prefix-caching",
     ]  # fmt: skip

@@ -47,7 +47,7 @@ def texts(row):
 @pytest.fixture(scope="module")
 def small():
     """A pool in which four such requests cannot end together."""
-    return Harness(num_gpu_blocks_override=40, max_num_seqs=6)
+    return Harness(num_kvcache_blocks=40, max_num_seqs=6)
 
 
 def test_rows_of_a_schema_parse_and_validate_also_when_preempted(small):
@@ -191,7 +191,7 @@ def test_a_grammar_that_fails_on_the_way_is_an_error_row(small, monkeypatch):
 
 
 def test_the_python_door_takes_grammars_too():
-    llm = LLM(num_gpu_blocks_override=40, block_size=4, dtype="float32")
+    llm = LLM(num_kvcache_blocks=40, block_size=4, dtype="float32")
     outputs = llm.generate(
         ["Once", "There"],
         [SamplingParams(regex="[0-9]{4}", n=3), SamplingParams(response_format=schema_format({"enum": ["a", "b"]}))],

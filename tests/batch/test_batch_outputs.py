@@ -203,7 +203,7 @@ def test_reordered_rows_are_the_same_and_hit_the_cache_more_often():
     lines = [*shuffled_groups(20, 6), b"{broken"]
     results = {}
     for reorder in ("none", "prefix"):
-        harness = Harness(num_gpu_blocks_override=40, max_num_seqs=4)
+        harness = Harness(num_kvcache_blocks=40, max_num_seqs=4)
         results[reorder] = harness.run(lines, reorder=reorder)
     (plain, plain_rows), (reordered, reordered_rows) = results["none"], results["prefix"]
     assert [*map(without_run_dependent_fields, reordered_rows)] == [*map(without_run_dependent_fields, plain_rows)]

@@ -26,7 +26,7 @@ FLAGS = {
     "sampling.ignore_eos": True,
     "engine.dtype": "float32",
     "engine.max_num_seqs": 4,
-    "engine.num_gpu_blocks_override": 12,
+    "engine.num_kvcache_blocks": 12,
 }
 
 

@@ -118,7 +118,7 @@ def test_a_second_line_with_the_same_id_is_an_error_row(harness):
 def test_pool_size_and_neighbours_never_change_the_rows(harness):
     lines = [plain(prompt, temperature=1, max_tokens=20, n=2, id=prompt) for prompt in PROMPTS]
     rows = harness.rows(lines, output_token_ids=True)
-    tight = Harness(num_gpu_blocks_override=12)
+    tight = Harness(num_kvcache_blocks=12)
     result, tight_rows = tight.run(lines, output_token_ids=True)
     assert by_default(result.stats.facts.num_preemptions > 0), "the pool is too large to test anything"
     assert [without_run_dependent_fields(row) for row in tight_rows] == rows

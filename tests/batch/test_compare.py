@@ -62,7 +62,7 @@ def verify(a, b, *flags, expect):
         ("--max-num-seqs", "1"),
         ("--chunked-prefill-size", "3"),
         ("--no-enable-prefix-caching",),
-        ("--num-gpu-blocks-override", "6"),
+        ("--num-kvcache-blocks", "6"),
         ("--block-size", "4"),
         ("--max-num-batched-tokens", "5"),
         ("--order", "completion"),
@@ -304,7 +304,7 @@ def test_rows_without_ids_match_by_their_index(tmp_path):
 
 @pytest.mark.bits
 def test_rows_of_a_crowd_are_the_same_bits_when_generated_again_alone(outputs, tmp_path):
-    run = ("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, "--num-gpu-blocks-override", "6")
+    run = ("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, "--num-kvcache-blocks", "6")
     said = pagedcli(*run, "--verify", "3", expect=3).stderr
     assert "verify: 3 rows generated again, each alone and without cached blocks: the same bits" in said
     assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)["num_rows"] == 6

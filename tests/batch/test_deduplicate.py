@@ -55,7 +55,7 @@ def scanned(lines, *, limit=None, shard=(0, 1)):
 def harness(request):
     if request.param == "much memory":
         return Harness()
-    return Harness(num_gpu_blocks_override=16, max_num_seqs=8)
+    return Harness(num_kvcache_blocks=16, max_num_seqs=8)
 
 
 @pytest.mark.parametrize("reorder", ["none", "prefix"])
@@ -109,7 +109,7 @@ def test_what_makes_two_rows_equal():
 
 FLAGS = {
     "sampling.max_tokens": 6, "engine.dtype": "float32", "engine.max_num_seqs": 2,
-    "engine.num_gpu_blocks_override": 12, "run.output_token_ids": True,
+    "engine.num_kvcache_blocks": 12, "run.output_token_ids": True,
 }  # fmt: skip
 
 

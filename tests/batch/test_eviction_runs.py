@@ -18,7 +18,7 @@ LINES = [
 
 
 def run(eviction, **options):
-    harness = Harness(eviction=eviction, num_gpu_blocks_override=40, max_num_seqs=2)
+    harness = Harness(eviction=eviction, num_kvcache_blocks=40, max_num_seqs=2)
     _, rows = harness.run(LINES, output_token_ids=True, **options)
     return harness.engine.stats, [row["token_ids"] for row in rows]
 
@@ -47,7 +47,7 @@ def test_prompts_are_sorted_and_read_ahead_together(of_policy):
 
 @pytest.mark.parametrize(("tokens", "most_rows"), [(0, 8), (20 * 128, 20 + 8), (None, 10 + 8)])
 def test_the_read_ahead_bounds_the_queue(tokens, most_rows):
-    harness, waiting = Harness(eviction="next-use", num_gpu_blocks_override=40, max_num_seqs=4), []
+    harness, waiting = Harness(eviction="next-use", num_kvcache_blocks=40, max_num_seqs=4), []
     harness.run(
         LINES, read_ahead=tokens, run={"observe": lambda stats: waiting.append(harness.engine.num_unfinished_requests)}
     )

@@ -14,7 +14,7 @@ from pagedcli.config import load_config
 from pagedcli.errors import PagedcliError
 from pagedcli.runner.llm_engine import LLMEngine
 
-FLAGS = {"engine.dtype": "float32", "engine.num_gpu_blocks_override": 64, "sampling.ignore_eos": True}
+FLAGS = {"engine.dtype": "float32", "engine.num_kvcache_blocks": 64, "sampling.ignore_eos": True}
 LINES = [{"prompt": f"Row {i}", "max_tokens": 1 + i} for i in range(4)]
 NO_JOURNAL = "is not the journal of a run"  # its first line was never synced
 OTHER = f"{NO_JOURNAL}|is of a run with other settings; sampling.temperature: 0.5 -> 1.0"

@@ -145,7 +145,7 @@ LINES = [
     {"id": "special", "messages": CHAT, "skip_special_tokens": False},
     {"id": "grammar", "messages": CHAT, "regex": "Four cats"},
 ]
-FLAGS = ("--max-tokens", "16", "--num-gpu-blocks-override", "64", "--dtype", "float32")
+FLAGS = ("--max-tokens", "16", "--num-kvcache-blocks", "64", "--dtype", "float32")
 WHOLE = "".join((*REASONING, "</think>", *ANSWER))
 
 

@@ -17,7 +17,7 @@ FLAGS = {
     "engine.dtype": "float32",
     "engine.max_num_seqs": 4,
     "engine.block_size": 4,
-    "engine.num_gpu_blocks_override": 300,
+    "engine.num_kvcache_blocks": 300,
     "sampling.max_tokens": 8,
     "sampling.temperature": 0.0,
     "sampling.ignore_eos": True,
@@ -40,9 +40,9 @@ LINES = [
 ]
 NEUTRAL = {
     "store": {"engine.prefix_store": "store"},
-    "preemption": {"engine.num_gpu_blocks_override": 40},
+    "preemption": {"engine.num_kvcache_blocks": 40},
     "chunks": {"engine.chunked_prefill_size": 7},
-    "blocks of 1": {"engine.block_size": 1, "engine.num_gpu_blocks_override": 1200},
+    "blocks of 1": {"engine.block_size": 1, "engine.num_kvcache_blocks": 1200},
     "no cache": {"engine.enable_prefix_caching": False},
     "a step ahead": {"engine.async_scheduling": True},
     "next-use": {"engine.eviction": "next-use"},

@@ -151,7 +151,7 @@ def test_openai_lines_are_refused(harness):
     [
         {"enable_prefix_caching": False},
         {"chunked_prefill_size": 2, "async_scheduling": True},
-        {"num_gpu_blocks_override": 12, "max_model_len": 44},
+        {"num_kvcache_blocks": 12, "max_model_len": 44},
         {"max_num_seqs": 1},
     ],
 )

@@ -363,7 +363,7 @@ LINES = [
     {"id": "short", "messages": CHAT, "tools": TOOLS, "max_tokens": 2},
     {"id": "none", "messages": CHAT, "tools": TOOLS, "tool_choice": "none"},
 ]  # fmt: skip
-FLAGS = ("--max-tokens", "8", "--num-gpu-blocks-override", "128", "--dtype", "float32")
+FLAGS = ("--max-tokens", "8", "--num-kvcache-blocks", "128", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")

@@ -251,7 +251,7 @@ def test_generate_publishes_its_prefix_cache(tmp_path):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    options = ("--block-size", "8", "--num-gpu-blocks-override", "200", "--record", trace, "--kv-events", endpoint)
+    options = ("--block-size", "8", "--num-kvcache-blocks", "200", "--record", trace, "--kv-events", endpoint)
     long = ("--max-tokens", "400", "--ignore-eos")
     said = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *long, *options).stderr
     time.sleep(0.3)

@@ -14,6 +14,7 @@ from pagedcli.cli.main import COMMANDS, app
 from pagedcli.cli.options import FLAGS
 from pagedcli.config import Config, EngineConfig, RunConfig, load_config
 from pagedcli.errors import ConfigError
+from pagedcli.llm_keywords import engine_config
 from pagedcli.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +80,17 @@ def test_an_unknown_command_is_a_usage_error():
 
 def test_default_yaml_changes_nothing():
     assert load_config(ROOT / "configs" / "default.yaml").config == Config()
+
+
+def test_vllms_name_of_the_pool_is_read_in_files_flags_and_keywords(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("engine: {num_gpu_blocks_override: 40}")
+    assert load_config(path).config.engine.num_kvcache_blocks == 40
+    shown = run("generate", "--num-gpu-blocks-override", "30", "--show-config").stdout
+    assert re.search(r"engine.num_kvcache_blocks +30 +--num-kvcache-blocks", shown)
+    assert engine_config("builtin", {"num_gpu_blocks_override": 20}).num_kvcache_blocks == 20
+    assert engine_config("builtin", {"num_kvcache_blocks": -1}).num_kvcache_blocks is None
+    assert "blocks-override" not in run("generate", "--help", "all").stdout
 
 
 def test_the_defaults_of_removed_keys_are_ignored(tmp_path):

@@ -224,7 +224,7 @@ def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_
 
     config = EngineConfig(
         model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",
-        attention_backend="sdpa", num_gpu_blocks_override=4,
+        attention_backend="sdpa", num_kvcache_blocks=4,
     )  # fmt: skip
     engine = LLMEngine(config)
     expected = decide(config, engine.spec, this_machine()).plan

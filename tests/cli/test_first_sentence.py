@@ -60,7 +60,7 @@ def test_all_looks_at_what_memory_has_room_for(tmp_path, monkeypatch):
 def test_all_commands_say_the_same_after_their_answer(tmp_path):
     path, trace, page = tmp_path / "clock.jsonl", tmp_path / "run.jsonl", tmp_path / "page.html"
     clock_chats(path, 20)
-    flags = ("--max-tokens", "1", "--num-gpu-blocks-override", "48", "--max-num-seqs", "2")
+    flags = ("--max-tokens", "1", "--num-kvcache-blocks", "48", "--max-num-seqs", "2")
     said = pagedcli("generate", path, *flags, "--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl").stderr
     cure = said.splitlines()[-2]  # above the place of the rows
     assert re.match(r"19 of 20 prompts diverge at token.*Moving the time behind the ", cure)

@@ -81,9 +81,7 @@ def test_a_bias_from_a_file_has_the_same_bounds(prompts, tmp_path):
 
 def test_a_config_file_is_read_and_flags_win(prompts, tmp_path):
     config = tmp_path / "run.yaml"
-    config.write_text(
-        "engine: {block_size: 4, num_gpu_blocks_override: 64}\nsampling: {max_tokens: 2, ignore_eos: true}\n"
-    )
+    config.write_text("engine: {block_size: 4, num_kvcache_blocks: 64}\nsampling: {max_tokens: 2, ignore_eos: true}\n")
     result = pagedcli("generate", prompts, "-C", config)
     assert "64 blocks of 4 tokens" in result.stderr
     assert [row["usage"]["completion_tokens"] for row in rows_of(result.stdout)] == [2, 2, 2]
@@ -143,7 +141,7 @@ def test_an_empty_file_gives_an_empty_output(tmp_path, out):
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(tmp_path, out):
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": [5] * 100}) + "\n" + PROMPTS)
-    pagedcli("generate", long, "-o", out, "--max-tokens", 4, "--num-gpu-blocks-override", 4, expect=3)
+    pagedcli("generate", long, "-o", out, "--max-tokens", 4, "--num-kvcache-blocks", 4, expect=3)
     refused, *served = rows_of(out)
     assert refused["error"]["code"] == "kv_cache_exceeded"
     assert "needs 7 blocks of 16 tokens, the pool has 4" in refused["error"]["message"]
@@ -350,7 +348,7 @@ def test_stdin_is_read_as_bytes_not_as_text(monkeypatch):
     assert rows_of(result.stdout)[1]["error"]["code"] == "invalid_utf8"
 
 
-@pytest.mark.parametrize("flags", [("--kv-cache-memory", "900GiB"), ("--num-gpu-blocks-override", str(10**12))])
+@pytest.mark.parametrize("flags", [("--kv-cache-memory", "900GiB"), ("--num-kvcache-blocks", str(10**12))])
 def test_a_pool_larger_than_the_memory_is_refused(tmp_path, flags):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text(PROMPTS)

@@ -305,6 +305,6 @@ def test_two_bos_tokens_are_said_once(tmp_path, out):
     said = pagedcli("generate", tmp_path / "in.jsonl", "-o", out, *FAST, "-m", model).stderr
     assert said.count("BOS") == 1
     assert "2 prompts with two BOS tokens at the start" in " ".join(said.split())
-    llm = LLM(str(model), num_gpu_blocks_override=64)
+    llm = LLM(str(model), num_kvcache_blocks=64)
     with pytest.warns(UserWarning, match="two BOS tokens"):
         llm.generate([f"{bos}Hi"], SamplingParams(max_tokens=1))

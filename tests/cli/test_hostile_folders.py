@@ -15,7 +15,7 @@ from cli_harness import rows_of
 pytestmark = pytest.mark.slow
 DEMO = Path(__file__).parents[2] / "src" / "pagedcli" / "assets" / "demo"
 ROWS = '{"prompt": "Once upon aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
-FLAGS = ("-o", "out.jsonl", "--max-tokens", "4", "--num-gpu-blocks-override", "64")
+FLAGS = ("-o", "out.jsonl", "--max-tokens", "4", "--num-kvcache-blocks", "64")
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 EMBEDDING = "model.embed_tokens.weight"

@@ -103,7 +103,7 @@ def test_an_interrupt_ends_attach_with_its_summary_and_a_whole_recording(tmp_pat
 def test_an_interrupt_ends_trace_after_its_step_and_keeps_its_rows(tmp_path):
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 1}\n{"prompt": "Once upon a time", "max_tokens": 9}\n')
-    code, shown = interrupted_on_a_terminal("trace", prompts, "-o", out, "--num-gpu-blocks-override", 64, "--paused")
+    code, shown = interrupted_on_a_terminal("trace", prompts, "-o", out, "--num-kvcache-blocks", 64, "--paused")
     assert code == 130
     assert "continue with:" in shown
     assert "1 sequence unfinished" in shown

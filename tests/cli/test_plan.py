@@ -240,8 +240,8 @@ def test_a_missing_field_is_a_bad_row():
 
 def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
     line = json.dumps({"prompt": [5] * 40})
-    found = as_json("-", "--device", "cpu", "--kv-cache-dtype", "int8", "--num-gpu-blocks-override", 9, stdin=line)
-    config = EngineConfig(device="cpu", attention_backend="cpu", kv_cache_dtype="int8", num_gpu_blocks_override=9)
+    found = as_json("-", "--device", "cpu", "--kv-cache-dtype", "int8", "--num-kvcache-blocks", 9, stdin=line)
+    config = EngineConfig(device="cpu", attention_backend="cpu", kv_cache_dtype="int8", num_kvcache_blocks=9)
     try:
         engine = LLMEngine(config)
     except BackendError as error:
@@ -262,7 +262,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
 
 def test_a_pool_that_is_too_small_is_told():
     row = json.dumps({"prompt": [5] * 40, "max_tokens": 60})
-    found = as_json("-", "--num-gpu-blocks-override", 3, stdin=row, expect=3)
+    found = as_json("-", "--num-kvcache-blocks", 3, stdin=row, expect=3)
     assert found["bad_row_codes"] == {"kv_cache_exceeded": 1}
     assert found["num_kvcache_blocks"] == 3
 

@@ -10,7 +10,7 @@ from scripted import Simulation
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.sampling_params import SamplingParams
 
-POOL = ("--num-gpu-blocks-override", "8", "--max-model-len", "160", "--max-num-seqs", "4")
+POOL = ("--num-kvcache-blocks", "8", "--max-model-len", "160", "--max-num-seqs", "4")
 IDS = (0, 1, 5, 700, 1023, 1024, -1, 2**31, 2**63 - 1, 2**63)
 
 
@@ -58,7 +58,7 @@ def told_and_done(tmp_path, rows, *flags):
     """Prompt tokens found in the cache, and preemptions: as plan tells them, and as generate counts them."""
     prompts, summary = tmp_path / "in.jsonl", tmp_path / "summary.json"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--num-gpu-blocks-override", "24", "--max-num-seqs", "6", *flags)
+    flags = ("--num-kvcache-blocks", "24", "--max-num-seqs", "6", *flags)
     found = json.loads(pagedcli("plan", prompts, "--no-calibrate", *flags, "--format", "json").stdout)
     told = {row["what"]: row["value"] for row in found["expected_run"]}
     pagedcli("generate", prompts, *flags, "--ignore-eos", "--summary-json", summary, "--overwrite")
@@ -130,7 +130,7 @@ def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
     prompts, trace, summary = (tmp_path / f"{name}.jsonl" for name in ("in", "run", "summary"))
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--block-size", "8", "--max-num-seqs", "2")
-    pool = ("--num-gpu-blocks-override", "256", "--max-model-len", "2048")
+    pool = ("--num-kvcache-blocks", "256", "--max-model-len", "2048")
     run = ("--record", trace, "--record-tokens", "--summary-json", summary)
     pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, *pool, *run)
     done = json.loads(summary.read_text())

@@ -9,7 +9,7 @@ from quick import slow_but
 
 from pagedcli.bench.spread import Busy, BusyWatch
 
-TIGHT = ("--num-gpu-blocks-override", "8", "--max-num-seqs", "6")
+TIGHT = ("--num-kvcache-blocks", "8", "--max-num-seqs", "6")
 
 
 @pytest.fixture

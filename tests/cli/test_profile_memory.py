@@ -122,7 +122,7 @@ def test_what_others_hold_is_not_counted_as_the_model(qwen3):
 
 
 def test_a_pool_smaller_than_one_request_names_the_longest_that_fits():
-    screen = profile_memory("--num-gpu-blocks-override", 8, *SMALL).stdout
+    screen = profile_memory("--num-kvcache-blocks", 8, *SMALL).stdout
     first = (
         r"num_kvcache_blocks = 8 \(.*\): 0 sequences of 2,048 tokens at once, the longest that fits has 128 tokens\."
     )
@@ -217,7 +217,7 @@ def test_wrong_descriptions_are_refused(qwen3, arguments, words):
 
 
 def test_a_pool_given_by_flag_wins_over_the_described_machine(qwen3):
-    assert as_json("-m", qwen3, "--gpu", "h200", "--num-gpu-blocks-override", 7)["num_kvcache_blocks"] == 7
+    assert as_json("-m", qwen3, "--gpu", "h200", "--num-kvcache-blocks", 7)["num_kvcache_blocks"] == 7
     assert as_json("-m", qwen3, "--gpu", "t4", "--kv-cache-memory", "1GiB")["num_kvcache_blocks"] == 2**30 // 1_835_008
 
 
@@ -325,7 +325,7 @@ def test_a_prompt_file_gives_lengths_and_sharing(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": shared + [100 + i] * (4 * (i + 1)), "max_tokens": 12} for i in range(10)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": 5}]))
-    arguments = ("--device", "cpu", "--num-gpu-blocks-override", 62, "--prompts", prompts, "--target-concurrency", 20)
+    arguments = ("--device", "cpu", "--num-kvcache-blocks", 62, "--prompts", prompts, "--target-concurrency", 20)
     result = profile_memory(*arguments, *SMALL, "--format", "json")
     assert "1 of 11 rows are invalid" in result.stderr
     found = json.loads(result.stdout)

@@ -23,7 +23,7 @@ PROMPTS = {
         {"id": "never", "prompt": [7] * 200, "max_tokens": 4},
     ],
 }
-SMALL_POOL = ("--num-gpu-blocks-override", "8")
+SMALL_POOL = ("--num-kvcache-blocks", "8")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_explain_of_a_run_that_lost_tokens_begins_with_what_it_lost_and_fits_on_
     rows = [{"prompt": [5 + n % 6] * (60 + n), "max_tokens": 20, "ignore_eos": True, "cache_salt": f"{n % 2}"}
             for n in range(24)]  # fmt: skip
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    record = ("--record", run, "--record-tokens", "--num-gpu-blocks-override", "16", "--max-num-seqs", "4")
+    record = ("--record", run, "--record-tokens", "--num-kvcache-blocks", "16", "--max-num-seqs", "4")
     pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *record)
     text = answer("explain", run)
     assert len(text.splitlines()) <= 30
@@ -201,9 +201,7 @@ def test_13_what_was_preempted_for_whom_and_what_did_it_cost(files):
     assert re.search(preempted + r"for seq \d \(row-\d\) which needed 1", text)
     text = answer("trace", files / "tight.jsonl", *SMALL_POOL, "--max-num-seqs", "3")
     assert re.search(r"; 2 preemptions, [1-9]\d* tokens computed again\.$", text, re.MULTILINE)
-    assert re.search(
-        r"^With --num-gpu-blocks-override \d+ .*2 preemptions become 0; it takes .* more memory", text, re.M
-    )
+    assert re.search(r"^With --num-kvcache-blocks \d+ .*2 preemptions become 0; it takes .* more memory", text, re.M)
 
 
 def test_14_is_it_a_leak_that_blocks_stay_occupied(files):

@@ -165,7 +165,7 @@ def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
     assert trace.read_bytes() == before
 
 
-FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2", "--device", "cpu")
+FAST = ("--max-tokens", "4", "--num-kvcache-blocks", "64", "--max-num-seqs", "2", "--device", "cpu")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from cli_harness import pagedcli
 from pagedcli.answers.divergence import Finder
 from pagedcli.planning.differences import between
 
-FAST = ("--max-tokens", "2", "--num-gpu-blocks-override", "256")
+FAST = ("--max-tokens", "2", "--num-kvcache-blocks", "256")
 MARKS = ("<|im_start|>user\n", "<|im_end|>\n", "<|endoftext|>", "[INST] ", "<s>")
 SAID = "looking for it failed"
 

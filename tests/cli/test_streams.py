@@ -77,7 +77,7 @@ def test_steps_whose_reader_has_gone_end_as_a_broken_pipe_does(tmp_path, flags):
 def test_a_full_disk_is_an_error_of_the_rows_even_if_the_trace_cannot_be_written_either(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "ignore_eos": true}\n' * 60)
     files = f"{tmp_path}/in.jsonl -o {tmp_path}/out.jsonl --record {tmp_path}/run.jsonl"
-    flags = "--max-tokens 30 --num-gpu-blocks-override 64"
+    flags = "--max-tokens 30 --num-kvcache-blocks 64"
     result = shell(f"ulimit -f 8; pagedcli generate {files} {flags}", expect=1)  # 4 or 8 KiB, as the shell counts
     *_, notice, error, hint = result.stderr.splitlines()
     assert notice == f"cannot write the trace {tmp_path}/run.jsonl: File too large"
@@ -225,7 +225,7 @@ def test_a_closed_terminal_says_what_becomes_of_the_rows(capsys):
 @pytest.mark.slow
 def test_a_pager_that_does_not_read_takes_no_time_of_the_run(prompts):
     """The pipe is full after a few steps; the reader begins after three seconds."""
-    flags = ("--max-tokens", "60", "--ignore-eos", "--num-gpu-blocks-override", "64", "--dump-kv", "--record")
+    flags = ("--max-tokens", "60", "--ignore-eos", "--num-kvcache-blocks", "64", "--dump-kv", "--record")
     trace = prompts.with_name("run.jsonl")
     command = [sys.executable, "-m", "pagedcli", "trace", str(prompts), *flags, str(trace)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=4096) as process:

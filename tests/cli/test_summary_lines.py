@@ -50,7 +50,7 @@ def test_a_pipe_gets_each_line_whole(capsys):
 def test_a_page_explains_every_label_of_the_summary(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 40}\n' * 6)
-    flags = ["-o", str(tmp_path / "out.jsonl"), "--num-gpu-blocks-override", "8", "--max-num-seqs", "4", "--all"]
+    flags = ["-o", str(tmp_path / "out.jsonl"), "--num-kvcache-blocks", "8", "--max-num-seqs", "4", "--all"]
     result = CliRunner().invoke(app, ["generate", str(prompts), *flags], catch_exceptions=False)
     labels = set(re.findall(r"^  (\S.{10}\S?) +\S", result.stderr.split("none failed")[1], re.MULTILINE))
     labels = {label.split("  ")[0].strip() for label in labels}
@@ -67,7 +67,7 @@ def test_the_first_failed_rows_are_named_by_line_and_reason(tmp_path):
         str(tmp_path / "in.jsonl"),
         "-o",
         str(tmp_path / "out.jsonl"),
-        "--num-gpu-blocks-override",
+        "--num-kvcache-blocks",
         "8",
     ]
     first = "the first in line 3: not JSON: Input data was truncated."

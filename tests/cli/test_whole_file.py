@@ -5,7 +5,7 @@ import json
 import pytest
 from cli_harness import pagedcli, rows_of
 
-FAST = ("--max-tokens", "6", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4")
+FAST = ("--max-tokens", "6", "--num-kvcache-blocks", "64", "--max-num-seqs", "4")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 OTHERS = [{"type": "function", "function": {"name": "another_tool_with_a_long_name"}}]
 TEMPLATE = (

@@ -417,7 +417,7 @@ def test_beams_are_those_of_the_textbook(width, early_stopping, length_penalty):
 
 def test_an_engine_that_nobody_uses_is_gone_without_the_garbage_collector():
     """Its KV cache may be most of the memory: the next engine needs it at once."""
-    core = LLMEngine(EngineConfig(num_gpu_blocks_override=8, max_model_len=64))
+    core = LLMEngine(EngineConfig(num_kvcache_blocks=8, max_model_len=64))
     core.add_request("a", [1, 2], SamplingParams(n=2, max_tokens=3))
     while core.has_unfinished_requests():
         core.step()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from batch_harness import without_run_dependent_fields
 
-FLAGS = ("--dtype", "float32", "--max-num-seqs", "16", "--num-gpu-blocks-override", "400")
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "16", "--num-kvcache-blocks", "400")
 
 
 def start(folder, *arguments, input_name="in.jsonl"):

@@ -10,7 +10,7 @@ from pagedcli.errors import PagedcliError, UsageError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
 
-ENGINE = {"dtype": "float32", "num_gpu_blocks_override": 200, "max_num_seqs": 8}
+ENGINE = {"dtype": "float32", "num_kvcache_blocks": 200, "max_num_seqs": 8}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ FLAGS = {
     "sampling.temperature": 1.0,
     "engine.dtype": "float32",
     "engine.max_num_seqs": 4,
-    "engine.num_gpu_blocks_override": 64,
+    "engine.num_kvcache_blocks": 64,
 }
 CLI_FLAGS = [word for name, value in FLAGS.items() for word in (f"--{name.split('.')[1].replace('_', '-')}", value)]
 

@@ -150,6 +150,6 @@ def test_an_interrupted_run_says_how_to_continue_and_does(tmp_path):
 
 def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path):
     write_rows(tmp_path / "in.jsonl", 10)
-    finish(start(tmp_path, "--num-gpu-blocks-override", "999999999"), tmp_path, expect=1)
+    finish(start(tmp_path, "--num-kvcache-blocks", "999999999"), tmp_path, expect=1)
     assert "GiB of memory are available" in said(tmp_path, r"error: (.*)")
     assert "Traceback" not in (tmp_path / "stderr.txt").read_text()

@@ -73,7 +73,7 @@ def test_ray_data_has_several_batches_in_the_engine_at_once(ray):
     rows = [{"prompt": f"Story {row}: once", "max_tokens": 2 + row % 7} for row in range(64)]
     answers = ray.data.from_items(rows, override_num_blocks=4).map_batches(
         Spy,
-        fn_constructor_kwargs={"dtype": "float32", "num_gpu_blocks_override": 200, "max_num_seqs": 16},
+        fn_constructor_kwargs={"dtype": "float32", "num_kvcache_blocks": 200, "max_num_seqs": 16},
         batch_size=4,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=2),

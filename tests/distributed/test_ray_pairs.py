@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 SHARED = "Once upon a time there was a little fox who lived in the woods. "
 NEUTRAL = {
     "store": ("--prefix-store", "store"),
-    "preemption": ("--num-gpu-blocks-override", "40", "--block-size", "4"),
+    "preemption": ("--num-kvcache-blocks", "40", "--block-size", "4"),
     "chunks": ("--chunked-prefill-size", "7"),
-    "blocks of 1": ("--block-size", "1", "--num-gpu-blocks-override", "1600"),
+    "blocks of 1": ("--block-size", "1", "--num-kvcache-blocks", "1600"),
     "no cache": ("--no-enable-prefix-caching",),
     "a step ahead": ("-C", "ahead.yaml"),
     "next-use": ("--eviction", "next-use"),

@@ -106,7 +106,7 @@ def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal
     save_file(tensors | {"model.vision_tower.conv.weight": torch.ones(2)}, whole / WEIGHTS, metadata={"format": "pt"})
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for folder, config in ((path, {"attention_backend": "reference"}), (whole, {"chunked_prefill_size": 7})):
-        engine = make_engine(folder, block_size=4, max_model_len=160, num_gpu_blocks_override=80, **config)
+        engine = make_engine(folder, block_size=4, max_model_len=160, num_kvcache_blocks=80, **config)
         assert [group.layers for group in engine.plan.limits.groups] == [(0,), (1,)]
         assert run(engine, prompts, params) == expected
         assert engine.stats.num_preemptions > 0

@@ -28,7 +28,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def check_prediction(family, tmp_path, **settings):
     path = tiny_model(family, tmp_path / family)
-    config = EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=8, max_model_len=128, **settings)
+    config = EngineConfig(model=str(path), device="cpu", num_kvcache_blocks=8, max_model_len=128, **settings)
     spec, machine = read_spec(path), this_machine()
     try:
         decision = decide(config, spec, machine)

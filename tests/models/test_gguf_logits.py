@@ -105,7 +105,7 @@ def test_the_note_names_what_is_widened():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     path, _ = twins
-    config = EngineConfig(model=str(path), attention_backend=backend, device="cpu", num_gpu_blocks_override=8)
+    config = EngineConfig(model=str(path), attention_backend=backend, device="cpu", num_kvcache_blocks=8)
     spec, machine = read_spec(path), this_machine()
     decided = decide(config, spec, machine).plan
     engine = LLMEngine(config)

@@ -54,7 +54,7 @@ def test_commands_take_a_file_as_they_take_a_folder(tmp_path):
         type_of=lambda name: next((kind for part, kind in kinds.items() if part in name), "Q8_0"),
         extra=with_tokenizer(source),
     )
-    model = "-m", path, "--device", "cpu", "--num-gpu-blocks-override", "64"
+    model = "-m", path, "--device", "cpu", "--num-kvcache-blocks", "64"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(PROMPTS)
     for name, num_seqs in ("a", 1), ("b", 3):

@@ -105,7 +105,7 @@ def test_tokens_beams_and_scores_of_prompts_are_those_of_the_native_decoder(fami
         return engine, [found[str(i)] for i in range(len(prompts))]
 
     _, expected = outputs(attention_backend="cpu")
-    engine, found = outputs(attention_backend="sdpa", chunked_prefill_size=7, num_gpu_blocks_override=66)
+    engine, found = outputs(attention_backend="sdpa", chunked_prefill_size=7, num_kvcache_blocks=66)
     assert not engine.plan.in_one_call
     assert by_default(engine.stats.num_preemptions > 0)
     for ours, theirs in zip(found, expected, strict=True):

@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_pool_company_and_chunks(twins):
     prompts, params = ragged_prompts(4), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     _, packed = twins
     crowd = run(make_engine(packed, max_model_len=128), prompts, params)
-    hard = make_engine(packed, max_model_len=128, chunked_prefill_size=7, num_gpu_blocks_override=24)
+    hard = make_engine(packed, max_model_len=128, chunked_prefill_size=7, num_kvcache_blocks=24)
     assert run(hard, prompts, params) == crowd
     assert run(make_engine(packed, max_model_len=128, max_num_seqs=1), prompts, params) == crowd
 

@@ -145,7 +145,7 @@ def test_three_samples_are_transformers_tokens_of_text_in_a_small_pool(model_typ
     expected = [3 * model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
     for backend in ("cpu", "reference"):
         options = {"attention_backend": backend, "block_size": 4, "max_model_len": 128, "chunked_prefill_size": 7}
-        engine = make_engine(tmp_path, num_gpu_blocks_override=70, **options)
+        engine = make_engine(tmp_path, num_kvcache_blocks=70, **options)
         assert run(engine, prompts, params) == expected
 
 

@@ -442,7 +442,7 @@ def test_bytes_made_by_compressed_tensors_are_the_weights_that_it_reads_from_the
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     packed, _ = twins
-    config = EngineConfig(model=str(packed), attention_backend=backend, device="cpu", num_gpu_blocks_override=8)
+    config = EngineConfig(model=str(packed), attention_backend=backend, device="cpu", num_kvcache_blocks=8)
     spec, machine = read_spec(packed), this_machine()
     decided = decide(config, spec, machine).plan
     engine = LLMEngine(config)

@@ -48,7 +48,7 @@ def emulated(request):
 
 def run(path, rows, *, block_size, chunk, max_num_seqs, **config):
     limits = {"block_size": block_size, "chunked_prefill_size": chunk, "max_num_seqs": max_num_seqs}
-    limits |= {"max_model_len": 192, "num_gpu_blocks_override": 2000 // block_size + 40}
+    limits |= {"max_model_len": 192, "num_kvcache_blocks": 2000 // block_size + 40}
     engine = LLMEngine(EngineConfig(model=str(path), dtype="bfloat16", device="cpu", **limits, **config))
     for row in rows:
         engine.add_request(str(row), PROMPTS[row], KINDS[row % len(KINDS)])

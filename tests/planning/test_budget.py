@@ -97,9 +97,7 @@ def tensor_peak(run):
 
 
 def wide_engine(path, **config):
-    return LLMEngine(
-        EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=128, max_num_seqs=64, **config)
-    )
+    return LLMEngine(EngineConfig(model=str(path), device="cpu", num_kvcache_blocks=128, max_num_seqs=64, **config))
 
 
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"head_dim": 128}])
@@ -126,7 +124,7 @@ from pagedcli.models.cpu_decoder import CpuDecoder
 
 path, backend = sys.argv[1:]
 config = EngineConfig(
-    model=path, device="cpu", num_gpu_blocks_override=128, max_num_seqs=64, attention_backend=backend
+    model=path, device="cpu", num_kvcache_blocks=128, max_num_seqs=64, attention_backend=backend
 )
 engine = LLMEngine(config)
 measure_step(engine.runner, StepShape(1, 1))

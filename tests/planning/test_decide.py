@@ -163,7 +163,7 @@ def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
     here = replace(machine.this_machine(), missing=NO_COMPILER)
     for module in (machine, loading):
         monkeypatch.setattr(module, "this_machine", lambda **_: here)
-    plan = LLMEngine(EngineConfig(device="cpu", num_gpu_blocks_override=8)).plan
+    plan = LLMEngine(EngineConfig(device="cpu", num_kvcache_blocks=8)).plan
     examined = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
     shown = {row["what"]: row["value"] for row in reversed(examined["engine"])}
     assert (shown["attention"], shown["dtype"], shown["not used"]) == (plan.backend, plan.dtype, plan.refused[0])

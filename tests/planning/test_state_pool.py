@@ -28,7 +28,7 @@ def test_slots_are_two_per_sequence_within_half_of_the_memory_and_blocks_get_the
     assert sizes(plan(max_num_seqs=20), kv_cache_memory=100 * MIB) == (4 * 60, 40)
     assert sizes(plan(max_num_seqs=80), kv_cache_memory=100 * MIB) == (4 * 50, 50)
     assert sizes(plan(), kv_cache_memory=100 * MIB, num_state_slots=90) == (4 * 10, 90)
-    assert sizes(plan(), num_gpu_blocks_override=10) == (10, 8)
+    assert sizes(plan(), num_kvcache_blocks=10) == (10, 8)
     assert sizes(plan(state_bytes=1000 * MIB)) == ((CPU_KV_BYTES // MIB - 2000) * 4, 2)
     terms = Terms(total=120 * MIB, weights=20 * MIB, activations=0)
     assert sizes(plan(), terms=terms) == (4 * 92, 8)

@@ -122,7 +122,7 @@ def test_tokens_do_not_depend_on_company_pool_blocks_or_what_is_cached(model, tm
     assert [run([prompt])[0] for prompt in prompts[:2]] == expected[:2]
     assert run(prompts[::-1])[::-1] == expected
     assert run(prompts, block_size=7) == expected
-    assert run(prompts, num_gpu_blocks_override=70, kv_cache_memory=None, max_num_seqs=4) == expected
+    assert run(prompts, num_kvcache_blocks=70, kv_cache_memory=None, max_num_seqs=4) == expected
     assert run(prompts, max_num_batched_tokens=64) == expected
     assert run(prompts, enable_prefix_caching=False) == expected
     assert run(prompts, speculation="ngram") == expected

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 
 def make_engine(path, **config):
-    defaults = {"max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 2, "max_num_batched_tokens": 32}
+    defaults = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "block_size": 2, "max_num_batched_tokens": 32}
     return LLMEngine(
         EngineConfig(model=str(path), dtype="float32", device="cpu", **{**defaults, **config}),
         emit=config.pop("emit", None),
@@ -110,7 +110,7 @@ def test_one_step_ahead_gives_the_tokens_of_the_plain_loop(
     model, requests, num_blocks, max_num_seqs, chunk, caching, policy, arrivals
 ):
     config = {
-        "num_gpu_blocks_override": num_blocks,
+        "num_kvcache_blocks": num_blocks,
         "block_size": 2,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": 12,
@@ -149,7 +149,7 @@ def test_penalties_change_no_order_of_steps_and_see_the_tokens_that_the_host_has
     found, engine = run(model, requests, ahead=True, max_num_seqs=4)
     assert found == expected
     assert by_default(engine.num_steps_ahead > 30)
-    few, engine = run(model, requests, ahead=True, max_num_seqs=4, num_gpu_blocks_override=6)
+    few, engine = run(model, requests, ahead=True, max_num_seqs=4, num_kvcache_blocks=6)
     assert few == expected
     assert by_default(engine.stats.num_preemptions > 0)
 
@@ -185,7 +185,7 @@ def test_abort_with_a_step_in_flight_discards_its_tokens(model):
 
 def test_a_full_pool_preempts_one_step_later_and_not_more_often(model):
     requests = [([3 + i, 4, 5], GREEDY, None) for i in range(4)]
-    config = {"num_gpu_blocks_override": 15, "block_size": 2, "max_num_seqs": 4}
+    config = {"num_kvcache_blocks": 15, "block_size": 2, "max_num_seqs": 4}
     plain_results, plain = run(model, requests, ahead=False, **config)
     ahead_results, ahead = run(model, requests, ahead=True, **config)
     assert ahead_results == plain_results

@@ -90,11 +90,11 @@ def test_beams_are_those_of_transformers(model, reference, length_penalty, early
 @pytest.mark.parametrize(
     "config",
     [
-        {"block_size": 1, "num_gpu_blocks_override": 200},
-        {"block_size": 16, "num_gpu_blocks_override": 17},
-        {"block_size": 256, "num_gpu_blocks_override": 5},
-        {"block_size": 4, "num_gpu_blocks_override": 54, "chunked_prefill_size": 7, "async_scheduling": True},
-        {"block_size": 4, "num_gpu_blocks_override": 70, "enable_prefix_caching": False},
+        {"block_size": 1, "num_kvcache_blocks": 200},
+        {"block_size": 16, "num_kvcache_blocks": 17},
+        {"block_size": 256, "num_kvcache_blocks": 5},
+        {"block_size": 4, "num_kvcache_blocks": 54, "chunked_prefill_size": 7, "async_scheduling": True},
+        {"block_size": 4, "num_kvcache_blocks": 70, "enable_prefix_caching": False},
         {"block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 7, "preemption_policy": "largest"},
     ],
     ids=str,
@@ -114,7 +114,7 @@ def test_pool_blocks_chunks_and_cache_never_change_the_beams(model, reference, c
         found = [sample.token_ids for sample in samples], [sample.score for sample in samples]
         assert_equal(found, expected(reference, prompts[number], width=4, n=3, length_penalty=0.5))
     assert checker.result(()).state.num_free_blocks == engine.plan.num_blocks
-    if config.get("num_gpu_blocks_override", 1000) < 20:
+    if config.get("num_kvcache_blocks", 1000) < 20:
         assert by_default(engine.stats.num_preemptions > 0)
 
 
@@ -154,7 +154,7 @@ def test_what_beam_search_does_not_do_is_refused(options, words):
 
 
 def test_beams_that_can_never_fit_are_refused(model):
-    engine = make_engine(model, max_num_seqs=3, num_gpu_blocks_override=10, block_size=4)
+    engine = make_engine(model, max_num_seqs=3, num_kvcache_blocks=10, block_size=4)
     engine.add_request("fits", [1] * 9, SamplingParams(beam_width=3, max_tokens=4))  # 2 shared blocks, 3 x 1 own
     with pytest.raises(RequestError, match="needs 11 blocks of 4 tokens, the pool has 10"):
         engine.add_request("large", [1] * 9, SamplingParams(beam_width=3, max_tokens=12))

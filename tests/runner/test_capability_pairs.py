@@ -31,9 +31,9 @@ MODELS = {
 NEUTRAL = {
     "store": {"prefix_store": "store"},
     "recording": {},
-    "preemption": {"num_gpu_blocks_override": 36, "max_num_seqs": 6},
+    "preemption": {"num_kvcache_blocks": 36, "max_num_seqs": 6},
     "chunks": {"chunked_prefill_size": 7},
-    "blocks of 1": {"block_size": 1, "num_gpu_blocks_override": 1600},
+    "blocks of 1": {"block_size": 1, "num_kvcache_blocks": 1600},
     "no cache": {"enable_prefix_caching": False},
     "a step ahead": {"async_scheduling": True},
     "next-use": {"eviction": "next-use"},
@@ -91,7 +91,7 @@ def rows_of(path, kind, config, *, emit=None, answers=None):
     """Tokens and scores of all rows of one kind, and the engine. `answers`: the tokens of each sample, of which an
     engine that guesses guesses most."""
     of_kind, params = ROWS[kind]
-    roomy = {"block_size": 4, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
+    roomy = {"block_size": 4, "num_kvcache_blocks": 400, "max_num_seqs": 8}
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", **{**roomy, **of_kind, **config})
     engine = LLMEngine(config, emit=emit, trace_tokens=True, with_store=True)
     if engine.plan.speculation != "off":
@@ -144,7 +144,7 @@ def test_pairs_of_capabilities_give_the_same_bits_or_are_refused_by_name(model, 
     kind = other if other in ROWS else "log-probabilities"
     config = NEUTRAL[one] | NEUTRAL.get(other, {})
     if "blocks of 1" in (one, other) and "preemption" in (one, other):
-        config |= {"num_gpu_blocks_override": 144}
+        config |= {"num_kvcache_blocks": 144}
     if "store" in (one, other):
         config |= {"prefix_store": str(tmp_path / "store")}
     if (why := REFUSED.get(frozenset((one, other)))) is not None:

@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 
 def make_engine(path, *, padded, sizes=None, **config):
-    config = {"max_num_seqs": 7, "num_gpu_blocks_override": 64, **config}
+    config = {"max_num_seqs": 7, "num_kvcache_blocks": 64, **config}
     engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **config))
     if padded:
         engine.runner.graphs = graphs_of(engine.runner, CountingGraphs, capture=False, sizes=sizes)
@@ -85,7 +85,7 @@ def test_preemption_and_growth_reach_the_tables_of_the_device(model):
     params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 10
     prompts = ragged_prompts(10)
     expected = run(make_engine(model, padded=False), prompts, params)
-    engine = make_engine(model, padded=True, num_gpu_blocks_override=18, async_scheduling=True)
+    engine = make_engine(model, padded=True, num_kvcache_blocks=18, async_scheduling=True)
     assert run(engine, prompts, params) == expected
     assert engine.stats.num_preemptions > 0
 

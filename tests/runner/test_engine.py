@@ -26,7 +26,7 @@ NUM_NEW = 64
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 VARIANTS = [
-    {"enable_prefix_caching": caching, "chunked_prefill_size": chunk, "num_gpu_blocks_override": blocks}
+    {"enable_prefix_caching": caching, "chunked_prefill_size": chunk, "num_kvcache_blocks": blocks}
     for caching, chunk, blocks in itertools.product([True, False], [None, 7], [None, 24])
 ]
 
@@ -52,9 +52,7 @@ def test_tokens_equal_transformers_whatever_cache_chunk_and_pool(family_model, f
     for variant in VARIANTS:
         engine = make_engine(path, **variant)
         assert run(engine, ragged_prompts(), GREEDY) == expected, variant
-        assert by_default((engine.stats.num_preemptions > 0) == (variant["num_gpu_blocks_override"] is not None)), (
-            variant
-        )
+        assert by_default((engine.stats.num_preemptions > 0) == (variant["num_kvcache_blocks"] is not None)), variant
         assert by_default((engine.stats.num_cached_tokens > 0) == variant["enable_prefix_caching"]), variant
 
 
@@ -71,7 +69,7 @@ def test_tokens_equal_transformers_through_the_fallback(family_model, family):
 @pytest.mark.parametrize("block_size", [1, 7, 256])
 def test_block_size_never_changes_the_tokens(family_model, block_size):
     path, expected = family_model("qwen3")
-    engine = make_engine(path, block_size=block_size, num_gpu_blocks_override=-(-1200 // block_size))
+    engine = make_engine(path, block_size=block_size, num_kvcache_blocks=-(-1200 // block_size))
     assert run(engine, ragged_prompts(), GREEDY) == expected
 
 
@@ -107,7 +105,7 @@ def test_limits_never_change_the_tokens(family_model, limits):
 def test_backend_never_changes_the_tokens(family_model, backend):
     path, expected = family_model("llama3")
     try:
-        engine = make_engine(path, attention_backend=backend, chunked_prefill_size=7, num_gpu_blocks_override=24)
+        engine = make_engine(path, attention_backend=backend, chunked_prefill_size=7, num_kvcache_blocks=24)
     except PagedcliError as error:
         pytest.skip(f"backend {backend} cannot run here: {error}")
     assert run(engine, ragged_prompts(), GREEDY) == expected
@@ -115,7 +113,7 @@ def test_backend_never_changes_the_tokens(family_model, backend):
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
-    "variant", [{}, {"num_gpu_blocks_override": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}]
+    "variant", [{}, {"num_kvcache_blocks": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}]
 )
 def test_samples_depend_on_seed_and_index_alone(family_model, variant):
     path, _ = family_model("qwen3")
@@ -174,7 +172,7 @@ def test_cache_salt_keeps_requests_apart(family_model):
 )
 def test_a_request_that_can_never_be_served_is_refused_alone(family_model, prompt, params, code):
     path, _ = family_model("llama")
-    engine = make_engine(path, num_gpu_blocks_override=20)
+    engine = make_engine(path, num_kvcache_blocks=20)
     with pytest.raises(RequestError) as refused:
         engine.add_request("bad", prompt, SamplingParams(**params))
     assert refused.value.code == code
@@ -183,7 +181,7 @@ def test_a_request_that_can_never_be_served_is_refused_alone(family_model, promp
 
 def test_a_request_that_just_fits_the_pool_runs(family_model):
     path, _ = family_model("llama")
-    engine = make_engine(path, num_gpu_blocks_override=20)
+    engine = make_engine(path, num_kvcache_blocks=20)
     [[tokens]] = run(engine, [[5] * 300], SamplingParams(max_tokens=21, ignore_eos=True))
     assert len(tokens) == 21
     assert engine.stats.peak_used_blocks == 20
@@ -232,7 +230,7 @@ def test_impossible_configurations_name_the_limit(family_model, config, words):
 
 @pytest.mark.parametrize("emit", [None, lambda event: None], ids=["unobserved", "observed"])
 def test_an_engine_that_is_dropped_gives_its_cache_back_at_once(emit):
-    engine = LLMEngine(EngineConfig(num_gpu_blocks_override=8), emit=emit)
+    engine = LLMEngine(EngineConfig(num_kvcache_blocks=8), emit=emit)
     cache = weakref.ref(engine.runner.kv_cache)
     gc.disable()  # no cycle may hold the memory until the collector comes by
     try:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.bits
 NUM_NEW = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 # caching with eviction, preemption and chunks; then each alone
-HARD = {"chunked_prefill_size": 7, "num_gpu_blocks_override": 14, "max_model_len": 128}
+HARD = {"chunked_prefill_size": 7, "num_kvcache_blocks": 14, "max_model_len": 128}
 EASY = [
-    {"enable_prefix_caching": False, "block_size": 1, "num_gpu_blocks_override": 200, "max_model_len": 128},
+    {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 200, "max_model_len": 128},
     {"block_size": 256, "max_model_len": 128},
     {"max_num_seqs": 1, "max_model_len": 128},
 ]
@@ -45,7 +45,7 @@ def test_tokens_equal_transformers_in_a_small_pool(family):
 @pytest.mark.slow
 def test_three_samples_of_a_prompt_share_its_blocks_and_are_the_tokens_of_transformers(family):
     path, expected = family
-    engine = make_engine(path, **{**HARD, "num_gpu_blocks_override": 40})
+    engine = make_engine(path, **{**HARD, "num_kvcache_blocks": 40})
     assert run(engine, PROMPTS, structs.replace(GREEDY, n=3)) == [3 * sample for sample in expected]
 
 
@@ -58,9 +58,9 @@ def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_pa
         SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True),
     ):
         variants = [
-            {"num_gpu_blocks_override": 400, "enable_prefix_caching": False},
-            {"num_gpu_blocks_override": 150, "chunked_prefill_size": 7},
-            {"num_gpu_blocks_override": 150, "attention_backend": "reference"},
+            {"num_kvcache_blocks": 400, "enable_prefix_caching": False},
+            {"num_kvcache_blocks": 150, "chunked_prefill_size": 7},
+            {"num_kvcache_blocks": 150, "attention_backend": "reference"},
         ]
         found = [
             run(make_engine(path, block_size=4, max_model_len=160, **each), PROMPTS[:3], params) for each in variants

@@ -69,7 +69,7 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, famil
     path, expected = models(family)
     engine = make_engine(path, **HARD)
     assert engine.plan.in_one_call
-    engine = make_engine(path, **HARD, num_gpu_blocks_override=SMALL_POOLS[len(engine.plan.limits.groups)])
+    engine = make_engine(path, **HARD, num_kvcache_blocks=SMALL_POOLS[len(engine.plan.limits.groups)])
     assert run(engine, PROMPTS, GREEDY) == expected
     assert by_default(engine.stats.num_preemptions > 0)
     assert by_default(engine.stats.num_cached_tokens > 0)
@@ -90,7 +90,7 @@ def test_tokens_equal_transformers_past_the_window_whatever_cache_chunk_and_bloc
 def test_tokens_equal_transformers_past_the_window_through_each_backend(models, family, backend):
     path, expected = models(family)
     try:
-        engine = make_engine(path, attention_backend=backend, num_gpu_blocks_override=96, **HARD)
+        engine = make_engine(path, attention_backend=backend, num_kvcache_blocks=96, **HARD)
     except BackendError as error:
         pytest.skip(error.message)
     assert run(engine, PROMPTS, GREEDY) == expected
@@ -145,7 +145,7 @@ def test_samples_and_beams_are_the_same_in_a_small_pool_and_in_torch(models):
     beams = SamplingParams(beam_width=3, n=2, max_tokens=20)
     params = [samples, beams, samples]
     expected = run(make_engine(path, **HARD, attention_backend="reference"), PROMPTS[:3], params)
-    engine = make_engine(path, **HARD, num_gpu_blocks_override=66)
+    engine = make_engine(path, **HARD, num_kvcache_blocks=66)
     assert run(engine, PROMPTS[:3], params) == expected
 
 

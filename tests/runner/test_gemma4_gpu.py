@@ -27,7 +27,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 def make_engine(path, device, **config):
-    config = {"max_num_seqs": 2, "num_gpu_blocks_override": 24, "max_model_len": 64, "dtype": "float32", **config}
+    config = {"max_num_seqs": 2, "num_kvcache_blocks": 24, "max_model_len": 64, "dtype": "float32", **config}
     config = {"max_num_batched_tokens": 16, "block_size": 16, **config}
     return LLMEngine(EngineConfig(model=str(path), device=device, **config))
 
@@ -55,7 +55,7 @@ def test_preempted_eager_steps_give_the_tokens_of_the_reference(options, tmp_pat
     path = tiny_model("gemma4-e2b", tmp_path / "model", sliding_window=WINDOW, **SIZES["gemma4-e2b"])
     params = SamplingParams(temperature=0, max_tokens=22, ignore_eos=True)
     expected = run(make_engine(path, "cpu", attention_backend="reference"), PROMPTS, params)
-    config = {"num_gpu_blocks_override": 6, "max_model_len": 44, "enforce_eager": True, **options}
+    config = {"num_kvcache_blocks": 6, "max_model_len": 44, "enforce_eager": True, **options}
     engine = make_engine(path, "cuda", **config)
     assert run(engine, PROMPTS, params) == expected
     assert engine.stats.num_preemptions > 0

@@ -67,7 +67,7 @@ def change_workers(monkeypatch):
 
 
 def two_ranks(path, **config):
-    config = {"tensor_parallel_size": 2, "num_gpu_blocks_override": 20, "max_num_seqs": 4, **config}
+    config = {"tensor_parallel_size": 2, "num_kvcache_blocks": 20, "max_num_seqs": 4, **config}
     return LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **config))
 
 
@@ -168,7 +168,7 @@ def test_ctrl_c_of_all_processes_ends_all_and_keeps_the_rows(tmp_path):
 def test_a_program_that_does_not_close_its_llm_ends_all_the_same(tmp_path):
     code = """
         from pagedcli import LLM, SamplingParams
-        llm = LLM(tensor_parallel_size=2, device="cpu", num_gpu_blocks_override=20)
+        llm = LLM(tensor_parallel_size=2, device="cpu", num_kvcache_blocks=20)
         llm.generate("The fox", SamplingParams(max_tokens=3), use_tqdm=False)
         print(llm.llm_engine._group._ranks.workers[0].process.pid, flush=True)
     """

@@ -60,7 +60,7 @@ def traced(request, tmp_path_factory):
     path, trace = tiny_model(request.param, folder / "model", sliding_window=10), folder / "run.jsonl.zst"
     limits = {"max_num_seqs": 6, "max_model_len": 160, "chunked_prefill_size": 7, "async_scheduling": False}
     with TraceWriter(trace) as writer:
-        watched = Watched(path, writer, num_gpu_blocks_override=NUM_BLOCKS, block_size=BLOCK_SIZE, **limits)
+        watched = Watched(path, writer, num_kvcache_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **limits)
         params = SamplingParams(temperature=1, seed=0, n=2, max_tokens=30, ignore_eos=True)
         prompts = ragged_prompts()
         watched.run(prompts[:3], params)  # with room for their second samples, which fork

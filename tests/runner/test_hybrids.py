@@ -15,9 +15,9 @@ NUM_NEW = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 PROMPTS = ragged_prompts(4)
 # caching with eviction, preemption, chunks and few slots; then each alone
-HARD = {"chunked_prefill_size": 7, "num_gpu_blocks_override": 9, "num_state_slots": 5, "max_model_len": 96}
+HARD = {"chunked_prefill_size": 7, "num_kvcache_blocks": 9, "num_state_slots": 5, "max_model_len": 96}
 EASY = [
-    {"enable_prefix_caching": False, "block_size": 4, "num_gpu_blocks_override": 120, "max_model_len": 96},
+    {"enable_prefix_caching": False, "block_size": 4, "num_kvcache_blocks": 120, "max_model_len": 96},
     {"chunked_prefill_size": 64, "checkpoints": "end", "block_size": 4, "max_model_len": 96},
     {"max_num_seqs": 1, "checkpoints": "16", "max_model_len": 96},
     {"checkpoints": "none", "attention_backend": "reference", "max_model_len": 96},
@@ -60,7 +60,7 @@ def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
 @pytest.mark.slow
 def test_three_samples_of_a_prompt_share_its_state_and_are_the_tokens_of_transformers(family):
     path, expected = family
-    for variant in ({"block_size": 4, "max_model_len": 96}, {**HARD, "num_gpu_blocks_override": 24}):
+    for variant in ({"block_size": 4, "max_model_len": 96}, {**HARD, "num_kvcache_blocks": 24}):
         assert run(make_engine(path, **variant), PROMPTS, structs.replace(GREEDY, n=3)) == [
             3 * sample for sample in expected
         ]
@@ -83,13 +83,13 @@ def test_samples_of_a_prompt_share_its_state(path):
     one = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, GREEDY)
     several = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, n=3)
     for variant in ({}, HARD):
-        engine = make_engine(path, **{"block_size": 4, "max_model_len": 96, **variant, "num_gpu_blocks_override": 60})
+        engine = make_engine(path, **{"block_size": 4, "max_model_len": 96, **variant, "num_kvcache_blocks": 60})
         assert run(engine, PROMPTS, several) == [3 * sample for sample in one]
 
 
 def test_seeded_samples_do_not_depend_on_pool_or_company(path):
     params = SamplingParams(temperature=1.0, max_tokens=NUM_NEW, ignore_eos=True, n=2, seed=5)
-    crowd = run(make_engine(path, block_size=4, num_gpu_blocks_override=90, num_state_slots=4), PROMPTS, params)
+    crowd = run(make_engine(path, block_size=4, num_kvcache_blocks=90, num_state_slots=4), PROMPTS, params)
     alone = make_engine(path, max_model_len=96, max_num_seqs=2, checkpoints="none")
     assert [run(alone, [prompt], params)[0] for prompt in PROMPTS] == crowd
 
@@ -120,5 +120,5 @@ def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_cro
 def test_beams_do_not_depend_on_slots_and_checkpoints(path):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, beam_width=3)
     wide = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, params)
-    tight = {"num_gpu_blocks_override": 45, "num_state_slots": 8, "chunked_prefill_size": 7, "checkpoints": "end"}
+    tight = {"num_kvcache_blocks": 45, "num_state_slots": 8, "chunked_prefill_size": 7, "checkpoints": "end"}
     assert run(make_engine(path, block_size=4, max_model_len=96, **tight), PROMPTS, params) == wide

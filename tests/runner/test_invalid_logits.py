@@ -36,7 +36,7 @@ def serve(engine, prompts, params):
 def test_only_the_request_that_meets_nan_ends_with_an_error(model, ahead, backend, options):
     params = SamplingParams(max_tokens=6, ignore_eos=True, logit_bias={BAD: -100.0}, **options)
     prompts = [[5, 6, 8], [5, BAD, 8], [9, 10]]
-    config = {"async_scheduling": ahead, "attention_backend": backend, "num_gpu_blocks_override": 64}
+    config = {"async_scheduling": ahead, "attention_backend": backend, "num_kvcache_blocks": 64}
     first, bad, last = serve(make_engine(model, **config), prompts, params)
     assert bad.error.code == "invalid_logits"
     assert bad.samples[0].finish_reason == "error"

@@ -19,7 +19,7 @@ def model(request, tmp_path_factory):
 
 def test_a_token_takes_one_latent_and_one_rotary_key_per_layer(model):
     events = []
-    engine = make_engine(model, block_size=16, num_gpu_blocks_override=20, emit=events.append)
+    engine = make_engine(model, block_size=16, num_kvcache_blocks=20, emit=events.append)
     assert engine.plan.block_bytes == 16 * TOKEN_BYTES
     assert engine.runner.kv_cache.nbytes == 20 * 16 * TOKEN_BYTES
     [started] = [event for event in events if isinstance(event, EngineStarted)]

@@ -12,7 +12,7 @@ from pagedcli import LLM, SamplingParams, StructuredOutputsParams
 from pagedcli.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-POOL = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 8}
+POOL = {"dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": 8}
 
 
 @pytest.fixture(scope="module")

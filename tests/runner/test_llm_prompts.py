@@ -14,7 +14,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=3)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(num_gpu_blocks_override=64, max_num_seqs=4)
+    return LLM(num_kvcache_blocks=64, max_num_seqs=4)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def check(gpu, path, prompts=None, **config):
     """All kinds of requests at once, twice: the second time from the prefix cache."""
     from pretend_cuda import what_is_new
 
-    config = {"max_num_seqs": 5, "num_gpu_blocks_override": 60, "max_model_len": 64, "dtype": "float32", **config}
+    config = {"max_num_seqs": 5, "num_kvcache_blocks": 60, "max_model_len": 64, "dtype": "float32", **config}
     engine = LLMEngine(EngineConfig(model=str(path), device="cuda", **config))
     assert engine.plan.backend == "triton"
     del gpu.waits[:]
@@ -120,7 +120,7 @@ def test_a_step_in_the_type_that_gpus_compute_in(family, tmp_path, gpu):
     path = tiny_model(family, tmp_path / "model", max_position_embeddings=1024, **SIZES.get(family, {}))
     states = {"num_state_slots": 12, "checkpoints": "end"} if family in HYBRIDS else {}
     prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
-    limits = {"max_model_len": 700, "num_gpu_blocks_override": 400, "chunked_prefill_size": 300}
+    limits = {"max_model_len": 700, "num_kvcache_blocks": 400, "chunked_prefill_size": 300}
     check(gpu, path, prompts, dtype="bfloat16", **limits, **states)
 
 
@@ -136,7 +136,7 @@ def test_without_graphs_or_in_order(config, tmp_path, gpu):
 def test_prompts_of_several_tiles_and_splits(family, chunk, tmp_path, gpu):
     prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
     path = tiny_model(family, tmp_path / "model", max_position_embeddings=1024, **SIZES.get(family, {}))
-    check(gpu, path, prompts, max_model_len=700, num_gpu_blocks_override=400, chunked_prefill_size=chunk)
+    check(gpu, path, prompts, max_model_len=700, num_kvcache_blocks=400, chunked_prefill_size=chunk)
 
 
 @interpreted
@@ -145,7 +145,7 @@ def test_packed_weights_of_long_prompts(tmp_path, gpu):
     model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, max_position_embeddings=1024)
     packed, _ = quantized_twins(model, tmp_path, *FORMATS["awq"])
     prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
-    check(gpu, packed, prompts, max_model_len=700, num_gpu_blocks_override=400)
+    check(gpu, packed, prompts, max_model_len=700, num_kvcache_blocks=400)
 
 
 @interpreted

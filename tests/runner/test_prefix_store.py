@@ -24,7 +24,7 @@ from pagedcli.trace.check import TraceChecker
 
 pytestmark = pytest.mark.usefixtures("own_digests")
 SCORED = SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
-ROOMY = {"num_gpu_blocks_override": 400, "block_size": 4, "max_num_seqs": 8}
+ROOMY = {"num_kvcache_blocks": 400, "block_size": 4, "max_num_seqs": 8}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_the_bytes_are_the_same_with_any_number_of_threads(path, tmp_path, threa
 def test_small_pools_preempt_and_restore(path, tmp_path, eviction, seed):
     """40 random runs, in which blocks are evicted, preempted and read again."""
     prompts = ragged_prompts(vocab_size=100, seed=seed)
-    small = {"num_gpu_blocks_override": 24, "eviction": eviction, "max_num_seqs": 4}
+    small = {"num_kvcache_blocks": 24, "eviction": eviction, "max_num_seqs": 4}
     expected, *_ = outcome(engine_with(path), prompts)
     outcome(engine_with(path, tmp_path), prompts)
     for _ in range(2):

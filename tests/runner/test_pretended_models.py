@@ -50,7 +50,7 @@ PAIRS += list(product(("dense", "windows", "experts", "recurrent", "convolution"
 
 def make_engine(path, gpu=None, **config):
     """On the pretended GPU, or with the reference on the CPU. Steps that measure and compile compute nothing there."""
-    config = {"max_num_seqs": 2, "num_gpu_blocks_override": 24, "max_model_len": 64, "dtype": "float32", **config}
+    config = {"max_num_seqs": 2, "num_kvcache_blocks": 24, "max_model_len": 64, "dtype": "float32", **config}
     config = {"max_num_batched_tokens": 32, **config}
     if gpu is None:
         return LLMEngine(EngineConfig(model=str(path), device="cpu", attention_backend="reference", **config))
@@ -66,7 +66,7 @@ def tokens(path, gpu=None, **config):
 
 def answers(path, gpu=None, **config):
     """What a model says to every kind of request: tokens and log-probabilities."""
-    engine = make_engine(path, gpu, **{"max_num_seqs": 4, "num_gpu_blocks_override": 60, **config})
+    engine = make_engine(path, gpu, **{"max_num_seqs": 4, "num_kvcache_blocks": 60, **config})
     for number, params in enumerate(REQUESTS):
         engine.add_request(str(number), PROMPTS[number % 2], params)
     engine.add_request("guided", [5, 6, 7], REQUESTS[0], make_guide=FirstEight)

@@ -12,7 +12,7 @@ from pagedcli.batch.columns import Columns
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=4, ignore_eos=True)
 PROMPTS = [*ragged_prompts(4), [7], [5, 6, 7, 8] * 12]
-HARD = {"chunked_prefill_size": 7, "num_gpu_blocks_override": 8, "max_model_len": 128}
+HARD = {"chunked_prefill_size": 7, "num_kvcache_blocks": 8, "max_model_len": 128}
 WAYS = {
     "chunks": {"chunked_prefill_size": 1},
     "alone": {"max_num_seqs": 1},
@@ -102,7 +102,7 @@ def test_samples_of_a_prompt_share_its_logprobs(path):
 
 
 def test_llm_returns_them_by_token_id_as_vllm_does():
-    llm = LLM(dtype="float32", num_gpu_blocks_override=64)
+    llm = LLM(dtype="float32", num_kvcache_blocks=64)
     (output,) = llm.generate("Once upon a time there was", PARAMS, use_tqdm=False)
     first, *others = output.prompt_logprobs
     assert first is None

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 def run(model, emit, *, seed=0, trace_tokens=False, **config):
     """A random workload with shared prefixes, forks, salts, aborts and requests that cannot be. Returns its tokens."""
     rng = random.Random(seed)
-    config = {"num_gpu_blocks_override": 12, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 12, **config}
+    config = {"num_kvcache_blocks": 12, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 12, **config}
     engine_config = EngineConfig(model=str(model), dtype="float32", device="cpu", **config)
     engine = LLMEngine(engine_config, emit=emit, trace_tokens=trace_tokens)
     tokens, waiting = {}, list(range(24))
@@ -59,8 +59,8 @@ def add(engine, number, rng):
         {},
         {"chunked_prefill_size": 3},
         {"enable_prefix_caching": False},
-        {"preemption_policy": "largest", "num_gpu_blocks_override": 9},
-        {"num_gpu_blocks_override": 64, "block_size": 4},
+        {"preemption_policy": "largest", "num_kvcache_blocks": 9},
+        {"num_kvcache_blocks": 64, "block_size": 4},
     ],
     ids=str,
 )
@@ -70,7 +70,7 @@ def test_every_law_holds_for_the_real_engine(model, config, seed, ahead):
     result = checker.result(())
     assert result.notes == ()
     assert result.state.num_used_blocks == 0
-    assert len(result.state.refused) == (0 if config.get("num_gpu_blocks_override") == 64 else 2)
+    assert len(result.state.refused) == (0 if config.get("num_kvcache_blocks") == 64 else 2)
 
 
 @pytest.mark.bits
@@ -86,7 +86,7 @@ def test_looking_changes_no_token(model, tmp_path, ahead):
 def test_the_figures_of_the_fold_are_those_of_the_engine(model):
     moment = Moment()
     config = EngineConfig(
-        model=str(model), dtype="float32", device="cpu", num_gpu_blocks_override=10, block_size=2, max_num_seqs=4
+        model=str(model), dtype="float32", device="cpu", num_kvcache_blocks=10, block_size=2, max_num_seqs=4
     )
     engine = LLMEngine(config, emit=pool_fold(moment))
     for number in range(8):

@@ -121,7 +121,7 @@ def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
         trace_tokens=True,
         block_size=SIZE,
         max_model_len=LENGTH,
-        num_gpu_blocks_override=400,
+        num_kvcache_blocks=400,
         **config,
     )
     found = outputs(engine, requests)
@@ -136,7 +136,7 @@ def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
 def test_preemptions_change_no_bit(model, num_sequences, ahead):
     path, expected = model
     requests, checker = rows(), TraceChecker()
-    most = make_engine(path, block_size=SIZE, num_gpu_blocks_override=400, max_model_len=64).limits.tables
+    most = make_engine(path, block_size=SIZE, num_kvcache_blocks=400, max_model_len=64).limits.tables
     engine = make_engine(
         path,
         emit=checker.apply,
@@ -144,7 +144,7 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
         block_size=SIZE,
         max_model_len=LONGEST,
         chunked_prefill_size=7,
-        num_gpu_blocks_override=int(num_sequences * most.most_blocks(LONGEST, 7)),
+        num_kvcache_blocks=int(num_sequences * most.most_blocks(LONGEST, 7)),
         async_scheduling=ahead,
     )
     found = outputs(engine, requests)
@@ -164,7 +164,7 @@ def test_they_are_those_of_transformers(model):
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_models_through_transformers_have_scores_too(family, tmp_path):
     path = tiny_model(family, tmp_path / family)
-    engine = make_engine(path, block_size=SIZE, max_model_len=LENGTH, num_gpu_blocks_override=400)
+    engine = make_engine(path, block_size=SIZE, max_model_len=LENGTH, num_kvcache_blocks=400)
     found = outputs(engine, rows())
     check_with_transformers(path, [plain(output) for output in found])
     assert engine.stats.num_computed_tokens == num_computed(rows(), [output.num_cached_tokens for output in found])
@@ -183,7 +183,7 @@ def check_with_transformers(path, scores):
 def test_an_int8_cache_gives_the_bits_of_its_own_prompt_logprobs(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     expected = whole(path, rows(), kv_cache_dtype="int8")
-    config = {"kv_cache_dtype": "int8", "block_size": SIZE, "max_model_len": LENGTH, "num_gpu_blocks_override": 400}
+    config = {"kv_cache_dtype": "int8", "block_size": SIZE, "max_model_len": LENGTH, "num_kvcache_blocks": 400}
     found = outputs(make_engine(path, chunked_prefill_size=5, **config), rows())
     assert [plain(output) for output in found] == expected != whole(path, rows())
 
@@ -197,7 +197,7 @@ def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
         SamplingParams(temperature=1, seed=1, n=3, max_tokens=7, ignore_eos=True, prompt_logprobs=1),
         SamplingParams(temperature=0, beam_width=3, max_tokens=6),
     ]
-    config = {"block_size": SIZE, "max_model_len": LONGEST, "num_gpu_blocks_override": 30}
+    config = {"block_size": SIZE, "max_model_len": LONGEST, "num_kvcache_blocks": 30}
     texts = []
     for with_scores in (False, True):
         engine = make_engine(path, **config)
@@ -215,7 +215,7 @@ def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
 
 def test_two_ranks_have_the_scores_of_one(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
-    config = {"block_size": SIZE, "max_model_len": LENGTH, "num_gpu_blocks_override": 200, "async_scheduling": True}
+    config = {"block_size": SIZE, "max_model_len": LENGTH, "num_kvcache_blocks": 200, "async_scheduling": True}
     alone = [plain(output) for output in outputs(make_engine(path, **config), rows())]
     engine = make_engine(path, tensor_parallel_size=2, **config)
     try:
@@ -232,7 +232,7 @@ def test_two_ranks_have_the_scores_of_one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(dtype="float32", num_gpu_blocks_override=256)
+    return LLM(dtype="float32", num_kvcache_blocks=256)
 
 
 def test_texts_are_cut_as_lm_evaluation_harness_does(llm):

@@ -23,8 +23,8 @@ KINDS = [
     SamplingParams(temperature=0.8, seed=4, max_tokens=20, logit_bias={7: 2.0}, logprobs=2, presence_penalty=0.7, n=2),
 ]
 PROMPTS = ragged_prompts(16, vocab_size=100)
-ROOMY = {"max_model_len": 128, "num_gpu_blocks_override": 200, "max_num_seqs": 64}
-TINY = {"max_model_len": 96, "num_gpu_blocks_override": 10, "chunked_prefill_size": 7, "max_num_seqs": 24}
+ROOMY = {"max_model_len": 128, "num_kvcache_blocks": 200, "max_num_seqs": 64}
+TINY = {"max_model_len": 96, "num_kvcache_blocks": 10, "chunked_prefill_size": 7, "max_num_seqs": 24}
 
 
 def stop_twice():
@@ -139,7 +139,7 @@ MODELS = {
 SETTINGS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8 cache": {"kv_cache_dtype": "int8"},
-    "blocks of 1": {"block_size": 1, "num_gpu_blocks_override": 2000},
+    "blocks of 1": {"block_size": 1, "num_kvcache_blocks": 2000},
     "blocks of 64": {"block_size": 64},
     "next-use": {"eviction": "next-use"},
     "no prefixes": {"enable_prefix_caching": False},
@@ -151,7 +151,7 @@ SETTINGS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_every_kind_of_model_keeps_its_bits(model, tmp_path):
     family, changes = MODELS[model]
-    tiny = {**TINY, "num_gpu_blocks_override": 20} if "some layers" in model else TINY
+    tiny = {**TINY, "num_kvcache_blocks": 20} if "some layers" in model else TINY
     same_with_drafts(tiny_model(family, tmp_path, **changes), [0.0, 0.3, 0.7, 1.0], pools=(ROOMY, tiny))
 
 
@@ -200,7 +200,7 @@ def test_drafts_from_the_text_are_taken_where_it_repeats_itself(path):
 )
 def test_where_nothing_is_guessed_the_plan_says_why(family, config, why, tmp_path_factory):
     model = cached_model(family, tmp_path_factory)
-    config = {"num_gpu_blocks_override": 20, "max_num_seqs": 2, "max_model_len": 64, **config}
+    config = {"num_kvcache_blocks": 20, "max_num_seqs": 2, "max_model_len": 64, **config}
     plan = LLMEngine(EngineConfig(model=str(model), device="cpu", speculation="ngram", **config)).plan
     assert plan.speculation == "off"
     assert why in plan.no_drafts

@@ -22,7 +22,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(path):
     return run(
-        make_engine(path, enable_prefix_caching=False, num_gpu_blocks_override=200),
+        make_engine(path, enable_prefix_caching=False, num_kvcache_blocks=200),
         ragged_prompts(vocab_size=100),
         GREEDY,
     )
@@ -32,10 +32,10 @@ def expected(path):
 @pytest.mark.parametrize(
     "config",
     [
-        {"num_gpu_blocks_override": 200},
-        {"num_gpu_blocks_override": 200, "checkpoints": "16", "chunked_prefill_size": 7, "async_scheduling": True},
-        {"num_gpu_blocks_override": 14, "num_state_slots": 3, "max_num_batched_tokens": 64},
-        {"num_gpu_blocks_override": 200, "checkpoints": "end", "max_num_seqs": 1, "num_state_slots": 2},
+        {"num_kvcache_blocks": 200},
+        {"num_kvcache_blocks": 200, "checkpoints": "16", "chunked_prefill_size": 7, "async_scheduling": True},
+        {"num_kvcache_blocks": 14, "num_state_slots": 3, "max_num_batched_tokens": 64},
+        {"num_kvcache_blocks": 200, "checkpoints": "end", "max_num_seqs": 1, "num_state_slots": 2},
     ],
 )
 def test_pools_slots_chunks_and_checkpoints_never_change_the_tokens(path, expected, config):
@@ -52,7 +52,7 @@ def test_pools_slots_chunks_and_checkpoints_never_change_the_tokens(path, expect
 @pytest.mark.bits
 def test_samples_continue_from_the_state_of_their_prompt(path, expected):
     params = SamplingParams(max_tokens=6, temperature=0, n=3)
-    engine = make_engine(path, num_gpu_blocks_override=200, max_num_seqs=7, num_state_slots=9)
+    engine = make_engine(path, num_kvcache_blocks=200, max_num_seqs=7, num_state_slots=9)
     got = run(engine, ragged_prompts(vocab_size=100), params)
     assert got == [[samples[0]] * 3 for samples in expected]
 
@@ -62,7 +62,7 @@ def test_a_shared_beginning_is_computed_once_where_checkpoints_are_made_at_branc
     prompts = [[*shared, 10 + i, *range(5, 24)] for i in range(8)]
     computed = {}
     for policy in ("branches", "end", "none"):
-        engine = make_engine(path, num_gpu_blocks_override=200, max_num_seqs=8, checkpoints=policy)
+        engine = make_engine(path, num_kvcache_blocks=200, max_num_seqs=8, checkpoints=policy)
         tokens = run(engine, prompts, SamplingParams(max_tokens=1, temperature=0))
         computed[policy] = engine.stats.num_computed_tokens, tokens
     assert computed["branches"][0] == 8 * 70 - 7 * 48

@@ -41,7 +41,7 @@ def generate(tmp_path, model, prompts, *arguments):
 def test_the_published_text_at_every_block_and_pool_size(tmp_path, model, published, block_size, barely_enough, pool):
     flags = ["--block-size", str(block_size)]
     if pool == "barely":
-        flags += ["--num-gpu-blocks-override", str(barely_enough)]
+        flags += ["--num-kvcache-blocks", str(barely_enough)]
     (row,), _ = generate(tmp_path, model, [[1]], *flags)
     assert row["text"] == published
     assert len(row["token_ids"]) == NUM_TOKENS
@@ -50,7 +50,7 @@ def test_the_published_text_at_every_block_and_pool_size(tmp_path, model, publis
 def test_one_block_less_is_refused(tmp_path, model):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": [1]}\n')
-    flags = ["-m", str(model), "--max-tokens", "256", "--num-gpu-blocks-override", "15"]
+    flags = ["-m", str(model), "--max-tokens", "256", "--num-kvcache-blocks", "15"]
     result = CliRunner().invoke(app, ["generate", str(path), *flags])
     assert result.exit_code == 3
     assert "needs 16 blocks of 16 tokens, the pool has 15" in json.loads(result.stdout)["error"]["message"]
@@ -61,7 +61,7 @@ def test_one_block_less_is_refused(tmp_path, model):
 def test_the_published_text_among_31_other_prompts(tmp_path, model, published, place):
     prompts = [*OTHERS[:place], [1], *OTHERS[place:]]
     # a pool for a few of them: the others make it wait, and preempt it
-    rows, said = generate(tmp_path, model, prompts, "--num-gpu-blocks-override", "40")
+    rows, said = generate(tmp_path, model, prompts, "--num-kvcache-blocks", "40")
     assert len(rows) == 32
     assert rows[place]["text"] == published
     assert "preemptions  0" not in said, "the pool is too large to test anything"

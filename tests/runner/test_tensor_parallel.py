@@ -50,7 +50,7 @@ def model(tmp_path_factory):
 
 
 def make_engine(path, **config):
-    config = {"max_num_seqs": 4, "num_gpu_blocks_override": 6, "chunked_prefill_size": 30, **config}
+    config = {"max_num_seqs": 4, "num_kvcache_blocks": 6, "chunked_prefill_size": 30, **config}
     return LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **config))
 
 
@@ -102,8 +102,8 @@ def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, clo
     """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
     path, prompts = tiny_model(family, tmp_path / "m"), ragged_prompts(4)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    alone = make_engine(path, num_gpu_blocks_override=80)
-    split = close(make_engine(path, tensor_parallel_size=2, num_gpu_blocks_override=80))
+    alone = make_engine(path, num_kvcache_blocks=80)
+    split = close(make_engine(path, tensor_parallel_size=2, num_kvcache_blocks=80))
     assert run(split, prompts, params) == run(alone, prompts, params)
     latents = family == "deepseek_v3"  # every rank makes all
     assert split.model.weight_bytes < (0.62 if latents else 0.6) * alone.model.weight_bytes
@@ -221,7 +221,7 @@ def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
 def test_two_ranks_release_the_blocks_out_of_a_window(family, tmp_path, close):
     """Heads by kind of layer are split or shared; K = V, layers that read others, inputs of layers, experts beside."""
     path = tiny_model(family, tmp_path, sliding_window=12)
-    config = {"num_gpu_blocks_override": 60, "block_size": 4, "max_model_len": 120}
+    config = {"num_kvcache_blocks": 60, "block_size": 4, "max_model_len": 120}
     prompts = ragged_prompts(4)
     alone, split = make_engine(path, **config), close(make_engine(path, tensor_parallel_size=2, **config))
     assert run(split, prompts, PARAMS[0]) == run(alone, prompts, PARAMS[0])

@@ -166,7 +166,7 @@ def test_the_bound_holds(path, kept):
 def test_generate_says_what_is_kept_used_and_damaged(tmp_path, kept):
     """It was noted in the plan, and nobody printed it."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "max_tokens": 1}\n')
-    command = ("generate", str(tmp_path / "in.jsonl"), "--num-gpu-blocks-override", "16")
+    command = ("generate", str(tmp_path / "in.jsonl"), "--num-kvcache-blocks", "16")
 
     def said():
         done = pagedcli(*command)

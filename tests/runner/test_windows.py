@@ -82,7 +82,7 @@ def windowed(request, tmp_path_factory):
 
 def test_tokens_equal_transformers_past_the_window_in_a_small_pool(windowed):
     path, expected = windowed
-    engine = make_engine(path, **HARD, num_gpu_blocks_override=small_pool(path))
+    engine = make_engine(path, **HARD, num_kvcache_blocks=small_pool(path))
     assert any(mixer.window for mixer in engine.spec.attentions)
     assert run(engine, PROMPTS, GREEDY) == expected
     assert by_default(engine.stats.num_preemptions > 0)
@@ -100,7 +100,7 @@ def test_tokens_equal_transformers_past_the_window_whatever_cache_chunk_and_bloc
 def test_tokens_equal_transformers_past_the_window_through_each_backend(windowed, backend):
     path, expected = windowed
     try:
-        engine = make_engine(path, attention_backend=backend, num_gpu_blocks_override=small_pool(path), **HARD)
+        engine = make_engine(path, attention_backend=backend, num_kvcache_blocks=small_pool(path), **HARD)
     except BackendError as error:
         pytest.skip(error.message)
     assert run(engine, PROMPTS, GREEDY) == expected
@@ -111,7 +111,7 @@ def test_samples_and_steps_ahead_on_padded_batches_give_the_same_tokens(name, tm
     family, overrides = MODELS[name]
     path = tiny_model(family, tmp_path, sliding_window=WINDOW, **overrides)
     params = SamplingParams(n=3, temperature=1.0, max_tokens=40, seed=1, ignore_eos=True)
-    config = {"attention_backend": "reference", "block_size": 4, "max_model_len": 160, "num_gpu_blocks_override": 80}
+    config = {"attention_backend": "reference", "block_size": 4, "max_model_len": 160, "num_kvcache_blocks": 80}
     expected = run(make_engine(path, **config), PROMPTS[:3], params)
     engine = make_engine(path, **config, async_scheduling=True)
     runner = engine.runner
@@ -126,7 +126,7 @@ def test_beams_of_a_model_with_windows_do_not_depend_on_the_pool(name, tmp_path)
     family, overrides = MODELS[name]
     path = tiny_model(family, tmp_path, sliding_window=WINDOW, **overrides)
     params = SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True)
-    config = {"block_size": 4, "max_model_len": 160, "num_gpu_blocks_override": 400}
+    config = {"block_size": 4, "max_model_len": 160, "num_kvcache_blocks": 400}
     expected = run(make_engine(path, **config, enable_prefix_caching=False), PROMPTS[:3], params)
-    config |= {"num_gpu_blocks_override": 150, "chunked_prefill_size": 7}
+    config |= {"num_kvcache_blocks": 150, "chunked_prefill_size": 7}
     assert run(make_engine(path, **config), PROMPTS[:3], params) == expected

@@ -185,7 +185,7 @@ def test_a_film_is_kept_as_gif(trace, tmp_path, image):
 
 def test_an_llm_that_records_gives_the_trace_of_its_run():
     prompt = [5, 6, 7, 8] * 10
-    llm = LLM("builtin", record=True, num_gpu_blocks_override=32, max_num_seqs=2)
+    llm = LLM("builtin", record=True, num_kvcache_blocks=32, max_num_seqs=2)
     llm.generate([[*prompt, 9], [*prompt, 10]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     before = llm.trace
     first, last = before.step_numbers
@@ -199,13 +199,13 @@ def test_an_llm_that_records_gives_the_trace_of_its_run():
 
 def test_an_observer_sees_the_events_that_are_recorded():
     seen = []
-    llm = LLM("builtin", record=True, emit=seen.append, num_gpu_blocks_override=32, max_num_seqs=2)
+    llm = LLM("builtin", record=True, emit=seen.append, num_kvcache_blocks=32, max_num_seqs=2)
     llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
     assert seen == list(llm.trace._open_source())
 
 
 def test_an_llm_that_does_not_record_says_how():
-    llm = LLM("builtin", num_gpu_blocks_override=32, max_num_seqs=2)
+    llm = LLM("builtin", num_kvcache_blocks=32, max_num_seqs=2)
     with pytest.raises(UsageError) as error:
         _ = llm.trace
     assert error.value.hint == "create it with LLM(..., record=True)"

@@ -239,7 +239,7 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     after = prompt_file(
         tmp_path / "b.jsonl", [(name, [60 + n, *prompt] if n % 2 else prompt) for n, (name, prompt) in enumerate(rows)]
     )
-    flags = ("--num-gpu-blocks-override", "60", "--max-num-seqs", "2", "--format", "json")
+    flags = ("--num-kvcache-blocks", "60", "--max-num-seqs", "2", "--format", "json")
     document = json.loads(pagedcli("diff", before, after, *flags).stdout)
     causes = {row["cause"]: row["hit_rate"] for row in document["causes"]}
     assert list(causes) == ["prompts"]

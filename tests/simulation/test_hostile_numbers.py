@@ -16,7 +16,7 @@ def recording(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording")
     (folder / "in.jsonl").write_text(json.dumps({"prompt": "the old fox " * 9, "max_tokens": 3}))
     pagedcli("generate", folder / "in.jsonl", "-o", folder / "out.jsonl", "--record", folder / "run.jsonl",
-             "--record-tokens", "--num-gpu-blocks-override", "8")  # fmt: skip
+             "--record-tokens", "--num-kvcache-blocks", "8")  # fmt: skip
     return (folder / "run.jsonl").read_text().splitlines()
 
 

@@ -55,7 +55,7 @@ def test_a_run_recorded_without_tokens_hits_as_it_did(tmp_path):
     prompts, trace, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl.zst", tmp_path / "out.jsonl"
     rows = [{"prompt": [5] * 32 + [index % 3] * 20, "max_tokens": 3} for index in range(9)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pagedcli("generate", prompts, "-o", out, "--num-gpu-blocks-override", "16", "--max-num-seqs", "2",
+    pagedcli("generate", prompts, "-o", out, "--num-kvcache-blocks", "16", "--max-num-seqs", "2",
              "--record", trace)  # fmt: skip
     cached = [
         json.loads(line)["usage"]["prompt_tokens_details"]["cached_tokens"] for line in out.read_text().splitlines()

@@ -97,7 +97,7 @@ def test_a_simulated_prompt_file_has_the_events_of_generate(tmp_path, num_rows, 
     prompts.write_text("".join(json.dumps(row) + "\n" for row in _rows(num_rows)))
     pool = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "8", "--max-model-len", "128")
     pagedcli(
-        "generate", prompts, "-o", out, "--num-gpu-blocks-override", "30", "--output-token-ids", *pool,
+        "generate", prompts, "-o", out, "--num-kvcache-blocks", "30", "--output-token-ids", *pool,
         "--record", tmp_path / "run.jsonl", "--eviction", eviction,
     )  # fmt: skip
     pagedcli(
@@ -113,7 +113,7 @@ def test_a_recorded_run_is_simulated_as_it_was(tmp_path):
     prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in _rows(12)))
     pagedcli(
-        "generate", prompts, "-o", tmp_path / "out.jsonl", "--num-gpu-blocks-override", "18", "--max-num-seqs", "4",
+        "generate", prompts, "-o", tmp_path / "out.jsonl", "--num-kvcache-blocks", "18", "--max-num-seqs", "4",
         "--record", trace, "--record-tokens",
     )  # fmt: skip
     workload, state = read_recorded_run(trace)

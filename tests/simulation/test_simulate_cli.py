@@ -145,7 +145,7 @@ def test_a_policy_more_than_there_are_markers_is_in_the_picture(trace, tmp_path,
 
 def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(tmp_path):
     prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
-    flags = ("--num-gpu-blocks-override", "30", "--max-num-seqs", "8", "--block-size", "8")
+    flags = ("--num-kvcache-blocks", "30", "--max-num-seqs", "8", "--block-size", "8")
     trace = tmp_path / "run.jsonl"
     outputs, ids = tmp_path / "out.jsonl", "--output-token-ids"
     pagedcli("generate", prompts, "-o", outputs, "--record", trace, "--ignore-eos", ids, *flags)
@@ -304,7 +304,7 @@ def test_what_to_change_is_about_the_smallest_pool_and_leaves_the_pool_to_the_fi
     document = as_json(trace, "--pool", "22,200")
     assert all(each["kind"] != "pool" for each in document["cures"])
     assert all(each["hit_rate"] == document["pools"][0]["hit_rate_tokens"] for each in document["cures"])
-    assert "--num-gpu-blocks-override" not in simulate(trace, "--pool", "22,200", "--all").stdout.split("\n\n")[0]
+    assert "--num-kvcache-blocks" not in simulate(trace, "--pool", "22,200", "--all").stdout.split("\n\n")[0]
 
 
 def test_rows_with_beams_are_counted_and_named(tmp_path):

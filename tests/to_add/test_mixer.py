@@ -94,7 +94,7 @@ def twins(tmp_path, tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_the_engine_keeps_its_state_through_chunks_caching_and_preemption(twins, backend):
     prompts, params = ragged_prompts(4), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    hard = {"chunked_prefill_size": 7, "num_gpu_blocks_override": 9, "num_state_slots": 5, "max_model_len": 96}
+    hard = {"chunked_prefill_size": 7, "num_kvcache_blocks": 9, "num_state_slots": 5, "max_model_len": 96}
     known, new = twins
     expected = run(make_engine(known, attention_backend=backend, max_model_len=96), prompts, params)
     engine = make_engine(new, attention_backend=backend, **hard)

@@ -27,7 +27,7 @@ for line in sys.stdin:
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, json.loads(line))
     print(json.dumps([done.exit_code, done.stdout, done.stderr]), flush=True)
 """
-POOL = ("--num-gpu-blocks-override", "24", "--max-num-seqs", "2", "--block-size", "4", "--max-model-len", "80")
+POOL = ("--num-kvcache-blocks", "24", "--max-num-seqs", "2", "--block-size", "4", "--max-model-len", "80")
 # three prefixes of 12 blocks in turns do not fit into 24 blocks
 ROWS = [{"prompt": [group] * 48 + [20 + row], "max_tokens": 4} for row in range(12) for group in [5 + row % 3]]
 

@@ -54,7 +54,7 @@ def found(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "prompts.jsonl").write_text('{"id": "a", "prompt": [5, 6, 7], "max_tokens": 4}\n')
     (folder / "run.yaml").write_text("engine: {quantization: fake8}")
-    small = ["--device", "cpu", "--quantization", "fake8", "--num-gpu-blocks-override", "8"]
+    small = ["--device", "cpu", "--quantization", "fake8", "--num-kvcache-blocks", "8"]
     dummy = ["-m", str(folder), "--load-format", "dummy", "--quantization", "fake8"]
     lengths = ["--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--repeat", "1"]
     prompts, described = str(folder / "prompts.jsonl"), ["profile-memory", "-m", str(folder), "--memory", "8GiB"]

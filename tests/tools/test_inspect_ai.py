@@ -59,7 +59,7 @@ def evaluated(folder, solver, samples=1, tmp_path=None, **arguments):
         solver=solver,
         scorer=includes(),
     )
-    model_args = {"num_gpu_blocks_override": 256, "dtype": "float32"}
+    model_args = {"num_kvcache_blocks": 256, "dtype": "float32"}
     (log,) = inspect_ai.eval(
         task, model=f"pagedcli/{folder}", model_args=model_args, log_dir=str(tmp_path), display="none", **arguments
     )
@@ -91,10 +91,10 @@ def test_input_tokens_leave_out_those_read_from_the_cache(caller, tmp_path):
 
 @pytest.mark.anyio
 async def test_outputs_are_those_of_the_engine_with_logprobs(caller):
-    model = get_model(f"pagedcli/{caller}", num_gpu_blocks_override=256, dtype="float32", memoize=False)
+    model = get_model(f"pagedcli/{caller}", num_kvcache_blocks=256, dtype="float32", memoize=False)
     config = GenerateConfig(max_tokens=3, logprobs=True, top_logprobs=2, num_choices=2, stop_seqs=["zzz"])
     found = await model.generate("Hi", config=config)
-    with LLM(str(caller), num_gpu_blocks_override=256, dtype="float32") as llm:
+    with LLM(str(caller), num_kvcache_blocks=256, dtype="float32") as llm:
         params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
         (expected,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
     assert [choice.message.text for choice in found.choices] == [expected.outputs[0].text] * 2

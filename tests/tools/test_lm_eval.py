@@ -33,7 +33,7 @@ CHOICES = [
 ]
 # Without it lm-eval takes the logits of another position where two requests are the same tokens, cut at other places.
 EXACT = {"logits_cache": False}
-FLOAT32 = {"dtype": "float32", "num_gpu_blocks_override": 400, "block_size": 4}
+FLOAT32 = {"dtype": "float32", "num_kvcache_blocks": 400, "block_size": 4}
 
 
 @pytest.fixture(scope="module", params=["builtin", "stories260k"])
@@ -108,9 +108,9 @@ def test_the_answers_are_those_of_the_hf_model_in_float32(model, tasks, ours):
 @pytest.mark.parametrize(
     "engine",
     [
-        {"num_gpu_blocks_override": 80, "max_num_seqs": 3},
+        {"num_kvcache_blocks": 80, "max_num_seqs": 3},
         {"block_size": 16, "max_num_batched_tokens": 7, "max_num_seqs": 7},
-        {"enable_prefix_caching": False, "block_size": 1, "num_gpu_blocks_override": 2000},
+        {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 2000},
     ],
 )
 def test_the_answers_are_the_same_bits_for_any_pool_and_step_size(model, tasks, ours, engine):
@@ -187,7 +187,7 @@ def test_how_much_was_found_is_said_in_words():
 
 def test_the_command_is_that_of_lm_eval(tasks, tmp_path):
     folder, names = tasks
-    engine = "dtype=float32,num_gpu_blocks_override=400"
+    engine = "dtype=float32,num_kvcache_blocks=400"
     arguments = ("--tasks", names[0], "--include_path", str(folder), "--output_path", str(tmp_path))
 
     def run(model):

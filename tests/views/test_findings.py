@@ -194,7 +194,7 @@ def test_summary_and_metrics_of_a_model_with_windows_are_those_of_its_trace(tmp_
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pagedcli(
         "generate", prompts, "-m", model, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "3", "--block-size", "8",
-        "--max-model-len", "64", "--num-gpu-blocks-override", "30", "--ignore-eos", "--record", trace,
+        "--max-model-len", "64", "--num-kvcache-blocks", "30", "--ignore-eos", "--record", trace,
         "--metrics", tmp_path / "run.prom", "--summary-json", tmp_path / "summary.json",
     )  # fmt: skip
     facts = findings_of(TraceReader(trace))[1].facts
@@ -293,7 +293,7 @@ def test_an_unfilled_block_that_beams_share_counts_once():
 
 
 def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
-    prompts, flags = tmp_path / "in.jsonl", ("--num-gpu-blocks-override", "30", "--max-num-seqs", "4")
+    prompts, flags = tmp_path / "in.jsonl", ("--num-kvcache-blocks", "30", "--max-num-seqs", "4")
     rows = [{"prompt": [5] * 28 + [50 + n] * (3 * n + 1), "max_tokens": 6} for n in range(8)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     to = ("-o", tmp_path / "a.jsonl", "--record", tmp_path / "run.jsonl", "--all")

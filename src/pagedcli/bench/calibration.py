@@ -68,7 +68,7 @@ def calibration_config(decision: Decision) -> EngineConfig:
     many_long = limits.max_num_seqs * tables.num_entries(longest // NUM_LONG + _MANY)
     num_blocks += min(many_long, MOST_BYTES // decision.plan.block_bytes)
     return msgspec.structs.replace(
-        decision.config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru", speculation="off"
+        decision.config, num_kvcache_blocks=num_blocks, kv_cache_memory=None, eviction="lru", speculation="off"
     )
 
 

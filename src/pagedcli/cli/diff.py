@@ -48,7 +48,7 @@ def diff(
     Examples:
       pagedcli diff monday.jsonl.zst friday.jsonl.zst -o why.html
       pagedcli diff before.jsonl after.jsonl --format json | jq .causes
-      pagedcli diff prompts-v1.jsonl prompts-v2.jsonl -m ./Qwen3-8B --num-gpu-blocks-override 4000
+      pagedcli diff prompts-v1.jsonl prompts-v2.jsonl -m ./Qwen3-8B --num-kvcache-blocks 4000
 
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip

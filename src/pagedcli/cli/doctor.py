@@ -338,7 +338,7 @@ def _engine_table(device: str) -> Table:
     from pagedcli.runner.llm_engine import LLMEngine
 
     try:
-        found: Plan | str = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8)).plan
+        found: Plan | str = LLMEngine(EngineConfig(device=device, num_kvcache_blocks=8)).plan
     except Exception as error:  # report whatever broke and continue: a driver can raise anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
     return engine_table(f"Engine settings on {device}, with the built-in model", found)

@@ -68,6 +68,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
+        args = [word.replace("--num-gpu-blocks-override", "--num-kvcache-blocks") for word in args]  # vLLM's name
         if (words := RENAMED.get(args[0])) is not None:
             say(f"note: pagedcli {args[0]} is pagedcli {words[0]} now")
             args = [*words, *args[1:]]

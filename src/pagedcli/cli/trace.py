@@ -74,7 +74,7 @@ def trace(
 
     \b
     Examples:
-      pagedcli trace prompts.jsonl --num-gpu-blocks-override 64 --record run.jsonl.zst
+      pagedcli trace prompts.jsonl --num-kvcache-blocks 64 --record run.jsonl.zst
       pagedcli trace prompts.jsonl --dump-kv | less -S
       pagedcli trace run.jsonl.zst
       pagedcli trace run.jsonl --step 812 --follow code-Mirano

@@ -43,7 +43,7 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
             f"needs {plural(needed, 'block')} of {plural(limits.block_size, 'token')}, "
             f"the pool has {limits.num_blocks:,}",
             hint=f"lower {'beam_width or ' if width > 1 else ''}max_tokens, or enlarge the pool with --kv-cache-memory "
-            "or --num-gpu-blocks-override",
+            "or --num-kvcache-blocks",
         )
     return max_new_tokens
 
@@ -75,7 +75,7 @@ def admit_scores(limits: Limits, context_token_ids: Ids[int], continuations: Ids
             "kv_cache_exceeded",
             f"needs {plural(needed, 'block')} of {plural(limits.block_size, 'token')}, "
             f"the pool has {limits.num_blocks:,}",
-            hint="enlarge the pool with --kv-cache-memory or --num-gpu-blocks-override",
+            hint="enlarge the pool with --kv-cache-memory or --num-kvcache-blocks",
         )
 
 

@@ -247,9 +247,9 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
     block_bytes, limits, most = plan.block_bytes, plan.limits, None
     if terms is not None:
         available = terms.available
-    if config.num_gpu_blocks_override is not None:
-        num_bytes, reason = available, "num_gpu_blocks_override"
-        most = config.num_gpu_blocks_override
+    if config.num_kvcache_blocks is not None:
+        num_bytes, reason = available, "num_kvcache_blocks"
+        most = config.num_kvcache_blocks
     elif config.kv_cache_memory is not None:
         num_bytes, reason = config.kv_cache_memory, f"kv_cache_memory {config.kv_cache_memory} bytes"
     elif terms is not None:
@@ -260,7 +260,7 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
     num_slots = choose_num_slots(config, limits, num_bytes if most is None else num_bytes - most * block_bytes)
     state_bytes = (num_slots or 0) * limits.state_bytes
     num_blocks = most if most is not None else max(0, num_bytes - state_bytes) // block_bytes
-    if config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
+    if config.num_kvcache_blocks is None and config.kv_cache_memory is None:
         times = 1 if terms is None else GPU_POOL_TIMES
         most = times * limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
         if most < num_blocks:
@@ -277,7 +277,7 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
         raise ConfigError(
             f"{reason} asks for a KV cache of {size(num_blocks * block_bytes + state_bytes)}{states}, but only"
             f" {size(max(0, available))} of memory are available",
-            hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
+            hint="lower --kv-cache-memory or --num-kvcache-blocks, or leave it out",
         )
     return Pool(num_blocks, reason, num_state_slots=num_slots)
 

@@ -94,7 +94,7 @@ def load_engine(
     pool = replace(pool, num_blocks=agree(pool.num_blocks), num_state_slots=num_slots)
     limits = plan.limits.with_pool(pool.num_blocks, num_state_slots=num_slots)
     cache = f"a KV cache of {size(pool_bytes(limits, plan.block_bytes))} ({pool.reason})"
-    with _room_for(cache, device, "lower --kv-cache-memory or --num-gpu-blocks-override"):
+    with _room_for(cache, device, "lower --kv-cache-memory or --num-kvcache-blocks"):
         runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)

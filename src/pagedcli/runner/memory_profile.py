@@ -156,4 +156,4 @@ def _load(config: EngineConfig, plan: Plan) -> LLMEngine:
             hint="use --tensor-parallel-size 1",
         )
     num_blocks = step_blocks(plan.limits.largest_step, plan.limits.tables)
-    return LLMEngine(msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks))
+    return LLMEngine(msgspec.structs.replace(config, num_kvcache_blocks=num_blocks))

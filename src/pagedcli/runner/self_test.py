@@ -112,7 +112,7 @@ def _generate(engine: LLMEngine, lookups: list[LookUp], num_extra: int) -> dict[
 
 
 def _check_prefix_hits(lookups: list[LookUp], device: str) -> str:
-    engine = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=_roomy(lookups)))
+    engine = LLMEngine(EngineConfig(device=device, num_kvcache_blocks=_roomy(lookups)))
     seen = _answer(engine, lookups)
     stats = engine.stats
     if not stats.num_cached_tokens:
@@ -124,7 +124,7 @@ def _check_preemption(lookups: list[LookUp], device: str) -> str:
     longest = max(len(lookup.prompt_token_ids) for lookup in lookups)
     # room for two prompts, but not for their outputs
     num_blocks = max(2 * blocks_for(longest, 16), blocks_for(longest + 2 * _EXTRA_TOKENS, 16))
-    config = EngineConfig(device=device, num_gpu_blocks_override=num_blocks, enable_prefix_caching=False)
+    config = EngineConfig(device=device, num_kvcache_blocks=num_blocks, enable_prefix_caching=False)
     engine = LLMEngine(config)
     seen = _answer(engine, lookups[:6], num_extra=_EXTRA_TOKENS)
     if not engine.stats.num_preemptions:
@@ -136,7 +136,7 @@ def _check_preemption(lookups: list[LookUp], device: str) -> str:
 
 
 def _check_chunks(lookups: list[LookUp], device: str) -> str:
-    config = EngineConfig(device=device, num_gpu_blocks_override=_roomy(lookups), chunked_prefill_size=CHUNK)
+    config = EngineConfig(device=device, num_kvcache_blocks=_roomy(lookups), chunked_prefill_size=CHUNK)
     engine = LLMEngine(config)
     seen = _answer(engine, lookups)
     longest = max(len(lookup.prompt_token_ids) for lookup in lookups)
@@ -156,7 +156,7 @@ def _roomy(lookups: list[LookUp]) -> int:
 
 def _check_backend(name: str, lookups: list[LookUp], device: str) -> str:
     """The backend against the reference on a ragged batch, and the look-ups through it."""
-    engine = LLMEngine(EngineConfig(device=device, attention_backend=name, num_gpu_blocks_override=_roomy(lookups[:4])))
+    engine = LLMEngine(EngineConfig(device=device, attention_backend=name, num_kvcache_blocks=_roomy(lookups[:4])))
     spec, dtype = engine.spec, getattr(torch, engine.plan.dtype)
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
     of_engine = AttentionSpec(torch.device(device), dtype, 16, *heads)

@@ -21,7 +21,7 @@ from pagedcli.simulation.run import Schedule
 from pagedcli.trace.state import PoolState
 
 CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
-BLOCK_SIZE, POOL = "engine.block_size", "engine.num_gpu_blocks_override"
+BLOCK_SIZE, POOL = "engine.block_size", "engine.num_kvcache_blocks"
 Changes = Mapping[str, Any]
 """Configuration keys with other values. They belong together."""
 
