@@ -132,7 +132,7 @@ def test_an_existing_output_hints_at_resume(prompts, tmp_path):
 
 
 def test_help_does_not_shorten_and_a_misspelt_command_gets_a_suggestion():
-    assert "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server." in pagedcli("--help").stdout
+    assert "Watch a vLLM, SGLang or TensorRT-LLM server's KV cache." in pagedcli("--help").stdout
     assert "Did you mean 'generate'?" in pagedcli("generat", expect=2).stderr
 
 

@@ -60,8 +60,8 @@ def run(pagedcli, tmp_path_factory):
 
 
 def test_help_and_messages_name_it(pagedcli):
-    assert "prefix-lru|next-use|mru" in pagedcli("generate", "--help")
-    assert "next-use, mru" in " ".join(pagedcli("simulate", "--help").split())
+    assert "prefix-lru|next-use|mru" in pagedcli("generate", "--help", "cache")
+    assert "next-use, mru" in " ".join(pagedcli("simulate", "--help", "all").split())
     assert "'next-use', 'mru'" in pagedcli("generate", "x.jsonl", "--eviction", "x", expect=2)
     assert "next-use, mru" in pagedcli("simulate", "x.jsonl", "--policy", "x", expect=2)
 

@@ -61,7 +61,7 @@ def found(tmp_path_factory):
     with_help = ("generate", "profile-memory", "plan", "bench")
     int8 = ["int8" if each == "fake8" else each for each in small]
     commands = {
-        **{f"help {name}": [*name.split(), "--help"] for name in with_help},
+        **{f"help {name}": [name, "--help", "all"] for name in with_help},
         "generate": ["generate", prompts, *small, "-o", str(folder / "fake8.jsonl"), "--output-token-ids"],
         "int8": ["generate", prompts, *int8, "-o", str(folder / "int8.jsonl"), "--output-token-ids"],
         "config": ["generate", "--show-config", "-C", str(folder / "run.yaml")],
