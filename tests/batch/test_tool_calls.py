@@ -457,8 +457,8 @@ def test_rows_with_other_tools_are_not_equal(arguments, caller, tmp_path):
     )
     (tmp_path / "t.jinja").write_text("{% if tools %}Rain{% endif %}Look")
     said = pagedcli("generate", tmp_path / "in.jsonl", *arguments[2:], "--chat-template", tmp_path / "t.jinja",
-                    "--deduplicate").stderr  # fmt: skip
-    assert "1 row" in said
+                    "--deduplicate", "--all").stderr  # fmt: skip
+    assert "1 row with the answers of an equal one" in said
 
 
 PIECES = [

@@ -68,5 +68,5 @@ def test_simulate_tries_the_checkpoint_policies(tmp_path):
     flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--checkpoints", "end")
     found = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)
     assert found["pools"][0]["num_cached_tokens"] == 0
-    assert found["advised"][0]["flags"] == ["--checkpoints", "branches"]
-    assert found["ideal_hit_rate"] == 11 * 64 / found["num_prompt_tokens"] == found["advised"][0]["hit_rate"]
+    assert found["cures"][0]["flags"] == ["--checkpoints", "branches"]
+    assert found["ideal_hit_rate"] == 11 * 64 / found["num_prompt_tokens"] == found["cures"][0]["hit_rate_after"]
